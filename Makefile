@@ -1,0 +1,61 @@
+# Everything runs in .venv, which is made when it is first needed. `make` alone explains itself.
+
+# Which Python to build .venv from: `make test PYTHON=python3.12`. Needs 3.11 or newer.
+PYTHON ?= python3
+
+# Where torch comes from; pip's own index where empty. For another build than that one offers:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cu130
+TORCH_INDEX ?=
+
+# Which tests to run, and more options for pytest, the demo or the benchmark:
+#   make test TESTS=tests/unit ARGS="-x --randomly-seed=1234"
+TESTS ?=
+ARGS ?=
+
+# `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C.
+KEEP ?=
+
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+TORCH := $(shell grep -E '^torch==' constraints.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench constraints clean
+
+help: ## say what there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 leaves them up)
+	$(PY) -m batchery_worker.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
+
+test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest)
+	$(PY) -m pytest $(ARGS) $(TESTS)
+
+lint: $(INSTALLED) ## check style, format and types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+bench: $(INSTALLED) ## measure what the queue costs, against Celery's own pools
+	$(PY) benchmarks/queue_overhead.py $(ARGS)
+
+constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
+	{ echo "# What was tested. To renew: remove the pins, then make clean constraints."; \
+	  $(PY) -m pip freeze --exclude batchery | grep -E '^[A-Za-z0-9._-]+==' \
+	  | sed 's/+.*//' | LC_ALL=C sort -f; } > $(VENV)/constraints.new
+	mv $(VENV)/constraints.new constraints.txt
+	touch $(INSTALLED)
+
+clean: ## remove .venv, caches and what was built
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find common producer worker tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and alone: its builds differ in size by gigabytes, and the choice shall be yours.
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Batchery needs Python 3.11 or newer, but $(PYTHON) is %s; say make PYTHON=python3.11" % sys.version.split()[0])'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(or $(TORCH),torch)
+	$(PY) -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
