@@ -1,0 +1,103 @@
+"""The `batchery` command; each package adds its own subcommands by entry point.
+
+The group of the entry points is `batchery.commands`. A subcommand is imported when it is asked for;
+one that cannot be imported says so, and the others work.
+"""
+
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import click
+
+from batchery.errors import StartError
+
+GROUP = "batchery.commands"
+
+#: Exit code of a command that was interrupted, as every shell has it.
+INTERRUPTED = 128 + signal.SIGINT
+
+
+@contextmanager
+def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
+    """Ends the process as a command of Batchery should: one line on stderr, and an exit code.
+
+    Args:
+        with_traceback: Print the traceback of a `StartError`, too.
+
+    Raises:
+        SystemExit: With the error's exit code, or 130 after Ctrl-C.
+    """
+    try:
+        yield
+    except StartError as error:
+        if with_traceback:
+            traceback.print_exc()
+        click.echo(f"batchery: error: {error}", err=True)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        if with_traceback:
+            traceback.print_exc()
+        sys.exit(INTERRUPTED)
+
+
+class CommandGroup(click.Group):
+    """A group of commands that are found among the entry points of installed packages."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all subcommands, sorted; imports none."""
+        return sorted({*super().list_commands(ctx), *entry_points(group=GROUP).names})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports one subcommand; one that cannot be imported is replaced by one that says why."""
+        if command := super().get_command(ctx, cmd_name):
+            return command
+        for entry in entry_points(group=GROUP, name=cmd_name):
+            try:
+                return _load(entry)
+            except Exception as error:  # noqa: BLE001 (somebody else's import may raise anything)
+                return _unavailable(entry, error)
+        return None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the subcommand; a `StartError` becomes one line and its exit code."""
+        with one_line_errors(with_traceback=ctx.params["traceback"]):
+            return super().invoke(ctx)
+
+
+def _load(entry: EntryPoint) -> click.Command:
+    command = entry.load()
+    if not isinstance(command, click.Command):
+        raise TypeError(f"{entry.value} is no click command")
+    return command
+
+
+def _unavailable(entry: EntryPoint, error: Exception) -> click.Command:
+    package = entry.dist.name if entry.dist else entry.module
+    problem = f"{type(error).__name__}: {error}"
+
+    def explain(**_: Any) -> None:
+        raise StartError(
+            f"command '{entry.name}' ({entry.value} of {package}) cannot be loaded: {problem};"
+            f" reinstall {package} or remove it"
+        ) from error
+
+    return click.Command(
+        entry.name,
+        callback=explain,
+        params=[click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)],
+        context_settings={"ignore_unknown_options": True},
+        add_help_option=False,
+        short_help=f"cannot be loaded: {problem}",
+    )
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="batchery", prog_name="batchery")
+@click.option("--traceback", is_flag=True, help="Show where an error came from.")
+def main(*, traceback: bool) -> None:
+    """Batched GPU inference for Celery and Redis."""

@@ -1,0 +1,91 @@
+"""Every error that Batchery raises, in one tree.
+
+```
+BatcheryError
+├── StartError                  a command or worker cannot start: one line, exit code 2
+│   ├── SettingsError           a setting is unknown, unreadable or impossible
+│   ├── RedisUnavailable        no Redis answers, or none can be started
+│   ├── DeviceUnavailable       the device asked for is not there
+│   ├── ModelLoadError          a model cannot be loaded
+│   ├── AppNotImportable        a device process could not import the Celery app
+│   └── DatasetError            the input or output of a bulk run cannot be used
+├── BatchArgumentError          a call that is not `task(item, **keywords)`; also a TypeError
+└── ItemError                   why one job failed; stored as its result, raised by `get()`
+    ├── InvalidItem             the item breaks a limit or has the wrong type; also a ValueError
+    ├── ItemFailed              the function said `Failed("why")`
+    ├── WrongLength             the function returned another number of outcomes than items
+    ├── UnserialisableResult    the outcome cannot be written as JSON
+    ├── OutOfMemory             the device has no memory for this item alone
+    └── DeviceDied              the job killed its device process, each time alone
+```
+
+Every error takes one text, so that it survives the trip through a JSON result backend:
+what a caller catches is what the worker raised.
+"""
+
+
+class BatcheryError(Exception):
+    """Root of the tree; its text names the thing, what was wrong and what to do."""
+
+
+class StartError(BatcheryError):
+    """A command or worker cannot start; printed as one line, exit code 2."""
+
+    #: Exit code of a command that ends with this error.
+    exit_code = 2
+
+
+class SettingsError(StartError):
+    """A setting is unknown, unreadable or impossible."""
+
+
+class RedisUnavailable(StartError):
+    """No Redis answers at the URL, or no redis-server could be started."""
+
+
+class DeviceUnavailable(StartError):
+    """The device that was asked for does not exist on this machine."""
+
+
+class ModelLoadError(StartError):
+    """A model cannot be loaded: not found, not of this kind, or too large."""
+
+
+class AppNotImportable(StartError):
+    """A device process could not import the Celery app or one of its tasks."""
+
+
+class DatasetError(StartError):
+    """The input or output of a bulk run cannot be read, written or understood."""
+
+
+class BatchArgumentError(BatcheryError, TypeError):
+    """A batch task was called with something other than one item and keywords."""
+
+
+class ItemError(BatcheryError):
+    """Why one job failed; its batch mates are not affected."""
+
+
+class InvalidItem(ItemError, ValueError):
+    """The item has the wrong type or breaks a limit; names the field and the limit."""
+
+
+class ItemFailed(ItemError):
+    """The function answered `Failed("why")` for this item."""
+
+
+class WrongLength(ItemError):
+    """The function returned another number of outcomes than it was given items."""
+
+
+class UnserialisableResult(ItemError):
+    """The outcome of this item cannot be written as JSON."""
+
+
+class OutOfMemory(ItemError):
+    """The device has no memory for this item, even alone."""
+
+
+class DeviceDied(ItemError):
+    """The job was running alone when its device process died, as often as is allowed."""

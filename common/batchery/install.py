@@ -1,0 +1,159 @@
+"""`install(app)`: one call, and an existing Celery app can run batch tasks."""
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from celery import Celery
+from celery.app.defaults import DEFAULTS
+
+from batchery.errors import SettingsError, StartError
+from batchery.model import Model
+from batchery.settings import ModelSettings, Settings
+from batchery.task import ModelTask
+
+logger = logging.getLogger(__name__)
+
+POOL = "batchery_worker.pool:BatchPool"
+STEP = "batchery_worker.step:BatchStep"
+
+#: Where the built-in kinds live; a path, so that a producer never imports torch.
+KINDS = {
+    "embedding": "batchery_worker.models.embedding:EmbeddingModel",
+    "classification": "batchery_worker.models.classification:ClassificationModel",
+}
+
+
+class Installation:
+    """What `install` remembers of one app."""
+
+    def __init__(self, app: Celery, keywords: Mapping[str, Any]) -> None:
+        self._app = app
+        self._keywords = keywords
+        self._settings: Settings | None = None
+        #: Why the models of the settings could not be registered; a worker refuses to start.
+        self.error: StartError | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The app's settings, read once, at first use.
+
+        Raises:
+            SettingsError: One of them is wrong.
+        """
+        if self._settings is None:
+            self._settings = Settings.load(self._app.conf, **self._keywords)
+        return self._settings
+
+
+_installations: WeakKeyDictionary[Celery, Installation] = WeakKeyDictionary()
+
+
+def install(app: Celery, **settings: Any) -> Celery:
+    """Makes an app able to run batch tasks; ordinary tasks and clients notice nothing.
+
+    The app's workers use Batchery's pool unless the app or the command line names another. Models
+    named in the settings become tasks when the app is finalized; nothing is read before that.
+
+    Args:
+        app: Any Celery app, configured or not.
+        settings: Settings by name; they outrank `app.conf.batchery_*`, environment and file.
+
+    Returns:
+        The same app.
+    """
+    _installations[app] = Installation(app, settings)
+    # Celery ranks such defaults above a configuration object, so that has to be asked.
+    app.add_defaults(lambda: {"worker_pool": _pool(app)})
+    app.steps["worker"].add(STEP)
+    if getattr(app, "finalized", False):
+        _register_models(app)
+    else:
+        app.on_after_finalize.connect(_on_after_finalize, weak=False)
+    return app
+
+
+def _pool(app: Celery) -> Any:
+    """The pool that the app's own configuration names, or ours where it is Celery's default."""
+    chosen: Any = app.conf.worker_pool
+    return POOL if chosen == DEFAULTS["worker_pool"] else chosen
+
+
+def installation_of(app: Celery) -> Installation:
+    """What `install` made of this app.
+
+    Raises:
+        SettingsError: `install` was never called with it.
+    """
+    try:
+        return _installations[app]
+    except KeyError:
+        raise SettingsError(f"app {app.main!r}: call batchery.install(app) first") from None
+
+
+def register(
+    app: Celery,
+    name: str,
+    model: type[Model] | str,
+    *,
+    queue: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **task_options: Any,
+) -> ModelTask:
+    """Registers a model as a Celery task with a queue of its own.
+
+    Args:
+        app: An app that `install` was called with.
+        name: Name of the task.
+        model: A subclass of `Model`, or its import path as `package.module:Class`.
+        queue: Where its jobs wait; the name of the task where it is None.
+        options: Keyword arguments of the model's constructor.
+        task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on.
+
+    Returns:
+        The task: `register(...).delay("some text").get()`.
+    """
+    attributes = {
+        "name": name,
+        "model_queue": queue or name,
+        "model": model,
+        "model_options": options or {},
+        "__doc__": model.__doc__ if isinstance(model, type) else None,
+        # The caller's: that is what a device process imports to have this task.
+        "__module__": sys._getframe(1).f_globals.get("__name__", __name__),
+        **task_options,
+    }
+    task: ModelTask = app.register_task(type("ModelTask", (ModelTask,), attributes)())
+    return task
+
+
+def _on_after_finalize(sender: Celery, **_: Any) -> None:
+    # Celery logs what a signal handler raises and goes on: keep it for the worker to stop with.
+    try:
+        _register_models(sender)
+    except StartError as error:
+        installation_of(sender).error = error
+        logger.error("%s", error)
+
+
+def _register_models(app: Celery) -> None:
+    for name, settings in installation_of(app).settings.models.items():
+        if isinstance(app.tasks.get(name), ModelTask):
+            # Of an earlier `install`; the last one holds.
+            app.tasks.unregister(name)
+        _register_builtin(app, name, settings)
+
+
+def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
+    register(
+        app,
+        name,
+        KINDS[settings.kind],
+        queue=settings.queue,
+        options={"settings": settings},
+        max_batch_size=settings.max_batch_size,
+        max_batch_tokens=settings.max_batch_tokens,
+        max_wait_ms=settings.max_wait_ms,
+    )

@@ -1,0 +1,78 @@
+"""The typed results of the built-in models, and numpy arrays from them.
+
+They travel as plain JSON: `get()` returns the dictionary, and `Embedding.model_validate(...)` gives
+it a type.
+"""
+
+import base64
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Result(BaseModel):
+    """What every built-in result has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tokens: Annotated[int, Field(ge=0, description="Tokens of the text, special ones included.")]
+
+
+class Embedding(Result):
+    """One text as a vector.
+
+    Attributes:
+        vector: D floats; or, with `encoding="base64"`, the same as little-endian float32 in base64,
+            as the OpenAI API does it (a quarter of the size of the list).
+    """
+
+    vector: list[float] | str
+
+    def to_numpy(self) -> "NDArray[np.float32]":
+        """The vector, shape (D,), float32."""
+        return to_numpy(self.vector)
+
+
+class Classification(Result):
+    """The label of one text.
+
+    Attributes:
+        label: The most likely label, named as in the model's config.
+        score: Its probability, 0 to 1: softmax over the labels, or sigmoid where several may hold.
+            Of a regression, which has one label, the model's output as it is.
+        scores: As `score`, by label, likeliest first; only with `top_k`.
+    """
+
+    label: str
+    score: float
+    scores: dict[str, float] | None = None
+
+
+def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.float32]":
+    """Turns an embedding result into a numpy array, whichever encoding it came in.
+
+    Args:
+        result: The dictionary that `get()` returned, or only its `vector`.
+
+    Returns:
+        Shape (D,), float32 in the byte order of this machine, writable.
+
+    Raises:
+        ValueError: It is neither a list of numbers nor base64 of whole float32 numbers.
+        KeyError: The dictionary has no `vector`.
+    """
+    import numpy as np
+
+    vector = result["vector"] if isinstance(result, Mapping) else result
+    if isinstance(vector, str):
+        packed = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4")
+        return packed.astype(np.float32)  # a copy: `frombuffer` gives what cannot be written to
+    array = np.array(vector, dtype=np.float32)
+    if array.ndim != 1:
+        raise ValueError(f"vector has shape {array.shape}; expected a flat list of numbers")
+    return array

@@ -1,0 +1,288 @@
+"""Every setting, and the only place that reads the environment.
+
+A setting is looked up as keyword, then `app.conf.batchery_<name>`, then `BATCHERY_<NAME>`, then in
+`batchery.toml` of the working directory. Nothing is read before somebody asks for a setting.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+from pydantic_settings import SettingsError as JsonError
+
+from batchery.errors import SettingsError
+
+PREFIX = "BATCHERY_"
+TOML_FILE = Path("batchery.toml")
+
+DEVICE_NAME = re.compile(r"cpu|mps|cuda(:\d+)?")
+
+
+class ModelSettings(BaseModel):
+    """One model, by which it becomes a Celery task and a queue of its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    kind: Annotated[
+        Literal["embedding", "classification"],
+        Field(description="What the model does, and so what its results look like."),
+    ]
+    model: Annotated[
+        str,
+        Field(min_length=1, description="A local folder, or a model id of the Hugging Face hub."),
+    ]
+    revision: Annotated[
+        str | None, Field(description="Branch, tag or commit of the model on the hub.")
+    ] = None
+    trust_remote_code: Annotated[
+        bool, Field(description="Run code that comes with the model; off, as it may do anything.")
+    ] = False
+    queue: Annotated[
+        str | None, Field(description="Queue of its jobs; the model's own name where unset.")
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"],
+        Field(description="Number format; auto is bf16 where the device is fast at it, else fp32."),
+    ] = "auto"
+    max_length: Annotated[
+        int | None,
+        Field(gt=0, description="Longest text in tokens; the model's own limit where unset."),
+    ] = None
+    overflow: Annotated[
+        Literal["truncate", "refuse"],
+        Field(description="What to do with a text of more than `max_length` tokens."),
+    ] = "truncate"
+    max_chars: Annotated[
+        int, Field(gt=0, description="Longest text in characters; a longer one is refused.")
+    ] = 1_000_000
+    max_batch_size: Annotated[
+        int | None, Field(gt=0, description="As the setting of that name, for this model alone.")
+    ] = None
+    max_batch_tokens: Annotated[
+        int | None, Field(gt=0, description="As the setting of that name, for this model alone.")
+    ] = None
+    max_wait_ms: Annotated[
+        float | None, Field(ge=0, description="As the setting of that name, for this model alone.")
+    ] = None
+    pooling: Annotated[
+        Literal["auto", "mean", "cls", "last"],
+        Field(description="Embedding: how token vectors become one; auto asks the model's files."),
+    ] = "auto"
+    normalize: Annotated[bool, Field(description="Embedding: scale each vector to length 1.")] = (
+        True
+    )
+    dimensions: Annotated[
+        int | None,
+        Field(gt=0, description="Embedding: keep only this many leading dimensions."),
+    ] = None
+    prompts: Annotated[
+        dict[str, str],
+        Field(
+            description='Embedding: texts to put in front, by name, such as `query = "query: "`.'
+        ),
+    ] = {}
+    default_prompt: Annotated[
+        str | None, Field(description="Embedding: name of the prompt for jobs that choose none.")
+    ] = None
+    multi_label: Annotated[
+        bool | None,
+        Field(
+            description="Classification: labels are independent; the config decides where unset."
+        ),
+    ] = None
+
+
+class Settings(BaseSettings):
+    """All settings of a worker, a producer and the standalone app."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+    )
+
+    redis_url: Annotated[
+        str, Field(description="Redis of the standalone app (`batchery.app`), for its queues.")
+    ] = "redis://localhost:6379/0"
+    result_url: Annotated[
+        str | None, Field(description="Result backend of the standalone app; `redis_url` if unset.")
+    ] = None
+    result_expires_s: Annotated[
+        int, Field(gt=0, description="Standalone app: how long a result is kept, in seconds.")
+    ] = 86_400
+    models: Annotated[
+        dict[str, ModelSettings],
+        Field(description="Built-in models by task name; each is a Celery task and a queue."),
+    ] = {}
+    devices: Annotated[
+        Literal["auto"] | list[str],
+        Field(description="Where batches run: `auto` is every CUDA device, or the CPU."),
+    ] = "auto"
+    max_batch_size: Annotated[
+        int, Field(gt=0, description="Most items that share a batch; a full batch leaves at once.")
+    ] = 64
+    max_batch_tokens: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="Most tokens of one forward pass, padding counted; by device if unset.",
+        ),
+    ] = None
+    max_wait_ms: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=3_600_000,
+            description="How long an idle device waits for a batch to fill, from its oldest job.",
+        ),
+    ] = 0
+    prefetch_batches: Annotated[
+        int,
+        Field(gt=0, description="Batches of each task that the worker holds beyond those running."),
+    ] = 2
+    device_start_timeout_s: Annotated[
+        float, Field(gt=0, description="How long a device may take to load and warm up its models.")
+    ] = 600
+    completion_threads: Annotated[
+        int, Field(gt=0, le=64, description="Threads that store results through Celery's tracer.")
+    ] = 2
+
+    @field_validator("devices", mode="before")
+    @classmethod
+    def _known_devices(cls, value: object) -> object:
+        if value == "auto" or (isinstance(value, str) and value.startswith("[")):
+            return value
+        names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+        if not isinstance(names, list) or not names:
+            raise ValueError("say 'auto', or a list such as ['cuda:0', 'cuda:1']")
+        for name in names:
+            if not (isinstance(name, str) and DEVICE_NAME.fullmatch(name)):
+                raise ValueError(f"{name!r} is no device; say 'auto', 'cpu', 'cuda:0' or 'mps'")
+        # `cuda` is `cuda:0`.
+        if len({name if name != "cuda" else "cuda:0" for name in names}) < len(names):
+            raise ValueError("a device is named twice")
+        return names
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Puts the TOML file behind keywords and the environment; no other source is read."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, TOML_FILE)
+
+    @classmethod
+    def load(cls, conf: Mapping[str, Any] | None = None, **keywords: Any) -> "Settings":
+        """Reads all sources once.
+
+        Args:
+            conf: A Celery configuration; its `batchery_<name>` entries rank behind keywords.
+            keywords: Settings by name; they rank first.
+
+        Returns:
+            The settings, frozen.
+
+        Raises:
+            SettingsError: Says which setting is wrong, where it came from and what would do.
+        """
+        from_conf = _from_conf(cls, conf) if conf is not None else {}
+        _refuse_unknown_variables(cls)
+        try:
+            return cls(**{**from_conf, **keywords})
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{TOML_FILE}: not valid TOML: {error}") from None
+        except JsonError as error:
+            raise SettingsError(f"environment: {error}: {error.__cause__}") from None
+        except OSError as error:
+            raise SettingsError(f"{TOML_FILE}: cannot be read: {error.strerror}") from None
+        except ValidationError as error:
+            raise SettingsError(_explain(error, from_conf, keywords)) from None
+
+
+def _from_conf(cls: type[Settings], conf: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the settings of a Celery configuration; a misspelt one would be silently ignored."""
+    # An app with a namespace, as Django's have it, spells its settings CELERY_BATCHERY_...
+    # Iterating also loads a configuration that Celery has put off, which `in` does not.
+    keys = list(conf)
+    namespace = str(getattr(conf, "prefix", None) or "")
+    spelled = {
+        key: key.removeprefix(namespace).lower().removeprefix("batchery_")
+        for key in keys
+        if key.removeprefix(namespace).lower().startswith("batchery_")
+        and not isinstance(conf[key], ModuleType)
+    }
+    for key, name in spelled.items():
+        if name not in cls.model_fields or f"batchery_{name}" not in conf:
+            there = ", ".join(f"batchery_{each}" for each in sorted(cls.model_fields))
+            raise SettingsError(f"app.conf.{key}: no such setting; there are {there}")
+    return {name: conf[f"batchery_{name}"] for name in spelled.values()}
+
+
+def _refuse_unknown_variables(cls: type[Settings]) -> None:
+    """A misspelt variable would be silently ignored, and its default be used."""
+    known = {name.upper() for name in cls.model_fields}
+    for variable in os.environ:
+        if variable.upper().startswith(PREFIX):
+            name = variable.upper().removeprefix(PREFIX).split("__")[0]
+            if name not in known:
+                raise SettingsError(
+                    f"environment variable {variable}: no such setting;"
+                    f" there are {', '.join(sorted(PREFIX + each for each in known))}"
+                )
+
+
+def _explain(
+    error: ValidationError, from_conf: Mapping[str, Any], keywords: Mapping[str, Any]
+) -> str:
+    """Names the first wrong setting, its value, its source and what pydantic has against it."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if "[" not in str(part)]
+    name = path[0] if path else "settings"
+    # What is missing is missing from what is there.
+    place = path[:-1] if first["type"] == "missing" else path
+    if _has(keywords, place):
+        source = "a keyword of install()"
+    elif _has(from_conf, place):
+        source = f"app.conf.batchery_{name}"
+    elif variable := _variable(place):
+        source = f"environment variable {variable}"
+    else:
+        source = str(TOML_FILE)
+    problem = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        problem = "no such setting"
+    given = "" if first["type"] in ("missing", "extra_forbidden") else f" = {first['input']!r}"
+    return f"setting {'.'.join(path)}{given} (from {source}): {problem}"
+
+
+def _has(values: Any, path: Sequence[str]) -> bool:
+    """Whether a source says something at this place; sources are merged, down to one model's."""
+    if not path or not isinstance(values, Mapping):
+        return bool(path == [] or values)
+    return path[0] in values and _has(values[path[0]], path[1:])
+
+
+def _variable(path: Sequence[str]) -> str | None:
+    """The environment variable that sets this place, if there is one."""
+    there = {variable.upper(): variable for variable in os.environ}
+    for length in range(len(path), 0, -1):
+        variable = there.get(PREFIX + "__".join(path[:length]).upper())
+        if variable is not None:
+            return variable
+    return None
