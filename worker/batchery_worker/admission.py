@@ -1,0 +1,116 @@
+"""From one of Celery's requests to a job of the scheduler, or to a clear refusal."""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kombu.utils import json
+
+from batchery import packed
+from batchery.errors import BatchArgumentError, InvalidItem
+from batchery.settings import Settings
+from batchery.task import BatchTask, only_item
+from batchery_worker.scheduler import BatchKey, Job, Limits, TimeLimits
+from batchery_worker.ticket import Ticket
+
+#: Types that can always be pickled: for the common job, a text, nothing is tried.
+FLAT = {str, bytes, int, float, bool, type(None)}
+
+#: Levels of nesting that the trial adds: more than the message to the device adds around an item.
+MARGIN = 20
+
+
+class Admission:
+    """Reads tickets; knows the limits of every task."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._limits: dict[str, Limits] = {}
+
+    def limits(self, task: BatchTask) -> Limits:
+        """The limits of a task: its own, or those of the settings."""
+        if task.name not in self._limits:
+            wait_ms = task.max_wait_ms
+            self._limits[task.name] = Limits(
+                max_batch_size=task.max_batch_size or self._settings.max_batch_size,
+                max_wait_s=(self._settings.max_wait_ms if wait_ms is None else wait_ms) / 1e3,
+            )
+        return self._limits[task.name]
+
+    def max_batch_tokens(self, task: BatchTask) -> int | None:
+        """The token budget of a task; None lets the device choose."""
+        return task.max_batch_tokens or self._settings.max_batch_tokens
+
+    def job(
+        self,
+        ticket: Ticket,
+        task: BatchTask,
+        time_limits: TimeLimits,
+        now_s: float,
+    ) -> Job[Ticket]:
+        """Makes a job of a ticket, and fills in the ticket's items.
+
+        Args:
+            ticket: As it came from Celery.
+            task: The task that it names.
+            time_limits: Soft and hard limit in seconds; part of the batch key.
+            now_s: When it came, on the scheduler's clock.
+
+        Returns:
+            The job.
+
+        Raises:
+            BatchArgumentError: There is not exactly one positional argument, or the keywords
+                cannot be written as JSON.
+            InvalidItem: The packed header is malformed, or does not fit the argument; or the job
+                cannot be pickled.
+        """
+        message = ticket.message
+        argument = only_item(task.name, message.get("args") or ())
+        header = message.get(packed.HEADER)
+        ticket.items, ticket.is_packed = packed.items_of(argument, header)
+        _check_portable(ticket.items, message.get("kwargs"))
+        return Job(
+            id=ticket.task_id,
+            key=BatchKey(task.name, _spell(message.get("kwargs")), time_limits),
+            limits=self.limits(task),
+            items=len(ticket.items),
+            arrived_s=now_s,
+            payload=ticket,
+        )
+
+
+def _check_portable(items: Sequence[Any], keywords: Mapping[str, Any] | None) -> None:
+    """Refuses what cannot be handed to a device, while it is still one job and not a batch.
+
+    JSON reads lists that are nested more deeply than pickle can write.
+
+    Raises:
+        InvalidItem: The items or keywords cannot be pickled.
+    """
+    if not keywords and set(map(type, items)) <= FLAT:
+        return
+    wrapped: Any = (items, keywords)
+    for _ in range(MARGIN):
+        wrapped = [wrapped]
+    try:
+        pickle.dumps(wrapped, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
+        raise InvalidItem(
+            f"the job cannot be handed to a device: {error};"
+            " send plain data, not nested by the hundreds"
+        ) from None
+
+
+def _spell(keywords: Mapping[str, Any] | None) -> str:
+    """Equal keywords must be spelled equally, in whatever order they came.
+
+    Raises:
+        BatchArgumentError: They cannot be spelled.
+    """
+    try:
+        return json.dumps(keywords, sort_keys=True) if keywords else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BatchArgumentError(
+            f"the keyword arguments cannot be written as JSON, so no batch can be chosen: {error}"
+        ) from None

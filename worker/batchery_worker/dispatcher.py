@@ -1,0 +1,288 @@
+"""Takes jobs to the devices and their outcomes back: the heart of the pool.
+
+Everything here runs on one thread, that of an event loop, and none of it blocks: device processes
+compute, completion threads store.
+"""
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from time import monotonic
+from typing import Any, cast
+
+from celery import Celery
+from celery.exceptions import TimeLimitExceeded
+from celery.worker import state as worker_state
+from kombu.asynchronous import Hub
+
+from batchery.errors import BatcheryError, DeviceDied, InvalidItem, StartError
+from batchery.settings import Settings
+from batchery.task import BatchTask
+from batchery_worker.admission import Admission
+from batchery_worker.commit import Verdict
+from batchery_worker.fleet import Fleet
+from batchery_worker.metrics import Metrics
+from batchery_worker.process import DeviceProcess, Flight
+from batchery_worker.scheduler import Batch, Job, Scheduler, TimeLimits
+from batchery_worker.settlement import Settlement
+from batchery_worker.ticket import Ticket
+from batchery_worker.wire import Done, Setup, Work, decode_outcome
+
+logger = logging.getLogger("batchery.pool")
+
+#: How often a job may kill its device process while it runs there alone.
+MAX_DEATHS = 2
+
+
+class Dispatcher:
+    """Admits jobs, forms batches when a device has room, settles each job exactly once."""
+
+    def __init__(self, app: Celery, settings: Settings, setups: Sequence[Setup]) -> None:
+        self._app = app
+        self._settings = settings
+        self._admission = Admission(settings)
+        self._scheduler: Scheduler[Ticket] = Scheduler()
+        self._fleet = Fleet(
+            setups,
+            on_ready=self._plan_dispatch,
+            on_done=self._on_done,
+            on_death=self._on_death,
+            on_lost=self._on_lost,
+        )
+        self._batch_ids = itertools.count(1)
+        self._hub = Hub()
+        self._metrics = Metrics()
+        self._settlement = Settlement(app, settings.completion_threads, self._metrics, self._hub)
+        self._dispatch_planned = False
+        self._wake_planned_s = float("inf")
+        self._draining = False
+
+    @property
+    def hub(self) -> Any:
+        """The event loop that everything runs on now."""
+        return self._hub
+
+    def start(self) -> None:
+        """Starts the devices and waits for their models.
+
+        Raises:
+            StartError: A device cannot start; says why.
+            SystemExit: The worker was told to stop meanwhile.
+        """
+        timeout_s = self._settings.device_start_timeout_s
+        self._fleet.start(self._hub, timeout_s, worker_state.maybe_shutdown)
+
+    def attach(self, hub: Any) -> None:
+        """Moves to another event loop, which runs or is about to."""
+        self._hub = hub
+        self._fleet.attach(hub)
+        # What was planned on the other loop may never happen there.
+        self._dispatch_planned = False
+        self._wake_planned_s = float("inf")
+        self._plan_dispatch()
+        self._settlement.attach(hub)
+
+    def deliver(self, call: Callable[[], None]) -> None:
+        """Runs something on the loop's thread; may be called from any thread."""
+        self._settlement.deliver(call)
+
+    def admit(self, ticket: Ticket, task: BatchTask, limits: TimeLimits) -> None:
+        """Takes a job in, or settles it at once if it can never be in a batch."""
+        try:
+            job = self._admission.job(ticket, task, limits, monotonic())
+        except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
+            known = isinstance(error, BatcheryError)
+            self._accept(ticket, os.getpid())
+            problem = f"the message cannot be understood: {type(error).__name__}: {error}"
+            self._settlement.fail(ticket, error if known else InvalidItem(problem))
+            return
+        self._scheduler.admit(job)
+        self._plan_dispatch()
+
+    def forget_waiting(self) -> None:
+        """Drops every job that was not accepted: the broker will deliver it again."""
+        self._scheduler.clear()
+
+    def drain(self) -> None:
+        """Finishes what is on a device, on a loop of its own: Celery's has ended.
+
+        What waits is dropped, and goes back to the queue when the broker's connection closes.
+        """
+        self._draining = True
+        self._scheduler.clear()
+        self._fleet.retire()
+        hub = Hub()
+        self.attach(hub)
+        while (self._fleet.in_flight or self._settlement.pending) and not is_cold_shutdown():
+            hub.run_once()
+            self._settlement.empty_mailbox()
+
+    def finish_answered(self) -> None:
+        """Settles what the devices have answered by now, in place of a loop that is held up."""
+        self._fleet.read()
+        self._settlement.finish()
+
+    def stop(self, *, kill_at_once: bool) -> None:
+        """Ends the device processes, then the completion of what they had answered."""
+        self._fleet.stop(kill_at_once=kill_at_once)
+        self._settlement.stop()
+
+    def info(self) -> dict[str, Any]:
+        """What `celery inspect stats` and `celery inspect batchery` show of the pool."""
+        now_s = monotonic()
+        oldest_s = min((job.arrived_s for job in self._scheduler), default=None)
+        return {
+            "devices": {
+                device.name: {
+                    "state": device.state.name.lower(),
+                    "pid": device.pid,
+                    "load_s": round(device.load_s, 3),
+                    "batches_in_flight": len(device.flights),
+                }
+                for device in self._fleet
+            },
+            "clock_s": round(now_s, 3),
+            "waiting": len(self._scheduler),
+            "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
+            "batches": self._metrics.snapshot(),
+        }
+
+    # Out to the devices
+
+    def _plan_dispatch(self) -> None:
+        # Not at once: what Celery reads in this turn of its loop shall be in the batch.
+        if not self._dispatch_planned:
+            self._dispatch_planned = True
+            self._hub.call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatch_planned = False
+        if self._draining:
+            return
+        while devices := [device for device in self._fleet if device.has_room]:
+            device = min(devices, key=lambda each: len(each.flights))
+            batch = self._scheduler.next_batch(len(device.flights), device.alone, monotonic())
+            if batch is None:
+                break
+            self._launch(device, batch)
+        self._plan_wake()
+
+    def _plan_wake(self) -> None:
+        """Comes back when the oldest waiting job has waited long enough for an idle device."""
+        wake_s = self._scheduler.wake_s()
+        idle = any(device.has_room and not device.flights for device in self._fleet)
+        if idle and wake_s is not None and wake_s < self._wake_planned_s:
+            self._wake_planned_s = wake_s
+            self._hub.call_later(max(0.0, wake_s - monotonic()), self._wake)
+
+    def _wake(self) -> None:
+        self._wake_planned_s = float("inf")
+        self._dispatch()
+
+    def _launch(self, device: DeviceProcess, batch: Batch[Ticket]) -> None:
+        jobs = tuple(job for job in batch.jobs if not self._unwanted(job.payload))
+        if not jobs:
+            return
+        task = cast(BatchTask, self._app.tasks[jobs[0].key.task])
+        soft_limit_s, hard_limit_s = jobs[0].key.time_limits
+        work = Work(
+            id=next(self._batch_ids),
+            task=task.name,
+            keywords=jobs[0].payload.message.get("kwargs") or {},
+            jobs=[(job.id, job.payload.items, job.payload.is_packed) for job in jobs],
+            max_batch_size=jobs[0].limits.max_batch_size,
+            max_batch_tokens=self._admission.max_batch_tokens(task),
+            soft_time_limit_s=soft_limit_s,
+        )
+        flight = Flight(Batch(jobs, batch.alone), monotonic(), hard_limit_s)
+        self._fleet.send(device, work, flight)
+        for job in jobs:
+            self._accept(job.payload, device.pid)
+
+    def _unwanted(self, ticket: Ticket) -> bool:
+        """Whether the job was revoked, or has expired, while it waited here."""
+        request = ticket.request
+        if request is None:
+            return False
+        if ticket.accepted:
+            # A suspect that was revoked while it ran must not get another device to kill.
+            return request.discarded
+        try:
+            return bool(request.revoked())
+        except Exception:
+            # It stores the revocation, which may fail; the other jobs of the batch shall run.
+            logger.exception("%s[%s] cannot be revoked", ticket.task_name, ticket.task_id)
+            return False
+
+    def _accept(self, ticket: Ticket, pid: int) -> None:
+        if ticket.accepted:
+            return
+        ticket.accepted = True
+        try:
+            ticket.accept_callback(pid, monotonic())
+        except Exception:
+            logger.exception("%s[%s] cannot be accepted", ticket.task_name, ticket.task_id)
+
+    # Back from the devices
+
+    def _on_done(self, flight: Flight, done: Done, device: DeviceProcess) -> None:
+        jobs = flight.batch.jobs
+        items = flight.batch.items
+        waited_ms = [(flight.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
+        self._metrics.batch_done(
+            jobs=len(jobs),
+            items=items,
+            waited_ms=sum(waited_ms),
+            forward_ms=done.forward_ms,
+            tokens=(done.tokens, done.computed_tokens),
+        )
+        padding = 1 - done.tokens / done.computed_tokens if done.computed_tokens else 0.0
+        for job, waited, (verdict, spelled) in zip(jobs, waited_ms, done.jobs, strict=True):
+            assert verdict == Verdict.NEEDS_TRACER, verdict
+            facts = {
+                "id": f"b{done.id}",
+                "size": items,
+                "waited_ms": round(waited, 3),
+                "padding": round(padding, 4),
+                "forward_ms": round(done.forward_ms, 3),
+                "device": device.name,
+            }
+            self._settlement.settle(job.payload, partial(decode_outcome, spelled), facts)
+        self._plan_dispatch()
+
+    def _on_death(self, flights: Sequence[Flight], how: str) -> None:
+        self._metrics.device_restarts += 1
+        for flight in flights:
+            for job in flight.batch.jobs:
+                # Only a job that was alone on its device can be blamed.
+                if flight.batch.alone:
+                    self._blame(replace(job, deaths=job.deaths + 1), flight, how)
+                else:
+                    self._scheduler.suspect(job)
+        self._plan_dispatch()
+
+    def _blame(self, job: Job[Ticket], flight: Flight, how: str) -> None:
+        if flight.expired:
+            self._settlement.fail(job.payload, TimeLimitExceeded(flight.hard_limit_s))
+        elif job.deaths < MAX_DEATHS:
+            self._scheduler.suspect(job)
+        else:
+            text = (
+                f"{job.key.task}[{job.id}] was running alone when the {how};"
+                f" that happened {job.deaths} times, so it is not run again"
+            )
+            self._settlement.fail(job.payload, DeviceDied(text))
+
+    def _on_lost(self, why: str) -> None:
+        logger.critical("%s: the worker stops, its jobs go back to the queue", why)
+        setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
+
+
+def is_cold_shutdown() -> bool:
+    """Whether the worker was told to end without waiting for anything."""
+    # Celery keeps an exit code here, of which 0 is one.
+    wanted: Any = worker_state.should_terminate
+    return wanted is not None and wanted is not False

@@ -1,0 +1,242 @@
+"""The device processes of a worker: starts them, listens to them, restarts them when they die."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from time import monotonic
+from typing import Any
+
+import batchery.errors
+from batchery.errors import ModelLoadError, StartError
+from batchery_worker.process import DeviceProcess, Flight, State
+from batchery_worker.wire import Done, NotReady, Ready, Reply, Setup
+
+logger = logging.getLogger("batchery.pool")
+
+#: A device that did not get ready this often in a row will not get ready by itself.
+MAX_FAILED_STARTS = 5
+
+
+class Fleet:
+    """Device processes on an event loop; every callback runs on the loop's thread."""
+
+    def __init__(
+        self,
+        setups: Sequence[Setup],
+        *,
+        on_ready: Callable[[], None],
+        on_done: Callable[[Flight, Done, DeviceProcess], None],
+        on_death: Callable[[Sequence[Flight], str], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            setups: One per device.
+            on_ready: A device can take batches (again).
+            on_done: A device finished a batch.
+            on_death: A device died with these batches; how it died, for people.
+            on_lost: No device is left, and none will come back; why, for people.
+        """
+        self.devices = [DeviceProcess(setup) for setup in setups]
+        self._on_ready = on_ready
+        self._on_done = on_done
+        self._on_death = on_death
+        self._on_lost = on_lost
+        self._hub: Any = None
+        self._stopping = False
+        self._refusals: dict[str, NotReady] = {}
+
+    def __iter__(self) -> Iterator[DeviceProcess]:
+        return iter(self.devices)
+
+    @property
+    def in_flight(self) -> int:
+        """Batches on all devices together."""
+        return sum(len(device.flights) for device in self.devices)
+
+    def attach(self, hub: Any) -> None:
+        """Moves to another event loop; Celery has a fresh one after each reconnect.
+
+        Args:
+            hub: A `kombu.asynchronous.Hub`, running or about to run.
+        """
+        for device in self.devices:
+            self._ignore(device)
+        self._hub = hub
+        for device in self.devices:
+            if device.link is not None:
+                self._listen(device)
+                self._watch(device)
+            else:
+                hub.call_later(device.backoff_s, self._spawn, device)
+
+    def start(self, hub: Any, timeout_s: float, interrupted: Callable[[], None]) -> None:
+        """Starts all devices and waits until they are ready.
+
+        Args:
+            hub: A loop of its own to wait on: Celery's does not run yet.
+            timeout_s: Longest time for all of them together.
+            interrupted: Called now and then; raises if the worker shall stop.
+
+        Raises:
+            StartError: One of them cannot start; what it said.
+        """
+        deadline_s = monotonic() + timeout_s
+        self._hub = hub
+        for device in self.devices:
+            self._spawn(device)
+        while any(device.state is not State.READY for device in self.devices):
+            hub.run_once()
+            interrupted()
+            for refusal in self._refusals.values():
+                error = getattr(batchery.errors, refusal.error, StartError)
+                raise error(refusal.text)
+            for device in self.devices:
+                if device.state is State.DEAD:
+                    raise ModelLoadError(
+                        f"device process for {device.name} died while it started;"
+                        " its last words are above"
+                    )
+            if monotonic() > deadline_s:
+                raise ModelLoadError(
+                    f"devices not ready after {timeout_s:g} s;"
+                    " raise the setting device_start_timeout_s if the model is that large"
+                )
+
+    def send(self, device: DeviceProcess, work: Any, flight: Flight) -> None:
+        """Hands a batch to a device."""
+        if not device.send(work, flight):
+            self._await_room(device)
+        if len(device.flights) == 1:
+            self._watch(device)
+
+    def read(self) -> None:
+        """Reads what the devices have said by now, without waiting."""
+        for device in list(self.devices):
+            self._guard(self._on_readable)(device)
+
+    def retire(self) -> None:
+        """From now on a device that dies is not replaced: the worker is about to stop."""
+        self._stopping = True
+
+    def stop(self, *, kill_at_once: bool) -> None:
+        """Ends all device processes; what they still hold is not answered."""
+        self.retire()
+        for device in self.devices:
+            self._ignore(device)
+            device.dismiss()
+        for device in self.devices:
+            device.stop(kill_at_once=kill_at_once)
+            device.flights.clear()
+
+    def _spawn(self, device: DeviceProcess) -> None:
+        if self._stopping or device.link is not None:
+            return
+        try:
+            device.spawn()
+        except OSError as error:
+            # Out of processes or memory: as good as a death, and an OSError that reached Celery's
+            # loop would be taken for a lost broker.
+            logger.error("device process for %s cannot be started: %s", device.name, error)
+            device.deaths += 1
+            self._hub.call_later(device.backoff_s, self._spawn, device)
+            return
+        self._listen(device)
+
+    def _listen(self, device: DeviceProcess) -> None:
+        assert device.link is not None
+        self._hub.add_reader(device.link.reader, self._guard(self._on_readable), device)
+        if not device.link.flush():
+            self._await_room(device)
+
+    def _await_room(self, device: DeviceProcess) -> None:
+        assert device.link is not None
+        self._hub.add_writer(device.link.writer, self._guard(self._on_writable), device)
+
+    def _ignore(self, device: DeviceProcess) -> None:
+        if device.link is not None and self._hub is not None:
+            self._hub.remove_reader(device.link.reader)
+            self._hub.remove_writer(device.link.writer)
+
+    def _guard(self, callback: Callable[[DeviceProcess], None]) -> Callable[[DeviceProcess], None]:
+        def guarded(device: DeviceProcess) -> None:
+            # Out of Celery's loop an OSError is taken for a lost broker, and anything else ends the
+            # worker. A device that we do not understand is one that has to start afresh.
+            try:
+                callback(device)
+            except Exception:
+                logger.exception("device %s cannot be understood and is restarted", device.name)
+                device.kill()
+
+        return guarded
+
+    def _watch(self, device: DeviceProcess) -> None:
+        """Limits the time of the batch that runs now; the one behind it has not begun."""
+        for work_id, flight in device.flights.items():
+            if flight.hard_limit_s is not None:
+                # Asked again on every other loop: a reconnect must not start the time anew.
+                if flight.began_s is None:
+                    flight.began_s = monotonic()
+                left_s = max(0.0, flight.began_s + flight.hard_limit_s - monotonic())
+                self._hub.call_later(left_s, self._expire, device, work_id)
+            break
+
+    def _expire(self, device: DeviceProcess, work_id: int) -> None:
+        flight = device.flights.get(work_id)
+        if flight is not None:
+            logger.error("hard time limit (%ss) exceeded on %s", flight.hard_limit_s, device.name)
+            flight.expired = True
+            device.kill()
+
+    def _on_writable(self, device: DeviceProcess) -> None:
+        if device.link is not None and device.link.flush():
+            self._hub.remove_writer(device.link.writer)
+
+    def _on_readable(self, device: DeviceProcess) -> None:
+        if device.link is None:
+            return
+        try:
+            replies = device.receive()
+        except EOFError:
+            self._bury(device)
+            return
+        for reply in replies:
+            self._on_reply(device, reply)
+
+    def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
+        if isinstance(reply, Ready):
+            device.state = State.READY
+            device.load_s = reply.load_s
+            device.failed_starts = 0
+            self._refusals.pop(device.name, None)
+            logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
+            self._on_ready()
+        elif isinstance(reply, NotReady):
+            self._refusals[device.name] = reply
+            logger.error("%s", reply.text)
+        else:
+            device.deaths = 0
+            flight = device.flights.pop(reply.id)
+            self._watch(device)
+            self._on_done(flight, reply, device)
+
+    def _bury(self, device: DeviceProcess) -> None:
+        self._ignore(device)
+        how = f"device process for {device.name} died: {device.bury()}"
+        flights = list(device.flights.values())
+        device.flights.clear()
+        if self._given_up(device):
+            return
+        logger.error("%s, with %d batches; restart in %.1f s", how, len(flights), device.backoff_s)
+        self._hub.call_later(device.backoff_s, self._spawn, device)
+        self._on_death(flights, how)
+
+    def _given_up(self, device: DeviceProcess) -> bool:
+        """Whether the device will not be started again."""
+        if device.failed_starts < MAX_FAILED_STARTS:
+            return False
+        self.devices.remove(device)
+        logger.critical("device %s is given up after %d starts", device.name, device.failed_starts)
+        if not self.devices:
+            self._on_lost(f"no device is left, the last one was {device.name}")
+        return True

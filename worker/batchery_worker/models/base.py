@@ -1,0 +1,286 @@
+"""What all text models share: loading, validation of texts, tokenizing, padding."""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from batchery.errors import InvalidItem, ModelLoadError, StartError
+from batchery.model import Model
+from batchery.outcome import Failed
+from batchery.settings import ModelSettings
+from batchery_worker.models.hardware import device_named, dtype_for
+from batchery_worker.models.limits import longest_text
+from batchery_worker.models.source import ModelSource
+
+#: Longest reason that a one-line error quotes from transformers, in characters; what is left out is
+#: its middle, as what happened comes first and what to do last.
+MAX_REASON_CHARS = 400
+
+#: Words in the texts of a warm-up: kernels are chosen by length.
+WARM_UP_WORDS = (1, 8, 32, 128)
+
+#: One tokenized text: model inputs by name, each (L,) int64.
+Prepared = dict[str, Tensor]
+
+
+class Outputs(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+        values: One row per text, in batch order, (B, ...), float32, on the device.
+        tokens: Length of each text in tokens, special ones included, in batch order.
+    """
+
+    values: Tensor
+    tokens: list[int]
+
+
+class TextModel(Model):
+    """A transformers model whose items are texts; subclasses say what becomes of its output."""
+
+    #: The `Auto...` class of transformers that loads it.
+    auto_class: ClassVar[Any]
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
+
+    def load(self, device: str) -> None:
+        """Loads tokenizer and weights, and runs one short text, which shows that they work.
+
+        Raises:
+            ModelLoadError: Nothing there, not a text model, no safetensors, weights missing, an
+                impossible setting, no memory: one line says which.
+            DeviceUnavailable: There is no such device; names those that there are.
+        """
+        self._device = device_named(device)
+        try:
+            with _quiet():
+                self._load(ModelSource(self.settings))
+        except StartError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(f"model {self.settings.model!r}: {_reason(error)}") from error
+
+    def _load(self, source: ModelSource) -> None:
+        # The config comes first: what is wrong with it would only confuse the others.
+        config = AutoConfig.from_pretrained(source.name, **source.options)
+        self.tokenizer = _tokenizer(source)
+        # Attention is left to transformers: it takes sdpa wherever a model supports it.
+        self.model, info = self.auto_class.from_pretrained(
+            source.name,
+            config=config,
+            dtype=dtype_for(self.settings.dtype, self._device),
+            use_safetensors=True,
+            output_loading_info=True,
+            **source.options,
+        )
+        if self.model.main_input_name != "input_ids":
+            raise ModelLoadError(
+                f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
+            )
+        self._finish_load(source, sorted(info["missing_keys"]))
+        self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
+        self._choose_padding()
+        self.model.to(self._device).eval()
+        self._parameters = inspect.signature(self.model.forward).parameters
+        trial = self.preprocess(["a"])[0]
+        if isinstance(trial, Failed):
+            raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
+        self._check_trial(source, self.forward([trial]))
+
+    def _choose_padding(self) -> None:
+        """Chooses the token to pad with and the side; decoders often have no such token."""
+        config = self.model.config
+        self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        known = (config.pad_token_id, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        # The config comes first, as some models look for the padding. Old ones say -1 for none.
+        config.pad_token_id = next(
+            each for each in known if each is not None and 0 <= each < self._vocabulary
+        )
+        # Padded on the right, a text has the same positions and the same first token as alone. What
+        # tokenizers say is meant for generation, but for XLNet and its like, which read the last.
+        last = getattr(config, "summary_type", None) == "last"
+        self._padding_side = "left" if last else "right"
+        # Nothing is generated, so keys and values need not be kept.
+        config.use_cache = False
+        self._padding = {
+            "input_ids": config.pad_token_id,
+            "token_type_ids": self.tokenizer.pad_token_type_id,
+        }
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        """Reads what else the kind needs; `missing` weights are random. Raises ModelLoadError."""
+        raise NotImplementedError
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        """Looks at the outputs of one text. Raises ModelLoadError."""
+        raise NotImplementedError
+
+    def _prompt(self, keywords: Mapping[str, Any]) -> str:
+        """Checks the keywords; returns what goes in front of each text. Raises InvalidItem."""
+        raise NotImplementedError
+
+    def _results(
+        self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Makes one result per row of `values`, which are finite and on the CPU."""
+        raise NotImplementedError
+
+    def warm_up(self) -> Sequence[str]:
+        """Texts of several lengths, as far as the limits of this model admit them."""
+        texts = [" ".join(["word"] * count) for count in WARM_UP_WORDS]
+        prepared = self.preprocess(texts)
+        return [
+            text for text, each in zip(texts, prepared, strict=True) if not isinstance(each, Failed)
+        ]
+
+    def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Prepared | Failed]:
+        """Validates and tokenizes the texts of a batch, in one call of the tokenizer.
+
+        Returns:
+            One tokenized text per item, in order, not padded; `Failed` with an `InvalidItem` that
+            names field and limit for each that is not fit to run. A wrong keyword fails all.
+        """
+        try:
+            prompt = self._prompt(keywords)
+        except InvalidItem as error:
+            return [Failed(InvalidItem(str(error))) for _ in items]
+        problems = [_problem(item, self.settings.max_chars) for item in items]
+        texts = [
+            prompt + item for item, problem in zip(items, problems, strict=True) if problem is None
+        ]
+        tokenized = iter(self._tokenize(texts))
+        return [
+            next(tokenized) if problem is None else Failed(InvalidItem(f"text: {problem}"))
+            for problem in problems
+        ]
+
+    def _tokenize(self, texts: list[str]) -> list[Prepared | Failed]:
+        if not texts:
+            return []
+        truncate = self.settings.overflow == "truncate" and self.max_length is not None
+        columns = self.tokenizer(
+            texts,
+            padding=False,
+            truncation=truncate,
+            max_length=self.max_length if truncate else None,
+            return_attention_mask=False,
+            verbose=False,  # it would log every long text; those are dealt with here
+        )
+        names = [name for name in self._padding if name in columns and name in self._parameters]
+        return [
+            self._fit({name: torch.tensor(columns[name][row]) for name in names})
+            for row in range(len(texts))
+        ]
+
+    def _fit(self, prepared: Prepared) -> Prepared | Failed:
+        length = self.tokens(prepared)
+        if length == 0:
+            return Failed(InvalidItem("text: has no tokens; the model's tokenizer drops all of it"))
+        if self.max_length is not None and length > self.max_length:
+            limit = f"max_length = {self.max_length} tokens"
+            return Failed(InvalidItem(f"text: {length} tokens are more than {limit}"))
+        largest = int(prepared["input_ids"].max())
+        if largest >= self._vocabulary:
+            # On CUDA it would be the end of the process, and of every batch in it.
+            token = self.tokenizer.convert_ids_to_tokens(largest)
+            return Failed(InvalidItem(f"text: token {token!r} is unknown to the model"))
+        return prepared
+
+    def tokens(self, prepared: Prepared) -> int:
+        """Length of a tokenized text in tokens, special ones included."""
+        return len(prepared["input_ids"])
+
+    def _lengths(self, batch: Sequence[Prepared]) -> list[int]:
+        return [self.tokens(prepared) for prepared in batch]
+
+    def _padded(self, batch: Sequence[Prepared]) -> dict[str, Tensor]:
+        """Model inputs padded to the longest of the batch, each (B, L) int64, on the device."""
+        inputs = {
+            name: pad_sequence(
+                [prepared[name] for prepared in batch],
+                batch_first=True,
+                padding_value=self._padding[name],
+                padding_side=self._padding_side,
+            )
+            for name in batch[0]
+        }
+        ones = [torch.ones_like(prepared["input_ids"]) for prepared in batch]
+        mask = pad_sequence(ones, batch_first=True, padding_side=self._padding_side)
+        inputs["attention_mask"] = mask
+        if self._device.type == "cuda":
+            # Only from pinned memory does a copy run beside the host.
+            inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
+        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
+
+    def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
+        """Copies a micro-batch to the CPU, once, and makes its results, in batch order."""
+        values = outputs.values.cpu()
+        results = self._results(values, outputs.tokens, keywords)
+        finite = values.isfinite().all(dim=1).tolist()
+        # JSON has no NaN, and nobody has a use for one.
+        return [
+            result if good else Failed(f"the model's output is not finite in {self.model.dtype}")
+            for result, good in zip(results, finite, strict=True)
+        ]
+
+
+def _problem(text: Any, max_chars: int) -> str | None:
+    """What is wrong with an item, if anything."""
+    if not isinstance(text, str):
+        return f"must be a string, not {type(text).__name__}"
+    if not text.strip():
+        return "is empty" if not text else "is only white space"
+    if len(text) > max_chars:
+        return f"{len(text)} characters are more than max_chars = {max_chars}"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"is not Unicode: half a surrogate pair at character {error.start}"
+    return None
+
+
+def _tokenizer(source: ModelSource) -> Any:
+    """Loads the tokenizer; transformers would make an empty one where there are no files of it."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelLoadError(
+            f"model {source.name!r}: has no tokenizer, so it cannot take texts: {_reason(error)}"
+        ) from error
+    files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
+    if not any(source.path(file) for file in files):
+        raise ModelLoadError(
+            f"model {source.name!r}: has no tokenizer, so it cannot take texts:"
+            f" none of {', '.join(files)} is there"
+        )
+    return tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """The text of an error, which transformers spreads over many lines, on one."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    half = MAX_REASON_CHARS // 2
+    return text if len(text) <= MAX_REASON_CHARS else f"{text[:half]} ... {text[-half:]}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps progress bars and advice out of the worker's log; errors say what matters."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -1,0 +1,81 @@
+"""Text classification: one label per text, and how sure the model is."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from batchery.errors import ModelLoadError
+from batchery_worker.models.base import Outputs, Prepared, TextModel
+from batchery_worker.models.keywords import ClassificationKeywords, read_keywords
+from batchery_worker.models.source import ModelSource
+
+
+class ClassificationModel(TextModel):
+    """Labels texts, with any sequence classification model of transformers.
+
+    An item is a text. Keyword of a job: `top_k`, which adds the scores of that many labels. A
+    result has the shape of `batchery.Classification`; labels are named as in the model's config.
+
+    Scores are a softmax over the labels, or, where several labels may hold (the setting
+    `multi_label`, else the config's `problem_type`), a sigmoid of each. A model with a single label
+    is a regression: its score is the model's output as it is, of any size, unless `multi_label`
+    makes a probability of it.
+    """
+
+    auto_class = AutoModelForSequenceClassification
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        if missing:
+            raise ModelLoadError(
+                f"model {source.name!r}: its checkpoint has no trained classification head"
+                f" ({', '.join(missing[:2])}); name a model that was fine-tuned for classification"
+            )
+        config = self.model.config
+        self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
+        if len(set(self.labels)) < len(self.labels):
+            raise ModelLoadError(
+                f"model {source.name!r}: two labels of id2label have the same name; rename one"
+            )
+        self.multi_label = self.settings.multi_label
+        if self.multi_label is None:
+            self.multi_label = config.problem_type == "multi_label_classification"
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        if outputs.values.shape[1:] != (len(self.labels),):
+            raise ModelLoadError(
+                f"model {source.name!r}: gives {tuple(outputs.values.shape[1:])} scores for"
+                f" {len(self.labels)} labels; it is not a text classification model"
+            )
+
+    def _prompt(self, keywords: Mapping[str, Any]) -> str:
+        read_keywords(ClassificationKeywords, keywords)
+        return ""
+
+    def forward(self, batch: Sequence[Prepared], **_: Any) -> Outputs:
+        """Runs the model; values are scores, (B, C) float32 on the device, in batch order."""
+        with torch.inference_mode():
+            logits = self.model(**self._padded(batch)).logits.float()
+            return Outputs(self._scores(logits), self._lengths(batch))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.multi_label:
+            return logits.sigmoid()
+        return logits if len(self.labels) == 1 else logits.softmax(dim=-1)
+
+    def _results(
+        self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        top_k = read_keywords(ClassificationKeywords, keywords).top_k
+        scores, places = values.topk(min(top_k or 1, len(self.labels)), dim=-1)
+        results = []
+        for count, row, row_places in zip(tokens, scores.tolist(), places.tolist(), strict=True):
+            named = {
+                self.labels[place]: score for place, score in zip(row_places, row, strict=True)
+            }
+            best = self.labels[row_places[0]]
+            result = {"tokens": count, "label": best, "score": row[0]}
+            results.append(result if top_k is None else {**result, "scores": named})
+        return results

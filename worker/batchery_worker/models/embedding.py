@@ -1,0 +1,111 @@
+"""Embeddings: one vector per text."""
+
+import base64
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import AutoModel
+
+from batchery.errors import InvalidItem, ModelLoadError
+from batchery_worker.models.base import Outputs, Prepared, TextModel
+from batchery_worker.models.keywords import EmbeddingKeywords, read_keywords
+from batchery_worker.models.pooling import pool
+from batchery_worker.models.recipe import read_recipe
+from batchery_worker.models.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+
+class EmbeddingModel(TextModel):
+    """Turns texts into vectors, with any text model of transformers.
+
+    An item is a text. Keywords of a job: `prompt` (the name of a prompt), `normalize`, `dimensions`
+    and `encoding` (`float` or `base64`); see `EmbeddingKeywords`. A result has the shape of
+    `batchery.Embedding`.
+
+    Prompts come from the settings and from the model's own files; the settings win.
+    """
+
+    auto_class = AutoModel
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        # The pooler sits on top of the token vectors; it is not used, and often not there.
+        lost = [key for key in missing if "pooler" not in key.split(".")]
+        if lost:
+            raise ModelLoadError(
+                f"model {source.name!r}: its checkpoint lacks {len(lost)} of its weights"
+                f" ({', '.join(lost[:2])}); the weights are of another model than config.json"
+            )
+        if self.model.config.is_encoder_decoder:
+            self.model = self.model.get_encoder()
+        recipe = read_recipe(source, self.settings.pooling)
+        self.prompts = {**recipe.prompts, **self.settings.prompts}
+        self.default_prompt = self.settings.default_prompt or recipe.default_prompt
+        if self.default_prompt is not None and self.default_prompt not in self.prompts:
+            raise ModelLoadError(
+                f"model {source.name!r}: default_prompt = {self.default_prompt!r}, but there"
+                f" {_are(self.prompts)}"
+            )
+        self.pooling = recipe.pooling or ("last" if _is_decoder(self.model) else "mean")
+        where = "its files or settings" if recipe.pooling else "its architecture, a guess"
+        logger.info("model %s: pooling is %s, from %s", source.name, self.pooling, where)
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        self.dimensions = outputs.values.shape[1]
+        if (self.settings.dimensions or 1) > self.dimensions:
+            raise ModelLoadError(
+                f"model {source.name!r}: dimensions = {self.settings.dimensions}, but its vectors"
+                f" have {self.dimensions}"
+            )
+
+    def _prompt(self, keywords: Mapping[str, Any]) -> str:
+        wanted = read_keywords(EmbeddingKeywords, keywords)
+        if wanted.dimensions is not None and wanted.dimensions > self.dimensions:
+            raise InvalidItem(
+                f"keyword dimensions = {wanted.dimensions}: the model's vectors have"
+                f" {self.dimensions}"
+            )
+        name = self.default_prompt if wanted.prompt is None else wanted.prompt
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            raise InvalidItem(f"keyword prompt = {name!r:.80}: there {_are(self.prompts)}")
+        return self.prompts[name]
+
+    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
+        """Runs the model and pools; values are (B, D) float32 on the device, in batch order."""
+        wanted = read_keywords(EmbeddingKeywords, keywords)
+        with torch.inference_mode():
+            inputs = self._padded(batch)
+            hidden = self.model(**inputs).last_hidden_state
+            vectors = pool(hidden, inputs["attention_mask"], self.pooling)
+            # Slicing is harmless where there is no limit: `[:, :None]` is everything.
+            vectors = vectors[:, : wanted.dimensions or self.settings.dimensions]
+            scale = self.settings.normalize if wanted.normalize is None else wanted.normalize
+            return Outputs(normalize(vectors) if scale else vectors, self._lengths(batch))
+
+    def _results(
+        self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        if read_keywords(EmbeddingKeywords, keywords).encoding == "float":
+            vectors = values.tolist()
+        else:
+            rows = values.numpy().astype("<f4", copy=False)
+            vectors = [base64.b64encode(row.tobytes()).decode("ascii") for row in rows]
+        return [
+            {"tokens": count, "vector": vector}
+            for count, vector in zip(tokens, vectors, strict=True)
+        ]
+
+
+def _is_decoder(model: torch.nn.Module) -> bool:
+    """Whether tokens see only what is before them, so that the last one has seen the whole text."""
+    return any(getattr(module, "is_causal", False) for module in model.modules())
+
+
+def _are(prompts: Mapping[str, str]) -> str:
+    return f"are {', '.join(sorted(prompts))}" if prompts else "are no prompts"

@@ -1,0 +1,43 @@
+"""Which devices there are, and which number format suits one."""
+
+import torch
+
+from batchery.errors import DeviceUnavailable
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def device_named(name: str) -> torch.device:
+    """The device of this name, as torch spells it; `cuda` is `cuda:0`.
+
+    Raises:
+        DeviceUnavailable: This machine has none of this name; says which it has.
+    """
+    there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    if torch.backends.mps.is_available():
+        there.append("mps")
+    exact = "cuda:0" if name == "cuda" else name
+    if exact not in there:
+        raise DeviceUnavailable(
+            f"device {name!r}: not on this machine, or not for torch {torch.__version__};"
+            f" there is {', '.join(there)}"
+        )
+    return torch.device(exact)
+
+
+def dtype_for(setting: str, device: torch.device) -> torch.dtype:
+    """The number format of weights and activations.
+
+    Args:
+        setting: `fp32`, `bf16`, `fp16`; or `auto`, which is bf16 where the device computes in it
+            itself (CUDA from compute capability 8.0 on), else fp32.
+        device: Where the model runs.
+    """
+    if setting != "auto":
+        return DTYPES[setting]
+    if device.type != "cuda":
+        return torch.float32
+    with torch.cuda.device(device):
+        # Emulated, it would be slower than fp32.
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if fast else torch.float32

@@ -1,0 +1,165 @@
+"""The Celery pool: where Celery's worker and the dispatcher meet.
+
+Batch tasks go to the devices; ordinary tasks run beside them on threads, as with `-P threads`.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from celery.concurrency.thread import TaskPool as ThreadPool
+
+from batchery.errors import StartError
+from batchery.install import installation_of
+from batchery.task import BatchTask
+from batchery_worker.dispatcher import Dispatcher, is_cold_shutdown
+from batchery_worker.private_hub import PrivateHub
+from batchery_worker.request import BatchRequest
+from batchery_worker.setups import device_setups
+from batchery_worker.ticket import Ticket
+
+if TYPE_CHECKING:
+    _ThreadPool: Any
+else:
+    _ThreadPool = ThreadPool
+
+logger = logging.getLogger("batchery.pool")
+
+
+class BatchPool(_ThreadPool):  # type: ignore[misc]
+    """`worker_pool = "batchery_worker.pool:BatchPool"`; `install(app)` sets it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._dispatcher: Dispatcher | None = None
+        self._private_hub: PrivateHub | None = None
+
+    def on_start(self) -> None:
+        """Starts the devices and waits for their models; the worker is ready only after that."""
+        tasks = [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
+        if not tasks:
+            return
+        try:
+            settings = installation_of(self.app).settings
+            setups = device_setups(self.app, tasks, settings)
+            self._dispatcher = Dispatcher(self.app, settings, setups)
+            self._dispatcher.start()
+        except StartError as error:
+            self._leave(kill_at_once=True)
+            logger.critical("%s", error)
+            raise SystemExit(error.exit_code) from None
+        except BaseException:
+            self._leave(kill_at_once=True)
+            raise
+        if self.options.get("threads"):
+            # Celery has no event loop for this broker: the dispatcher goes on with its own.
+            self._private_hub = PrivateHub(self._dispatcher.hub)
+            self._private_hub.start()
+
+    def register_with_event_loop(self, loop: Any) -> None:
+        """Moves to Celery's event loop; called again after each reconnect to the broker."""
+        if self._dispatcher is not None:
+            self._dispatcher.attach(loop)
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        callback: Callable[..., Any] | None = None,
+        accept_callback: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Takes a job from Celery: batch tasks wait for a device, the rest run on threads."""
+        task = self.app.tasks.get(args[0]) if len(args) > 2 else None
+        if self._dispatcher is None or not isinstance(task, BatchTask):
+            return super().on_apply(target, args, kwargs, callback, accept_callback, **options)
+        request = getattr(callback, "__self__", None)
+        ticket = Ticket(
+            target=target,
+            args=args,
+            callback=callback or _ignore,
+            accept_callback=accept_callback or _ignore,
+            error_callback=options.get("error_callback") or _ignore,
+            request=request if isinstance(request, BatchRequest) else None,
+        )
+        limits = (options.get("soft_timeout"), options.get("timeout"))
+        if ticket.request is not None:
+            # Celery reads a task's limits once; the remote command `time_limit` sets them later.
+            hard, soft = ticket.request.time_limits
+            limits = (soft or task.soft_time_limit, hard or task.time_limit)
+        if self._private_hub is None:
+            self._dispatcher.admit(ticket, task, limits)
+        else:
+            self._dispatcher.deliver(partial(self._dispatcher.admit, ticket, task, limits))
+        return None
+
+    def flush(self) -> None:
+        """The broker's connection is gone: drops what was not accepted, it will come again."""
+        if self._dispatcher is None:
+            return
+        if self._private_hub is None:
+            self._dispatcher.forget_waiting()
+        else:
+            # On its own thread, and after the jobs that were handed over before.
+            self._dispatcher.deliver(self._dispatcher.forget_waiting)
+
+    def on_stop(self) -> None:
+        """Finishes what is on a device, unless the shutdown is a cold one."""
+        # Ordinary tasks that wait are dropped now, but those that run are waited for at the end:
+        # nobody would listen to the devices meanwhile.
+        self.executor.shutdown(wait=False, cancel_futures=True)
+        if self._dispatcher is not None:
+            if self._private_hub is not None:
+                self._private_hub.stop()
+            if not is_cold_shutdown():
+                self._dispatcher.drain()
+            self._leave(kill_at_once=is_cold_shutdown())
+        super().on_stop()
+
+    def finish_answered(self) -> None:
+        """Settles what the devices have answered by now; returns when the results are stored.
+
+        For the main thread, where the event loop was held up: by the wait of a soft shutdown.
+        """
+        if self._dispatcher is not None and self._private_hub is None:
+            self._dispatcher.finish_answered()
+
+    def on_terminate(self) -> None:
+        """Cold shutdown: kills the devices; what they held was not acknowledged."""
+        self._leave(kill_at_once=True)
+
+    def terminate_job(self, pid: int, signal: Any = None) -> None:  # noqa: ARG002
+        """Kills nothing, as one process serves a whole batch: the job's outcome will be dropped."""
+        logger.info("a job of the batch on pid %s was revoked: its outcome is dropped", pid)
+
+    def figures(self) -> dict[str, Any] | None:
+        """Devices, waiting jobs and batches; None where the app has no batch task."""
+        return self._dispatcher.info() if self._dispatcher is not None else None
+
+    def grow(self, n: int = 1) -> None:
+        """Refuses: threads and devices are as many as at the start.
+
+        Raises:
+            NotImplementedError: Always; the remote control command answers with it.
+        """
+        raise NotImplementedError(
+            "the pool cannot grow or shrink: restart the worker with another -c or other `devices`"
+        )
+
+    shrink = grow
+
+    def _leave(self, *, kill_at_once: bool) -> None:
+        dispatcher, self._dispatcher = self._dispatcher, None
+        if dispatcher is not None:
+            dispatcher.stop(kill_at_once=kill_at_once)
+
+    def _get_info(self) -> dict[str, Any]:
+        info: dict[str, Any] = super()._get_info()
+        info.update(self.figures() or {})
+        return info
+
+
+def _ignore(*_: Any) -> None:
+    """For a caller that does not want to know."""

@@ -1,0 +1,181 @@
+"""Which jobs, when: pure policy. Time is an argument, devices are numbers, nothing here waits.
+
+The rules, in the order in which they are asked:
+
+1. Suspects first, one at a time, alone on an empty device: only then can a death be blamed.
+2. An idle device takes what is there, at once, unless `max_wait_ms` asks it to let the batch grow.
+3. A busy device takes a second batch only when that one is full: until then the batch keeps
+   growing, and nothing is lost by waiting, because the device would only put it aside.
+4. Batch keys take turns. A key that was passed over because its batch was still growing goes next,
+   full or not, so that a busy neighbour cannot starve it.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+#: Soft and hard time limit of a job, in seconds; None for none.
+TimeLimits = tuple[float | None, float | None]
+
+#: Batches a device holds at most: one runs, one is prepared meanwhile. More would only wait there,
+#: where it can neither grow nor go to another device.
+DEPTH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class BatchKey:
+    """What jobs must have in common to share a batch."""
+
+    task: str
+    #: The keyword arguments, in a canonical spelling.
+    keywords: str = ""
+    time_limits: TimeLimits = (None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How large and how old a batch of one key may get."""
+
+    #: Most items in a batch; a job that alone has more still runs, in a batch of its own.
+    max_batch_size: int
+    #: How long an idle device waits for the batch to fill, counted from its oldest job, in seconds.
+    max_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job(Generic[T]):
+    """One message, as far as the scheduler is concerned."""
+
+    id: str
+    key: BatchKey
+    limits: Limits
+    #: Items that the job carries, at least 1.
+    items: int
+    #: When the worker received it, in seconds of a monotonic clock.
+    arrived_s: float
+    #: Whatever the pool needs to run and settle it.
+    payload: T
+    #: How often a device died while it ran this job and no other.
+    deaths: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Batch(Generic[T]):
+    """Jobs that go to a device together; never empty, all of one key."""
+
+    jobs: tuple[Job[T], ...]
+    #: Runs with nothing else on its device, so that a death can be blamed on its only job.
+    alone: bool = False
+
+    @property
+    def items(self) -> int:
+        """Items of all jobs together."""
+        return sum(job.items for job in self.jobs)
+
+
+@dataclass(slots=True)
+class _Lane(Generic[T]):
+    """The waiting jobs of one key, oldest first."""
+
+    jobs: deque[Job[T]] = field(default_factory=deque)
+    items: int = 0
+    passed_over: bool = False
+
+    @property
+    def limits(self) -> Limits:
+        return self.jobs[0].limits
+
+    @property
+    def full(self) -> bool:
+        return self.items >= self.limits.max_batch_size
+
+    @property
+    def due_s(self) -> float:
+        """From when on an idle device no longer waits for more."""
+        return self.jobs[0].arrived_s + self.limits.max_wait_s
+
+
+class Scheduler(Generic[T]):
+    """Holds the jobs that wait in the worker and forms their batches as late as possible."""
+
+    def __init__(self) -> None:
+        self._lanes: OrderedDict[BatchKey, _Lane[T]] = OrderedDict()
+        self._suspects: deque[Job[T]] = deque()
+
+    def __len__(self) -> int:
+        """How many jobs wait, suspects included."""
+        return sum(len(lane.jobs) for lane in self._lanes.values()) + len(self._suspects)
+
+    def __iter__(self) -> Iterator[Job[T]]:
+        yield from self._suspects
+        for lane in self._lanes.values():
+            yield from lane.jobs
+
+    def admit(self, job: Job[T]) -> None:
+        """Takes a job in; it waits behind those of its key that came before."""
+        lane = self._lanes.setdefault(job.key, _Lane())
+        lane.jobs.append(job)
+        lane.items += job.items
+
+    def suspect(self, job: Job[T]) -> None:
+        """Takes back a job that was on a device which died; it will run alone."""
+        self._suspects.append(job)
+
+    def clear(self) -> list[Job[T]]:
+        """Forgets every job that waits but was never started; returns them.
+
+        Suspects stay: they were started, and the broker's messages are still theirs.
+        """
+        dropped = [job for lane in self._lanes.values() for job in lane.jobs]
+        self._lanes.clear()
+        return dropped
+
+    def next_batch(self, in_flight: int, alone: bool, now_s: float) -> Batch[T] | None:
+        """The batch that a device should get now.
+
+        Args:
+            in_flight: Batches that the device holds already, 0 to `DEPTH`.
+            alone: Whether one of them is a suspect, next to which nothing may run.
+            now_s: The time, on the clock of `Job.arrived_s`.
+
+        Returns:
+            A batch, whose jobs no longer wait here; or None if the device should get nothing now.
+        """
+        if alone or in_flight >= DEPTH:
+            return None
+        if self._suspects:
+            if in_flight:
+                return None
+            return Batch((self._suspects.popleft(),), alone=True)
+        skipped: list[_Lane[T]] = []
+        for key, lane in self._lanes.items():
+            due = now_s >= lane.due_s
+            if lane.full or (due and (in_flight == 0 or lane.passed_over)):
+                for each in skipped:
+                    each.passed_over = True
+                return self._take(key, lane)
+            if due:
+                skipped.append(lane)
+        return None
+
+    def wake_s(self) -> float | None:
+        """When an idle device should ask again although nothing else happened; None for never."""
+        return min((lane.due_s for lane in self._lanes.values()), default=None)
+
+    def _take(self, key: BatchKey, lane: _Lane[T]) -> Batch[T]:
+        limit = lane.limits.max_batch_size
+        jobs = [lane.jobs.popleft()]
+        items = jobs[0].items
+        while lane.jobs and items + lane.jobs[0].items <= limit:
+            items += lane.jobs[0].items
+            jobs.append(lane.jobs.popleft())
+        lane.items -= items
+        lane.passed_over = False
+        if lane.jobs:
+            self._lanes.move_to_end(key)
+        else:
+            del self._lanes[key]
+        return Batch(tuple(jobs))

@@ -1,0 +1,124 @@
+"""What a worker does before it starts: checks the settings, finds room for batches, adds queues."""
+
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+from celery import bootsteps
+
+from batchery.errors import SettingsError, StartError
+from batchery.install import installation_of
+from batchery.settings import Settings
+from batchery.task import BatchTask, ModelTask
+from batchery_worker import inspect_command  # noqa: F401 - registers the command
+from batchery_worker.pool import BatchPool
+
+if TYPE_CHECKING:
+    _Step: Any
+else:
+    _Step = bootsteps.Step
+
+logger = logging.getLogger("batchery.worker")
+
+
+class BatchStep(_Step):  # type: ignore[misc]
+    """Prepares a Celery worker for batches; runs after its pool exists, before it consumes."""
+
+    requires = ("celery.worker.components:Pool",)
+
+    def create(self, parent: Any) -> None:
+        """Called by Celery with its `WorkController`; a setting that is wrong ends the worker."""
+        try:
+            self._prepare(parent)
+        except StartError as error:
+            logger.debug("start failed", exc_info=True)
+            logger.critical("%s", error)
+            raise SystemExit(error.exit_code) from None
+
+    def _prepare(self, worker: Any) -> None:
+        installation = installation_of(worker.app)
+        if installation.error is not None:
+            raise installation.error
+        settings = installation.settings
+        tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
+        if not tasks:
+            return
+        for task in tasks:
+            check_options(task)
+        if not isinstance(worker.pool, BatchPool):
+            logger.warning(
+                "pool %s runs batch tasks one job at a time; start the worker without -P to batch",
+                type(worker.pool).__module__,
+            )
+        elif worker.app.conf.worker_disable_prefetch:
+            raise SettingsError(
+                "worker_disable_prefetch lets no batch grow beyond the concurrency;"
+                " switch it off for workers that run batch tasks"
+            )
+        elif worker.autoscale:
+            raise SettingsError(
+                "--autoscale does not go with batches, as devices are as many as there are;"
+                " say -c for the threads of ordinary tasks"
+            )
+        else:
+            _widen_prefetch(worker, prefetch_jobs(tasks, settings))
+            _warn_of_child_limits(worker)
+        _consume_model_queues(worker.app, tasks)
+
+
+def check_options(task: BatchTask) -> None:
+    """Looks at what was given to `@app.task`, which no settings class has seen.
+
+    Raises:
+        SettingsError: A limit of the task is impossible.
+    """
+    for name, kinds, least in (
+        ("max_batch_size", (int,), 1),
+        ("max_batch_tokens", (int,), 1),
+        ("max_wait_ms", (int, float), 0),
+    ):
+        value = getattr(task, name)
+        if value is None:
+            continue
+        if not isinstance(value, kinds) or isinstance(value, bool) or not value >= least:
+            raise SettingsError(
+                f"task {task.name!r}: {name} = {value!r}; expected a number from {least} on"
+            )
+
+
+def prefetch_jobs(tasks: list[BatchTask], settings: Settings) -> int:
+    """How many unfinished jobs the worker must hold for full batches.
+
+    Every task may have its waiting batches, whichever queue they come from.
+    """
+    return sum(
+        (task.max_batch_size or settings.max_batch_size) * (1 + settings.prefetch_batches)
+        for task in tasks
+    )
+
+
+def _widen_prefetch(worker: Any, jobs: int) -> None:
+    """Raises the prefetch count, which Celery takes as concurrency times multiplier.
+
+    A multiplier of 0 means no limit: then there is nothing to raise.
+    """
+    multiplier = worker.prefetch_multiplier
+    needed = math.ceil(jobs / worker.concurrency)
+    if multiplier and needed > multiplier:
+        worker.prefetch_multiplier = needed
+        logger.info("prefetch raised to %d jobs, so that batches fill", needed * worker.concurrency)
+
+
+def _warn_of_child_limits(worker: Any) -> None:
+    for name in ("max_tasks_per_child", "max_memory_per_child"):
+        if getattr(worker, name):
+            logger.warning("%s does not apply: devices keep their models, and live on", name)
+
+
+def _consume_model_queues(app: Any, tasks: list[BatchTask]) -> None:
+    """Without -Q a worker consumes the queues of all its models; with -Q, what it was told."""
+    queues = app.amqp.queues
+    if queues._consume_from is None:
+        for task in tasks:
+            if isinstance(task, ModelTask):
+                queues.select_add(queues[task.model_queue])

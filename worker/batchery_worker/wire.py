@@ -1,0 +1,202 @@
+"""What parent and device process say to each other.
+
+Towards the device messages are pickled: the parent has unpacked the jobs already, and an item may
+be anything that the app's serializers produce. From the device they are marshalled, which can carry
+plain data only: nothing that a model computes can make the main process import torch.
+"""
+
+import marshal
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from billiard.einfo import RemoteTraceback  # type: ignore[attr-defined]
+from kombu.utils import json
+
+from batchery.errors import UnserialisableResult
+from batchery.execute import SETTLED
+from batchery.outcome import Failed, Ignore, Reject, RetryAfter
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a device process."""
+
+    device: str
+    sys_path: Sequence[str]
+    #: Import path of the Celery app, as `module:attribute`.
+    app: str
+    #: Modules to import beside it, so that all tasks are there.
+    modules: Sequence[str]
+    #: Names of the tasks whose models are loaded before the device says that it is ready.
+    load: Sequence[str]
+    log_level: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch on its way to a device."""
+
+    id: int
+    task: str
+    keywords: Mapping[str, Any]
+    #: Task id, items, and whether the message was packed, of each job.
+    jobs: Sequence[tuple[str, Sequence[Any], bool]]
+    max_batch_size: int
+    max_batch_tokens: int | None
+    #: For each call of the function, which may catch `SoftTimeLimitExceeded`.
+    soft_time_limit_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The device has loaded and warmed up its models."""
+
+    pid: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NotReady:
+    """The device cannot start; it ends by itself after this message."""
+
+    error: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A batch that a device has finished."""
+
+    id: int
+    #: Per job: the committer's verdict, and the outcome as `encode_outcome` spelled it.
+    jobs: Sequence[tuple[str, tuple[Any, ...]]]
+    forward_ms: float
+    #: Tokens that the items have, and tokens that were computed; 0 where the task counts none.
+    tokens: int
+    computed_tokens: int
+
+
+Reply = Ready | NotReady | Done
+_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Done)}
+
+
+def dump_message(message: Setup | Work) -> bytes:
+    """Encodes a message to a device."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def load_message(frame: bytes) -> Any:
+    """Decodes a message in the device: a `Setup` or a `Work`."""
+    return pickle.loads(frame)
+
+
+def dump_reply(reply: Reply) -> bytes:
+    """Encodes a message from a device."""
+    fields = tuple(getattr(reply, name) for name in reply.__slots__)
+    return marshal.dumps((type(reply).__name__, fields))
+
+
+def load_reply(frame: bytes) -> Reply:
+    """Decodes a message in the parent."""
+    kind, fields = marshal.loads(frame)
+    reply: Reply = _REPLIES[kind](*fields)
+    return reply
+
+
+def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
+    """Spells an outcome in plain data.
+
+    Args:
+        outcome: A value, or one of the outcomes of `batchery.outcome`.
+        backend: Knows how exceptions are stored, so that callers see what the function raised.
+
+    Returns:
+        A tuple that `marshal` takes and `decode_outcome` reads. What can be written neither by
+        `marshal` nor as Celery's JSON becomes a failure that says so.
+    """
+    if isinstance(outcome, Failed):
+        return "failed", _spell_exception(outcome.exception, backend), str(outcome.traceback or "")
+    if isinstance(outcome, RetryAfter):
+        cause = _spell_exception(outcome.error, backend) if outcome.error else None
+        return "retry", float(outcome.seconds), cause
+    if isinstance(outcome, Reject):
+        reason, requeue = (*outcome.args, None, False)[:2]
+        return "reject", None if reason is None else str(reason), bool(requeue)
+    if isinstance(outcome, Ignore):
+        return "ignore", str(outcome)
+    try:
+        plain = _is_plain(outcome)
+    except RecursionError:
+        plain = False
+    return ("value", outcome) if plain else _encode_as_json(outcome, backend)
+
+
+#: What marshal and JSON both carry as it is. marshal takes more: code objects, sets, and anything
+#: with a buffer, such as a numpy scalar, of which it would make bytes.
+_ATOMS = {type(None), bool, int, float, str}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is lists and dictionaries of JSON's own types, all the way down."""
+    kind = type(value)
+    if kind is dict:
+        return set(map(type, value)) <= {str} and _is_plain(list(value.values()))
+    if kind is not list and kind is not tuple:
+        return kind in _ATOMS
+    # Long vectors are the common case: their types are compared without a loop in Python.
+    return set(map(type, value)) <= _ATOMS or all(_is_plain(each) for each in value)
+
+
+def sendable(outcome: Any) -> Any:
+    """The outcome of one item of a packed job, or a failure if it cannot be written as JSON."""
+    if isinstance(outcome, SETTLED):
+        return outcome
+    try:
+        return outcome if _is_plain(outcome) else json.loads(json.dumps(outcome))
+    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+        return Failed(_unserialisable(outcome, error))
+
+
+def _encode_as_json(value: Any, backend: Any) -> tuple[Any, ...]:
+    """Dates, decimals and their like, which Celery's JSON has a spelling for."""
+    try:
+        return "json", json.dumps(value)
+    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+        return encode_outcome(Failed(_unserialisable(value, error)), backend)
+
+
+def _unserialisable(value: Any, error: Exception) -> UnserialisableResult:
+    return UnserialisableResult(
+        f"the result is a {type(value).__name__} that JSON cannot write ({error});"
+        " return plain numbers, texts, lists and dictionaries"
+    )
+
+
+def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
+    """Reads what `encode_outcome` wrote."""
+    kind, content = spelled[0], spelled[1]
+    if kind == "value":
+        return content
+    if kind == "json":
+        return json.loads(content)
+    if kind == "retry":
+        return RetryAfter(content, spelled[2] and _exception(spelled[2], backend))
+    if kind == "reject":
+        return Reject(content, requeue=spelled[2])
+    if kind == "ignore":
+        return Ignore(content)
+    error = _exception(content, backend)
+    if spelled[2]:
+        error.__cause__ = RemoteTraceback(spelled[2])
+    return Failed(error)
+
+
+def _spell_exception(error: BaseException, backend: Any) -> str:
+    return json.dumps(backend.prepare_exception(error, "json"))
+
+
+def _exception(spelled: str, backend: Any) -> Exception:
+    error: Exception = backend.exception_to_python(json.loads(spelled))
+    return error
