@@ -1,0 +1,89 @@
+"""Reading ahead: a slow input never holds up results, nor Ctrl-C."""
+
+import queue
+import threading
+from collections.abc import Iterable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+#: How long the reader stays in one attempt to hand something over, in seconds; then it looks
+#: whether anybody still wants it.
+HANDOVER_S = 0.2
+
+
+class Feed(Generic[T]):
+    """Iterates on a thread of its own, a bounded number of entries ahead."""
+
+    def __init__(self, entries: Iterable[T], ahead: int) -> None:
+        """Starts to read.
+
+        Args:
+            entries: Iterated over once, on the thread.
+            ahead: Most entries that wait to be taken, at least 1.
+        """
+        self._queue: queue.Queue[T] = queue.Queue(ahead)
+        self._closed = False
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        # A daemon: nobody can wake a thread that waits for a pipe to speak.
+        threading.Thread(
+            target=self._read, args=(entries,), name="batchery-feed", daemon=True
+        ).start()
+
+    def take(self, most: int, wait_s: float = 0) -> list[T]:
+        """Takes what is there.
+
+        Args:
+            most: Most entries to return, at least 1.
+            wait_s: How long to wait for the first one, in seconds.
+
+        Returns:
+            Possibly nothing: see `exhausted`.
+
+        Raises:
+            Exception: What the iteration raised, after everything before it was taken.
+        """
+        entries: list[T] = []
+        try:
+            entries.append(
+                self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get(False)
+            )
+            while len(entries) < most:
+                entries.append(self._queue.get(block=False))
+        except queue.Empty:
+            if self._error is not None and not entries and self._drained:
+                raise self._error from None
+        return entries
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether everything was taken and nothing will follow, not even an error."""
+        return self._drained and self._error is None
+
+    @property
+    def _drained(self) -> bool:
+        return self._ended.is_set() and self._queue.empty()
+
+    def close(self) -> None:
+        """Lets the thread end; what it has read ahead is dropped."""
+        self._closed = True
+
+    def _read(self, entries: Iterable[T]) -> None:
+        try:
+            for entry in entries:
+                if not self._hand_over(entry):
+                    return
+        except BaseException as error:  # noqa: BLE001 (raised again where it is taken)
+            self._error = error
+        finally:
+            self._ended.set()
+
+    def _hand_over(self, entry: T) -> bool:
+        while not self._closed:
+            try:
+                self._queue.put(entry, timeout=HANDOVER_S)
+            except queue.Full:
+                continue
+            return True
+        return False

@@ -1,0 +1,57 @@
+"""Why does nothing come? Asks the broker and the workers, and says it in one sentence."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from celery import Celery
+
+#: How long workers may take to answer, in seconds. All that answer in this time are heard.
+ASK_S = 1.0
+
+
+def explain_silence(app: Celery, task: str, queue: str) -> str:
+    """Says how many jobs wait in a queue, and which workers would take them.
+
+    Takes a few seconds at most. Never fails: what cannot be asked is said, too.
+    """
+    try:
+        workers = app.control.inspect(timeout=ASK_S).active_queues() or {}
+        waiting = _waiting(app, queue)
+    except Exception as error:  # noqa: BLE001 (every transport has its own)
+        return f"the broker cannot be asked about queue {queue!r}: {error}"
+    return f"{waiting:,} waiting in queue {queue!r}; {_workers(app, workers, task, queue)}"
+
+
+def _waiting(app: Celery, queue: str) -> int:
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        try:
+            return int(channel.queue_declare(queue=queue, passive=True).message_count)
+        except connection.channel_errors:
+            return 0  # Redis: an empty queue does not exist.
+
+
+def _workers(
+    app: Celery, workers: Mapping[str, Sequence[Mapping[str, Any]]], task: str, queue: str
+) -> str:
+    if not workers:
+        return (
+            "no worker answers (none runs, all are too busy, or they use another broker):"
+            f" start one with `celery -A YOUR_APP worker -Q {queue}`"
+        )
+    takers = sorted(
+        name for name, queues in workers.items() if any(each["name"] == queue for each in queues)
+    )
+    if not takers:
+        return (
+            f"{_list(sorted(workers))} answers, but consumes another queue:"
+            f" start a worker with `-Q {queue}`, or name its queue with --queue"
+        )
+    known = app.control.inspect(takers, timeout=ASK_S).registered() or {}
+    if known and not any(task in tasks for tasks in known.values()):
+        return f"{_list(takers)} consumes it, but has no task {task!r}"
+    return f"{_list(takers)} consumes it and answers, so it is busy, or the jobs left no result"
+
+
+def _list(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

@@ -1,0 +1,185 @@
+"""`batchery submit`: the command around `submit_file`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import click
+from rich.console import Console
+
+from batchery.cli import main, one_line_errors
+from batchery.named_app import app_options, load_app
+from batchery_producer.bulk import WINDOW, submit_file
+from batchery_producer.dataset import STANDARD_STREAM
+from batchery_producer.interrupt import Interrupt
+from batchery_producer.progress import LineDisplay, LiveDisplay, display_on, duration
+from batchery_producer.rows import FORMATS
+from batchery_producer.summary import Summary
+
+HELP = """Submit every row of SOURCE as one job, and write every result to a file.
+
+SOURCE is JSON lines, CSV, TSV or plain text (one item per line), or - for standard input; gzip is
+recognised. Blank lines are passed over.
+
+Results are JSON lines {"id", "line", "result"} in the order in which they are completed. Jobs that
+fail, and lines that cannot be read, go to the file of failures as {"id", "line", "error"}; there is
+no such file without a failure.
+
+The first Ctrl-C ends the run cleanly: results that are ready are written, jobs in flight stay in
+the queue, where workers still run them. The second ends it at once.
+
+\b
+Exit codes:
+  0    every row has a result
+  1    some rows failed; they are in the file of failures
+  2    could not start, or the output cannot be written any more
+  3    gave up: no result for --timeout, or Redis stayed away for two minutes
+  130  interrupted
+"""
+
+
+def _keywords(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> dict[str, Any]:
+    try:
+        keywords = json.loads(value or "{}")
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(keywords, dict):
+        raise click.BadParameter('expected a JSON object, such as \'{"prompt": "query"}\'')
+    return keywords
+
+
+def _options(
+    _context: click.Context, _parameter: click.Parameter, values: Sequence[str]
+) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for each in values:
+        key, equals, value = each.partition("=")
+        if not key or not equals:
+            raise click.BadParameter(f"{each!r}: expected KEY=VALUE")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return options
+
+
+@click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("source")
+@click.option("--task", required=True, metavar="NAME", help="Task that runs the jobs.")
+@click.option("-o", "--output", required=True, metavar="FILE", help="Results; - for stdout.")
+@click.option("--errors", metavar="FILE", help="Failures; default: OUTPUT's stem.errors.jsonl.")
+@click.option("--overwrite", is_flag=True, help="Replace an output that is already there.")
+@click.option("--format", type=click.Choice(list(FORMATS)), help="Default: by SOURCE's extension.")
+@click.option("--field", metavar="FIELD", help="The item; default: text, or the only string.")
+@click.option("--id-field", metavar="FIELD", help="Default: id, custom_id, or the line number.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
+@click.option(
+    "--queue", metavar="NAME", help="Default: as the app routes it, else the task's name."
+)
+@app_options
+@click.option(
+    "--kwargs",
+    "keywords",
+    callback=_keywords,
+    metavar="JSON",
+    help="Keyword arguments of all jobs.",
+)
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    callback=_options,
+    metavar="KEY=VALUE",
+    help="One keyword argument, as JSON or text; repeatable.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(min=1),
+    default=WINDOW,
+    show_default=True,
+    metavar="N",
+    help="Most jobs in flight.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Give up when no result has come for so long; default: never.",
+)
+@click.option(
+    "--expires",
+    "expires_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Fail jobs that no worker has begun by then.",
+)
+@click.option("--keep-results", is_flag=True, help="Leave results in the result backend, too.")
+@click.option("--quiet", is_flag=True, help="No progress and no summary.")
+@click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")
+def submit(
+    *,
+    app_path: str,
+    redis_url: str | None,
+    keywords: dict[str, Any],
+    options: dict[str, Any],
+    quiet: bool,
+    as_json: bool,
+    **rest: Any,
+) -> None:
+    """Runs the command; see `HELP`."""
+    if as_json and rest["output"] == STANDARD_STREAM:
+        raise click.UsageError("--json and -o - both want stdout")
+    console = Console(stderr=True)
+    with Interrupt() as interrupt, one_line_errors():
+        app = load_app(app_path, redis_url)
+        display: AbstractContextManager[LiveDisplay | LineDisplay | None] = (
+            nullcontext() if quiet else display_on(console, rest["task"])
+        )
+        with display as shown:
+            hooks = {"progress": shown.show, "notice": shown.note} if shown else {}
+            summary = submit_file(
+                app=app, keywords={**keywords, **options}, stop=interrupt, **{**hooks, **rest}
+            )
+    if as_json:
+        click.echo(json.dumps(as_dict(summary)))
+    if not quiet or summary.message:
+        click.echo(describe(summary, rest["output"]), err=True)
+    sys.exit(summary.ending.value)
+
+
+def as_dict(summary: Summary) -> dict[str, Any]:
+    """A summary as JSON has it."""
+    return {
+        **asdict(summary),
+        "ending": summary.ending.name.lower(),
+        "seconds": round(summary.seconds, 3),
+        "rate": round(summary.rate, 1),
+    }
+
+
+def describe(summary: Summary, output: str) -> str:
+    """A summary in a line or three."""
+    done = summary.succeeded + summary.failed
+    first = (
+        f"{done:,} done in {duration(summary.seconds)} ({summary.rate:,.1f}/s):"
+        f" {summary.succeeded:,} succeeded, {summary.failed:,} failed"
+    )
+    if output != STANDARD_STREAM:
+        first += f"; results in {output}"
+    lines = [f"batchery: {summary.message}", first] if summary.message else [first]
+    if summary.in_flight:
+        lines.append(
+            f"{summary.in_flight:,} jobs still in flight in queue {summary.queue!r}:"
+            " workers will run them; their results stay in the backend until they expire"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(["submit", *sys.argv[1:]], prog_name="batchery")

@@ -1,0 +1,78 @@
+"""What is told of a run: how it is going, and how it ended."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Ending(Enum):
+    """How a run ended; the value is the exit code of `batchery submit`."""
+
+    SUCCEEDED = 0
+    SOME_FAILED = 1
+    GAVE_UP = 3
+    INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A run as it is now.
+
+    Attributes:
+        submitted: Jobs sent.
+        succeeded: Results written.
+        failed: Jobs that failed, and lines that became no job.
+        in_flight: Jobs sent whose result has not come.
+        elapsed_s: Since the run began, in seconds.
+        rate: Results and failures per second, over the last seconds.
+        total: Lines of the input; an estimate by bytes until it is read, None where it is a pipe.
+    """
+
+    submitted: int
+    succeeded: int
+    failed: int
+    in_flight: int
+    elapsed_s: float
+    rate: float
+    total: int | None
+
+    @property
+    def done(self) -> int:
+        """Lines that are finished, either way."""
+        return self.succeeded + self.failed
+
+    @property
+    def left_s(self) -> float | None:
+        """Estimate of the time left, in seconds."""
+        if self.total is None or self.rate <= 0:
+            return None
+        return max(self.total - self.done, 0) / self.rate
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run has done.
+
+    Attributes:
+        ending: How it ended.
+        submitted: Jobs sent.
+        succeeded: Results written.
+        failed: Jobs that failed, and lines that became no job; all in the file of failures.
+        in_flight: Jobs that were left in the queue or with a worker.
+        seconds: How long it took.
+        queue: Where the jobs went.
+        message: Why it ended early; empty if it did not.
+    """
+
+    ending: Ending
+    submitted: int
+    succeeded: int
+    failed: int
+    in_flight: int
+    seconds: float
+    queue: str
+    message: str = ""
+
+    @property
+    def rate(self) -> float:
+        """Lines finished per second, over the whole run."""
+        return (self.succeeded + self.failed) / self.seconds if self.seconds else 0.0
