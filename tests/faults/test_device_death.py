@@ -1,0 +1,132 @@
+"""Kills device processes and workers; every job must end once, for the right reason."""
+
+import signal
+from typing import Any
+
+import psutil
+import pytest
+from celery import Celery
+
+from apps import shop
+from batchery import DeviceDied
+from conftest import StartWorker
+from harness import Worker, queue_length, wait_for
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(autouse=True)
+def _shop(redis_url: str) -> None:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
+def outcome(job: Any) -> Any:
+    try:
+        return job.get(timeout=TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - whichever it is, it is compared
+        return error
+
+
+def only_device(worker: Worker) -> psutil.Process:
+    """The device process, once there is one."""
+    return wait_for(worker.devices, "a device process")[0]
+
+
+def test_among_64_jobs_the_one_that_raises_and_the_one_that_kills_fail_alone(
+    start_worker: StartWorker,
+) -> None:
+    start_worker("apps.shop")
+    # A first job keeps the device busy, so that the others share a batch.
+    shop.nap.delay(0.5)
+    texts = ["raise" if n == 20 else "die" if n == 40 else f"text {n}" for n in range(64)]
+    jobs = shop.nasty.submit_many(texts)
+    outcomes = [outcome(job) for job in jobs]
+    for number, (text, result) in enumerate(zip(texts, outcomes, strict=True)):
+        if number not in (20, 40):
+            assert result == text.upper()
+    assert isinstance(outcomes[20], KeyError)
+    assert isinstance(outcomes[40], DeviceDied)
+    assert "exit code 13; that happened 2 times" in str(outcomes[40])
+    assert shop.shout.delay("next").get(timeout=10) == "NEXT"
+
+
+def test_a_device_killed_from_outside_loses_nothing(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.shop")
+    jobs = shop.batch_of.submit_many(range(200), {"pause_s": 0.05})
+    wait_for(lambda: any(job.ready() for job in jobs), "the run has begun")
+    only_device(worker).kill()
+    results = jobs.get(timeout=TIMEOUT_S)
+    assert [result["item"] for result in results] == list(range(200))
+    assert len({result["pid"] for result in results}) == 2
+
+
+def test_a_device_that_is_killed_while_idle_is_replaced(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.shop")
+    first = only_device(worker)
+    first.kill()
+    wait_for(lambda: [each for each in worker.devices() if each.pid != first.pid], "a new device")
+    assert shop.shout.delay("still here").get(timeout=TIMEOUT_S) == "STILL HERE"
+
+
+def test_devices_die_with_a_worker_that_is_killed(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.shop")
+    # Even in the middle of a forward pass that holds on.
+    shop.nap.delay(60)
+    wait_for(lambda: busy(worker), "the device is busy")
+    device = only_device(worker)
+    worker.process.kill()
+    worker.wait_exit()
+    wait_for(lambda: not device.is_running() or is_zombie(device), "the device is gone", 10)
+
+
+def test_a_job_that_cannot_be_unpacked_costs_only_itself(
+    start_worker: StartWorker, client: Celery
+) -> None:
+    start_worker("apps.shop")
+    bad = client.send_task("apps.shop.shout", [])
+    good = client.send_task("apps.shop.shout", ["good"])
+    assert good.get(timeout=TIMEOUT_S) == "GOOD"
+    assert "exactly one positional argument" in str(outcome(bad))
+
+
+def test_warm_shutdown_finishes_what_runs_and_returns_what_waits(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    worker = start_worker("apps.shop")
+    running = shop.nap.delay(2.0)
+    wait_for(lambda: busy(worker), "the device is busy")
+    waiting = shop.shout.submit_many([f"text {number}" for number in range(20)])
+    wait_for(lambda: held(worker) >= 20, "the worker holds the waiting jobs")
+    assert worker.stop(signal.SIGTERM) == 0
+    assert running.get(timeout=1) == 2.0
+    assert not any(job.ready() for job in waiting)
+    assert queue_length(redis_url) == 20
+    start_worker("apps.shop")
+    assert waiting.get(timeout=TIMEOUT_S) == [f"TEXT {number}" for number in range(20)]
+
+
+def test_cold_shutdown_leaves_no_process_and_loses_nothing(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    worker = start_worker("apps.shop")
+    shop.nap.delay(30)
+    wait_for(lambda: busy(worker), "the device is busy")
+    device = only_device(worker)
+    worker.stop(signal.SIGQUIT)
+    wait_for(lambda: not device.is_running() or is_zombie(device), "the device is gone", 10)
+    wait_for(lambda: queue_length(redis_url) == 1, "job is back")
+
+
+def busy(worker: Worker) -> bool:
+    """Whether a batch is on a device."""
+    devices = worker.inspect(shop.app, "stats")["pool"]["devices"]
+    return any(device["batches_in_flight"] for device in devices.values())
+
+
+def held(worker: Worker) -> int:
+    """Jobs that the worker has received and not started."""
+    return len(worker.inspect(shop.app, "reserved"))
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    return bool(process.status() == psutil.STATUS_ZOMBIE)

@@ -1,0 +1,194 @@
+"""Ends workers in every way there is; every job has one result in the end, and none is lost."""
+
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from celery.result import ResultSet
+
+from apps import ledger
+from apps.ledger import executions
+from conftest import StartWorker
+from harness import queue_length, wait_for
+
+TIMEOUT_S = 60
+JOBS = 500
+
+
+@pytest.fixture(autouse=True)
+def _app(redis_url: str) -> None:
+    ledger.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    return tmp_path / "ledger"
+
+
+def submit(book: Path, count: int = JOBS, pause_s: float = 0.5) -> ResultSet:
+    return ledger.write_down.submit_many(range(count), {"ledger": str(book), "pause_s": pause_s})
+
+
+def wait_for_batch(book: Path, items: int = 1) -> None:
+    wait_for(lambda: len(executions(book)) >= items, f"{items} items executed")
+
+
+def hang(book: Path) -> Any:
+    """A job in the middle of a forward pass that does not end."""
+    job = ledger.write_down.delay("hanging", ledger=str(book), pause_s=600)
+    wait_for_batch(book)
+    return job
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_warm_shutdown_executes_every_job_once(
+    start_worker: StartWorker, book: Path, redis_url: str
+) -> None:
+    # They are in the queue before the worker is, so that batches are full.
+    jobs = submit(book)
+    worker = start_worker("apps.ledger", ready=False)
+    wait_for_batch(book, 64)
+    assert worker.stop(signal.SIGTERM) == 0, worker.log
+    finished = len(executions(book))
+    assert 64 <= finished < JOBS
+    assert sum(job.ready() for job in jobs) == finished
+    assert queue_length(redis_url) == JOBS - finished
+    assert queue_length(redis_url, "unacked") == 0
+    start_worker("apps.ledger")
+    assert jobs.get(timeout=TIMEOUT_S) == list(range(JOBS))
+    assert set(Counter(executions(book)).values()) == {1}
+
+
+def test_a_cold_shutdown_loses_no_job(
+    start_worker: StartWorker, book: Path, redis_url: str
+) -> None:
+    jobs = submit(book)
+    worker = start_worker("apps.ledger", ready=False)
+    wait_for_batch(book, 64)
+    worker.stop(signal.SIGQUIT)
+    started = len(executions(book))
+    finished = sum(job.ready() for job in jobs)
+    assert queue_length(redis_url) == JOBS - finished, worker.log
+    start_worker("apps.ledger")
+    assert jobs.get(timeout=TIMEOUT_S) == list(range(JOBS))
+    # What ran when the worker was told to drop it runs again; nothing else does.
+    assert len(executions(book)) == JOBS + started - finished
+
+
+def test_a_second_sigterm_changes_nothing(start_worker: StartWorker, book: Path) -> None:
+    worker = start_worker("apps.ledger")
+    job = ledger.write_down.delay("x", ledger=str(book), pause_s=1.5)
+    wait_for_batch(book)
+    worker.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)  # Within the forward pass.
+    assert worker.stop(signal.SIGTERM) == 0, worker.log
+    assert job.get(timeout=1) == "x"
+
+
+def test_ctrl_c_in_the_terminal_is_a_warm_shutdown(start_worker: StartWorker, book: Path) -> None:
+    worker = start_worker("apps.ledger")
+    job = ledger.write_down.delay("x", ledger=str(book), pause_s=1.5)
+    wait_for_batch(book)
+    # The terminal sends it to the whole process group: to the devices, too.
+    for device in worker.devices():
+        device.send_signal(signal.SIGINT)
+    # The exit code is Celery's own.
+    assert worker.stop(signal.SIGINT) == 1, worker.log
+    assert job.get(timeout=1) == "x"
+
+
+@pytest.mark.parametrize("second", [signal.SIGQUIT, signal.SIGINT])
+def test_a_worker_that_waits_for_a_hanging_batch_can_be_ended(
+    start_worker: StartWorker, book: Path, redis_url: str, second: int
+) -> None:
+    worker = start_worker("apps.ledger")
+    hang(book)
+    (device,) = worker.devices()
+    first = signal.SIGINT if second == signal.SIGINT else signal.SIGTERM
+    worker.process.send_signal(first)
+    wait_for(lambda: "Warm shutdown" in worker.log, "shutdown begun")
+    time.sleep(0.5)
+    started_s = time.monotonic()
+    worker.stop(second)
+    assert time.monotonic() - started_s < 40, worker.log
+    assert "Traceback" not in worker.log
+    wait_for(lambda: is_gone(device), "the device is gone")
+    wait_for(lambda: queue_length(redis_url) == 1, "the job is back")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGQUIT])
+def test_a_worker_can_be_ended_while_its_devices_start(
+    start_worker: StartWorker, number: int, redis_url: str
+) -> None:
+    worker = start_worker("apps.ledger", ready=False)
+    (device,) = wait_for(worker.devices, "a device")
+    device.suspend()  # It never gets ready.
+    job = ledger.write_down.delay("x", ledger=os.devnull)
+    started_s = time.monotonic()
+    assert worker.stop(number) == 0, worker.log
+    assert time.monotonic() - started_s < 40, worker.log
+    assert "Traceback" not in worker.log
+    wait_for(lambda: is_gone(device), "the device is gone")
+    assert queue_length(redis_url) == 1
+    assert not job.ready()
+
+
+def test_a_soft_shutdown_lets_short_batches_finish(
+    start_worker: StartWorker, book: Path, redis_url: str
+) -> None:
+    worker = start_worker("apps.ledger", env={"SOFT_SHUTDOWN_S": "3"})
+    job = ledger.write_down.delay("x", ledger=str(book), pause_s=1)
+    wait_for_batch(book)
+    worker.stop(signal.SIGQUIT)
+    assert "Initiating Soft Shutdown" in worker.log
+    assert job.ready(), worker.log
+    assert queue_length(redis_url) == 0
+
+
+def test_sigterm_can_be_remapped_to_a_cold_shutdown(
+    start_worker: StartWorker, book: Path, redis_url: str
+) -> None:
+    worker = start_worker("apps.ledger", env={"REMAP_SIGTERM": "SIGQUIT"})
+    hang(book)
+    started_s = time.monotonic()
+    worker.stop(signal.SIGTERM)
+    assert time.monotonic() - started_s < 40, worker.log
+    wait_for(lambda: queue_length(redis_url) == 1, "the job is back")
+
+
+def test_a_device_that_dies_during_a_warm_shutdown_is_not_waited_for(
+    start_worker: StartWorker, book: Path, redis_url: str
+) -> None:
+    worker = start_worker("apps.ledger")
+    hang(book)
+    (device,) = worker.devices()
+    worker.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "Warm shutdown" in worker.log, "shutdown begun")
+    device.kill()
+    assert worker.wait_exit() == 0, worker.log
+    assert queue_length(redis_url) == 1
+
+
+def test_batches_finish_while_an_ordinary_task_delays_the_shutdown(
+    start_worker: StartWorker, book: Path
+) -> None:
+    worker = start_worker("apps.ledger")
+    slow = ledger.write_down_alone.delay("slow", str(book), 4)
+    batch = ledger.write_down.delay("batch", ledger=str(book), pause_s=1)
+    wait_for_batch(book, 2)
+    worker.process.send_signal(signal.SIGTERM)
+    assert batch.get(timeout=3) == "batch"
+    assert not slow.ready()
+    assert worker.wait_exit() == 0
+    assert slow.get(timeout=1) == "slow"

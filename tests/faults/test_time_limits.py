@@ -1,0 +1,59 @@
+"""Time limits of batch tasks: only the job that exceeds its limit fails."""
+
+from typing import Any
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
+
+from apps import shop
+from batchery import BatchTask
+from conftest import StartWorker
+from harness import Worker, wait_for
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return start_module_worker("apps.shop")
+
+
+@pytest.mark.parametrize("task", [shop.lazy, shop.lazy_asynchronous], ids=["plain", "async"])
+def test_the_soft_limit_is_raised_in_the_function(worker: Worker, task: BatchTask) -> None:
+    jobs = task.submit_many([0.0, 10.0, 0.0])
+    first, slow, last = (jobs[number] for number in range(3))
+    with pytest.raises(SoftTimeLimitExceeded):
+        slow.get(timeout=TIMEOUT_S)
+    assert first.get(timeout=TIMEOUT_S) == last.get(timeout=TIMEOUT_S) == 0.0
+    assert task.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
+
+
+def test_the_hard_limit_kills_the_device_and_fails_one_job(worker: Worker) -> None:
+    device = wait_for(worker.devices, "a device")[0]
+    jobs = shop.stubborn.submit_many([0.0, 60.0, 0.0, 0.0])
+    with pytest.raises(TimeLimitExceeded):
+        jobs[1].get(timeout=TIMEOUT_S)
+    assert [jobs[n].get(timeout=TIMEOUT_S) for n in (0, 2, 3)] == [0.0] * 3
+    wait_for(lambda: worker.devices() and worker.devices()[0].pid != device.pid, "a new device")
+    assert shop.stubborn.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
+
+
+def test_a_limit_that_is_set_by_remote_control_counts_from_then_on(worker: Worker) -> None:
+    name = shop.nap.name
+    assert shop.nap.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
+    reply: Any = shop.app.control.time_limit(name, soft=1, reply=True, timeout=10, limit=1)
+    assert "ok" in reply[0][worker.name]
+    with pytest.raises(SoftTimeLimitExceeded):
+        shop.nap.delay(30.0).get(timeout=TIMEOUT_S)
+    shop.app.control.time_limit(name, soft=None, reply=True, timeout=10, limit=1)
+    assert shop.nap.delay(1.5).get(timeout=TIMEOUT_S) == 1.5
+
+
+def test_jobs_with_different_limits_never_share_a_batch(worker: Worker) -> None:
+    shop.nap.delay(0.5)
+    jobs = [
+        shop.batch_of.apply_async((number,), time_limit=30 + number % 2) for number in range(10)
+    ]
+    for number, job in enumerate(jobs):
+        assert {mate % 2 for mate in job.get(timeout=TIMEOUT_S)["mates"]} == {number % 2}

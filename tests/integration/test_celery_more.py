@@ -1,0 +1,273 @@
+"""What Celery's documentation promises beyond canvas and results: hooks, signals, control."""
+
+import contextlib
+import json
+import time
+from typing import Any
+
+import pytest
+from celery.exceptions import TaskRevokedError
+from celery.utils.nodenames import worker_direct
+from redis import Redis
+
+from apps import more
+from conftest import StartWorker
+from harness import Worker, queue_length, wait_for
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
+    more.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return start_module_worker("apps.more")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_traced(redis_url: str) -> None:
+    more.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    with contextlib.closing(Redis.from_url(redis_url)) as redis:
+        redis.delete(more.TRACE)
+
+
+def trace(redis_url: str, job_id: str | None = None) -> list[dict[str, Any]]:
+    """What was written down, of one job or of none."""
+    with contextlib.closing(Redis.from_url(redis_url)) as redis:
+        lines = [json.loads(line) for line in redis.lrange(more.TRACE, 0, -1)]
+    return [line for line in lines if line["id"] == job_id]
+
+
+def settled(redis_url: str, job_id: str, kinds: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """What was written down of a job, by kind, once all of that is there; nothing else may be."""
+
+    def all_there() -> bool:
+        return len(trace(redis_url, job_id)) >= len(kinds)
+
+    with contextlib.suppress(AssertionError):
+        wait_for(all_there, "hooks and signals", 10)
+    lines = trace(redis_url, job_id)
+    assert sorted(line["kind"] for line in lines) == sorted(kinds)
+    return {kind: [line for line in lines if line["kind"] == kind] for kind in kinds}
+
+
+def meta(job: Any) -> dict[str, Any]:
+    """What is stored of a job, as Celery reads it."""
+    backend: Any = more.app.backend
+    stored: dict[str, Any] = backend.get_task_meta(job.id)
+    return stored
+
+
+def busy(worker: Worker, seconds: float) -> Any:
+    """Keeps the device busy; returns once it is."""
+    job = more.nap.delay(seconds)
+    wait_for(lambda: worker.inspect(more.app, "active"), "the device is busy")
+    return job
+
+
+def test_hooks_and_signals_of_a_success_come_once_each(worker: Worker, redis_url: str) -> None:
+    busy(worker, 0.5)
+    jobs = [more.hooked.delay(word, mark="!") for word in ("a", "b", "c")]
+    for job, word in zip(jobs, "abc", strict=True):
+        assert job.get(timeout=TIMEOUT_S) == f"{word}!"
+        kinds = ["before_start", "on_success", "after_return"]
+        kinds += ["task_received", "task_prerun", "task_postrun", "task_success"]
+        seen = settled(redis_url, job.id, kinds)
+        (hook,) = seen["on_success"]
+        assert (hook["value"], hook["args"], hook["kwargs"]) == (f"{word}!", [word], {"mark": "!"})
+        assert hook["request"] == {"id": job.id, "retries": 0, "args": [word]}
+        for kind in ("before_start", "task_prerun"):
+            assert (seen[kind][0]["args"], seen[kind][0]["kwargs"]) == ([word], {"mark": "!"})
+        assert seen["after_return"][0]["status"] == "SUCCESS"
+        assert seen["task_postrun"][0]["state"] == "SUCCESS"
+        assert seen["task_success"][0]["value"] == f"{word}!"
+
+
+def test_hooks_and_signals_of_a_failure_come_once_each(worker: Worker, redis_url: str) -> None:
+    job, mate = more.hooked.delay("fail"), more.hooked.delay("mate")
+    with pytest.raises(LookupError, match="asked to"):
+        job.get(timeout=TIMEOUT_S)
+    assert mate.get(timeout=TIMEOUT_S) == "mate"
+    kinds = ["before_start", "on_failure", "after_return"]
+    kinds += ["task_received", "task_prerun", "task_postrun", "task_failure"]
+    seen = settled(redis_url, job.id, kinds)
+    for kind in ("on_failure", "task_failure"):
+        assert seen[kind][0]["error"] == "LookupError('asked to')"
+        assert seen[kind][0]["args"] == ["fail"]
+    assert seen["after_return"][0]["status"] == "FAILURE"
+
+
+def test_hooks_and_signals_of_a_retry_come_once_per_attempt(worker: Worker, redis_url: str) -> None:
+    job = more.hooked.delay("again")
+    with pytest.raises(Exception, match="retry"):
+        job.get(timeout=TIMEOUT_S)
+    each_time = ["before_start", "task_received", "task_prerun", "task_postrun"]
+    kinds = [*each_time, "on_retry", "task_retry"]
+    kinds += [*each_time, "on_failure", "task_failure", "after_return"]
+    seen = settled(redis_url, job.id, kinds)
+    assert [line["state"] for line in seen["task_postrun"]] == ["RETRY", "FAILURE"]
+    # As on any pool: Celery calls it once, when the job has come to its end.
+    assert [line["status"] for line in seen["after_return"]] == ["FAILURE"]
+
+
+def test_the_signal_of_a_revoked_job_comes_once(worker: Worker, redis_url: str) -> None:
+    busy(worker, 1.0)
+    job = more.hooked.delay("never")
+    wait_for(lambda: trace(redis_url, job.id), "received")
+    more.app.control.revoke(job.id, reply=True, timeout=10, limit=1)
+    with pytest.raises(TaskRevokedError):
+        job.get(timeout=TIMEOUT_S)
+    seen = settled(redis_url, job.id, ["task_received", "task_revoked"])
+    assert (seen["task_revoked"][0]["terminated"], seen["task_revoked"][0]["expired"]) == (
+        False,
+        False,
+    )
+
+
+def test_starmap_gives_each_tuple_to_one_job(worker: Worker) -> None:
+    mapped: Any = more.echo.starmap([("a",), ("b",)])
+    assert mapped.delay().get(timeout=TIMEOUT_S) == ["a", "b"]
+
+
+def test_an_extended_result_says_what_was_asked_and_by_whom(worker: Worker) -> None:
+    job = more.echo.delay("a", tag="b")
+    job.get(timeout=TIMEOUT_S)
+    stored = meta(job)
+    assert (stored["name"], stored["args"], stored["kwargs"]) == (
+        more.echo.name,
+        ["a"],
+        {"tag": "b"},
+    )
+    assert (stored["worker"], stored["retries"], stored["queue"]) == (worker.name, 0, "celery")
+
+
+def test_results_are_written_by_the_serializer_that_the_app_chose(worker: Worker) -> None:
+    job = more.echo.delay([1, "two"])
+    assert job.get(timeout=TIMEOUT_S) == [1, "two"]
+    backend: Any = more.app.backend
+    assert backend.get(backend.get_key_for_task(job.id)).decode().startswith(more.MARK)
+
+
+def test_errors_are_stored_even_if_results_are_ignored(worker: Worker) -> None:
+    quiet, failed = more.silent.delay("fine"), more.silent.delay("fail")
+    wait_for(lambda: meta(failed)["status"] == "FAILURE", "the error is stored")
+    assert meta(quiet)["status"] == "PENDING"
+
+
+def test_autoretry_backs_off_and_gives_up(worker: Worker) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(ConnectionError, match="still away"):
+        more.backing_off.delay("x").get(timeout=TIMEOUT_S)
+    assert time.monotonic() - started_s >= 1
+
+
+def test_an_exception_that_was_announced_is_no_error_in_the_log(worker: Worker) -> None:
+    job = more.throwing.delay("as announced")
+    with pytest.raises(LookupError):
+        job.get(timeout=TIMEOUT_S)
+    line = wait_for(
+        lambda: [line for line in worker.log.splitlines() if job.id in line and "raised" in line],
+        "a line in the log",
+    )[0]
+    assert "INFO" in line
+    assert "raised expected" in line
+
+
+def test_a_rate_limit_is_kept_and_changed_at_run_time(worker: Worker) -> None:
+    started_s = time.monotonic()
+    jobs = [more.limited.delay(number) for number in range(5)]
+    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == list(range(5))
+    assert time.monotonic() - started_s >= 0.9
+    replies: Any = more.app.control.rate_limit(
+        more.limited.name, "0", reply=True, timeout=10, limit=1
+    )
+    assert "ok" in replies[0][worker.name]
+    jobs = [more.limited.delay(number) for number in range(40)]
+    started_s = time.monotonic()
+    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == list(range(40))
+    assert time.monotonic() - started_s < 8
+
+
+def test_jobs_are_revoked_by_their_stamps_while_they_wait(worker: Worker) -> None:
+    busy(worker, 1.0)
+    stamped = more.echo.s("never")
+    stamped.stamp(customer="42")
+    other = more.echo.s("other")
+    other.stamp(customer="43")
+    revoked, kept = stamped.apply_async(), other.apply_async()
+    ids = {revoked.id, kept.id}
+    wait_for(
+        lambda: ids <= {each["id"] for each in worker.inspect(more.app, "reserved")}, "both wait"
+    )
+    control: Any = more.app.control
+    control.revoke_by_stamped_headers({"customer": ["42"]}, reply=True, timeout=10, limit=1)
+    assert kept.get(timeout=TIMEOUT_S) == "other"
+    with pytest.raises(TaskRevokedError):
+        revoked.get(timeout=TIMEOUT_S)
+
+
+def test_inspect_knows_where_every_job_is(worker: Worker) -> None:
+    active = busy(worker, 2.0)
+    reserved = more.echo.delay("waits")
+    scheduled = more.echo.apply_async(("later",), countdown=600)
+    more.app.control.revoke(scheduled.id, reply=True, timeout=10, limit=1)
+
+    def known() -> bool:
+        asked: Any = more.app.control.inspect([worker.name], timeout=20).query_task(
+            active.id, reserved.id
+        )
+        states = {task_id: state for task_id, (state, _) in asked[worker.name].items()}
+        return states == {active.id: "active", reserved.id: "reserved"}
+
+    wait_for(known, "both are known")
+    assert [each["id"] for each in worker.inspect(more.app, "active")] == [active.id]
+    assert reserved.id in {each["id"] for each in worker.inspect(more.app, "reserved")}
+    planned = worker.inspect(more.app, "scheduled")
+    assert scheduled.id in {each["request"]["id"] for each in planned}
+    assert scheduled.id in worker.inspect(more.app, "revoked")
+    assert reserved.get(timeout=TIMEOUT_S) == "waits"
+
+
+def test_inspect_tells_of_the_worker_itself(worker: Worker) -> None:
+    queues = {queue["name"] for queue in worker.inspect(more.app, "active_queues")}
+    assert queues == {"celery", worker_direct(worker.name).name}
+    assert more.hooked.name in worker.inspect(more.app, "registered")
+    assert worker.inspect(more.app, "conf")["worker_direct"] is True
+    assert "software -> celery" in worker.inspect(more.app, "report")["ok"]
+
+
+def test_a_queue_is_added_and_cancelled_at_run_time(worker: Worker) -> None:
+    control: Any = more.app.control
+    options = {"reply": True, "timeout": 10, "limit": 1}
+    control.add_consumer("extra", **options)
+    job = more.echo.apply_async(("there",), queue="extra")
+    assert job.get(timeout=TIMEOUT_S) == "there"
+    control.cancel_consumer("extra", **options)
+    names = {queue["name"] for queue in worker.inspect(more.app, "active_queues")}
+    assert "extra" not in names
+    more.echo.apply_async(("nobody",), queue="extra")
+    assert more.echo.delay("served").get(timeout=TIMEOUT_S) == "served"
+    assert queue_length(more.app.conf.broker_url, "extra") == 1
+
+
+def test_events_are_switched_on_and_off_at_run_time(worker: Worker) -> None:
+    control: Any = more.app.control
+    options = {"reply": True, "timeout": 10, "limit": 1}
+    seen: list[dict[str, Any]] = []
+    with more.app.connection_for_read() as connection:
+        receiver = more.app.events.Receiver(connection, handlers={"task-succeeded": seen.append})
+        with receiver.consumer_context(wakeup=False) as (listening, _, _):
+            assert more.echo.delay("unseen").get(timeout=TIMEOUT_S) == "unseen"
+            (on,) = control.enable_events(**options)
+            assert on == {worker.name: {"ok": "task events enabled"}}
+            job = more.echo.delay("seen")
+            while not seen:
+                listening.drain_events(timeout=TIMEOUT_S)
+    assert [event["uuid"] for event in seen] == [job.id]
+    assert seen[0]["batch"]["size"] == 1
+    (off,) = control.disable_events(**options)
+    assert off == {worker.name: {"ok": "task events disabled"}}
+
+
+def test_a_job_can_be_sent_to_one_worker(worker: Worker) -> None:
+    job = more.echo.apply_async(("you",), queue=worker_direct(worker.name))
+    assert job.get(timeout=TIMEOUT_S) == "you"

@@ -1,0 +1,258 @@
+"""`batchery stats`, `batchery explain`, `celery inspect batchery` and events, on real workers."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from apps import shop
+from batchery.embedded import EmbeddedRedis, free_port
+from batchery.explain import find
+from conftest import StartWorker
+from harness import TESTS, Worker, wait_for
+
+#: How long workers may take to answer, in seconds; the machine may be busy with other tests.
+LOOK_S = 2.0
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def worker(
+    redis_url: str,
+    start_module_worker: StartWorker,
+    model_toml: str,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Worker:
+    """A worker with tasks of an app and a built-in model."""
+    folder = tmp_path_factory.mktemp("settings")
+    (folder / "batchery.toml").write_text(model_toml)
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return start_module_worker("apps.shop", cwd=folder)
+
+
+def start(redis_url: str, *command: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-m", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(TESTS),
+            "PYTHONUNBUFFERED": "1",
+            "CELERY_BROKER_URL": redis_url,
+            "CELERY_RESULT_BACKEND": redis_url,
+            "COLUMNS": "150",
+        },
+    )
+
+
+def run(redis_url: str, *command: str) -> tuple[int, str, str]:
+    with start(redis_url, *command) as process:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, out, err
+
+
+def explain(redis_url: str, task_id: str) -> tuple[int, dict[str, Any]]:
+    options = ("-A", "apps.shop", "--json", "--timeout", str(LOOK_S))
+    code, out, err = run(redis_url, "batchery", "explain", task_id, *options)
+    assert out, err
+    return code, json.loads(out)
+
+
+def test_stats_tell_what_the_batches_of_a_worker_look_like(worker: Worker, redis_url: str) -> None:
+    shop.shout.submit_many([f"text {n}" for n in range(100)]).get(timeout=TIMEOUT_S)
+    options = ("-A", "apps.shop", "--once", "--json", "--timeout", str(LOOK_S))
+    code, out, err = run(redis_url, "batchery", "stats", *options)
+    assert code == 0, err
+    report = json.loads(out)
+    figures = report["workers"][worker.name]
+    assert figures["devices"]["cpu"]["state"] == "ready"
+    assert figures["queues"] == ["celery", "embed"]
+    assert figures["batches"]["jobs"] >= 100
+    assert sum(figures["batches"]["batch_sizes"].values()) == figures["batches"]["batches"]
+    assert figures["rates"]["jobs_per_s"] >= 0
+    assert {"celery", "embed"} <= report["queues"].keys()
+
+
+def test_stats_follow_the_workers_until_ctrl_c(worker: Worker, redis_url: str) -> None:
+    with start(redis_url, "batchery", "stats", "-A", "apps.shop", "--json") as process:
+        assert process.stdout is not None
+
+        def look() -> Any:
+            assert process.stdout is not None
+            return json.loads(process.stdout.readline())["workers"].get(worker.name)
+
+        wait_for(look, "the worker answers")
+        shop.shout.submit_many([f"text {n}" for n in range(100)]).get(timeout=TIMEOUT_S)
+
+        def busy() -> bool:
+            figures = look() or {}
+            return bool(figures.get("rates") and figures["rates"]["jobs_per_s"] > 0)
+
+        wait_for(busy, "jobs per second")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 130
+        assert err == ""
+
+
+def test_the_tables_are_readable_without_a_terminal(worker: Worker, redis_url: str) -> None:
+    options = ("-A", "apps.shop", "--once", "--timeout", str(LOOK_S))
+    commands = (
+        ("batchery", "stats", *options),
+        ("celery", "-A", "apps.shop", "batchery", "--once"),
+    )
+    for process in [start(redis_url, *command) for command in commands]:
+        with process:
+            out, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0, err
+        assert worker.name in out
+        assert "padding waste" in out
+        assert "jobs waiting in the broker" in out
+        assert " \n" not in out
+
+
+def test_celery_inspect_batchery_needs_no_app_of_ours(worker: Worker, redis_url: str) -> None:
+    command = ("celery", "-b", redis_url, "inspect", "batchery", "--json", "-t", str(LOOK_S))
+    code, out, err = run(redis_url, *command)
+    assert code == 0, err
+    figures = json.loads(out)[worker.name]
+    assert {"devices", "waiting", "oldest_waiting_s", "batches", "queues"} <= figures.keys()
+
+
+def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str) -> None:
+    jobs = [shop.nap.delay(3), *shop.batch_of.submit_many(range(3))]
+
+    def waiting() -> Any:
+        answer: Any = shop.app.control.broadcast(
+            "batchery", destination=[worker.name], reply=True, timeout=TIMEOUT_S, limit=1
+        )
+        figures = answer[0][worker.name]
+        return figures if figures["waiting"] and figures["oldest_waiting_s"] > 0.5 else None
+
+    figures = wait_for(waiting, "a job that waits")
+    assert figures["devices"]["cpu"]["batches_in_flight"] >= 1
+    for job in jobs:
+        job.get(timeout=TIMEOUT_S)
+    assert worker.inspect(shop.app, "stats")["pool"]["oldest_waiting_s"] is None
+
+
+def test_a_worker_with_another_pool_says_why_it_has_no_figures(
+    worker: Worker, redis_url: str, start_module_worker: StartWorker
+) -> None:
+    solo = start_module_worker("apps.shop", "-P", "solo", "-Q", "elsewhere")
+    answer: Any = shop.app.control.broadcast(
+        "batchery", destination=[solo.name], reply=True, timeout=TIMEOUT_S, limit=1
+    )
+    assert "runs no batches" in answer[0][solo.name]["error"]
+    assert solo.stop() == 0
+
+
+def test_a_success_is_explained_by_its_batch(worker: Worker, redis_url: str) -> None:
+    jobs = shop.shout.submit_many(["a", "b", "c"])
+    jobs.get(timeout=TIMEOUT_S)
+    task_id = (jobs.results or [])[1].id
+    code, found = explain(redis_url, task_id)
+    assert (code, found["state"]) == (0, "SUCCESS")
+    assert found["batch"]["device"] == "cpu"
+    assert f"batch {found['batch']['id']} of {found['batch']['size']} item" in found["text"]
+    code, out, _ = run(redis_url, "batchery", "explain", task_id, "-A", "apps.shop")
+    assert (code, out) == (0, f"SUCCESS: {found['text']}\n")
+
+
+def test_a_failure_is_explained_with_its_error(worker: Worker, redis_url: str) -> None:
+    job = shop.nasty.delay("raise")
+    with pytest.raises(KeyError):
+        job.get(timeout=TIMEOUT_S)
+    code, found = explain(redis_url, job.id)
+    assert (code, found["state"]) == (1, "FAILURE")
+    assert found["error"] == "KeyError: 'a bad one'"
+    assert found["batch"]["size"] >= 1
+
+
+def test_a_job_without_a_result_is_looked_for_in_the_workers(
+    worker: Worker, redis_url: str
+) -> None:
+    # Longer than two questions take.
+    running = shop.nap.delay(2 * LOOK_S + 4)
+    wait_for(lambda: worker.inspect(shop.app, "active"), "the nap")
+    waiting = shop.batch_of.delay(1)
+    scheduled = shop.shout.apply_async(("later",), countdown=600)
+    wait_for(lambda: worker.inspect(shop.app, "scheduled"), "the scheduled job")
+    for job, state in ((running, "ACTIVE"), (waiting, "WAITING"), (scheduled, "SCHEDULED")):
+        found = find(shop.app, job.id, LOOK_S)
+        assert (found.exit_code, found.state, found.worker) == (3, state, worker.name)
+    waiting.get(timeout=TIMEOUT_S)
+
+
+def test_a_job_that_nobody_knows_says_what_may_have_happened(
+    worker: Worker, redis_url: str
+) -> None:
+    code, found = explain(redis_url, "never-sent")
+    assert (code, found["state"]) == (4, "UNKNOWN")
+    assert "still in its queue, expired, or never sent" in found["text"]
+
+
+@pytest.mark.parametrize("command", [("stats", "--once"), ("explain", "some-id")])
+def test_without_a_redis_there_is_one_line_and_exit_code_2(command: tuple[str, ...]) -> None:
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    code, out, err = run("redis://nowhere.invalid:1/0", "batchery", *command, "--redis", url)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"batchery: error: no Redis at {url}")
+    assert len(err.splitlines()) == 1
+
+
+def test_nobody_answering_is_exit_code_1(redis_url: str) -> None:
+    url = redis_url.removesuffix("/0") + "/7"
+    code, out, _ = run(url, "batchery", "stats", "-A", "apps.shop", "--once")
+    assert code == 1
+    assert "no worker answers" in out
+
+
+def test_the_event_of_a_job_has_its_batch_and_a_short_result(
+    worker: Worker, client: Celery
+) -> None:
+    """What Flower is told of an embedding: the text, the start of the vector, the batch."""
+    events: dict[str, dict[str, Any]] = {}
+
+    def note(event: dict[str, Any]) -> None:
+        events.setdefault(event["type"], event)
+
+    def succeeded() -> bool:
+        with contextlib.suppress(TimeoutError):
+            connection.drain_events(timeout=1)
+        return "task-succeeded" in events
+
+    client.control.enable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
+    with client.connection_for_read() as own:
+        receiver: Any = client.events.Receiver(own, handlers={"*": note})
+        with receiver.consumer_context(wakeup=False) as (connection, _, _):
+            job = client.send_task("embed", ["How do I open a file?"], queue="embed")
+            wait_for(succeeded, "the event", TIMEOUT_S)
+    assert len(job.get(timeout=TIMEOUT_S)["vector"]) == 384
+    client.control.disable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
+    event = events["task-succeeded"]
+    assert event["batch"].keys() == {"id", "size", "waited_ms", "padding", "forward_ms", "device"}
+    assert "'vector': [" in event["result"]
+    assert len(event["result"]) < 200
+    assert "How do I open a file?" in events["task-received"]["args"]
+
+
+def test_a_broker_that_goes_away_is_one_line_and_exit_code_2() -> None:
+    with EmbeddedRedis() as redis:
+        options = ("--redis", redis.url, "--json", "--timeout", "0.2")
+        process = start("redis://nowhere.invalid:1/0", "batchery", "stats", *options)
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"workers": {}, "queues": {}}
+    _, err = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 2
+    assert err.startswith("batchery: error: the broker does not answer: ")
+    assert len(err.splitlines()) == 1

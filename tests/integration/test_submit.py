@@ -1,0 +1,212 @@
+"""`batchery submit` against a real Redis and real workers: what comes out."""
+
+import contextlib
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from celery import Celery
+
+from batchery_producer import Ending, Snapshot, submit_file
+from bulk_runs import APP, QUEUE, Command, read_rows, write_rows
+from harness import Worker, wait_for
+
+StartWorker = Callable[..., Worker]
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker) -> Worker:
+    return start_module_worker(APP)
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator["redis.Redis"]:
+    with contextlib.closing(redis.Redis.from_url(redis_url)) as connection:
+        yield connection
+
+
+def test_every_row_gets_its_own_result_and_nothing_stays_behind(
+    tmp_path: Path, client: Celery, worker: Worker, store: "redis.Redis"
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 500)
+    before = set(store.scan_iter("celery-task-meta-*"))
+    seen: list[Snapshot] = []
+    summary = submit_file(
+        source,
+        f"{APP}.shout",
+        tmp_path / "out.jsonl",
+        app=client,
+        queue=QUEUE,
+        window=64,
+        timeout_s=30,
+        progress=seen.append,
+    )
+    assert summary.ending is Ending.SUCCEEDED
+    assert (summary.submitted, summary.succeeded, summary.failed) == (500, 500, 0)
+    rows = read_rows(tmp_path / "out.jsonl")
+    assert {row["id"]: (row["line"], row["result"]) for row in rows} == {
+        f"row-{n}": (n + 1, f"TEXT {n}") for n in range(500)
+    }
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    assert max(each.in_flight for each in seen) <= 64
+    assert seen[-1].total == seen[-1].done == 500
+    assert set(store.scan_iter("celery-task-meta-*")) == before
+    assert not store.pubsub_channels("*celery-task-meta*")
+
+
+def test_jobs_share_batches_and_keywords_reach_them(
+    tmp_path: Path, client: Celery, worker: Worker
+) -> None:
+    summary = submit_file(
+        write_rows(tmp_path / "in.jsonl", 200),
+        f"{APP}.batch_of",
+        tmp_path / "out.jsonl",
+        app=client,
+        queue=QUEUE,
+        keywords={"tag": "bulk", "pause_s": 0.02},
+        timeout_s=30,
+    )
+    assert summary.ending is Ending.SUCCEEDED
+    results = [row["result"] for row in read_rows(tmp_path / "out.jsonl")]
+    assert {result["tag"] for result in results} == {"bulk"}
+    assert max(len(result["mates"]) for result in results) > 8
+
+
+def test_results_may_stay_in_the_backend(
+    tmp_path: Path, client: Celery, worker: Worker, store: "redis.Redis"
+) -> None:
+    before = set(store.scan_iter("celery-task-meta-*"))
+    submit_file(
+        write_rows(tmp_path / "in.jsonl", 5),
+        f"{APP}.shout",
+        tmp_path / "out.jsonl",
+        app=client,
+        queue=QUEUE,
+        keep_results=True,
+        timeout_s=30,
+    )
+    left = set(store.scan_iter("celery-task-meta-*")) - before
+    assert len(left) == 5
+    store.delete(*left)
+
+
+def test_failures_and_bad_lines_are_told_with_line_and_reason(
+    tmp_path: Path, client: Celery, worker: Worker
+) -> None:
+    source = tmp_path / "in.jsonl"
+    rows = [
+        {"id": 1, "item": {"answer": "value", "value": 7}},
+        {"id": "two", "item": {"answer": "failed-exception", "why": "lost"}},
+        {"id": 1, "item": {"answer": "value", "value": 8}},
+        {"id": 4},
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
+    summary = submit_file(
+        source,
+        f"{APP}.moody",
+        tmp_path / "out.jsonl",
+        app=client,
+        queue=QUEUE,
+        field="item",
+        timeout_s=30,
+    )
+    assert summary.ending is Ending.SOME_FAILED
+    assert (summary.submitted, summary.succeeded, summary.failed) == (2, 1, 4)
+    assert read_rows(tmp_path / "out.jsonl") == [{"id": 1, "line": 1, "result": 7}]
+    failures = {row["line"]: row for row in read_rows(tmp_path / "out.errors.jsonl")}
+    assert failures[2] == {
+        "id": "two",
+        "line": 2,
+        "error": {"type": "LookupError", "message": "lost"},
+    }
+    assert failures[3]["error"]["message"] == "the id is already used in line 1"
+    assert failures[4]["error"]["message"] == "no field 'item'; fields: 'id'"
+    assert failures[5]["error"]["message"].startswith("not JSON")
+    assert failures[5]["error"]["type"] == "InvalidLine"
+
+
+def test_the_command_reads_stdin_and_writes_stdout(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    command = Command(
+        tmp_path,
+        redis_url,
+        *["-", "-A", APP, "--task", f"{APP}.batch_of", "-o", "-"],
+        *["--format", "text", "--kwargs", '{"tag": "a"}', "--option", "tag=b", "--limit", "2"],
+        *["--timeout", "30"],
+    )
+    code, stdout, stderr = command.end(gzip.compress(b"one\ntwo\nthree\n"))
+    assert (code, "2 succeeded, 0 failed" in stderr) == (0, True)
+    rows = sorted((json.loads(line) for line in stdout.splitlines()), key=lambda row: row["line"])
+    assert [(row["id"], row["result"]["item"], row["result"]["tag"]) for row in rows] == [
+        (1, "one", "b"),
+        (2, "two", "b"),
+    ]
+
+
+def test_a_slow_input_does_not_hold_up_results(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    output = tmp_path / "out.jsonl.gz"
+    command = Command(
+        tmp_path, redis_url, "-", "-A", APP, "--task", f"{APP}.shout", "-o", str(output)
+    )
+    stdin = command.process.stdin
+    assert stdin is not None
+    stdin.write(b'{"text": "one"}\n')
+    stdin.flush()
+    wait_for(lambda: output.exists() and output.stat().st_size > 0, "the first result")
+    assert [row["result"] for row in read_rows(output)] == ["ONE"]
+    code, _, _ = command.end(b'{"text": "two"}\n')
+    assert code == 0
+    assert sorted(row["result"] for row in read_rows(output)) == ["ONE", "TWO"]
+
+
+def test_jobs_that_expire_fail_as_revoked(tmp_path: Path, client: Celery, worker: Worker) -> None:
+    consumed: list[str] = []
+    queue = "late"
+
+    def start_late(run: Snapshot) -> None:
+        if run.submitted and run.elapsed_s > 0.5 and not consumed:
+            consumed.append(queue)
+            client.control.add_consumer(queue, destination=[worker.name])
+
+    summary = submit_file(
+        write_rows(tmp_path / "in.jsonl", 3),
+        f"{APP}.shout",
+        tmp_path / "out.jsonl",
+        app=client,
+        queue=queue,
+        expires_s=0.2,
+        timeout_s=30,
+        progress=start_late,
+    )
+    assert (summary.succeeded, summary.failed) == (0, 3)
+    kinds = {row["error"]["type"] for row in read_rows(tmp_path / "out.errors.jsonl")}
+    assert kinds == {"TaskRevokedError"}
+
+
+def test_a_backend_that_is_not_redis_works_too(
+    tmp_path: Path, redis_url: str, start_worker: StartWorker
+) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    backend = f"file://{results}"
+    start_worker(APP, "-Q", "files", "-n", "files@test", env={"CELERY_RESULT_BACKEND": backend})
+    app = Celery("files", broker=redis_url, backend=backend, set_as_current=False)
+    summary = submit_file(
+        write_rows(tmp_path / "in.jsonl", 50),
+        f"{APP}.shout",
+        tmp_path / "out.jsonl",
+        app=app,
+        queue="files",
+        window=20,
+        timeout_s=30,
+    )
+    app.close()
+    assert summary.ending is Ending.SUCCEEDED
+    assert len(read_rows(tmp_path / "out.jsonl")) == 50
+    assert list(results.iterdir()) == []

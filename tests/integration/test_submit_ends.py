@@ -1,0 +1,214 @@
+"""How a bulk run ends when it does not go well: signals, silence, restarts, refusals."""
+
+import contextlib
+import json
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from celery import Celery
+
+from batchery import DatasetError, SettingsError
+from batchery.embedded import free_port
+from batchery_producer import Ending, Snapshot, submit_file
+from bulk_runs import APP, QUEUE, Command, RestartableRedis, read_rows, write_rows
+from harness import Worker, wait_for
+
+StartWorker = Callable[..., Worker]
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker) -> Worker:
+    return start_module_worker(APP)
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator["redis.Redis"]:
+    with contextlib.closing(redis.Redis.from_url(redis_url)) as connection:
+        yield connection
+
+
+@pytest.fixture
+def empty_queue(store: "redis.Redis") -> Iterator[str]:
+    """A queue that nobody consumes; its jobs are gone after the test."""
+    yield "nobody"
+    store.delete("nobody")
+
+
+def test_ctrl_c_while_waiting_for_stdin_ends_it(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    output = tmp_path / "out.jsonl"
+    command = Command(
+        tmp_path, redis_url, "-", "-A", APP, "--task", f"{APP}.shout", "-o", str(output)
+    )
+    assert command.process.stdin is not None
+    command.process.stdin.write(b'{"text": "one"}\n')
+    command.process.stdin.flush()
+    wait_for(lambda: output.exists() and output.stat().st_size > 0, "the first result")
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(20) == 130
+    _, _, stderr = command.end()
+    assert "Fatal Python error" not in stderr
+    assert "1 done" in stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_ends_it_cleanly(
+    tmp_path: Path, redis_url: str, worker: Worker, number: int, store: "redis.Redis"
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 20_000)
+    output = tmp_path / "out.jsonl"
+    command = Command(
+        tmp_path,
+        redis_url,
+        *[str(source), "-A", APP, "--task", f"{APP}.batch_of", "-o", str(output), "--json"],
+        *["--option", "pause_s=0.05", "--window", "200"],
+    )
+    wait_for(lambda: output.exists() and output.stat().st_size > 0, "the first results")
+    command.process.send_signal(number)
+    code, stdout, stderr = command.end()
+    summary = json.loads(stdout)
+    assert (code, summary["ending"]) == (130, "interrupted")
+    assert 0 < summary["succeeded"] < 20_000
+    assert 0 < summary["in_flight"] <= 200
+    assert len(read_rows(output)) == summary["succeeded"]
+    assert summary["submitted"] == summary["succeeded"] + summary["in_flight"]
+    assert f"{summary['in_flight']} jobs still in flight in queue '{QUEUE}'" in stderr
+    wait_for(lambda: store.llen(QUEUE) == 0, "the jobs that were left to be run")
+
+
+def test_a_second_ctrl_c_ends_it_at_once(
+    tmp_path: Path, redis_url: str, empty_queue: str, worker: Worker
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 10)
+    output = tmp_path / "out.jsonl"
+    command = Command(
+        tmp_path,
+        redis_url,
+        *[str(source), "--redis", redis_url, "--task", "x", "--queue", empty_queue],
+        *["-o", str(output)],
+    )
+    wait_for(output.exists, "the run to begin")
+    command.process.send_signal(signal.SIGINT)
+    with contextlib.suppress(ProcessLookupError):
+        command.process.send_signal(signal.SIGINT)
+    assert command.end()[0] == 130
+
+
+def test_without_a_worker_it_gives_up_and_says_why(
+    tmp_path: Path, redis_url: str, empty_queue: str, worker: Worker
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 10)
+    command = Command(
+        tmp_path,
+        redis_url,
+        *[str(source), "--redis", redis_url, "--task", empty_queue],
+        *["-o", "out.jsonl", "--timeout", "0.5", "--window", "4"],
+    )
+    code, _, stderr = command.end()
+    assert code == 3
+    assert "no result for 0.5 s: 4 waiting in queue 'nobody'" in stderr
+    assert f"{worker.name} answers, but consumes another queue" in stderr
+    assert "4 jobs still in flight" in stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_a_task_that_no_worker_has_fails_job_by_job(
+    tmp_path: Path, client: Celery, worker: Worker
+) -> None:
+    summary = submit_file(
+        write_rows(tmp_path / "in.jsonl", 3),
+        "no.such.task",
+        tmp_path / "out.jsonl",
+        app=client,
+        queue=QUEUE,
+        timeout_s=30,
+    )
+    assert summary.ending is Ending.SOME_FAILED
+    errors = [row["error"] for row in read_rows(tmp_path / "out.errors.jsonl")]
+    assert errors == [{"type": "NotRegistered", "message": "no.such.task"}] * 3
+
+
+def test_an_app_without_results_is_refused(tmp_path: Path, redis_url: str) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 1)
+    app = Celery("mute", broker=redis_url, set_as_current=False)
+    with pytest.raises(SettingsError, match="has no result backend"):
+        submit_file(source, "x", tmp_path / "out.jsonl", app=app)
+    app.close()
+
+
+def test_a_redis_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    write_rows(tmp_path / "in.jsonl", 1)
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    command = Command(tmp_path, url, "in.jsonl", "--task", "x", "-o", "out.jsonl", "--redis", url)
+    code, _, stderr = command.end()
+    assert code == 2
+    assert f"no Redis at {url}" in stderr
+    assert stderr.count("\n") == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_output_that_is_full_ends_it_with_exit_code_2(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    write_rows(tmp_path / "in.jsonl", 10)
+    command = Command(
+        tmp_path, redis_url, "in.jsonl", "-A", APP, "--task", f"{APP}.shout", "-o", "/dev/full"
+    )
+    code, _, stderr = command.end()
+    assert code == 2
+    assert "/dev/full: cannot be written: No space left on device" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_an_unclear_field_sends_nothing(
+    tmp_path: Path, client: Celery, empty_queue: str, store: "redis.Redis"
+) -> None:
+    source = tmp_path / "in.csv"
+    source.write_text("a,b\n1,2\n")
+    with pytest.raises(DatasetError, match="'a', 'b'"):
+        submit_file(source, "x", tmp_path / "out.jsonl", app=client, queue=empty_queue)
+    assert store.llen(empty_queue) == 0
+
+
+def test_a_restart_of_redis_in_the_middle_loses_and_doubles_nothing(
+    tmp_path: Path, start_worker: StartWorker
+) -> None:
+    server = RestartableRedis(tmp_path)
+    app = Celery("restart", broker=server.url, backend=server.url, set_as_current=False)
+    again = threading.Timer(1.5, server.start)
+    events: list[str] = []
+
+    def happen(run: Snapshot) -> None:
+        if run.submitted and not events:
+            server.stop()  # Most of the jobs are still to be sent.
+            again.start()
+            events.append("restart")
+        if run.submitted == 600 and len(events) == 1:
+            again.join()
+            environment = {"CELERY_BROKER_URL": server.url, "CELERY_RESULT_BACKEND": server.url}
+            start_worker(APP, env=environment)
+            events.append("worker")
+
+    try:
+        summary = submit_file(
+            write_rows(tmp_path / "in.jsonl", 600),
+            f"{APP}.shout",
+            tmp_path / "out.jsonl",
+            app=app,
+            queue=QUEUE,
+            timeout_s=60,
+            progress=happen,
+        )
+    finally:
+        again.join()
+        app.close()
+        server.stop()
+    assert events == ["restart", "worker"]
+    assert summary.ending is Ending.SUCCEEDED
+    ids = [row["id"] for row in read_rows(tmp_path / "out.jsonl")]
+    assert sorted(ids) == sorted(f"row-{n}" for n in range(600))

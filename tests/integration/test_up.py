@@ -1,0 +1,313 @@
+"""`batchery up`: Redis, a worker and Flower start together, serve, and leave nothing behind."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import redis
+from celery import Celery
+
+from batchery.embedded import EmbeddedRedis, free_port
+from batchery.errors import RedisUnavailable, StartError
+from batchery_worker.stack import Stack
+from harness import wait_for
+
+APP = """
+import time
+from pathlib import Path
+from celery import Celery
+from batchery import BatchTask, install
+
+app = install(Celery("shop", broker="redis://not.this.one.invalid"))
+
+@app.task(base=BatchTask, name="shout")
+def shout(texts: list[str]) -> list[str]:
+    return [text.upper() for text in texts]
+
+@app.task(name="nap")
+def nap(file: str) -> str:
+    Path(file).touch()
+    time.sleep(3)
+    return "rested"
+"""
+
+#: Also on a slow machine that is busy with other tests, in seconds.
+START_S = 90.0
+
+
+class Up:
+    """A running `batchery up`."""
+
+    def __init__(self, directory: Path, *arguments: str, **environment: str) -> None:
+        self.ready_file = directory / "ready.json"
+        self._log = directory / "up.log"
+        options = ["--flower-port=0", f"--ready-file={self.ready_file}", *arguments]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "batchery", "up", *options],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
+            )
+        self.family: list[psutil.Process] = []
+        self.facts: dict[str, Any] = {}
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    def ready(self) -> "Up":
+        wait_for(
+            lambda: self.ready_file.exists() or self.process.poll() is not None, "ready", START_S
+        )
+        assert self.process.poll() is None, self.log
+        self.facts = json.loads(self.ready_file.read_text())
+        self.family = psutil.Process(self.process.pid).children(recursive=True)
+        return self
+
+    @contextlib.contextmanager
+    def client(self) -> Iterator[Celery]:
+        url = self.facts["redis_url"]
+        app = Celery(broker=url, backend=url, set_as_current=False)
+        yield app
+        backend: Any = app.backend
+        backend.result_consumer.stop()
+        app.close()
+
+    def ask_flower(self, path: str) -> Any:
+        with urllib.request.urlopen(f"{self.facts['flower_url']}{path}", timeout=10) as answer:
+            return json.load(answer)
+
+    def ended(self) -> int:
+        """Waits for its end and that of everything it has started; returns its exit code."""
+        code = self.process.wait(60)
+        _, alive = psutil.wait_procs(self.family, timeout=30)
+        assert not alive, self.log
+        return code
+
+
+@pytest.fixture
+def start_up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    (tmp_path / "shop.py").write_text(APP)
+    started: list[Up] = []
+
+    def start(*arguments: str, **environment: str) -> Up:
+        started.append(Up(tmp_path, *arguments, **environment))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.process.kill()
+        each.ended()
+
+
+StartUp = Callable[..., Up]
+
+
+def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(start_up: StartUp) -> None:
+    up = start_up("-A", "shop").ready()
+    assert set(up.facts["pids"]) == {"redis", "worker", "flower"}
+    assert stat.S_IMODE(up.ready_file.stat().st_mode) == 0o600
+    with up.client() as client:
+        job_id = client.send_task("shout", ["hello"]).id
+        assert client.AsyncResult(job_id).get(timeout=30) == "HELLO"
+
+    def listed() -> Any:
+        tasks = up.ask_flower("/api/tasks")
+        return job_id in tasks and tasks[job_id]["state"] == "SUCCESS" and tasks[job_id]
+
+    seen = wait_for(listed, "Flower lists the job as done")
+    assert seen["worker"] in up.ask_flower("/api/workers")
+    assert seen["runtime"] is not None
+
+    up.process.send_signal(signal.SIGINT)
+    assert up.ended() == 0
+    assert not up.ready_file.exists()
+    for line in ("redis  | ", "worker | ", "flower | ", f"Redis   {up.facts['redis_url']}\n"):
+        assert line in up.log
+    assert f"Flower  {up.facts['flower_url']}\n" in up.log
+    assert f"export CELERY_BROKER_URL={up.facts['redis_url']}\n" in up.log
+    assert "shout" in up.log.split("Task    ")[2]
+    ends = [up.log.index(word) for word in ("Warm shutdown", "shutting down", "ready to exit")]
+    assert ends == sorted(ends)
+
+
+def test_sigterm_lets_the_running_job_finish_and_data_is_kept(
+    start_up: StartUp, tmp_path: Path
+) -> None:
+    napping = tmp_path / "napping"
+    up = start_up("-A", "shop", "--data", str(tmp_path / "data"), "--no-flower").ready()
+    assert up.facts["flower_url"] is None
+    with up.client() as client:
+        job_id = client.send_task("nap", [str(napping)]).id
+        wait_for(napping.exists, "the job runs")
+    up.process.terminate()
+    assert up.ended() == 0
+
+    with EmbeddedRedis(tmp_path / "data") as kept, redis.Redis.from_url(kept.url) as client:
+        stored = client.get(f"celery-task-meta-{job_id}")
+    assert isinstance(stored, bytes)
+    assert json.loads(stored)["result"] == "rested"
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: Path) -> None:
+    napping = tmp_path / "napping"
+    up = start_up("-A", "shop", "--no-flower").ready()
+    with up.client() as client:
+        job_id = client.send_task("nap", [str(napping)]).id
+        wait_for(napping.exists, "the job runs")
+        up.process.send_signal(signal.SIGINT)
+        wait_for(lambda: "Warm shutdown" in up.log, "the worker is asked to stop")
+        up.process.send_signal(signal.SIGINT)
+        assert up.ended() == 130
+        assert f"Task nap[{job_id}] succeeded" not in up.log
+
+
+@pytest.mark.parametrize(
+    ("victim", "options"), [("redis", ["--no-flower"]), ("worker", ["--no-flower"]), ("flower", [])]
+)
+def test_a_child_that_dies_is_named_and_takes_the_rest_along(
+    start_up: StartUp, victim: str, options: list[str]
+) -> None:
+    up = start_up("-A", "shop", *options).ready()
+    os.kill(up.facts["pids"][victim], signal.SIGKILL)
+    assert up.ended() == 1
+    assert f"batchery: error: {victim} ended with exit code 137 (SIGKILL): " in up.log
+    assert "Traceback" not in up.log.split("batchery: error:")[1]
+
+
+def test_kill_9_leaves_nothing_behind(start_up: StartUp) -> None:
+    up = start_up("-A", "shop").ready()
+    assert len(up.family) >= 6
+    up.process.kill()
+    assert up.ended() == -signal.SIGKILL
+
+
+def test_a_model_of_the_settings_alone_is_served(
+    start_up: StartUp, tmp_path: Path, model_toml: str
+) -> None:
+    (tmp_path / "batchery.toml").write_text(model_toml)
+    up = start_up("--no-flower").ready()
+    with up.client() as client:
+        result = client.send_task("embed", ["some text"], queue="embed").get(timeout=60)
+    assert len(result["vector"]) == 384
+    wait_for(lambda: "export BATCHERY_REDIS_URL=" in up.log, "the summary")
+    assert "Task    embed (queue embed)\n" in up.log
+    up.process.send_signal(signal.SIGINT)
+    assert up.ended() == 0
+
+
+def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -> None:
+    up = start_up("-A", "no_such_app", "--no-flower")
+    assert up.ended() == 2
+    reason = "The module no_such_app was not found."
+    assert f"worker | {reason}\n" in up.log
+    assert f"batchery: error: worker ended with exit code 2: {reason}\n" in up.log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "said"),
+    [
+        ([], {}, "no models configured"),
+        ([], {}, '[models.embed]\nkind = "embedding"\nmodel = '),
+        (["-A", "shop", "--redis", "redis://:secret@127.0.0.1:1/0"], {}, "redis://:**@127.0.0.1:1"),
+        (["-A", "shop"], {"BATCHERY_REDIS_URL": "redis://127.0.0.1:1/0"}, "no Redis at redis://12"),
+        (["-A", "shop"], {"BATCHERY_NO_SUCH": "1"}, "BATCHERY_NO_SUCH: no such setting"),
+        (["--redis", "redis://h", "--data", "d"], {}, "give it or --redis, not both"),
+    ],
+)
+def test_what_cannot_start_is_told_in_one_error(
+    start_up: StartUp, arguments: list[str], environment: dict[str, str], said: str
+) -> None:
+    up = start_up(*arguments, **environment)
+    assert up.ended() == 2
+    assert said in up.log
+    assert "secret" not in up.log
+    assert "Traceback" not in up.log
+
+
+@pytest.fixture
+def app_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "shop.py").write_text(APP)
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("app_path")
+def test_a_stack_runs_inside_a_program_on_a_redis_that_is_there(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CELERY_BROKER_URL", "redis://not.this.one.invalid")
+    lines: list[tuple[str, str]] = []
+    stack = Stack(
+        "shop",
+        redis_url=redis_url,
+        flower=False,
+        loglevel="WARNING",
+        queues="one,two",
+        worker_arguments=["--pool=solo"],
+        on_line=lambda name, line: lines.append((name, line)),
+    )
+    with stack:
+        assert stack.redis_url == redis_url
+        assert set(stack.pids) == {"worker"}
+        assert stack.remote.queues() == ["one", "two"]
+        assert set(stack.remote.tasks()) == {"nap", "shout"}
+        worker = psutil.Process(stack.pids["worker"])
+    assert not worker.is_running()
+    assert "shop" in stack.worker_log
+    assert {name for name, _ in lines} == {"worker"}
+
+
+@pytest.mark.usefixtures("app_path")
+def test_flower_takes_the_next_port_and_may_ask_for_a_password(redis_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        secret = {"FLOWER_BASIC_AUTH": "user:secret"}
+        with Stack("shop", redis_url=redis_url, flower_port=port, environment=secret) as stack:
+            assert stack.flower_url is not None
+            assert stack.flower_url.startswith("http://127.0.0.1:")
+            assert int(stack.flower_url.rpartition(":")[2]) > port
+
+
+@pytest.mark.usefixtures("app_path")
+def test_without_flower_installed_the_rest_runs(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flower", None)
+    said: list[str] = []
+    with Stack(
+        "shop",
+        redis_url=redis_url,
+        on_line=lambda name, line: said.append(line) if name == "flower" else None,
+    ) as stack:
+        assert stack.flower_url is None
+        assert set(stack.pids) == {"worker"}
+    assert said == ['not installed: `pip install "batchery[monitor]"` adds it']
+
+
+def test_a_stack_without_redis_says_so_before_it_starts_anything() -> None:
+    stack = Stack(redis_url=f"redis://127.0.0.1:{free_port()}/0")
+    with pytest.raises(RedisUnavailable, match="no Redis at"):
+        stack.start()
+    assert stack.pids == {}
+
+
+@pytest.mark.usefixtures("app_path")
+def test_a_worker_that_takes_too_long_is_stopped(redis_url: str) -> None:
+    stack = Stack("shop", redis_url=redis_url, flower=False, start_timeout_s=0)
+    with pytest.raises(StartError, match="worker was not ready after 0 s"):
+        stack.start()
+    assert not psutil.pid_exists(stack.pids["worker"])

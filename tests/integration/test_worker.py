@@ -1,0 +1,180 @@
+"""The worker as its operator sees it: start, refusals, control, what it costs."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from celery import Celery
+
+from apps import ordinary, shop
+from conftest import StartWorker
+from harness import START_S, TESTS, Worker, wait_for
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture(autouse=True)
+def _apps(redis_url: str) -> None:
+    for module in (shop, ordinary):
+        module.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
+def refusal(worker: Worker) -> str:
+    """The line with which a worker refused to start."""
+    assert worker.wait_exit(START_S) == 2, worker.log
+    assert "Traceback" not in worker.log
+    critical = [line for line in worker.log.splitlines() if "CRITICAL" in line]
+    assert len(critical) == 1, worker.log
+    return critical[0]
+
+
+def test_ping_is_answered_while_a_forward_pass_takes_ten_seconds(
+    start_worker: StartWorker,
+) -> None:
+    worker = start_worker("apps.shop")
+    job = shop.nap.delay(10)
+    wait_for(lambda: worker.inspect(shop.app, "active"), "job runs")
+    for _ in range(3):
+        started_s = time.monotonic()
+        replies = shop.app.control.ping([worker.name], timeout=5, limit=1)
+        assert replies
+        assert time.monotonic() - started_s < 5
+    assert not job.ready()
+    assert job.get(timeout=TIMEOUT_S) == 10
+
+
+def test_two_workers_share_one_queue(start_worker: StartWorker) -> None:
+    workers = [start_worker("apps.shop"), start_worker("apps.shop")]
+    jobs = shop.batch_of.submit_many(range(400), {"pause_s": 0.1})
+    results = jobs.get(timeout=TIMEOUT_S)
+    assert [result["item"] for result in results] == list(range(400))
+    devices = {device.pid for worker in workers for device in worker.devices()}
+    assert {result["pid"] for result in results} == devices
+
+
+def test_an_app_without_batch_tasks_starts_no_device(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.ordinary")
+    assert ordinary.double.delay(4).get(timeout=TIMEOUT_S) == 8
+    assert worker.devices() == []
+
+
+def test_every_other_pool_runs_batches_of_one(start_worker: StartWorker) -> None:
+    for pool in ("solo", "threads", "prefork"):
+        worker = start_worker("apps.shop", "-P", pool, "-c", "1")
+        if pool == "prefork":
+            # Celery cannot tell an explicit -P prefork from its default: this one is ours.
+            assert worker.devices()
+        else:
+            assert "one job at a time" in worker.log
+        results = shop.batch_of.submit_many(range(3)).get(timeout=TIMEOUT_S)
+        assert [result["item"] for result in results] == [0, 1, 2]
+        assert worker.stop() == 0
+
+
+def test_the_prefetch_has_room_for_full_batches(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.shop", "-c", "1")
+    assert worker.inspect(shop.app, "stats")["prefetch_count"] >= 2 * 64
+
+
+def test_jobs_run_on_a_broker_without_an_event_loop(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    program = (
+        "from apps import shop\n"
+        "app = shop.app\n"
+        "queue = {'data_folder_in': 'out', 'data_folder_out': 'out', 'control_folder': 'out'}\n"
+        "app.conf.update(broker_url='filesystem://', result_backend='file://out',\n"
+        "    broker_transport_options=queue)\n"
+    )
+    (tmp_path / "files.py").write_text(program)
+    worker = Worker(tmp_path, "", "files", env={"CELERY_BROKER_URL": "", "PYTHONPATH": f"{TESTS}"})
+    try:
+        worker.wait_ready()
+        client = (
+            "import files, time\n"
+            "jobs = files.shop.batch_of.submit_many(range(5))\n"
+            "print([job.get(timeout=30, interval=0.05)['item'] for job in jobs])\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", client],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": f"{TESTS}:{tmp_path}"},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.stdout == "[0, 1, 2, 3, 4]\n", done.stderr + worker.log
+        assert worker.stop() == 0
+    finally:
+        worker.kill()
+
+
+def test_a_wrong_setting_is_one_line_and_exit_code_2(start_worker: StartWorker) -> None:
+    env = {"BATCHERY_MAX_BATCH_SIZE": "0"}
+    line = refusal(start_worker("apps.shop", ready=False, env=env))
+    assert "max_batch_size" in line
+    assert "BATCHERY_MAX_BATCH_SIZE" in line
+
+
+def test_a_broken_toml_is_one_line_and_exit_code_2(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    (tmp_path / "batchery.toml").write_text("max_batch_size = \n")
+    assert "batchery.toml: not valid TOML" in refusal(start_worker("apps.shop", ready=False))
+
+
+def test_a_missing_gpu_is_one_line_and_exit_code_2(
+    start_worker: StartWorker, tmp_path: Path, model_toml: str
+) -> None:
+    (tmp_path / "batchery.toml").write_text(f'devices = ["cuda:7"]\n{model_toml}')
+    line = refusal(start_worker("batchery.app", ready=False))
+    assert "cuda:7" in line
+    assert "cpu" in line
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(
+    start_worker: StartWorker, tmp_path: Path
+) -> None:
+    (tmp_path / "batchery.toml").write_text(
+        '[models.embed]\nkind = "embedding"\nmodel = "./no-such-folder"\n'
+    )
+    assert "no-such-folder" in refusal(start_worker("batchery.app", ready=False))
+
+
+def test_an_app_that_lives_in_main_is_one_line(tmp_path: Path, redis_url: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(TESTS / "apps" / "broken_main.py")],
+        cwd=tmp_path,
+        env={**os.environ, "CELERY_BROKER_URL": redis_url, "PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    # Celery's `worker_main` keeps the exit code to itself.
+    assert "is defined in __main__, so a device process cannot import it" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_celery_that_hides_prefetch_is_refused(start_worker: StartWorker) -> None:
+    line = refusal(start_worker("apps.shop", "--disable-prefetch", ready=False))
+    assert "worker_disable_prefetch" in line
+
+
+def test_the_main_process_stays_small_and_never_imports_torch(
+    start_worker: StartWorker, tmp_path: Path, model_toml: str, client: Celery
+) -> None:
+    (tmp_path / "batchery.toml").write_text(model_toml)
+    worker = start_worker("batchery.app")
+    for _ in range(3):
+        jobs = [client.send_task("embed", [f"text {n}"], queue="embed") for n in range(50)]
+        for job in jobs:
+            job.get(timeout=TIMEOUT_S)
+    main = psutil.Process(worker.pid)
+    libraries = {Path(each.path).name for each in main.memory_maps()}
+    assert not any("torch" in name for name in libraries)
+    assert main.memory_info().rss < 150 * 2**20

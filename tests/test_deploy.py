@@ -1,0 +1,310 @@
+"""deploy/ is true as far as it can be without Docker: files, commands, options, Redis, Flower."""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import tornado.options
+import yaml
+
+from batchery.embedded import free_port
+from batchery.redis_binary import find_redis_server
+from conftest import StartWorker
+from docs_commands import check, check_install, executable, search_path
+from harness import TESTS, wait_for
+
+ROOT = TESTS.parent
+DEPLOY = ROOT / "deploy"
+
+#: `${NAME}`, `${NAME:-default}` and `${NAME:?what to do}`, as compose files spell variables.
+VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<text>[^}]*))?\}")
+
+#: What a service may say, of all that the Compose specification knows; a typing error is not in it.
+SERVICE_KEYS = {
+    *("build", "command", "depends_on", "deploy", "environment", "healthcheck", "image", "init"),
+    *("ports", "profiles", "restart", "stop_grace_period", "stop_signal", "volumes"),
+}
+HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
+TOP_KEYS = {"name", "services", "volumes", "x-worker"}
+DURATION = re.compile(r"(\d+h)?(\d+m)?(\d+s)?")
+
+TEXT = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
+
+
+def resolved(value: Any) -> Any:
+    """A value of the compose file, with its variables replaced by their defaults."""
+    if isinstance(value, dict):
+        return {key: resolved(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [resolved(each) for each in value]
+    if isinstance(value, str):
+        return VARIABLE.sub(lambda found: found["text"] if found["kind"] == "-" else "", value)
+    return value
+
+
+COMPOSE = resolved(yaml.safe_load(TEXT))
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+EACH_SERVICE = pytest.mark.parametrize("name", SERVICES)
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    """The instructions of the Dockerfile: name and text, continued lines joined."""
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    lines = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    return [(line.split()[0], line.partition(" ")[2].strip()) for line in lines if line.strip()]
+
+
+def instructions(name: str) -> list[str]:
+    return [text for each, text in dockerfile() if each == name]
+
+
+def health_command() -> list[str]:
+    (text,) = instructions("HEALTHCHECK")
+    words: list[str] = json.loads(text.partition(" CMD ")[2])
+    return words
+
+
+def example() -> dict[str, str]:
+    """The variables of .env.example."""
+    lines = (DEPLOY / ".env.example").read_text(encoding="utf-8").splitlines()
+    pairs = [line.partition("=") for line in lines if line and not line.startswith("#")]
+    return {name: value for name, _, value in pairs}
+
+
+def test_the_compose_file_says_nothing_that_compose_does_not_know() -> None:
+    assert set(COMPOSE) == TOP_KEYS
+    for name, service in SERVICES.items():
+        assert set(service) <= SERVICE_KEYS, name
+        assert set(service.get("depends_on", {})) <= set(SERVICES), name
+        assert set(service.get("healthcheck", {})) <= HEALTH_KEYS, name
+
+
+@EACH_SERVICE
+def test_every_service_stops_gently_and_comes_back(name: str) -> None:
+    service = SERVICES[name]
+    assert service["restart"] == "unless-stopped"
+    assert service["init"] is True
+    if name.startswith("worker"):
+        found = DURATION.fullmatch(service["stop_grace_period"])
+        assert found
+        assert found[0]
+        assert service["stop_signal"] == "SIGTERM"
+
+
+def test_the_worker_takes_its_health_check_from_the_image() -> None:
+    assert [name for name, service in SERVICES.items() if "healthcheck" not in service] == [
+        "worker",
+        "worker-gpu",
+    ]
+    assert len(instructions("HEALTHCHECK")) == 1
+
+
+@EACH_SERVICE
+def test_every_volume_is_declared_and_every_mounted_file_exists(name: str) -> None:
+    for volume in SERVICES[name].get("volumes", []):
+        source = volume.split(":")[0]
+        if source.startswith("."):
+            assert (DEPLOY / source).is_file(), volume
+        else:
+            assert source in COMPOSE["volumes"], volume
+
+
+def test_only_flower_is_published_and_only_on_this_machine() -> None:
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    assert published == {"flower": ["127.0.0.1:5555:5555"]}
+    assert re.search(r"FLOWER_BASIC_AUTH: \$\{FLOWER_BASIC_AUTH:\?", TEXT)
+
+
+def test_the_gpu_worker_is_the_cpu_worker_with_gpus() -> None:
+    cpu, gpu = SERVICES["worker"], SERVICES["worker-gpu"]
+    assert gpu["profiles"] == ["gpu"]
+    (device,) = gpu["deploy"]["resources"]["reservations"]["devices"]
+    assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+    for key in ("command", "environment", "volumes", "stop_grace_period"):
+        assert cpu[key] == gpu[key]
+    assert set(gpu["build"]["args"]) <= {text.split("=")[0] for text in instructions("ARG")}
+
+
+def test_every_variable_is_documented_with_the_default_that_it_has() -> None:
+    used = {found["name"]: found for found in VARIABLE.finditer(TEXT)}
+    documented = example()
+    assert set(used) == set(documented)
+    for name, found in used.items():
+        assert documented[name] == (found["text"] if found["kind"] == "-" else ""), name
+    assert documented["FLOWER_BASIC_AUTH"] == ""
+    assert documented["HF_TOKEN"] == ""
+    assert (DEPLOY / ".gitignore").read_text().split() == [".env"]
+
+
+@EACH_SERVICE
+def test_every_command_exists_with_its_options(name: str) -> None:
+    command = SERVICES[name]["command"]
+    if name == "redis":
+        server, config = command
+        assert server == "redis-server"
+        assert f"./redis.conf:{config}:ro" in SERVICES[name]["volumes"]
+        return
+    entrypoint = json.loads(instructions("ENTRYPOINT")[0])
+    check([*entrypoint, *command], files=set(), missing=set())
+    if name == "flower":
+        importlib.import_module("flower.options")
+        for option in command[3:]:
+            assert option.removeprefix("--").split("=")[0] in tornado.options.options, option
+
+
+def test_the_dockerfile_copies_what_exists_and_nothing_else_reaches_docker() -> None:
+    allowed = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").splitlines()
+    stages = [text.split(" AS ")[1] for text in instructions("FROM") if " AS " in text]
+    for text in instructions("COPY"):
+        *sources, _ = text.split()
+        if sources[0].startswith("--from="):
+            assert sources[0].removeprefix("--from=") in stages
+            continue
+        for source in sources:
+            assert (ROOT / source).exists(), source
+            assert f"!{source}" in allowed, source
+    assert "*" in allowed
+
+
+def test_the_dockerfile_installs_extras_that_exist_and_runs_commands_that_exist() -> None:
+    installs = [text for text in instructions("RUN") if "pip install" in text]
+    assert len(installs) == 2
+    for text in installs:
+        check_install(shlex.split(text.partition("pip install")[2]))
+    assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    entrypoint, command = (json.loads(instructions(name)[0]) for name in ("ENTRYPOINT", "CMD"))
+    assert executable(entrypoint[0])
+    check([*entrypoint, *command], files=set(), missing=set())
+    user = instructions("USER")[-1]
+    assert user.split(":")[0].isdigit()
+    assert int(user.split(":")[0]) > 0
+
+
+def test_the_models_of_the_example_are_what_the_settings_understand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from batchery import Settings
+
+    text = (DEPLOY / "batchery.toml").read_text(encoding="utf-8")
+    (tmp_path / "batchery.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert set(Settings.load().models) == set(tomllib.loads(text)["models"])
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_the_health_check_tells_a_worker_that_lives_from_one_that_does_not(
+    start_worker: StartWorker, redis_url: str, alive: bool
+) -> None:
+    if alive:
+        start_worker("apps.ordinary", "-n", "celery@%h")
+    done = subprocess.run(
+        [word.replace("-t 10", "-t 5") for word in health_command()],
+        env={
+            **os.environ,
+            "PATH": search_path(),
+            "PYTHONPATH": str(TESTS),
+            "PYTHONWARNINGS": "ignore",
+            "CELERY_APP": "apps.ordinary",
+            "CELERY_BROKER_URL": redis_url,
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode == 0) is alive, done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def redis_of_the_example(directory: Path) -> Iterator[redis.Redis]:
+    port = free_port()
+    command = [str(find_redis_server()), str(DEPLOY / "redis.conf"), "--port", str(port)]
+    log = directory / "redis.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [*command, "--bind", "127.0.0.1"], cwd=directory, stdout=output, stderr=output
+        )
+    try:
+        client = redis.Redis(port=port)
+
+        def answers() -> bool:
+            assert process.poll() is None, log.read_text()
+            with contextlib.suppress(redis.ConnectionError):
+                return bool(client.ping())
+            return False
+
+        wait_for(answers, "Redis answers")
+        yield client
+        client.close()
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+
+
+def test_redis_takes_its_file_keeps_every_write_and_forgets_nothing(tmp_path: Path) -> None:
+    with redis_of_the_example(tmp_path) as client:
+        said: Any = client.config_get("*")
+        assert said["appendonly"] == "yes"
+        assert said["appendfsync"] == "everysec"
+        assert said["maxmemory-policy"] == "noeviction"
+        assert int(said["maxmemory"]) == 2**30
+        client.lpush("celery", "a job")
+        client.config_set("maxmemory", 1)
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            client.lpush("celery", "too much")
+    # Killed, not stopped: the log has it.
+    with redis_of_the_example(tmp_path) as client:
+        assert client.lrange("celery", 0, -1) == [b"a job"]
+
+
+def test_flower_asks_for_the_password_and_says_that_it_lives(
+    tmp_path: Path, redis_url: str
+) -> None:
+    port = free_port()
+    flower = SERVICES["flower"]
+    replaced = {"--port=5555": f"--port={port}", "--address=0.0.0.0": "--address=127.0.0.1"}
+    command = [replaced.get(word, word) for word in flower["command"]]
+    command = [word.replace("/var/lib/flower", str(tmp_path)) for word in command]
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore", "PATH": search_path()}
+    login = {"FLOWER_BASIC_AUTH": "user:password", "BATCHERY_REDIS_URL": redis_url}
+    log = tmp_path / "flower.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            ["celery", *command],
+            env={**environment, **login},
+            stdout=output,
+            stderr=output,
+            cwd=tmp_path,
+        )
+    try:
+        health = flower["healthcheck"]["test"]
+        assert health[:3] == ["CMD", "python", "-c"]
+        words = [word.replace(":5555/", f":{port}/") for word in health[1:]]
+
+        def healthy() -> bool:
+            assert process.poll() is None, log.read_text()
+            done = subprocess.run(words, env=environment, capture_output=True, check=False)
+            return done.returncode == 0
+
+        wait_for(healthy, "Flower is healthy", 60)
+        for path in ("/workers", "/api/workers"):
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10)
+            assert refused.value.code == 401
+            refused.value.close()
+    finally:
+        process.terminate()
+        process.wait(30)

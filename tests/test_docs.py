@@ -1,0 +1,127 @@
+"""The documentation is true: code blocks work, links lead somewhere, tables name what there is."""
+
+import os
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from batchery import ModelSettings, Settings
+from batchery.settings import PREFIX
+from docs_runner import Page
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "deploy" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+EACH_PAGE = pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+
+#: Keyword of a JSON schema -> how the reference says it.
+LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [each for each in os.environ if each.startswith(PREFIX)]:
+        monkeypatch.delenv(variable)
+
+
+@EACH_PAGE
+def test_every_code_block_does_what_the_page_says(
+    path: Path, tmp_path: Path, redis_url: str, minilm_path: Path
+) -> None:
+    models = {"sentence-transformers/all-MiniLM-L6-v2": minilm_path}
+    with Page(path, tmp_path, redis_url, models) as page:
+        page.run()
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def anchors(path: Path) -> set[str]:
+    tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
+    return {
+        slug(following.content)
+        for token, following in pairwise(tokens)
+        if token.type == "heading_open"
+    }
+
+
+@EACH_PAGE
+def test_every_link_inside_the_repository_leads_somewhere(path: Path) -> None:
+    tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
+    targets = [
+        str(child.attrGet("href") or child.attrGet("src"))
+        for token in tokens
+        for child in token.children or ()
+        if child.type in ("link_open", "image")
+    ]
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        if ":" in name:
+            continue
+        file = (path.parent / name).resolve() if name else path
+        assert file.exists(), f"{path.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file), f"{path.name} links to {target}"
+
+
+def values(schema: dict[str, Any]) -> str:
+    """What a setting may be, in words, from its JSON schema."""
+    if "anyOf" in schema:
+        return " or ".join(values(each) for each in schema["anyOf"] if each.get("type") != "null")
+    if "enum" in schema:
+        return ", ".join(f"`{each}`" for each in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
+    if schema.get("type") == "array":
+        return "list"
+    if schema.get("type") == "object":
+        return "table"
+    limits = [text.format(schema[key]) for key, text in LIMITS.items() if key in schema]
+    return " ".join([schema["type"], ", ".join(limits)]).strip()
+
+
+def default(field: FieldInfo) -> str:
+    if field.default is PydanticUndefined:
+        return "required"
+    if field.default is None:
+        return ""
+    text = field.default if isinstance(field.default, str) else repr(field.default)
+    return f"`{str(text).lower() if isinstance(field.default, bool) else text}`"
+
+
+def table(model: type[BaseModel], *, variables: bool) -> str:
+    """The reference table of a settings model, as docs/settings.md must have it."""
+    heads = ["Setting", *(["Variable"] if variables else []), "Value", "Default", "Meaning"]
+    lines = [heads, ["---"] * len(heads)]
+    schemas = model.model_json_schema()["properties"]
+    for name, field in model.model_fields.items():
+        variable = [f"`{PREFIX}{name.upper()}`"] if variables else []
+        meaning = [values(schemas[name]), default(field), str(field.description)]
+        lines.append([f"`{name}`", *variable, *meaning])
+    return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in lines)
+
+
+@pytest.mark.parametrize(("model", "variables"), [(Settings, True), (ModelSettings, False)])
+def test_the_reference_names_every_setting_as_it_is(
+    model: type[BaseModel], variables: bool
+) -> None:
+    expected = table(model, variables=variables)
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert expected in page, f"replace the table in docs/settings.md by this one:\n\n{expected}"

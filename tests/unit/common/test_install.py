@@ -1,0 +1,223 @@
+"""What `install` does to an app, and what it leaves alone."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, Task
+
+from batchery import BatchTask, Model, SettingsError, install, register
+from batchery.install import POOL, STEP, installation_of
+from batchery.task import ModelTask
+
+MODELS = {
+    "embed": {"kind": "embedding", "model": "x", "max_batch_size": 5, "max_wait_ms": 1.5},
+    "moods": {"kind": "classification", "model": "y", "queue": "gpu", "max_batch_tokens": 99},
+}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in list(os.environ):
+        if name.upper().startswith("BATCHERY_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def make_app(**options: Any) -> Celery:
+    return Celery("installed", broker="memory://", set_as_current=False, **options)
+
+
+def ordinary(number: int) -> int:
+    return number + 1
+
+
+def test_nothing_changes_for_ordinary_tasks() -> None:
+    plain, app = make_app(), make_app()
+    plain_task, task = plain.task(shared=False)(ordinary), app.task(shared=False)(ordinary)
+    assert install(app) is app
+    plain.finalize()
+    app.finalize()
+    before, after = dict(plain.conf), dict(app.conf)
+    changed = {name for name in before | after if before.get(name) != after.get(name)}
+    assert changed <= {"worker_pool"}
+    assert set(plain.tasks) == set(app.tasks)
+    assert type(task).__mro__[2:] == type(plain_task).__mro__[2:]
+    assert isinstance(task, Task)
+    assert not isinstance(task, BatchTask)
+    for option in ("acks_late", "serializer", "Request", "Strategy", "ignore_result"):
+        assert getattr(task, option, None) == getattr(plain_task, option, None)
+    assert dict(app.amqp.queues) == dict(plain.amqp.queues)
+    assert task.apply((1,)).get() == 2
+
+
+def test_the_pool_is_ours_unless_the_app_says_otherwise() -> None:
+    assert install(make_app()).conf.worker_pool == POOL
+    before = make_app()
+    before.conf.worker_pool = "solo"
+    assert install(before).conf.worker_pool == "solo"
+    after = install(make_app())
+    after.config_from_object({"worker_pool": "threads"})
+    assert after.conf.worker_pool == "threads"
+    read = make_app()
+    assert read.conf.task_default_queue == "celery"
+    assert install(read).conf.worker_pool == POOL
+
+
+def test_twice_is_once() -> None:
+    app = install(install(make_app(), models=MODELS), models=MODELS)
+    app.finalize()
+    assert [each for each in app.steps["worker"] if each == STEP] == [STEP]
+    assert app.conf.worker_pool == POOL
+    task = app.tasks["embed"]
+    assert install(app, models=MODELS) is app
+    assert app.tasks["embed"].name == task.name
+    assert {name for name in app.tasks if not name.startswith("celery.")} == {"embed", "moods"}
+
+
+def test_models_of_the_settings_become_tasks_with_queues_of_their_own() -> None:
+    app = install(make_app(), models=MODELS)
+    app.finalize()
+    embed, moods = app.tasks["embed"], app.tasks["moods"]
+    assert isinstance(embed, ModelTask)
+    assert isinstance(moods, ModelTask)
+    assert (embed.model_queue, embed.max_batch_size, embed.max_wait_ms) == ("embed", 5, 1.5)
+    assert (moods.model_queue, moods.max_batch_size, moods.max_batch_tokens) == ("gpu", None, 99)
+    assert "torch" not in embed.__module__
+
+
+@pytest.mark.parametrize("source", ["conf", "environment", "file"])
+def test_models_may_come_from_any_source(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app()
+    if source == "conf":
+        app.conf.batchery_models = MODELS
+    elif source == "environment":
+        monkeypatch.setenv("BATCHERY_MODELS__EMBED__KIND", "embedding")
+        monkeypatch.setenv("BATCHERY_MODELS__EMBED__MODEL", "x")
+    else:
+        Path("batchery.toml").write_text('[models.embed]\nkind = "embedding"\nmodel = "x"')
+    install(app).finalize()
+    assert isinstance(app.tasks["embed"], ModelTask)
+
+
+def test_an_app_that_is_finalized_already_gets_its_models_at_once() -> None:
+    app = make_app()
+    app.finalize()
+    install(app, models=MODELS)
+    assert "embed" in app.tasks
+
+
+def test_wrong_settings_are_kept_for_the_worker_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = install(make_app(), models={"embed": {"kind": "poetry", "model": "x"}})
+    task = app.task(shared=False)(ordinary)
+    with caplog.at_level(logging.ERROR):
+        app.finalize()
+    error = installation_of(app).error
+    assert isinstance(error, SettingsError)
+    assert "models.embed.kind" in str(error)
+    assert str(error) in caplog.text
+    assert task.apply((1,)).get() == 2
+
+
+def test_nothing_is_read_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BATCHERY_TYPO", "1")
+    app = install(make_app())
+    assert installation_of(app).error is None
+    app.finalize()
+    assert "BATCHERY_TYPO" in str(installation_of(app).error)
+
+
+def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = install(make_app(), max_batch_size=3)
+    first = installation_of(app).settings
+    monkeypatch.setenv("BATCHERY_MAX_WAIT_MS", "7")
+    assert installation_of(app).settings is first
+    assert (first.max_batch_size, first.max_wait_ms) == (3, 0)
+
+
+def test_an_app_without_install_is_told() -> None:
+    with pytest.raises(SettingsError, match=r"'installed': call batchery.install\(app\) first"):
+        installation_of(make_app())
+
+
+class Doubling(Model):
+    """Doubles."""
+
+    def __init__(self, factor: int = 2) -> None:
+        self.factor = factor
+
+    def forward(self, batch: Any, *_: Any, **keywords: Any) -> Any:
+        return [self.factor * each for each in batch]
+
+
+def test_a_registered_model_is_a_task_with_a_queue() -> None:
+    app = install(make_app())
+    task = register(app, "double", Doubling, max_batch_size=3, rate_limit="5/s")
+    assert app.tasks["double"] is task
+    assert (task.name, task.model_queue, task.max_batch_size) == ("double", "double", 3)
+    assert task.rate_limit == "5/s"
+    assert task.__doc__ == "Doubles."
+    assert task.__module__ == __name__
+    assert task("ab") == "abab"
+
+
+def test_a_registered_model_may_have_options_and_another_queue() -> None:
+    task = register(install(make_app()), "triple", Doubling, options={"factor": 3}, queue="gpu")
+    assert task.model_queue == "gpu"
+    assert task.apply((2,)).get() == 6
+
+
+def test_a_model_may_be_named_by_its_path_which_is_imported_when_it_runs() -> None:
+    app = install(make_app())
+    task = register(app, "lazy", "no.such.module:Model")
+    assert task.__doc__ is None
+    with pytest.raises(ModuleNotFoundError):
+        task.make_model()
+
+
+def test_jobs_of_a_model_go_to_its_queue() -> None:
+    app = install(make_app())
+    task = register(app, "double-sent", Doubling)
+    task.delay(1)
+    app.send_task("double-sent", [2])
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        for _ in range(2):
+            message = channel.basic_get("double-sent", no_ack=True)
+            assert message.headers["task"] == "double-sent"
+
+
+def test_the_standalone_app_reads_nothing_when_it_is_imported() -> None:
+    script = (
+        "import sys, batchery.app\n"
+        "from batchery.errors import SettingsError\n"
+        "assert 'torch' not in sys.modules\n"
+        "try: batchery.app.app.conf.broker_url\n"
+        "except SettingsError as error: assert 'BATCHERY_TYPO' in str(error)\n"
+        "else: sys.exit('the broken variable went unnoticed')\n"
+    )
+    Path("batchery.toml").write_text("broken")
+    environment = {**os.environ, "BATCHERY_TYPO": "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
+def test_the_standalone_app_takes_its_redis_from_the_settings() -> None:
+    script = (
+        "from batchery.app import app\n"
+        "print(app.conf.broker_url, app.conf.result_backend, app.conf.result_expires)"
+    )
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("CELERY_")},
+        "BATCHERY_REDIS_URL": "redis://one:1/2",
+        "BATCHERY_RESULT_EXPIRES_S": "60",
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True
+    )
+    assert ended.stdout.split() == ["redis://one:1/2", "redis://one:1/2", "60"]

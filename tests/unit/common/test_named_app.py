@@ -1,0 +1,48 @@
+"""The app that a command line names."""
+
+import pytest
+from celery import Celery
+
+from apps import shop
+from batchery.embedded import free_port
+from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError
+from batchery.named_app import check_backend, check_broker, load_app, use_redis
+
+
+def test_an_app_is_found_as_celery_finds_it() -> None:
+    assert load_app("apps.shop") is shop.app
+    assert load_app("apps.shop:app") is shop.app
+
+
+@pytest.mark.parametrize("path", ["no_such_module_of_test", "apps.shop:shout"])
+def test_what_is_no_app_is_one_error(path: str) -> None:
+    with pytest.raises(AppNotImportable, match=path):
+        load_app(path)
+
+
+def test_a_redis_is_for_the_default_app_alone() -> None:
+    with pytest.raises(SettingsError, match="--redis"):
+        load_app("apps.shop", "redis://localhost:1/0")
+
+
+def test_the_redis_that_is_given_outranks_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CELERY_BROKER_URL", "redis://elsewhere:1/0")
+    monkeypatch.setenv("CELERY_RESULT_BACKEND", "redis://elsewhere:1/0")
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    app = Celery(set_as_current=False)
+    app.conf.update(broker_url="redis://elsewhere:2/0")
+    use_redis(app, url)
+    for check in (check_broker, check_backend):
+        with pytest.raises(RedisUnavailable, match=url):
+            check(app)
+
+
+def test_an_app_without_a_result_backend_is_one_error() -> None:
+    with pytest.raises(SettingsError, match="has no result backend"):
+        check_backend(Celery("silent", set_as_current=False))
+
+
+def test_other_brokers_and_backends_are_left_to_celery() -> None:
+    app = Celery(broker="memory://", backend="cache+memory://", set_as_current=False)
+    check_broker(app)
+    check_backend(app)

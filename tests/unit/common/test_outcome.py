@@ -1,0 +1,56 @@
+"""What a batch function may answer."""
+
+from typing import Any
+
+import pytest
+
+import batchery
+from batchery import BatchArgumentError, Failed, InvalidItem, ItemFailed, RetryAfter
+from batchery.errors import BatcheryError
+
+
+def test_a_text_becomes_an_exception_of_ours() -> None:
+    error = Failed("too blurred").exception
+    assert isinstance(error, ItemFailed)
+    assert str(error) == "too blurred"
+
+
+def test_an_exception_stays_what_it_is() -> None:
+    error = LookupError("gone")
+    assert Failed(error).exception is error
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5, 3600])
+def test_a_retry_takes_any_time_from_now_on(seconds: float) -> None:
+    assert RetryAfter(seconds).seconds == seconds
+
+
+@pytest.mark.parametrize("seconds", [-1, -0.001, float("nan"), float("inf")])
+def test_a_retry_in_the_past_or_never_is_refused(seconds: float) -> None:
+    with pytest.raises(ValueError, match="seconds must be 0 or more"):
+        RetryAfter(seconds)
+
+
+def test_outcomes_do_not_change() -> None:
+    outcome: Any
+    for outcome, name in ((Failed("x"), "error"), (RetryAfter(1), "seconds")):
+        with pytest.raises(AttributeError):
+            setattr(outcome, name, 2)
+
+
+def errors(root: type[BatcheryError] = BatcheryError) -> list[type[BatcheryError]]:
+    return [root, *(each for child in root.__subclasses__() for each in errors(child))]
+
+
+@pytest.mark.parametrize(
+    "error", [each for each in errors() if each.__module__ == "batchery.errors"]
+)
+def test_every_error_is_made_from_one_text_alone(error: type[BatcheryError]) -> None:
+    assert str(error("what to do")) == "what to do"
+    assert error("what to do").args == ("what to do",)
+
+
+def test_errors_are_what_python_calls_them_too() -> None:
+    assert issubclass(BatchArgumentError, TypeError)
+    assert issubclass(InvalidItem, ValueError)
+    assert batchery.StartError.exit_code == 2

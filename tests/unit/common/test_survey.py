@@ -1,0 +1,127 @@
+"""Rates from two surveys, and a survey as JSON and as tables."""
+
+import io
+import json
+from typing import Any
+
+from celery import Celery
+from rich.console import Console
+
+from batchery.dashboard import dashboard
+from batchery.survey import Survey, queue_depths
+
+
+def figures(*, clock_s: float, jobs: int, items: int, **batches: Any) -> dict[str, Any]:
+    return {
+        "devices": {"cuda:0": {"state": "ready", "pid": 7, "load_s": 1.5, "batches_in_flight": 2}},
+        "clock_s": clock_s,
+        "waiting": 3,
+        "oldest_waiting_s": 0.25,
+        "queues": ["embed"],
+        "batches": {
+            "batches": jobs // 10,
+            "jobs": jobs,
+            "items": items,
+            "failed_jobs": 0,
+            "device_restarts": 1,
+            "mean_batch_size": 37.0,
+            "mean_waited_ms": 12.0,
+            "mean_forward_ms": 9.0,
+            "padding_waste": 0.04,
+            "batch_sizes": {"<=1": 2, "<=64": 8},
+            **batches,
+        },
+    }
+
+
+def survey(**workers: Any) -> Survey:
+    return Survey(workers, {"embed": 1234})
+
+
+BEFORE = survey(one=figures(clock_s=100.0, jobs=100, items=1000))
+NOW = survey(one=figures(clock_s=102.0, jobs=140, items=1500))
+
+
+def drawn(now: Survey, before: Survey | None = None) -> str:
+    file = io.StringIO()
+    Console(file=file, width=120).print(dashboard(now, before))
+    return file.getvalue()
+
+
+def test_rates_are_what_was_gained_over_the_worker_s_own_clock() -> None:
+    assert NOW.rates("one", BEFORE) == {
+        "jobs_per_s": 20.0,
+        "items_per_s": 250.0,
+        "batches_per_s": 2.0,
+        "failed_jobs_per_s": 0.0,
+    }
+
+
+def test_there_are_no_rates_without_an_earlier_survey() -> None:
+    assert NOW.rates("one", None) is None
+    assert NOW.rates("one", survey()) is None
+    assert NOW.rates("another", BEFORE) is None
+
+
+def test_there_are_no_rates_across_a_restart_of_the_worker() -> None:
+    fewer = survey(one=figures(clock_s=105.0, jobs=3, items=30))
+    earlier = survey(one=figures(clock_s=5.0, jobs=200, items=2000))
+    assert fewer.rates("one", NOW) is None
+    assert earlier.rates("one", NOW) is None
+
+
+def test_a_worker_without_batches_has_no_rates() -> None:
+    now = survey(one={"error": "pool runs no batches"})
+    assert now.rates("one", BEFORE) is None
+    assert now.report(BEFORE)["workers"]["one"] == {"error": "pool runs no batches"}
+
+
+def test_the_report_is_json_with_rates_and_queues() -> None:
+    report = json.loads(json.dumps(NOW.report(BEFORE)))
+    assert report["workers"]["one"]["rates"]["items_per_s"] == 250
+    assert report["workers"]["one"]["batches"]["jobs"] == 140
+    assert report["queues"] == {"embed": 1234}
+    assert NOW.report()["workers"]["one"]["rates"] is None
+
+
+def test_the_tables_say_everything_that_a_worker_tells() -> None:
+    text = drawn(NOW, BEFORE)
+    for fact in (
+        "cuda:0",
+        "ready, pid 7, loaded in 1.5 s, batches in flight: 2",
+        "3 jobs, oldest 0.2 s",
+        "20.0 jobs/s, 250.0 items/s",
+        "140 jobs, 1,500 items in 14 batches, 37.0 items each",
+        "12.0 ms",
+        "9.0 ms",
+        "4 %",
+        "up to 64",
+        "1,234",
+    ):
+        assert fact in text, text
+
+
+def test_a_worker_before_its_first_batch_shows_dashes() -> None:
+    means = dict.fromkeys(("mean_batch_size", "mean_waited_ms", "mean_forward_ms", "padding_waste"))
+    fresh = figures(clock_s=1.0, jobs=0, items=0, batch_sizes={}, **means)
+    text = drawn(survey(one={**fresh, "oldest_waiting_s": None}))
+    assert "no batch yet" in text
+    assert "oldest -" in text
+
+
+def test_a_worker_that_fell_silent_or_runs_no_batches_is_named() -> None:
+    text = drawn(survey(two={"error": "pool runs no batches"}), BEFORE)
+    assert "one: no answer" in text
+    assert "two: pool runs no batches" in text
+    assert "no worker answers" in drawn(survey())
+
+
+def test_queue_depths_count_messages_and_create_nothing() -> None:
+    with Celery(broker="memory://", set_as_current=False) as app:
+        for number in range(3):
+            app.send_task("embed", [f"text {number}"], queue="embed-of-test")
+        assert queue_depths(app, {"nobody-of-test", "embed-of-test"}) == {
+            "embed-of-test": 3,
+            "nobody-of-test": 0,
+        }
+        assert queue_depths(app, {"nobody-of-test"}) == {"nobody-of-test": 0}

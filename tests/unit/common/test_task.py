@@ -1,0 +1,372 @@
+"""Batch tasks as callers see them: directly, eagerly, and on their way into a queue."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery import Celery, uuid
+from celery.exceptions import Ignore, MaxRetriesExceededError, Reject
+
+from batchery import (
+    BatchArgumentError,
+    BatchTask,
+    Failed,
+    InvalidItem,
+    ItemFailed,
+    RetryAfter,
+    install,
+)
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    app = install(
+        Celery("tasks", broker="memory://", backend="cache+memory://", set_as_current=False)
+    )
+    # All connections of a process share the queues of the memory transport.
+    app.conf.task_default_queue = f"tasks-{uuid()}"
+    yield app
+    app.close()
+
+
+def make(app: Celery, function: Any, **options: Any) -> Any:
+    """Makes a batch task; untyped, as callers of Celery use lists where its stubs want tuples."""
+    if function.__name__ == "<lambda>":
+        function.__name__ = "function"  # Celery spells the signature as source code
+    decorate: Any = app.task(base=BatchTask, shared=False, **options)
+    return decorate(function)
+
+
+def shout(texts: list[str], *, mark: str = "") -> list[str]:
+    return [text.upper() + mark for text in texts]
+
+
+def waiting(app: Celery) -> list[Any]:
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        queue = app.conf.task_default_queue
+        channel.queue_declare(queue)
+        messages = []
+        while (message := channel.basic_get(queue, no_ack=True)) is not None:
+            messages.append(message)
+        return messages
+
+
+# Called in this process
+
+
+def test_a_direct_call_runs_a_batch_of_one(app: Celery) -> None:
+    task = make(app, shout)
+    assert task("a") == "A"
+    assert task("a", mark="!") == "A!"
+    assert task.run(["a", "b"]) == ["A", "B"]
+    assert task.run_batch(["a"], {"mark": "?"}) == ["A?"]
+
+
+def test_a_list_is_one_item(app: Celery) -> None:
+    task = make(app, lambda items: [len(item) for item in items], name="len")
+    assert task(["a", "b", "c"]) == 3
+
+
+def test_apply_and_always_eager_answer_like_a_worker(app: Celery) -> None:
+    task = make(app, shout)
+    assert task.apply(["a"], {"mark": "!"}).get() == "A!"
+    app.conf.task_always_eager = True
+    assert task.delay("a").get() == "A"
+    assert task.apply_async(["a"], {"mark": "?"}).get() == "A?"
+    assert [result.get() for result in task.submit_many(["a", "b"])] == ["A", "B"]
+
+
+def test_a_bound_function_gets_its_task(app: Celery) -> None:
+    def named(self: BatchTask, items: list[str]) -> list[str]:
+        return [f"{self.name}:{self.request.id}:{item}" for item in items]
+
+    task = make(app, named, bind=True, name="named")
+    assert task("a") == "named:None:a"
+    assert task.apply(["a"], task_id="7").get() == "named:7:a"
+
+
+def test_a_class_is_a_batch_task_too(app: Celery) -> None:
+    class Shelf(BatchTask):
+        name = "shelf"
+        max_batch_size = 3
+
+        def run(self, items: list[int], *, step: int = 1) -> list[int]:
+            return [item + step for item in items]
+
+    shelf: Any = app.register_task(Shelf())
+    assert shelf(1) == 2
+    assert shelf.apply([1], {"step": 5}).get() == 6
+    assert (shelf.max_batch_size, shelf.acks_late, shelf.serializer) == (3, True, "json")
+
+
+def test_a_method_of_an_object_is_a_batch_task_too(app: Celery) -> None:
+    class Scale:
+        factor = 3
+
+        def weigh(self, items: list[int]) -> list[int]:
+            return [self.factor * item for item in items]
+
+    task = make(app, Scale().weigh, name="weigh")
+    assert task(2) == 6
+    assert task.apply([2]).get() == 6
+
+
+def test_a_coroutine_is_a_batch_task_too(app: Celery) -> None:
+    async def whisper(texts: list[str]) -> list[str]:
+        return [text.lower() for text in texts]
+
+    assert make(app, whisper)("A") == "a"
+
+
+def test_many_threads_may_call_at_once(app: Celery) -> None:
+    task = make(app, shout, autoretry_for=(OSError,))
+    assert task.name  # Celery itself makes a task at its first use, and not safely
+    together = threading.Barrier(16)
+
+    def call(number: int) -> tuple[str, str]:
+        together.wait(30)
+        return task(f"d{number}"), task.apply([f"e{number}"]).get()
+
+    with ThreadPoolExecutor(16) as threads:
+        answers = list(threads.map(call, range(16)))
+    assert answers == [(f"D{number}", f"E{number}") for number in range(16)]
+
+
+# Outcomes
+
+
+def answering(app: Celery, outcome: Any, **options: Any) -> Any:
+    return make(app, lambda items: [outcome for _ in items], name="answering", **options)
+
+
+def test_a_failure_raises_what_it_says(app: Celery) -> None:
+    for outcome, kind in ((Failed("why"), ItemFailed), (Failed(LookupError("why")), LookupError)):
+        task = make(app, lambda _, outcome=outcome: [outcome], name=f"fails-{kind.__name__}")
+        with pytest.raises(kind, match="why"):
+            task("a")
+        result = task.apply(["a"])
+        assert result.state == "FAILURE"
+        with pytest.raises(kind, match="why"):
+            result.get()
+
+
+def test_what_a_function_raises_is_raised_with_its_traceback_in_text(app: Celery) -> None:
+    task = make(app, lambda items: [1 // item for item in items], name="divide")
+    with pytest.raises(ZeroDivisionError):
+        task(0)
+    assert "ZeroDivisionError" in task.apply([0]).traceback
+
+
+@pytest.mark.parametrize(
+    ("outcome", "state"), [(Ignore(), "IGNORED"), (Reject("no", requeue=False), "REJECTED")]
+)
+def test_ignore_and_reject_are_celerys_own(app: Celery, outcome: Any, state: str) -> None:
+    task = answering(app, outcome)
+    assert task.apply(["a"]).state == state
+    with pytest.raises(type(outcome)):
+        task("a")
+
+
+def counting(app: Celery, outcomes: list[Any], **options: Any) -> tuple[Any, list[Any]]:
+    calls: list[Any] = []
+
+    def function(items: list[Any]) -> list[Any]:
+        calls.append(list(items))
+        outcome = outcomes[min(len(calls), len(outcomes)) - 1]
+        if isinstance(outcome, Exception):
+            raise outcome
+        return [outcome]
+
+    return make(app, function, name="counting", **options), calls
+
+
+def test_a_retry_runs_again_with_the_same_item(app: Celery) -> None:
+    task, calls = counting(app, [RetryAfter(0), RetryAfter(0, ConnectionError("x")), "done"])
+    assert task.apply(["a"]).get() == "done"
+    assert calls == [["a"]] * 3
+
+
+def test_retries_end_with_their_error_or_celerys_own(app: Celery) -> None:
+    task, calls = counting(app, [RetryAfter(0, ConnectionError("down"))], max_retries=2)
+    with pytest.raises(ConnectionError, match="down"):
+        task.apply(["a"]).get()
+    assert len(calls) == 3
+    other = make(app, lambda _: [RetryAfter(0)], name="other", max_retries=1)
+    with pytest.raises(MaxRetriesExceededError):
+        other.apply(["a"]).get()
+
+
+def test_a_direct_call_does_not_wait_for_a_retry(app: Celery) -> None:
+    with pytest.raises(ConnectionError, match="down"):
+        answering(app, RetryAfter(60, ConnectionError("down")))("a")
+
+
+def test_autoretry_sees_the_exception_of_one_job(app: Celery) -> None:
+    task, calls = counting(
+        app, [ConnectionError("down"), "up"], autoretry_for=(OSError,), default_retry_delay=0
+    )
+    assert task.apply(["a"]).get() == "up"
+    assert calls == [["a"], ["a"]]
+    assert task.run(["bare"]) == ["up"]
+
+
+def test_autoretry_counts_and_gives_up(app: Celery) -> None:
+    task, calls = counting(
+        app,
+        [ConnectionError("down")],
+        autoretry_for=(OSError,),
+        retry_backoff=True,
+        retry_backoff_max=0,
+        max_retries=2,
+    )
+    with pytest.raises(ConnectionError, match="down"):
+        task.apply(["a"]).get()
+    assert len(calls) == 3
+
+
+def test_autoretry_takes_its_own_number_of_retries(app: Celery) -> None:
+    task, calls = counting(
+        app,
+        [ConnectionError("down")],
+        autoretry_for=(OSError,),
+        retry_kwargs={"max_retries": 1, "countdown": 0},
+    )
+    for _ in range(2):  # and does not keep it for the next job
+        calls.clear()
+        with pytest.raises(ConnectionError):
+            task.apply(["a"]).get()
+        assert len(calls) == 2
+
+
+def test_autoretry_spares_what_it_is_told_to(app: Celery) -> None:
+    task, calls = counting(
+        app,
+        [ConnectionError("down")],
+        autoretry_for=(OSError,),
+        dont_autoretry_for=(ConnectionError,),
+    )
+    with pytest.raises(ConnectionError):
+        task.apply(["a"]).get()
+    assert len(calls) == 1
+
+
+def test_hooks_get_the_arguments_of_their_own_job(app: Celery) -> None:
+    seen: list[Any] = []
+
+    class Hooked(BatchTask):
+        name = "hooked"
+
+        def run(self, items: list[str], *, mark: str = "") -> list[Any]:
+            return [Failed("why") if item == "bad" else item for item in items]
+
+        def on_success(self, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+            seen.append(("success", retval, list(args), kwargs))
+
+        def on_failure(self, exc: Any, task_id: str, args: Any, kwargs: Any, einfo: Any) -> None:
+            seen.append(("failure", str(exc), list(args), kwargs))
+
+    task: Any = app.register_task(Hooked())
+    task.apply(["good"], {"mark": "!"})
+    task.apply(["bad"])
+    assert seen == [("success", "good", ["good"], {"mark": "!"}), ("failure", "why", ["bad"], {})]
+
+
+# Packed messages, on any pool
+
+
+def test_a_packed_job_answers_for_each_of_its_items(app: Celery) -> None:
+    task = make(app, lambda items: [1 / item for item in items], name="invert")
+    result = task.apply([[1, 0, 4]], headers={"batchery": {"v": 1, "n": 3}})
+    one, two, three = result.get()
+    assert (one, three) == ({"ok": 1.0}, {"ok": 0.25})
+    assert two["error"]["type"] == "ZeroDivisionError"
+
+
+def test_a_malformed_packed_job_fails(app: Celery) -> None:
+    task = make(app, shout)
+    with pytest.raises(InvalidItem, match="n=2, but the argument is 1 items"):
+        task.apply([["a"]], headers={"batchery": {"v": 1, "n": 2}}).get()
+
+
+def test_the_header_of_a_packed_job_does_not_reach_calls_inside_it(app: Celery) -> None:
+    inner = make(app, lambda items: [len(item) for item in items], name="inner")
+    outer = make(app, lambda items: [inner(["x", item]) for item in items], name="outer")
+    result = outer.apply([["a", "b"]], headers={"batchery": {"v": 1, "n": 2}})
+    assert result.get() == [{"ok": 2}, {"ok": 2}]
+
+
+# Refusals
+
+
+@pytest.mark.parametrize("args", [(), ("a", "b"), ("a", "b", "c")])
+def test_anything_but_one_positional_argument_is_refused(app: Celery, args: Any) -> None:
+    task = make(app, shout, typing=False)
+    problem = f"exactly one positional argument, the item, but got {len(args)}"
+    calls: list[Callable[[], Any]] = [
+        lambda: task(*args),
+        lambda: task.delay(*args),
+        lambda: task.apply_async(args),
+        lambda: task.apply(args).get(),
+        lambda: task.s(*args).delay(),
+        lambda: task.s(*args).apply().get(),
+    ]
+    for call in calls:
+        with pytest.raises(BatchArgumentError, match=problem):
+            call()
+    assert waiting(app) == []
+
+
+def test_a_refusal_is_a_type_error_as_pythons_own(app: Celery) -> None:
+    with pytest.raises(TypeError):
+        make(app, shout).delay("a", "b")
+
+
+# On the way into a queue
+
+
+def test_a_job_is_a_stock_celery_message(app: Celery) -> None:
+    task = make(app, shout, name="shout")
+    sent = task.apply_async(["a"], {"mark": "!"}, headers={"batchery": {"v": 1}})
+    (message,) = waiting(app)
+    assert message.headers["task"] == "shout"
+    assert message.headers["id"] == sent.id
+    assert message.headers["batchery"] == {"v": 1}
+    args, kwargs, _ = message.payload
+    assert (args, kwargs) == (["a"], {"mark": "!"})
+    assert message.content_type == "application/json"
+
+
+def test_many_jobs_are_submitted_in_order_with_results_of_their_own(app: Celery) -> None:
+    task = make(app, shout, name="shout")
+    results = task.submit_many((str(n) for n in range(50)), {"mark": "!"}, priority=3)
+    messages = waiting(app)
+    assert [message.payload[0] for message in messages] == [[str(n)] for n in range(50)]
+    assert [message.headers["id"] for message in messages] == [each.id for each in results]
+    assert len({each.id for each in results}) == 50
+    assert {message.properties["priority"] for message in messages} == {3}
+    assert all(message.payload[1] == {"mark": "!"} for message in messages)
+
+
+def test_many_jobs_may_share_a_producer_and_none_is_no_error(app: Celery) -> None:
+    task = make(app, shout, name="shout")
+    assert list(task.submit_many([])) == []
+    with app.producer_pool.acquire(block=True) as producer:
+        assert len(list(task.submit_many(["a", "b"], producer=producer))) == 2
+    assert len(waiting(app)) == 2
+
+
+def test_celerys_own_primitives_build(app: Celery) -> None:
+    task = make(app, shout, name="shout")
+    assert task.map(["a", "b"]).apply().get() == ["A", "B"]
+    assert task.starmap([("a",), ("b",)]).apply().get() == ["A", "B"]
+    assert task.chunks([("a",), ("b",), ("c",)], 2).group().apply().get() == [["A", "B"], ["C"]]
+    assert (task.s("a") | task.s(mark="!")).apply().get() == "A!"
+    assert task.si("a").apply().get() == "A"
+
+
+def test_several_positionals_in_a_starmap_fail_clearly(app: Celery) -> None:
+    with pytest.raises(BatchArgumentError):
+        make(app, shout).starmap([("a", "b")]).apply().get()

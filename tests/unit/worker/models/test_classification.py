@@ -1,0 +1,153 @@
+"""Classification: agreement, labels, scores, keywords."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from batchery.errors import InvalidItem
+from batchery.outcome import Failed
+from batchery.results import Classification
+from batchery_worker.models import ClassificationModel
+
+#: Greatest difference of any score in fp32: the sums run in another order.
+TOLERANCE = 5e-6
+
+LABELS = ("animal", "weather", "trade")
+ARCHITECTURES = [
+    "bert",
+    "bert-left",
+    "roberta",
+    "roberta-left",
+    "distilbert",
+    "llama",
+    "mistral-left",
+    "gpt2",
+    "gpt2-left",
+    "xlnet-left",
+]
+
+Load = Callable[..., ClassificationModel]
+Build = Callable[..., Path]
+
+
+def run(model: ClassificationModel, items: list[Any], **keywords: Any) -> list[Any]:
+    """One batch through all three stages; failed items keep their place."""
+    prepared = model.preprocess(items, **keywords)
+    fit = [each for each in prepared if not isinstance(each, Failed)]
+    results = iter(model.postprocess(model.forward(fit, **keywords), **keywords) if fit else [])
+    return [each if isinstance(each, Failed) else next(results) for each in prepared]
+
+
+def direct_logits(folder: Path, text: str) -> list[float]:
+    """What transformers computes, without Batchery."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    with torch.no_grad():
+        logits: list[float] = model(**tokenizer([text], return_tensors="pt")).logits[0].tolist()
+    return logits
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_a_batch_gives_each_text_the_scores_it_has_alone(
+    architecture: str, multi_label: bool, build: Build, classifier: Load, texts: list[str]
+) -> None:
+    model = classifier(build(architecture, labels=LABELS), multi_label=multi_label)
+    batched = run(model, texts, top_k=3)
+    alone = [run(model, [text], top_k=3)[0] for text in texts]
+    for one, other in zip(batched, alone, strict=True):
+        assert one["label"] == other["label"]
+        assert one["scores"] == pytest.approx(other["scores"], abs=TOLERANCE)
+        assert one["tokens"] == other["tokens"]
+
+
+def test_scores_are_the_softmax_of_what_transformers_computes(
+    build: Build, classifier: Load, texts: list[str]
+) -> None:
+    folder = build("bert", labels=LABELS)
+    results = run(classifier(folder), texts, top_k=3)
+    for text, result in zip(texts, results, strict=True):
+        powers = [math.exp(logit) for logit in direct_logits(folder, text)]
+        expected = {name: each / sum(powers) for name, each in zip(LABELS, powers, strict=True)}
+        assert result["scores"] == pytest.approx(expected, abs=TOLERANCE)
+        assert result["label"] == max(expected, key=lambda name: expected[name])
+        assert result["score"] == max(result["scores"].values())
+
+
+@pytest.mark.parametrize("source", ["config", "setting"])
+def test_independent_labels_have_a_sigmoid_each(
+    source: str, build: Build, classifier: Load, texts: list[str]
+) -> None:
+    if source == "config":
+        folder = build("bert", labels=LABELS, problem_type="multi_label_classification")
+        model = classifier(folder)
+    else:
+        folder = build("bert", labels=LABELS)
+        model = classifier(folder, multi_label=True)
+    for text, result in zip(texts, run(model, texts, top_k=3), strict=True):
+        logits = zip(LABELS, direct_logits(folder, text), strict=True)
+        expected = {name: 1 / (1 + math.exp(-logit)) for name, logit in logits}
+        assert result["scores"] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def test_a_single_label_is_a_regression(build: Build, classifier: Load, texts: list[str]) -> None:
+    folder = build("bert", labels=("relevance",))
+    raw = run(classifier(folder), texts)
+    squashed = run(classifier(folder, multi_label=True), texts)
+    for text, result, other in zip(texts, raw, squashed, strict=True):
+        logit = direct_logits(folder, text)[0]
+        assert result["label"] == "relevance"
+        assert result["score"] == pytest.approx(logit, abs=TOLERANCE)
+        assert other["score"] == pytest.approx(1 / (1 + math.exp(-logit)), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("top_k", "count"), [(1, 1), (2, 2), (3, 3), (50, 3)])
+def test_top_k_gives_that_many_scores_likeliest_first(
+    top_k: int, count: int, build: Build, classifier: Load, texts: list[str]
+) -> None:
+    for result in run(classifier(build("bert", labels=LABELS)), texts, top_k=top_k):
+        scores = list(result["scores"].items())
+        assert len(scores) == count
+        assert scores == sorted(scores, key=lambda entry: -entry[1])
+        assert scores[0] == (result["label"], result["score"])
+
+
+@pytest.mark.parametrize("keywords", [{}, {"top_k": None}, {"top_k": 2}])
+def test_a_result_is_a_classification(
+    keywords: dict[str, Any], build: Build, classifier: Load
+) -> None:
+    result = run(classifier(build("bert", labels=LABELS)), ["the cat"], **keywords)[0]
+    parsed = Classification.model_validate(result)
+    assert parsed.model_dump(exclude_none=True) == result
+    assert parsed.tokens == 4
+    assert (parsed.scores is None) == (keywords.get("top_k") is None)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"top_k": 0}, "keyword top_k = 0: Input should be greater than or equal to 1"),
+        ({"top_k": True}, "keyword top_k = True: Input should be a valid integer"),
+        ({"top_k": "all"}, "keyword top_k = 'all': Input should be a valid integer"),
+        ({"prompt": "query"}, "keyword prompt: no such keyword; there are top_k"),
+    ],
+)
+def test_a_bad_keyword_fails_the_batch_that_shares_it(
+    keywords: dict[str, Any], message: str, build: Build, classifier: Load
+) -> None:
+    outcomes = run(classifier(build("bert", labels=LABELS)), ["a", "b"], **keywords)
+    assert [str(outcome.exception) for outcome in outcomes] == [message, message]
+    assert all(isinstance(outcome.exception, InvalidItem) for outcome in outcomes)
+
+
+def test_a_bad_item_fails_alone(build: Build, classifier: Load) -> None:
+    model = classifier(build("bert", labels=LABELS))
+    before, bad, after = run(model, ["the cat", "", "the dog"])
+    assert str(bad.exception) == "text: is empty"
+    assert before == pytest.approx(run(model, ["the cat"])[0], abs=TOLERANCE)
+    assert after == pytest.approx(run(model, ["the dog"])[0], abs=TOLERANCE)

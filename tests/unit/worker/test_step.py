@@ -1,0 +1,178 @@
+"""How much a worker prefetches, which queues it consumes, and when it refuses to start."""
+
+import math
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.concurrency.solo import TaskPool as SoloPool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchery import BatchTask, Model, Settings, install, register
+from batchery_worker.pool import BatchPool
+from batchery_worker.step import BatchStep, prefetch_jobs
+
+
+class Worker:
+    """As much of Celery's `WorkController` as the step reads."""
+
+    autoscale: tuple[int, int] | None = None
+    max_tasks_per_child: int | None = None
+    max_memory_per_child: int | None = None
+
+    def __init__(
+        self, app: Celery, *, pool: type = BatchPool, concurrency: int = 2, multiplier: int = 4
+    ) -> None:
+        self.app = app
+        self.pool = pool(concurrency, app=app)
+        self.concurrency = concurrency
+        self.prefetch_multiplier = multiplier
+
+
+def make_app(**settings: Any) -> Celery:
+    app = Celery("stepped", broker="memory://", set_as_current=False)
+    return install(app, **settings)
+
+
+def add_task(app: Celery, name: str = "work", **options: Any) -> BatchTask:
+    task: BatchTask = app.register_task(
+        type("Work", (BatchTask,), {"name": name, "run": lambda _, items: items, **options})()
+    )
+    return task
+
+
+def prepare(worker: Worker) -> None:
+    BatchStep(worker).create(worker)
+
+
+def test_every_task_has_room_for_its_running_and_its_waiting_batches() -> None:
+    app = make_app()
+    tasks = [add_task(app, "one", max_batch_size=10), add_task(app, "two")]
+    assert prefetch_jobs(tasks, Settings(max_batch_size=64, prefetch_batches=2)) == 10 * 3 + 64 * 3
+    assert prefetch_jobs([], Settings()) == 0
+
+
+@settings(max_examples=25)
+@given(
+    concurrency=st.integers(1, 40),
+    multiplier=st.integers(0, 10),
+    size=st.integers(1, 500),
+    batches=st.integers(1, 5),
+)
+def test_the_prefetch_is_widened_as_far_as_needed_and_never_narrowed(
+    concurrency: int, multiplier: int, size: int, batches: int
+) -> None:
+    app = make_app(max_batch_size=size, prefetch_batches=batches)
+    add_task(app)
+    worker = Worker(app, concurrency=concurrency, multiplier=multiplier)
+    prepare(worker)
+    needed = size * (1 + batches)
+    if multiplier == 0:
+        assert worker.prefetch_multiplier == 0
+    else:
+        assert worker.prefetch_multiplier == max(multiplier, math.ceil(needed / concurrency))
+
+
+def test_a_worker_without_batch_tasks_is_left_alone() -> None:
+    app = make_app(max_batch_size=500)
+    worker = Worker(app)
+    prepare(worker)
+    assert worker.prefetch_multiplier == 4
+    assert set(app.amqp.queues.consume_from) == set(app.amqp.queues)
+
+
+def test_another_pool_is_left_alone_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    add_task(app)
+    worker = Worker(app, pool=SoloPool)
+    prepare(worker)
+    assert worker.prefetch_multiplier == 4
+    assert "celery.concurrency.solo runs batch tasks one job at a time" in caplog.text
+
+
+def test_no_queue_choice_consumes_the_queues_of_all_models() -> None:
+    app = make_app()
+    register(app, "embed", Model)
+    register(app, "classify", Model, queue="gpu")
+    prepare(Worker(app))
+    assert set(app.amqp.queues.consume_from) == {"celery", "embed", "gpu"}
+
+
+def test_a_queue_choice_is_kept() -> None:
+    app = make_app()
+    register(app, "embed", Model)
+    app.amqp.queues.select(["celery"])
+    prepare(Worker(app))
+    assert set(app.amqp.queues.consume_from) == {"celery"}
+
+
+def refused(worker: Worker, caplog: pytest.LogCaptureFixture) -> str:
+    with pytest.raises(SystemExit) as ended:
+        prepare(worker)
+    assert ended.value.code == 2
+    (record,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
+    assert "\n" not in record.getMessage()
+    return record.getMessage()
+
+
+def test_a_wrong_setting_ends_the_worker_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(max_batch_size=0)
+    add_task(app)
+    assert "max_batch_size = 0" in refused(Worker(app), caplog)
+
+
+def test_a_wrong_model_setting_found_at_finalize_ends_the_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = make_app(models={"embed": {"kind": "poetry", "model": "x"}})
+    app.finalize()
+    assert "models.embed.kind" in refused(Worker(app), caplog)
+
+
+def test_disabled_prefetch_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    app.conf.worker_disable_prefetch = True
+    add_task(app)
+    assert "worker_disable_prefetch" in refused(Worker(app), caplog)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"max_batch_size": 0},
+        {"max_batch_size": -1},
+        {"max_batch_size": "64"},
+        {"max_batch_size": 2.5},
+        {"max_batch_size": True},
+        {"max_batch_tokens": 0},
+        {"max_wait_ms": -1},
+        {"max_wait_ms": "soon"},
+        {"max_wait_ms": float("nan")},
+    ],
+)
+def test_an_impossible_task_option_ends_the_worker(
+    option: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app()
+    add_task(app, "odd", **option)
+    (name,) = option
+    assert f"task 'odd': {name} = {option[name]!r}" in refused(Worker(app), caplog)
+
+
+def test_autoscale_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    add_task(app)
+    worker = Worker(app)
+    worker.autoscale = (4, 1)
+    assert "--autoscale does not go with batches" in refused(worker, caplog)
+
+
+def test_limits_of_child_processes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    add_task(app)
+    worker = Worker(app)
+    worker.max_tasks_per_child = 10
+    BatchStep(worker).create(worker)
+    assert "max_tasks_per_child does not apply" in caplog.text
+    assert "max_memory_per_child" not in caplog.text
