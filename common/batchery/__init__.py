@@ -32,7 +32,7 @@ from batchery.errors import (
 )
 from batchery.install import install, register
 from batchery.model import Model
-from batchery.outcome import Failed, Ignore, Reject, RetryAfter
+from batchery.outcome import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.results import Classification, Embedding, to_numpy
 from batchery.settings import ModelSettings, Settings
 from batchery.task import BatchTask
@@ -58,6 +58,7 @@ __all__ = [
     "OutOfMemory",
     "RedisUnavailable",
     "Reject",
+    "Replace",
     "RetryAfter",
     "Settings",
     "SettingsError",

@@ -6,17 +6,21 @@ worker's device process adds the planner between `prepare` and `compute`.
 
 import asyncio
 import inspect
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import cache
 from typing import Any
+
+from kombu.utils.compat import detect_environment
 
 from batchery.errors import OutOfMemory, WrongLength
 from batchery.model import Model
-from batchery.outcome import Failed, Ignore, Reject, RetryAfter
+from batchery.outcome import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 
 #: Makes a context that is entered around each call of the user's code.
 Limit = Callable[[], AbstractContextManager[Any]]
@@ -24,8 +28,11 @@ Limit = Callable[[], AbstractContextManager[Any]]
 #: Cuts prepared items, given their lengths in tokens, into micro-batches of indices.
 Plan = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
+#: Makes a context that is entered around each call with some of the items, given their positions.
+Around = Callable[[range], AbstractContextManager[Any]]
+
 #: Outcomes that are final before a forward pass: no value will come of them.
-SETTLED = (Failed, RetryAfter, Ignore, Reject)
+SETTLED = (Failed, RetryAfter, Replace, Ignore, Reject)
 
 
 def run_function(
@@ -34,7 +41,7 @@ def run_function(
     keywords: Mapping[str, Any],
     *,
     resolve: Callable[[Any], Any] | None = None,
-    limit: Limit = nullcontext,
+    around: Around = lambda _: nullcontext(),
 ) -> list[Any]:
     """Runs a batch function, plain or `async def`, over one batch.
 
@@ -43,19 +50,23 @@ def run_function(
         items: At least one.
         keywords: Passed once for the whole batch.
         resolve: Drives a coroutine to its end; by default on an event loop of its own.
-        limit: Entered around each call of the function.
+        around: Entered around each call of the function.
 
     Returns:
         One outcome per item, in order. An exception splits the batch until it hits one item alone.
     """
 
-    def call(part: Sequence[Any]) -> Any:
-        with limit():
-            answer = function(list(part), **keywords)
-            return (resolve or _resolve)(answer) if inspect.iscoroutine(answer) else answer
+    def call(part: Sequence[int]) -> Any:
+        assert isinstance(part, range)
+        with around(part):
+            answer = function([items[position] for position in part], **keywords)
+            if inspect.iscoroutine(answer):
+                answer = (resolve or _resolve)(answer)
+            # The body of a generator is the function's, too.
+            return list(answer) if inspect.isgenerator(answer) else answer
 
     name = getattr(function, "__name__", type(function).__name__)
-    return isolate(call, items, name=name)
+    return isolate(call, range(len(items)), name=name)
 
 
 def prepare(model: Model, items: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
@@ -201,6 +212,8 @@ def _plain(outcome: Any) -> Any:
 def _failed(error: BaseException, name: str) -> Any:
     if isinstance(error, Ignore | Reject):
         return error
+    if isinstance(error, Answered):
+        return error.outcome
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         text = str(error).splitlines()[0] if str(error) else type(error).__name__
         error = OutOfMemory(
@@ -225,9 +238,19 @@ def _safe(error: BaseException, name: str) -> BaseException:
 
 def _resolve(coroutine: Any) -> Any:
     """Drives a coroutine from a plain call; on another thread if this one runs an event loop."""
+    if detect_environment() != "default":
+        # All green threads share one thread, where one event loop can run at a time.
+        with _turn():
+            return asyncio.run(coroutine)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(coroutine)
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
+
+
+@cache
+def _turn() -> Any:
+    # Made at its first use, when gevent or eventlet have surely put their own lock in place.
+    return threading.RLock()

@@ -1,17 +1,19 @@
 """What a batch function may answer for one item.
 
-A function returns one outcome per item, in order: a plain value, `Failed`, `RetryAfter`, or
-Celery's `Ignore` and `Reject`. Anything that is none of the four others is a value.
+A function returns one outcome per item, in order: a plain value, `Failed`, `RetryAfter`, `Replace`,
+or Celery's `Ignore` and `Reject`. Anything that is none of the five others is a value.
 """
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
+from celery.canvas import Signature
 from celery.exceptions import Ignore, Reject
 
 from batchery.errors import ItemFailed
 
-__all__ = ["Failed", "Ignore", "Reject", "RetryAfter"]
+__all__ = ["Failed", "Ignore", "Reject", "Replace", "RetryAfter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,29 @@ class RetryAfter:
     def __post_init__(self) -> None:
         if not 0 <= self.seconds < inf:
             raise ValueError(f"RetryAfter({self.seconds!r}): seconds must be 0 or more, and finite")
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """This job becomes another one, as Celery's `self.replace` would do it.
+
+    The other keeps the job's id, so that its caller waits for it, and the job's callbacks, and its
+    place in a chain, a group or a chord.
+
+    Attributes:
+        signature: What to run instead: `other.s(item)`, a chain, a group or a chord.
+    """
+
+    signature: Signature[Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.signature, Signature):
+            raise TypeError(f"Replace({self.signature!r:.80}): say task.s(...), a chain or a group")
+
+
+class Answered(Exception):
+    """Raised where Celery's `self.retry` and `self.replace` raise: an outcome, for one item."""
+
+    def __init__(self, outcome: RetryAfter | Replace) -> None:
+        super().__init__(f"an answer for one item, not an error: {outcome!r:.200}")
+        self.outcome = outcome

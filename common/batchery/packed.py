@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from batchery.errors import InvalidItem
-from batchery.outcome import Failed, RetryAfter
+from batchery.outcome import Failed, Replace, RetryAfter
 
 HEADER = "batchery"
 VERSION = 1
@@ -61,6 +61,9 @@ def _entry(outcome: Any) -> dict[str, Any]:
         # One item of a message cannot be sent again alone: its caller does it.
         cause = outcome.error or InvalidItem(f"try again in {outcome.seconds:g} s")
         return {"error": {**_error(cause), "retry_after_s": outcome.seconds}}
+    if isinstance(outcome, Replace):
+        # Nor can one item become a job.
+        return {"error": _error(InvalidItem("one item of a packed job cannot be replaced"))}
     if isinstance(outcome, BaseException):
         return {"error": _error(outcome)}
     return {"ok": outcome}

@@ -1,21 +1,27 @@
 """The batch task: an ordinary Celery task whose function is given many jobs' items at once."""
 
+import inspect
 import threading
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from celery import Task, uuid
-from celery.app.autoretry import add_autoretry_behaviour
+from celery.app.task import Context
+from celery.canvas import Signature
 from celery.result import AsyncResult, ResultSet
 from celery.utils.imports import symbol_by_name
+from celery.utils.time import maybe_make_aware
 
 from batchery import packed
+from batchery.context import BatchContext, JobContext, looking_at
+from batchery.delivery import Delivery
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.execute import compute, prepare, run_function
 from batchery.model import Model
-from batchery.outcome import Failed, Ignore, Reject, RetryAfter
+from batchery.outcome import Answered, Failed, Replace, RetryAfter
 
 if TYPE_CHECKING:
     _Task = Task[..., Any]
@@ -61,8 +67,19 @@ class BatchTask(_Task):
     Request = "batchery_worker.request:BatchRequest"
 
     # Celery's autoretry wraps `run` unless it finds this name. Here `run` is the function of a
-    # whole batch, so retrying is wrapped around one job's outcome instead: see `_delivery`.
+    # whole batch, so retrying is wrapped around one job's outcome instead: see `Delivery`.
     _orig_run = None
+
+    if TYPE_CHECKING:
+
+        @property
+        def request(self) -> BatchContext:
+            """Celery's request; inside the function, a view of all jobs of the batch."""
+
+    @cached_property
+    def sees_request(self) -> bool:
+        """Whether the function is given `self`, and so may look at the requests of its jobs."""
+        return not isinstance(inspect.getattr_static(self, "run"), staticmethod)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Answers for one job: with the outcome a device computed, or by running a batch of one."""
@@ -75,23 +92,74 @@ class BatchTask(_Task):
         return self._delivery.run(outcome)
 
     def _run_here(self, argument: Any, keywords: Mapping[str, Any]) -> Any:
-        request = self.request
+        request: Context = self.request
         own = request.args is not None and len(request.args) == 1 and request.args[0] is argument
         try:
             header = (request.headers or {}).get(packed.HEADER) if own else None
             items, is_packed = packed.items_of(argument, header)
         except InvalidItem as error:
             return Failed(error)
-        outcomes = self.run_batch(items, keywords)
+        # Called from inside another job, this is none: that one's request says nothing of it.
+        state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
+        around = partial(self._looking_at, state)
+        outcomes = run_function(self.run, items, keywords, around=around)
         return packed.result_of(outcomes) if is_packed else outcomes[0]
 
     def run_batch(self, items: list[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """Runs one batch in this process; returns one outcome per item, in order."""
         return run_function(self.run, items, keywords)
 
+    def _looking_at(self, state: dict[str, Any], part: range) -> AbstractContextManager[None]:
+        job = JobContext(state, range(len(part)))
+        return looking_at(self, BatchContext(lambda: [job], state))
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: Exception | None = None,
+        throw: bool = True,
+        eta: Any = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Celery's own; inside the function on a device, the outcome `RetryAfter` of one item.
+
+        Raises:
+            BatchArgumentError: On a device, for what that outcome cannot say.
+        """
+        if not self._in_batch:
+            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
+        if options or (args, kwargs, max_retries) != (None, None, None):
+            raise BatchArgumentError(
+                f"{self.name}: in a batch, self.retry takes exc, countdown, eta and throw;"
+                " answer Replace(self.s(...).set(...)) for another item or other options"
+            )
+        if eta is not None:
+            aware: Any = maybe_make_aware(eta, self.app.timezone)
+            countdown = max(0.0, (aware - self.app.now()).total_seconds())
+        seconds = self.default_retry_delay if countdown is None else countdown
+        return self._answer(RetryAfter(seconds, exc), throw)
+
+    def replace(self, sig: Signature[Any]) -> Any:
+        """Celery's own; inside the function on a device, the outcome `Replace` of one item."""
+        return self._answer(Replace(sig)) if self._in_batch else super().replace(sig)
+
+    @property
+    def _in_batch(self) -> bool:
+        """Whether this is inside the function, and no tracer of Celery's waits outside."""
+        return isinstance(self.request, BatchContext) and self.request.called_directly
+
+    @staticmethod
+    def _answer(outcome: RetryAfter | Replace, throw: bool = True) -> Any:
+        if throw:
+            raise Answered(outcome)
+        return outcome
+
     @cached_property
-    def _delivery(self) -> "_Delivery":
-        return _Delivery(self)
+    def _delivery(self) -> Delivery:
+        return Delivery(self)
 
     def apply_async(
         self,
@@ -152,6 +220,11 @@ class ModelTask(BatchTask):
 
     _loaded: Model | None = None
 
+    @cached_property
+    def sees_request(self) -> bool:
+        """Never: a model is given items, and no task."""
+        return False
+
     def run(self, items: list[Any], **keywords: Any) -> list[Any]:
         """Runs one batch with a model of this process's own, loaded on the CPU at the first call.
 
@@ -181,36 +254,6 @@ class ModelTask(BatchTask):
                 model.load("cpu")
                 self._loaded = model
         return self._loaded
-
-
-class _Delivery:
-    """Turns one outcome into what Celery expects of a task: a value or an exception.
-
-    Stands in for the task where Celery's own autoretry is applied, so that `autoretry_for` sees the
-    exception of one job. Everything but `run` is the task's.
-    """
-
-    def __init__(self, task: BatchTask) -> None:
-        self.__dict__["_task"] = task
-        add_autoretry_behaviour(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_orig_run":
-            raise AttributeError(name)
-        return getattr(self._task, name)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._task, name)
-
-    def run(self, outcome: Any) -> Any:
-        """Returns a value, or raises what says that there is none."""
-        if isinstance(outcome, Failed):
-            raise outcome.exception
-        if isinstance(outcome, Ignore | Reject):
-            raise outcome
-        if isinstance(outcome, RetryAfter):
-            raise self._task.retry(countdown=outcome.seconds, exc=outcome.error)
-        return outcome
 
 
 def only_item(name: str, args: tuple[Any, ...] | list[Any]) -> Any:

@@ -52,6 +52,20 @@ def test_a_chord_inside_a_chain() -> None:
     assert steps.delay().get(timeout=TIMEOUT_S) == 7
 
 
+def test_chords_and_groups_within_each_other() -> None:
+    s, total = shop.increment.s, shop.total.s()
+    inner = chord([s(1), s(2)], total)
+    assert chord([inner, s(3), s(4) | s()])(total).get(timeout=TIMEOUT_S) == 5 + 4 + 6
+    steps: Any = s(1) | group(s(), s()) | shop.total.s() | group(s(), s() | s()) | shop.total.s()
+    assert steps.delay().get(timeout=TIMEOUT_S) == 7 + 8
+
+
+def test_a_failure_within_a_nested_chord_fails_the_whole() -> None:
+    inner = chord([shop.nasty.s("a"), shop.nasty.s("raise")], shop.total.s())
+    with pytest.raises(Exception, match="a bad one"):
+        chord([inner, shop.increment.s(1)])(shop.total.s()).get(timeout=TIMEOUT_S)
+
+
 def test_map_and_chunks() -> None:
     mapped: Any = shop.increment.map([1, 2, 3])
     assert mapped.delay().get(timeout=TIMEOUT_S) == [2, 3, 4]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import time
 from typing import Any
 
@@ -271,3 +272,14 @@ def test_events_are_switched_on_and_off_at_run_time(worker: Worker) -> None:
 def test_a_job_can_be_sent_to_one_worker(worker: Worker) -> None:
     job = more.echo.apply_async(("you",), queue=worker_direct(worker.name))
     assert job.get(timeout=TIMEOUT_S) == "you"
+
+
+def test_the_log_says_how_long_the_device_took(worker: Worker) -> None:
+    job = more.nap.delay(0.5)
+    job.get(timeout=TIMEOUT_S)
+
+    def said() -> list[str]:
+        return re.findall(rf"{job.id}\] succeeded in ([\d.]+)s", worker.log)
+
+    (runtime_s,) = wait_for(said, "a line in the log")
+    assert float(runtime_s) >= 0.5
