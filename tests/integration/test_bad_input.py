@@ -7,18 +7,17 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery.exceptions import NotRegistered
+from celery.exceptions import BackendStoreError, NotRegistered
 from redis import Redis
 
 from apps import ledger
-from batchery import UnserialisableResult
+from batchery import AppNotImportable, InvalidItem, UnserialisableResult, WrongLength
 from conftest import StartWorker
 from harness import Worker, queue_length, wait_for
 
 TIMEOUT_S = 60
 
-#: Celery acknowledges a body that it cannot decode, logs it, and stores nothing.
-NOT_JSON = "bm90IGpzb24="
+TASK = "apps.ledger.misbehave"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,12 @@ def put(redis_url: str, message: Any) -> None:
 
 def template(client: Celery, redis_url: str) -> dict[str, Any]:
     """A message of a batch task, as it lies in Redis."""
-    client.send_task("apps.ledger.misbehave", ["template"], queue="aside")
+    client.send_task(TASK, ["template"], queue="aside")
+    return taken(redis_url)
+
+
+def taken(redis_url: str) -> dict[str, Any]:
+    """The message that was put aside."""
     with closing(Redis.from_url(redis_url)) as redis:
         found: Any = redis.rpop("aside")
         message: dict[str, Any] = json.loads(found)
@@ -57,6 +61,22 @@ def test_a_result_of_100_mb_is_delivered() -> None:
     mate = ledger.misbehave.delay("mate")
     assert len(ledger.misbehave.delay("huge").get(timeout=TIMEOUT_S)) == 100_000_000
     assert mate.get(timeout=TIMEOUT_S) == "MATE"
+
+
+def test_a_result_that_redis_does_not_take_fails_its_job_alone() -> None:
+    jobs = ledger.misbehave.submit_many(["before", "too huge", "after"])
+    with pytest.raises(BackendStoreError, match="too large"):
+        jobs[1].get(timeout=TIMEOUT_S)
+    assert jobs[0].get(timeout=TIMEOUT_S) == "BEFORE"
+    assert jobs[2].get(timeout=TIMEOUT_S) == "AFTER"
+
+
+@pytest.mark.parametrize("answer", [None, 7, "text", {"a": 1}, True])
+def test_an_answer_that_is_no_list_fails_the_batch_and_no_more(answer: Any) -> None:
+    jobs = ledger.answering.submit_many(range(3), {"answer": answer})
+    for job in jobs:
+        with pytest.raises(WrongLength, match="one outcome per item"):
+            job.get(timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +133,18 @@ def test_a_link_to_an_unknown_task_does_not_hurt_its_job(client: Celery, worker:
     wait_for(lambda: "nobody.knows.me" in worker.log, "the callback was refused")
 
 
+@pytest.mark.parametrize("options", [{"serializer": "nobody-has-it"}, {"countdown": "soon"}])
+def test_a_callback_that_cannot_be_published_fails_its_job_alone(
+    client: Celery, options: dict[str, Any]
+) -> None:
+    callback = client.signature("apps.ledger.misbehave", app=client, options=options)
+    job = ledger.misbehave.apply_async(("x",), link=callback)
+    mate = ledger.misbehave.delay("mate")
+    assert mate.get(timeout=TIMEOUT_S) == "MATE"
+    wait_for(job.ready, "the job has failed")
+    assert job.state == "FAILURE"
+
+
 def test_an_unknown_task_fails_with_not_registered(client: Celery) -> None:
     with pytest.raises(NotRegistered):
         client.send_task("nobody.knows.me", ["x"]).get(timeout=TIMEOUT_S)
@@ -121,30 +153,69 @@ def test_an_unknown_task_fails_with_not_registered(client: Celery) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        NOT_JSON,
+        "bm90IGpzb24=",  # not json
+        "bnVsbA==",  # null
+        "Nw==",  # 7
+        "W10=",  # []
+        "ImFyZ3Mi",  # "args"
+        "WyJhcmdzIl0=",  # ["args"]
         "WzEsIDJd",  # [1, 2]
         "eyJhIjogMX0=",  # {"a": 1}
+        "eyJhcmdzIjogWzFdLCAia3dhcmdzIjogMX0=",  # {"args": [1], "kwargs": 1}
         "W251bGwsIG51bGwsIG51bGxd",  # [null, null, null]
         "W1tdLCB7fSwgW11d",  # [[], {}, []]
         "W1siYSJdLCBbMV0sIHt9XQ==",  # [["a"], [1], {}]
         "W3siYSI6MX0sIHt9LCB7fV0=",  # [{"a":1}, {}, {}]
         "W1siYSJdLCB7fSwgN10=",  # [["a"], {}, 7]
+        None,
     ],
 )
-def test_a_malformed_body_costs_only_its_message(client: Celery, redis_url: str, body: str) -> None:
+def test_a_malformed_body_costs_only_its_message(
+    client: Celery, redis_url: str, body: str | None
+) -> None:
     mate = ledger.misbehave.delay("mate")
     message = template(client, redis_url)
     put(redis_url, {**message, "body": body})
+    with pytest.raises(InvalidItem, match="malformed"):
+        client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
     assert mate.get(timeout=TIMEOUT_S) == "MATE"
-    job = client.AsyncResult(message["headers"]["id"])
-    wait_for(job.ready, "an error for the caller") if body != NOT_JSON else None
 
 
 @pytest.mark.parametrize(
     "headers",
-    [{"timelimit": ["a", 2]}, {"timelimit": 7}, {"eta": "soon"}, {"expires": 7}, {"retries": "x"}],
+    [
+        {"timelimit": ["a", 2]},
+        {"timelimit": 7},
+        {"eta": "soon"},
+        {"expires": "soon"},
+        {"compression": "none-that-is-known"},
+    ],
 )
 def test_malformed_headers_cost_only_their_message(
+    client: Celery, redis_url: str, headers: dict[str, Any]
+) -> None:
+    mate = ledger.misbehave.delay("mate")
+    message = template(client, redis_url)
+    put(redis_url, {**message, "headers": {**message["headers"], **headers}})
+    with pytest.raises(InvalidItem, match="malformed"):
+        client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
+    assert mate.get(timeout=TIMEOUT_S) == "MATE"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"id": None},
+        {"id": 7},
+        {"id": {"a": 1}},
+        {"id": ["a"], "task": "nobody.knows.me"},
+        {"task": ["a list"]},
+        {"task": None},
+        {"expires": 7},
+        {"retries": "x"},
+    ],
+)
+def test_headers_that_name_no_job_cost_only_their_message(
     client: Celery, redis_url: str, headers: dict[str, Any]
 ) -> None:
     message = template(client, redis_url)
@@ -152,9 +223,34 @@ def test_malformed_headers_cost_only_their_message(
     assert ledger.misbehave.delay("mate").get(timeout=TIMEOUT_S) == "MATE"
 
 
-def test_a_pickled_job_is_refused(client: Celery, worker: Worker) -> None:
-    client.send_task("apps.ledger.misbehave", ["x"], serializer="pickle")
-    wait_for(lambda: "Refusing to deserialize" in worker.log, "the message was refused")
+@pytest.mark.parametrize("body", ["bnVsbA==", "eyJ0YXNrIjogWyJhIl19", "eyJ0YXNrIjogIngifQ=="])
+def test_a_message_that_is_no_job_costs_nothing(redis_url: str, client: Celery, body: str) -> None:
+    """Without headers, as in Celery's first protocol: null, an odd name, and no id."""
+    message = template(client, redis_url)
+    put(redis_url, {**message, "headers": {}, "body": body})
+    assert ledger.misbehave.delay("mate").get(timeout=TIMEOUT_S) == "MATE"
+
+
+def test_a_message_of_an_ordinary_task_costs_no_worker(client: Celery, redis_url: str) -> None:
+    client.send_task("apps.ledger.write_down_alone", ["x"], queue="aside")
+    message = taken(redis_url)
+    put(redis_url, {**message, "body": "Nw=="})
+    assert ledger.misbehave.delay("mate").get(timeout=TIMEOUT_S) == "MATE"
+
+
+def test_a_pickled_job_is_refused(client: Celery) -> None:
+    mate = ledger.misbehave.delay("mate")
+    job = client.send_task(TASK, ["x"], serializer="pickle")
+    with pytest.raises(InvalidItem, match="ContentDisallowed"):
+        job.get(timeout=TIMEOUT_S)
+    assert mate.get(timeout=TIMEOUT_S) == "MATE"
+
+
+def test_a_task_that_the_device_does_not_know_fails_its_jobs_and_no_device(client: Celery) -> None:
+    jobs = [client.send_task("apps.ledger.late", [number]) for number in range(3)]
+    for job in jobs:
+        with pytest.raises(AppNotImportable, match=r"'apps.ledger.late' is not there"):
+            job.get(timeout=TIMEOUT_S)
 
 
 def test_the_pool_says_that_it_cannot_grow(worker: Worker) -> None:

@@ -1,22 +1,26 @@
 """Celery's request, which also knows in which batch it ran."""
 
-import logging
 from collections.abc import Mapping
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery.exceptions import InvalidTaskError
 from celery.worker import state as worker_state
 from celery.worker.request import Request as CeleryRequest
 
-from batchery.errors import InvalidItem
+from batchery.transport.ledger import Ledger
 
 if TYPE_CHECKING:
     _Request: Any
 else:
     _Request = CeleryRequest
 
-logger = logging.getLogger("batchery.pool")
+
+class Lease(NamedTuple):
+    """What a worker holds of a message that its job is not done with."""
+
+    ledger: Ledger
+    token: str
 
 
 class BatchRequest(_Request):  # type: ignore[misc]
@@ -29,21 +33,35 @@ class BatchRequest(_Request):  # type: ignore[misc]
         """Reads a message.
 
         Raises:
-            InvalidTaskError: It is malformed; Celery refuses it then. Whatever else was raised here
-                would end the worker, and after it the next one that is given the message.
+            InvalidTaskError: It is malformed; the consumer refuses it then. Whatever else was
+                raised here would end the worker, and the next one that is given the message.
         """
         try:
             super().__init__(message, *args, **options)
             _check(self._payload, self.time_limits)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            text = f"the message is malformed: {type(error).__name__}: {error}"
-            _store_failure(options.get("app"), message, InvalidItem(text))
-            raise InvalidTaskError(text) from error
+            raise InvalidTaskError(f"{type(error).__name__}: {error}") from error
 
     @property
     def discarded(self) -> bool:
         """Whether the job was revoked or cancelled while it ran: its outcome is not wanted."""
         return bool(self._already_revoked or self._already_cancelled)
+
+    @property
+    def lease(self) -> Lease | None:
+        """The message's lease; None where there is none (any more), as with other transports."""
+        if self.acknowledged or not self.task.acks_late:
+            return None
+        message = self.message
+        ledger = getattr(message.channel, "ledger", None)
+        tag = message.delivery_tag
+        return None if ledger is None or not tag.isdigit() else Lease(ledger, tag)
+
+    @property
+    def embed(self) -> Mapping[str, Any] | None:
+        """The third part of the message's body: callbacks, and what follows in a chain."""
+        embed: Mapping[str, Any] | None = self._payload[2]
+        return embed
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Drops the job, at the end of a cold shutdown or where a lost connection asks for it.
@@ -55,6 +73,11 @@ class BatchRequest(_Request):  # type: ignore[misc]
             finish()
         if self in worker_state.active_requests:
             super().cancel(pool, signal, emit_retry)
+
+    def give_back(self) -> None:
+        """Returns the message to its queue: the job has run, but its result cannot be stored."""
+        worker_state.task_ready(self)
+        self.reject(requeue=True)
 
     def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 - Celery's name
         """Sends a task event, with the facts of the batch where it succeeded."""
@@ -76,11 +99,3 @@ def _check(body: Any, time_limits: Any) -> None:
     for limit in (hard, soft):
         if not isinstance(limit, Real | None):
             raise TypeError(f"time limit {limit!r} is not a number")
-
-
-def _store_failure(app: Any, message: Any, error: InvalidItem) -> None:
-    """Tells the caller, who would wait for ever; Celery only refuses such a message."""
-    try:
-        app.backend.mark_as_failure(message.headers["id"], error)
-    except Exception:
-        logger.exception("the failure of a malformed message cannot be stored")

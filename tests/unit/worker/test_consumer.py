@@ -1,0 +1,67 @@
+"""Which messages are let through to Celery."""
+
+import json
+from typing import Any
+
+import pytest
+from celery.exceptions import InvalidTaskError
+from kombu.exceptions import ContentDisallowed, DecodeError
+from kombu.message import Message
+
+from batchery_worker.consumer import check
+
+JSON = "application/json"
+HEADERS = {"task": "shop.shout", "id": "an-id"}
+
+
+def message(body: Any, headers: Any = HEADERS, **options: Any) -> Message:
+    given = {"content_type": JSON, "content_encoding": "utf-8", "accept": {JSON}}
+    made = Message(body=body if isinstance(body, str) else json.dumps(body), **{**given, **options})
+    made.headers = headers
+    return made
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        (HEADERS, [["x"], {}, {}]),
+        (HEADERS, [["x"], {}, None]),
+        # Both protocols at once, as some clients send it.
+        (HEADERS, {"args": ["x"], "kwargs": {}}),
+        # The first protocol.
+        ({}, {"task": "shop.shout", "id": "an-id", "args": ["x"], "kwargs": {}}),
+        # No job, but Celery knows what to do with it.
+        ({}, {"hello": "world"}),
+        ({}, 7),
+    ],
+)
+def test_what_celery_can_read_is_let_through(headers: Any, body: Any) -> None:
+    check(message(body, headers))
+
+
+@pytest.mark.parametrize("body", [None, 7, "args", "text", [], [1, 2], ["args"], {"a": 1}, True])
+def test_a_body_of_another_form_is_refused(body: Any) -> None:
+    with pytest.raises(InvalidTaskError, match="body is not a list of arguments"):
+        check(message(json.dumps(body)))
+
+
+@pytest.mark.parametrize("name", ["task", "id"])
+@pytest.mark.parametrize("value", [None, 7, ["a list"], {"a": 1}])
+def test_names_that_are_no_texts_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(InvalidTaskError, match=f"its {name} is"):
+        check(message([["x"], {}, {}], {**HEADERS, name: value}))
+    first = {"task": "t", "id": "i", "args": [], "kwargs": {}, name: value}
+    with pytest.raises(InvalidTaskError, match=f"its {name} is"):
+        check(message(first, {}))
+
+
+def test_headers_that_are_no_mapping_are_refused() -> None:
+    with pytest.raises(InvalidTaskError, match="not a mapping"):
+        check(message([["x"], {}, {}], ["task"]))
+
+
+def test_what_cannot_be_decoded_is_told_apart_from_what_must_not_be() -> None:
+    with pytest.raises(DecodeError):
+        check(message("not json"))
+    with pytest.raises(ContentDisallowed):
+        check(message("x", content_type="application/x-python-serialize"))

@@ -1,0 +1,162 @@
+"""Celery's consumer, which a malformed message cannot end, and whose refusals callers hear of.
+
+Celery trusts a message's headers and its body's form; what it does not expect ends the worker, and
+after it the next one that is given the message. What it does refuse it drops, and the caller waits
+for ever. Here every message is looked at first, and a batch job that is refused gets a FAILURE.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from celery.exceptions import InvalidTaskError
+from celery.worker.consumer import Consumer
+from kombu.exceptions import DecodeError
+
+from batchery.errors import InvalidItem
+from batchery.task import BatchTask
+from batchery_worker.undertaker import condemn, tell_caller
+
+if TYPE_CHECKING:
+    _Consumer: Any
+else:
+    _Consumer = Consumer
+
+logger = logging.getLogger("batchery.worker")
+
+
+class GuardedConsumer(_Consumer):  # type: ignore[misc]
+    """`worker_consumer = "batchery_worker.consumer:GuardedConsumer"`; `install(app)` sets it."""
+
+    def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
+        """Makes what is called with each message."""
+        handle = super().create_task_handler(*args)
+
+        def guarded(message: Any) -> None:
+            try:
+                check(message)
+            except DecodeError as error:
+                self.on_decode_error(message, error)
+            except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
+                self.on_invalid_task(None, message, error)
+            else:
+                handle(message)
+
+        return guarded
+
+    def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Acknowledges or rejects a message in the loop's next turn."""
+
+        def settle() -> None:
+            try:
+                p(*args, **kwargs)
+            except self.connection_errors:
+                raise
+            except Exception as error:  # noqa: BLE001 - out of the loop it would end the worker
+                # Of a connection that is long gone: the broker has the message for delivery again.
+                logger.warning("a message cannot be acknowledged any more: %r", error)
+
+        return super().call_soon_ack(settle)
+
+    def on_connection_error_after_connected(self, exc: Exception) -> None:
+        """Leaves a connection that broke, also where it cannot be tidied up."""
+        try:
+            super().on_connection_error_after_connected(exc)
+        except Exception:
+            # While Redis is away kombu cannot put back what it holds, and stumbles over that: it
+            # would end the worker. The visibility timeout brings these jobs back.
+            logger.warning("the broken connection could not be tidied up", exc_info=True)
+            self.connection = None
+
+    def on_decode_error(self, message: Any, exc: Exception) -> None:
+        """Refuses a body that cannot be read."""
+        self._refuse(message, exc)
+        self._report(message, lambda: super(GuardedConsumer, self).on_decode_error(message, exc))
+
+    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
+        """Refuses a message that can be read, and is no job."""
+        self._refuse(message, exc)
+        self._report(
+            message, lambda: super(GuardedConsumer, self).on_invalid_task(body, message, exc)
+        )
+
+    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
+        """Refuses a job of a task that this worker does not have; its caller hears of it."""
+        condemn(message, f"no such task in this worker: {exc}")
+        self._report(
+            message, lambda: super(GuardedConsumer, self).on_unknown_task(body, message, exc)
+        )
+
+    def on_unknown_message(self, body: Any, message: Any) -> None:
+        """Refuses what is no job of Celery's at all."""
+        condemn(message, "the message is no job: neither its headers nor its body name a task")
+        self._report(
+            message, lambda: super(GuardedConsumer, self).on_unknown_message(body, message)
+        )
+
+    def _report(self, message: Any, report: Callable[[], None]) -> None:
+        """Lets Celery log the message and take it off the queue, whatever it looks like."""
+        try:
+            report()
+        except self.connection_errors:
+            raise
+        except Exception:
+            logger.exception("a malformed message cannot be shown")
+            if not message.acknowledged:
+                message.reject_log_error(logger, self.connection_errors)
+
+    def _refuse(self, message: Any, error: Exception) -> None:
+        reason = f"the message is malformed: {type(error).__name__}: {error}"
+        is_kept = condemn(message, reason)
+        headers = message.headers
+        if not isinstance(headers, Mapping):
+            return
+        task_id, name = headers.get("id"), headers.get("task")
+        if not (isinstance(task_id, str) and isinstance(name, str)):
+            return
+        # Where Celery's own transport drops an ordinary task's message, it is dropped silently.
+        if is_kept or isinstance(self.app.tasks.get(name), BatchTask):
+            tell_caller(self.app, {**embedded(message), **headers}, InvalidItem(reason))
+
+
+def embedded(message: Any) -> Mapping[str, Any]:
+    """Callbacks, errbacks, chain and chord of a message, where its body can be read."""
+    try:
+        _, _, embed = message.payload
+        return dict(embed)
+    except Exception:  # noqa: BLE001 - a message may be malformed in any way
+        return {}
+
+
+def check(message: Any) -> None:
+    """Looks at what Celery takes for granted.
+
+    Args:
+        message: A `kombu.Message`, of Celery's protocol 1 or 2.
+
+    Raises:
+        InvalidTaskError: It has no name or id that is a text, or its body is of another form.
+        DecodeError: The body cannot be decoded.
+        ContentDisallowed: The worker does not accept the body's content type.
+    """
+    headers = message.headers
+    if not isinstance(headers, Mapping):
+        raise InvalidTaskError(f"the headers are {type(headers).__name__}, not a mapping")
+    if "task" in headers:
+        body = message.payload
+        known = headers
+        is_job = (
+            "args" in body
+            if isinstance(body, Mapping)
+            else isinstance(body, list | tuple) and len(body) == 3
+        )
+        if not is_job:
+            raise InvalidTaskError("the body is not a list of arguments, keywords and callbacks")
+    else:
+        known = message.payload
+        if not isinstance(known, Mapping) or "task" not in known:
+            # Not a job at all: Celery says so and rejects it.
+            return
+    for name in ("task", "id"):
+        if not isinstance(known.get(name), str):
+            raise InvalidTaskError(f"its {name} is {known.get(name)!r}, not a text")
