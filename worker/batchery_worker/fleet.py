@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any
 
 import batchery.errors
 from batchery.errors import ModelLoadError, StartError
-from batchery_worker.process import DeviceProcess, Flight, State
+from batchery_worker.process import LEAVE_S, DeviceProcess, Flight, State
+from batchery_worker.renewal import ChildLimits
 from batchery_worker.wire import Done, NotReady, Ready, Reply, Setup
 
 logger = logging.getLogger("batchery.pool")
@@ -22,6 +24,7 @@ class Fleet:
     def __init__(
         self,
         setups: Sequence[Setup],
+        limits: ChildLimits = ChildLimits(),  # noqa: B008 - it cannot be changed
         *,
         on_ready: Callable[[], None],
         on_done: Callable[[Flight, Done, DeviceProcess], None],
@@ -32,12 +35,16 @@ class Fleet:
 
         Args:
             setups: One per device.
+            limits: After how much a device process is replaced by a fresh one.
             on_ready: A device can take batches (again).
             on_done: A device finished a batch.
             on_death: A device died with these batches; how it died, for people.
             on_lost: No device is left, and none will come back; why, for people.
         """
         self.devices = [DeviceProcess(setup) for setup in setups]
+        #: No longer in use, but their last processes have to be waited for.
+        self._given_up_for_good: list[DeviceProcess] = []
+        self._limits = limits
         self._on_ready = on_ready
         self._on_done = on_done
         self._on_death = on_death
@@ -110,6 +117,17 @@ class Fleet:
         if len(device.flights) == 1:
             self._watch(device)
 
+    def renew(self, modules: Sequence[str]) -> None:
+        """Gives every device a fresh process, one after the other, each when it is idle.
+
+        Args:
+            modules: What the fresh ones import beside the app.
+        """
+        for device in self.devices:
+            device.setup = replace(device.setup, modules=modules)
+            device.due = True
+        self._renew_next()
+
     def read(self) -> None:
         """Reads what the devices have said by now, without waiting."""
         for device in list(self.devices):
@@ -125,12 +143,12 @@ class Fleet:
         for device in self.devices:
             self._ignore(device)
             device.dismiss()
-        for device in self.devices:
+        for device in (*self.devices, *self._given_up_for_good):
             device.stop(kill_at_once=kill_at_once)
             device.flights.clear()
 
     def _spawn(self, device: DeviceProcess) -> None:
-        if self._stopping or device.link is not None:
+        if self._stopping or device.link is not None or device not in self.devices:
             return
         try:
             device.spawn()
@@ -139,7 +157,9 @@ class Fleet:
             # loop would be taken for a lost broker.
             logger.error("device process for %s cannot be started: %s", device.name, error)
             device.deaths += 1
-            self._hub.call_later(device.backoff_s, self._spawn, device)
+            device.failed_starts += 1
+            if not self._given_up(device):
+                self._hub.call_later(device.backoff_s, self._spawn, device)
             return
         self._listen(device)
 
@@ -198,7 +218,10 @@ class Fleet:
         try:
             replies = device.receive()
         except EOFError:
-            self._bury(device)
+            if device.state is State.LEAVING:
+                self._replace(device)
+            else:
+                self._bury(device)
             return
         for reply in replies:
             self._on_reply(device, reply)
@@ -210,6 +233,7 @@ class Fleet:
             device.failed_starts = 0
             self._refusals.pop(device.name, None)
             logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
+            self._renew_next()
             self._on_ready()
         elif isinstance(reply, NotReady):
             self._refusals[device.name] = reply
@@ -217,8 +241,35 @@ class Fleet:
         else:
             device.deaths = 0
             flight = device.flights.pop(reply.id)
+            device.jobs += len(reply.jobs)
+            device.due = device.due or self._limits.reached(device.jobs, device.pid)
             self._watch(device)
+            self._renew_next()
             self._on_done(flight, reply, device)
+
+    def _renew_next(self) -> None:
+        """Lets the next process that is due go, if every other one is there to work meanwhile."""
+        if self._stopping:
+            return
+        if all(device.state is State.READY for device in self.devices):
+            for device in self.devices:
+                if device.due:
+                    device.state = State.RETIRING
+                    break
+        for device in self.devices:
+            if device.state is State.RETIRING and not device.flights:
+                logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
+                device.leave()
+                self._hub.call_later(LEAVE_S, self._hasten, device, device.pid)
+
+    def _hasten(self, device: DeviceProcess, pid: int) -> None:
+        if device.state is State.LEAVING and device.pid == pid:
+            device.kill()
+
+    def _replace(self, device: DeviceProcess) -> None:
+        self._ignore(device)
+        device.bury()
+        self._spawn(device)
 
     def _bury(self, device: DeviceProcess) -> None:
         self._ignore(device)
@@ -236,6 +287,7 @@ class Fleet:
         if device.failed_starts < MAX_FAILED_STARTS:
             return False
         self.devices.remove(device)
+        self._given_up_for_good.append(device)
         logger.critical("device %s is given up after %d starts", device.name, device.failed_starts)
         if not self.devices:
             self._on_lost(f"no device is left, the last one was {device.name}")

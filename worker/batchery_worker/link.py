@@ -91,6 +91,14 @@ class Link:
         del self._received[:start]
         return frames
 
+    def finish(self) -> None:
+        """Ends what is sent: the device process leaves, and what it says last can still be read."""
+        try:
+            self._writing.shutdown(socket.SHUT_WR)
+        except OSError:
+            # It is gone already.
+            self._unsent.clear()
+
     def close(self) -> None:
         """Closes this end; the device process reads that as its order to leave."""
         self._reading.close()

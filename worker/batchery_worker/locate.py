@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from typing import cast
 
 from celery import Celery
 
@@ -49,3 +50,18 @@ def task_modules(tasks: Iterable[BatchTask]) -> list[str]:
             )
         modules.add(task.__module__)
     return sorted(modules)
+
+
+def find_task(app: Celery, name: str) -> BatchTask:
+    """A batch task, in a device process.
+
+    Raises:
+        AppNotImportable: The app has it in the worker, but not where it was imported afresh.
+    """
+    task = app.tasks.get(name)
+    if task is None:
+        raise AppNotImportable(
+            f"task {name!r} is not there when a device process imports the app and"
+            " the modules of its tasks; define it where an import alone makes it"
+        )
+    return cast(BatchTask, task)

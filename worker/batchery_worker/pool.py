@@ -14,7 +14,9 @@ from batchery.errors import StartError
 from batchery.install import installation_of
 from batchery.task import BatchTask
 from batchery_worker.dispatcher import Dispatcher, is_cold_shutdown
+from batchery_worker.locate import task_modules
 from batchery_worker.private_hub import PrivateHub
+from batchery_worker.renewal import ChildLimits
 from batchery_worker.request import BatchRequest
 from batchery_worker.setups import device_setups
 from batchery_worker.ticket import Ticket
@@ -43,7 +45,10 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         try:
             settings = installation_of(self.app).settings
             setups = device_setups(self.app, tasks, settings)
-            self._dispatcher = Dispatcher(self.app, settings, setups)
+            limits = ChildLimits(
+                self.options.get("maxtasksperchild"), self.options.get("max_memory_per_child")
+            )
+            self._dispatcher = Dispatcher(self.app, settings, setups, limits)
             self._dispatcher.start()
         except StartError as error:
             self._leave(kill_at_once=True)
@@ -104,6 +109,20 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         else:
             # On its own thread, and after the jobs that were handed over before.
             self._dispatcher.deliver(self._dispatcher.forget_waiting)
+
+    def restart(self) -> None:
+        """Gives the devices fresh processes, with the code as it is now, and loses no job.
+
+        The remote control command `pool_restart` asks for it.
+        """
+        if self._dispatcher is None:
+            return
+        tasks = [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
+        renew = partial(self._dispatcher.renew, task_modules(tasks))
+        if self._private_hub is None:
+            renew()
+        else:
+            self._dispatcher.deliver(renew)
 
     def on_stop(self) -> None:
         """Finishes what is on a device, unless the shutdown is a cold one."""

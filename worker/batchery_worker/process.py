@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import Any
 
 from batchery_worker.link import Link
 from batchery_worker.scheduler import DEPTH, Batch
@@ -30,6 +31,10 @@ class State(Enum):
 
     STARTING = auto()
     READY = auto()
+    #: It gets no more batches, and leaves when it has answered those it holds.
+    RETIRING = auto()
+    #: It was told to leave and holds nothing.
+    LEAVING = auto()
     DEAD = auto()
 
 
@@ -45,6 +50,8 @@ class Flight:
     expired: bool = False
     #: When its time began to count: when it was first at the head of its device.
     began_s: float | None = None
+    #: What the broker was told of it, see `blame.py`.
+    note: Any = None
 
 
 @dataclass(slots=True)
@@ -60,6 +67,10 @@ class DeviceProcess:
     failed_starts: int = 0
     pid: int = 0
     load_s: float = 0.0
+    #: Jobs that this process has answered.
+    jobs: int = 0
+    #: Whether a fresh process shall take its place as soon as it can be spared.
+    due: bool = False
     link: Link | None = None
     _process: subprocess.Popen[bytes] | None = None
     #: Killed, but not gone yet: a process that held a GPU may take its time.
@@ -87,17 +98,36 @@ class DeviceProcess:
             return 0.0
         return float(min(FIRST_BACKOFF_S * 2 ** (self.deaths - 1), MAX_BACKOFF_S))
 
+    def figures(self) -> dict[str, Any]:
+        """What `celery inspect batchery` shows of it."""
+        return {
+            "state": self.state.name.lower(),
+            "pid": self.pid,
+            "load_s": round(self.load_s, 3),
+            "batches_in_flight": len(self.flights),
+        }
+
     def spawn(self) -> None:
-        """Starts a fresh interpreter; never a fork, which CUDA does not survive."""
+        """Starts a fresh interpreter; never a fork, which CUDA does not survive.
+
+        Raises:
+            OSError: There is no room for one more process.
+        """
         self._dying = [process for process in self._dying if process.poll() is None]
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "batchery_worker.device", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "batchery_worker.device", str(theirs.fileno())],
+                    pass_fds=(theirs.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                )
+            except OSError:
+                ours.close()
+                raise
         self.pid = self._process.pid
+        self.jobs = 0
+        self.due = False
         self.link = Link(ours)
         self.link.send(dump_message(self.setup))
         self.state = State.STARTING
@@ -123,10 +153,17 @@ class DeviceProcess:
         assert self.link is not None
         return [load_reply(frame) for frame in self.link.receive()]
 
+    def leave(self) -> None:
+        """Tells the process to leave; the end of its pipe says when it has."""
+        self.state = State.LEAVING
+        if self.link is not None:
+            self.link.finish()
+
     def bury(self) -> str:
         """Cleans up after a death; returns how it died, for people."""
         self.failed_starts += self.state is State.STARTING
-        self.deaths += 1
+        # One that was told to leave has not died.
+        self.deaths += self.state is not State.LEAVING
         process, self._process = self._process, None
         assert process is not None
         self.dismiss()

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
@@ -12,6 +13,8 @@ from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker import inspect_command  # noqa: F401 - registers the command
 from batchery_worker.pool import BatchPool
+from batchery_worker.renewal import resident_kib
+from batchery_worker.undertaker import serve
 
 if TYPE_CHECKING:
     _Step: Any
@@ -40,6 +43,7 @@ class BatchStep(_Step):  # type: ignore[misc]
         if installation.error is not None:
             raise installation.error
         settings = installation.settings
+        serve(worker.app)
         tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
         if not tasks:
             return
@@ -62,7 +66,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             )
         else:
             _widen_prefetch(worker, prefetch_jobs(tasks, settings))
-            _warn_of_child_limits(worker)
+            _warn_of_memory_limit(worker)
         _consume_model_queues(worker.app, tasks)
 
 
@@ -109,10 +113,9 @@ def _widen_prefetch(worker: Any, jobs: int) -> None:
         logger.info("prefetch raised to %d jobs, so that batches fill", needed * worker.concurrency)
 
 
-def _warn_of_child_limits(worker: Any) -> None:
-    for name in ("max_tasks_per_child", "max_memory_per_child"):
-        if getattr(worker, name):
-            logger.warning("%s does not apply: devices keep their models, and live on", name)
+def _warn_of_memory_limit(worker: Any) -> None:
+    if worker.max_memory_per_child and resident_kib(os.getpid()) is None:
+        logger.warning("max_memory_per_child has no effect: only Linux tells what a process holds")
 
 
 def _consume_model_queues(app: Any, tasks: list[BatchTask]) -> None:

@@ -1,5 +1,7 @@
 """Device processes on an event loop: both are real."""
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,15 +12,18 @@ from kombu.asynchronous import Hub
 
 from batchery import AppNotImportable
 from batchery_worker.fleet import MAX_FAILED_STARTS, Fleet
-from batchery_worker.process import State
-from batchery_worker.wire import Setup
+from batchery_worker.process import DeviceProcess, Flight, State
+from batchery_worker.renewal import ChildLimits
+from batchery_worker.scheduler import Batch
+from batchery_worker.wire import Done, Setup, Work
 
+NO_LIMITS = ChildLimits()
 HERE = str(Path(__file__).parent)
 
 
-def setup(app: str = "device_app:app") -> Setup:
+def setup(app: str = "device_app:app", device: str = "cpu") -> Setup:
     return Setup(
-        device="cpu",
+        device=device,
         sys_path=(HERE, *sys.path),
         app=app,
         modules=[],
@@ -28,23 +33,36 @@ def setup(app: str = "device_app:app") -> Setup:
 
 
 class Crew:
-    """A fleet of one device, and what it has told."""
+    """A fleet of one device or more, and what it has told."""
 
-    def __init__(self, app: str) -> None:
+    def __init__(self, app: str, devices: int, limits: ChildLimits) -> None:
         self.ready = 0
+        self.done: list[tuple[int, Done]] = []
         self.deaths: list[str] = []
         self.lost: list[str] = []
         self.hub = Hub()
         self.fleet = Fleet(
-            [setup(app)],
+            [setup(app) for _ in range(devices)],
+            limits,
             on_ready=self._on_ready,
-            on_done=lambda *_: None,
+            on_done=self._on_done,
             on_death=lambda _, how: self.deaths.append(how),
             on_lost=self.lost.append,
         )
 
     def _on_ready(self) -> None:
         self.ready += 1
+
+    def _on_done(self, _: Flight, done: Done, device: DeviceProcess) -> None:
+        self.done.append((device.pid, done))
+
+    def send(self, device: DeviceProcess, number: int) -> None:
+        """Hands over a batch of one job."""
+        work = Work(number, "device_app.double", {}, [(str(number), [number], False)], 64, None)
+        self.fleet.send(device, work, Flight(Batch(()), 0.0))
+
+    def pids(self) -> list[int]:
+        return [device.pid for device in self.fleet]
 
     def run_until(self, condition: Callable[[], object]) -> None:
         deadline_s = time.monotonic() + 60
@@ -57,8 +75,10 @@ class Crew:
 def crews() -> Iterator[Callable[[str], Crew]]:
     made: list[Crew] = []
 
-    def make(app: str = "device_app:app") -> Crew:
-        made.append(Crew(app))
+    def make(
+        app: str = "device_app:app", devices: int = 1, limits: ChildLimits = NO_LIMITS
+    ) -> Crew:
+        made.append(Crew(app, devices, limits))
         return made[-1]
 
     yield make
@@ -115,3 +135,73 @@ def test_what_a_device_has_said_is_read_without_a_loop(crews: Callable[..., Crew
     while not crew.deaths and time.monotonic() < deadline_s:
         crew.fleet.read()
     assert crew.deaths
+
+
+def test_a_device_that_cannot_be_spawned_is_given_up_too(
+    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError("no room for one more process")
+
+    monkeypatch.setattr("batchery_worker.process.subprocess.Popen", no_room)
+    crew = crews()
+    crew.fleet.attach(crew.hub)
+    crew.run_until(lambda: crew.lost)
+    assert crew.lost == ["no device is left, the last one was cpu"]
+    assert list(crew.fleet) == []
+
+
+def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(
+    crews: Callable[..., Crew],
+) -> None:
+    crew = crews(limits=ChildLimits(max_jobs=2))
+    crew.fleet.start(crew.hub, 60, lambda: None)
+    (device,) = crew.fleet
+    first = device.pid
+    for number in (1, 2, 3):
+        # The third is on the device already when the second one reaches the limit.
+        crew.send(device, number)
+    crew.run_until(lambda: crew.ready == 2)
+    assert [pid for pid, _ in crew.done] == [first] * 3
+    assert device.pid != first
+    assert device.has_room
+    assert not crew.deaths
+    assert (device.deaths, device.jobs) == (0, 0)
+
+
+def test_devices_are_renewed_one_at_a_time(crews: Callable[..., Crew]) -> None:
+    crew = crews(devices=2)
+    crew.fleet.start(crew.hub, 60, lambda: None)
+    before = crew.pids()
+    away: list[int] = []
+
+    def renewed() -> bool:
+        away.append(sum(device.state is not State.READY for device in crew.fleet))
+        return crew.ready == 4
+
+    crew.fleet.renew(["device_app"])
+    crew.run_until(renewed)
+    assert max(away) == 1
+    assert not set(before) & set(crew.pids())
+    assert not crew.deaths
+
+
+def test_a_device_that_does_not_leave_is_killed(
+    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchery_worker.fleet.LEAVE_S", 0.1)
+    crew = crews()
+    crew.fleet.start(crew.hub, 60, lambda: None)
+    (device,) = crew.fleet
+    os.kill(device.pid, signal.SIGSTOP)
+    crew.fleet.renew([])
+    crew.run_until(lambda: crew.ready == 2)
+    assert not crew.deaths
+
+
+def test_a_fleet_that_retires_renews_nothing(crews: Callable[..., Crew]) -> None:
+    crew = crews()
+    crew.fleet.start(crew.hub, 60, lambda: None)
+    crew.fleet.retire()
+    crew.fleet.renew([])
+    assert [device.state for device in crew.fleet] == [State.READY]

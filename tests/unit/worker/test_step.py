@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchery import BatchTask, Model, Settings, install, register
+from batchery_worker import step
 from batchery_worker.pool import BatchPool
 from batchery_worker.step import BatchStep, prefetch_jobs
 
@@ -168,11 +169,16 @@ def test_autoscale_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     assert "--autoscale does not go with batches" in refused(worker, caplog)
 
 
-def test_limits_of_child_processes_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_process_holds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     app = make_app()
     add_task(app)
     worker = Worker(app)
-    worker.max_tasks_per_child = 10
-    BatchStep(worker).create(worker)
-    assert "max_tasks_per_child does not apply" in caplog.text
-    assert "max_memory_per_child" not in caplog.text
+    worker.max_memory_per_child = 10
+    monkeypatch.setattr(step, "resident_kib", lambda _: 1)
+    prepare(worker)
+    assert not caplog.text
+    monkeypatch.setattr(step, "resident_kib", lambda _: None)
+    prepare(worker)
+    assert "max_memory_per_child has no effect" in caplog.text

@@ -1,0 +1,133 @@
+"""Device processes that end, or stop, at each stage of a batch: no job is lost, none fails."""
+
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from celery.exceptions import TaskRevokedError, TimeLimitExceeded
+
+from apps import stages
+from batchery import BatchTask
+from conftest import StartWorker
+from harness import Worker, wait_for
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
+    stages.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return start_module_worker("apps.stages")
+
+
+@pytest.fixture
+def device(worker: Worker) -> psutil.Process:
+    """The device process, ready."""
+
+    def ready() -> psutil.Process | None:
+        (state,) = worker.inspect(stages.app, "stats")["pool"]["devices"].values()
+        return psutil.Process(state["pid"]) if state["state"] == "ready" else None
+
+    found = wait_for(ready, "a device that is ready")
+    assert found
+    return found
+
+
+def in_flight(worker: Worker) -> int:
+    """Batches on the device."""
+    (state,) = worker.inspect(stages.app, "stats")["pool"]["devices"].values()
+    return int(state["batches_in_flight"])
+
+
+@pytest.mark.parametrize("stage", [stages.prepared, stages.computed, stages.committed])
+def test_a_device_that_dies_at_any_stage_loses_nothing(
+    worker: Worker, device: psutil.Process, tmp_path: Path, stage: BatchTask
+) -> None:
+    marker = tmp_path / "marker"
+    jobs = [stage.delay(str(marker)) for _ in range(2)]
+    wait_for(lambda: marker.exists() and marker.read_text(), "the stage is reached")
+    assert marker.read_text() == str(device.pid)
+    device.kill()
+    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == [str(marker)] * 2
+    assert worker.process.poll() is None
+
+
+def test_a_device_that_dies_before_it_has_read_its_batch_loses_nothing(
+    worker: Worker, device: psutil.Process
+) -> None:
+    device.suspend()
+    # More than a pipe holds: the rest waits in the main process.
+    jobs = stages.lengths.submit_many(["x" * 3_000_000] * 4)
+    wait_for(lambda: in_flight(worker), "a batch is on its way")
+    device.kill()
+    assert jobs.get(timeout=TIMEOUT_S) == [3_000_000] * 4
+
+
+def test_a_device_that_hangs_is_ended_by_the_hard_limit_and_its_job_succeeds_elsewhere(
+    worker: Worker, device: psutil.Process
+) -> None:
+    device.suspend()
+    assert stages.limited.delay(0.0).get(timeout=TIMEOUT_S) == 0.0
+    assert not device.is_running() or device.status() == psutil.STATUS_ZOMBIE
+
+
+class Gate:
+    """Holds a batch back on the device until it is opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.keywords = {"gate": str(path)}
+        self._path = path
+
+    def has_begun(self) -> bool:
+        return Path(f"{self._path}.begun").exists()
+
+    def open(self) -> None:
+        self._path.touch()
+
+
+def held(worker: Worker) -> int:
+    """Jobs that the worker has and has not settled."""
+    jobs = [*worker.inspect(stages.app, "active"), *worker.inspect(stages.app, "reserved")]
+    return len({each["id"] for each in jobs})
+
+
+def shared_batch(
+    worker: Worker, directory: Path, task: BatchTask, items: list[Any], **keywords: Any
+) -> list[Any]:
+    """Jobs that share a batch: the device is busy until they are all there."""
+    first = Gate(directory / "first")
+    busy = stages.gated.delay(0, **first.keywords)
+    wait_for(first.has_begun, "the device is busy")
+    jobs = list(task.submit_many(items, keywords))
+    wait_for(lambda: held(worker) == len(items) + 1, "the worker has them all")
+    first.open()
+    busy.get(timeout=TIMEOUT_S)
+    return jobs
+
+
+@pytest.mark.usefixtures("device")
+def test_of_64_jobs_the_one_beyond_its_hard_limit_fails_alone(
+    worker: Worker, tmp_path: Path
+) -> None:
+    seconds = [60.0 if number == 40 else 0.0 for number in range(64)]
+    jobs = shared_batch(worker, tmp_path, stages.limited, seconds)
+    with pytest.raises(TimeLimitExceeded):
+        jobs[40].get(timeout=TIMEOUT_S)
+    others = [job.get(timeout=TIMEOUT_S) for number, job in enumerate(jobs) if number != 40]
+    assert others == [0.0] * 63
+
+
+def test_of_64_active_jobs_the_one_that_is_terminated_ends_alone(
+    worker: Worker, device: psutil.Process, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    jobs = shared_batch(worker, tmp_path, stages.gated, list(range(64)), **gate.keywords)
+    wait_for(gate.has_begun, "the batch runs")
+    assert {each["id"] for each in worker.inspect(stages.app, "active")} == {j.id for j in jobs}
+    stages.app.control.revoke(jobs[40].id, terminate=True, reply=True, timeout=10, limit=1)
+    with pytest.raises(TaskRevokedError):
+        jobs[40].get(timeout=TIMEOUT_S)
+    gate.open()
+    others = [job.get(timeout=TIMEOUT_S) for number, job in enumerate(jobs) if number != 40]
+    assert others == [device.pid] * 63
