@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery, signals
+from celery.backends.redis import RedisBackend
 
 from batchery import BatchTask, install
 
@@ -14,6 +15,11 @@ app.conf.worker_hijack_root_logger = False
 app.conf.worker_soft_shutdown_timeout = float(os.environ.get("SOFT_SHUTDOWN_S", "0"))
 app.conf.worker_pool_restarts = True
 app.conf.broker_connection_retry_on_startup = True
+
+
+#: The most that Redis takes are 512 MB. Tests that reach it need gigabytes: less will do.
+MOST_BYTES = 120_000_000
+RedisBackend._MAX_STR_VALUE_SIZE = MOST_BYTES  # type: ignore[attr-defined]
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
@@ -37,6 +43,12 @@ def write_down_alone(item: Any, ledger: str, pause_s: float = 0.0) -> Any:
         file.write(f"{item}\n")
     time.sleep(pause_s)
     return item
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def answering(items: list[Any], *, answer: Any) -> Any:
+    """Answers for a whole batch what no batch function may answer."""
+    return answer
 
 
 class Mute(Exception):
@@ -74,8 +86,8 @@ def misbehave(texts: list[str]) -> Any:
     def answer(text: str) -> Any:
         if text == "generator":
             raise LookupError("in the middle")
-        if text == "huge":
-            return "x" * 100_000_000
+        if text in ("huge", "too huge"):
+            return "x" * (100_000_000 if text == "huge" else MOST_BYTES + 1)
         return nested(10_000) if text == "deep" else text.upper()
 
     return (answer(text) for text in texts)
@@ -109,6 +121,15 @@ class Hooked(BatchTask):
 
 
 hooked = app.register_task(Hooked())
+
+
+@signals.worker_init.connect
+def _define_late(**_: Any) -> None:
+    """A task that only a worker's main process has: no import makes it."""
+
+    @app.task(shared=False, base=BatchTask, name="apps.ledger.late")
+    def late(items: list[Any]) -> list[Any]:
+        return items
 
 
 @signals.task_success.connect

@@ -1,0 +1,128 @@
+"""Redis and workers killed by kill -9, and started again: the jobs are still answered."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from celery import Celery
+from redis import Redis
+
+from conftest import StartWorker
+from harness import Worker, queue_length, wait_for
+from own_redis import OwnRedis
+
+TIMEOUT_S = 60
+
+#: With kombu's own transport, those that a worker held come back at once, not after an hour.
+SOON = {"VISIBILITY_S": "2"}
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
+    made = OwnRedis(tmp_path / "redis")
+    made.start()
+    yield made
+    made.kill()
+
+
+def send(url: str, task: str, items: list[Any], **keywords: Any) -> list[str]:
+    """Submits jobs, and listens to nothing; returns their ids."""
+    with Celery("sender", broker=url, set_as_current=False) as app:
+        return [app.send_task(f"apps.stages.{task}", [item], keywords).id for item in items]
+
+
+def results(url: str, ids: list[str]) -> list[Any]:
+    """The results that are stored, in order."""
+    with contextlib.closing(Redis.from_url(url)) as redis:
+        found: Any = redis.mget([f"celery-task-meta-{each}" for each in ids])
+    return [json.loads(each)["result"] for each in found if each]
+
+
+def has_results(url: str, ids: list[str], count: int) -> bool:
+    return len(results(url, ids)) >= count
+
+
+def held(broker: str, worker: Worker) -> int | None:
+    """Jobs that the worker has and has not settled; None while it is reconnecting."""
+    with Celery("looker", broker=broker, set_as_current=False) as app:
+        inspect: Any = app.control.inspect([worker.name], timeout=2)
+        answers = [inspect.active(), inspect.reserved()]
+    if not all(answers):
+        return None
+    return len({each["id"] for answer in answers for each in answer[worker.name]})
+
+
+def test_jobs_of_a_killed_worker_come_back(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    first = start_worker("apps.stages")
+    jobs = send(redis_url, "gated", [0], gate=str(gate))
+    wait_for((tmp_path / "gate.begun").exists, "a job runs")
+    jobs += send(redis_url, "served_by", list(range(20)))
+    wait_for(lambda: held(redis_url, first) == 21, "the worker has them all")
+    devices = first.devices()
+    first.process.kill()
+    first.wait_exit()
+    _, alive = psutil.wait_procs(devices, timeout=TIMEOUT_S)
+    assert not alive
+    gate.touch()
+    second = start_worker("apps.stages", env=SOON)
+    wait_for(lambda: len(results(redis_url, jobs)) == 21, "all jobs are answered", TIMEOUT_S)
+    assert set(results(redis_url, jobs)) == {second.devices()[0].pid}
+    wait_for(lambda: queue_length(redis_url, "unacked") == 0, "all is acknowledged")
+
+
+def test_a_worker_goes_on_after_a_restart_of_redis(
+    start_worker: StartWorker, own_redis: OwnRedis
+) -> None:
+    url = own_redis.url
+    env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url}
+    worker = start_worker("apps.stages", env=env)
+    devices = worker.devices()
+    jobs: list[str] = []
+    for restarts in range(1, 3):
+        latest = send(url, "served_by", list(range(500)), pause_s=0.05)
+        wait_for(partial(has_results, url, latest, 100), "jobs are done")
+        jobs += latest
+        own_redis.kill()
+        # Long enough that the worker finds nobody to give its jobs back to.
+        wait_for(partial(has_logged, worker, "Connection to broker lost", restarts), "it knows")
+        own_redis.start()
+        wait_for(partial(has_logged, worker, "Connected to redis://", restarts + 1), "it is back")
+    wait_for(
+        lambda: not queue_length(url) and held(url, worker) == 0, "the queue is empty", TIMEOUT_S
+    )
+    assert worker.devices() == devices
+    assert worker.stop() == 0
+    # The rest of those that it held when Redis was killed come back to the next worker.
+    start_worker("apps.stages", env={**env, **SOON})
+    # kombu may lose one that Redis had handed over when it was killed, and nobody had noted yet.
+    wait_for(lambda: len(results(url, jobs)) >= len(jobs) - 2, "all are answered", TIMEOUT_S)
+
+
+def has_logged(worker: Worker, text: str, times: int) -> bool:
+    return worker.log.count(text) >= times
+
+
+def test_results_wait_for_a_backend_that_is_away(
+    start_worker: StartWorker, own_redis: OwnRedis, redis_url: str
+) -> None:
+    worker = start_worker("apps.stages", env={"CELERY_RESULT_BACKEND": own_redis.url})
+    own_redis.kill()
+    jobs = send(redis_url, "lengths", ["x" * number for number in range(100)])
+    # In the device, or on the threads of the main process: wherever they would be stored.
+    says = ("results wait for Redis", "Failed operation _store_result")
+    wait_for(lambda: any(text in worker.log for text in says), "results wait")
+    # The main process does not wait with them: it answers.
+    wait_for(lambda: held(redis_url, worker) == 100, "the worker has them all")
+    own_redis.start()
+    wait_for(lambda: len(results(own_redis.url, jobs)) == 100, "all results", TIMEOUT_S)
+    assert results(own_redis.url, jobs) == list(range(100))
+    wait_for(lambda: queue_length(redis_url, "unacked") == 0, "all is acknowledged")
+    assert queue_length(redis_url) == 0

@@ -1,0 +1,37 @@
+"""Results wait for a backend that is away."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from celery import Celery
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import ResponseError
+
+from batchery_worker.patience import STORE_RETRIES, is_away, make_patient
+
+backend: Any = Celery("patient", backend="redis://127.0.0.1:1/0", set_as_current=False).backend
+
+
+def test_a_backend_tries_again_for_a_while() -> None:
+    stock = SimpleNamespace(always_retry=False, max_retries=float("inf"))
+    make_patient(stock)
+    assert (stock.always_retry, stock.max_retries) == (True, STORE_RETRIES)
+
+
+def test_what_the_app_has_set_is_kept() -> None:
+    own = SimpleNamespace(always_retry=True, max_retries=3)
+    make_patient(own)
+    assert own.max_retries == 3
+
+
+def test_a_backend_that_is_away_is_told_apart_from_one_that_refuses() -> None:
+    assert is_away(backend, RedisConnectionError("refused"))
+    assert not is_away(backend, ResponseError("too large"))
+    assert not is_away(backend, ValueError("undecodable"))
+    assert not is_away(backend, SystemExit())
+
+
+def test_celery_s_own_error_is_looked_through() -> None:
+    given_up = RuntimeError("failed to store result on the backend")
+    given_up.__cause__ = RedisConnectionError("refused")
+    assert is_away(backend, given_up)
