@@ -1,199 +1,141 @@
-"""What the queue costs: no-op jobs through Batchery and through Celery's own pools.
+"""What the queue costs: no-op jobs through Batchery, through Celery's own pools, and elsewhere.
 
-Every system runs the same jobs in the same run, in turn, on a private redis-server: published
-before the worker starts, results stored, acknowledged late, no task events unless the row says so.
-The clock runs from the first to the last result that the worker stores, so that neither its start
-nor the publishing counts.
+Every system runs the same jobs in the same run, in turn, on a private redis-server: all published
+before the worker starts, results stored, acknowledged late, one worker, no logging, no task events
+unless the row says so. The clock runs from a tenth of the results to the last, so that neither the
+worker's start nor the publishing counts.
 
-    python benchmarks/queue_overhead.py --jobs 5000 --rounds 3 --json queue_overhead.json
+    python benchmarks/queue_overhead.py --rounds 5 --json queue.json --plot queue.svg
+
+Other systems are installed by pip when they are first needed, each into an environment of its own.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-import redis
-from celery import Celery
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from batchery.embedded import EmbeddedRedis
 from hardware import hardware
+from queue_runs import Bench, Sample
+from queue_systems import TRANSPORTS, System, default_transport, systems
+from venvs import python_of
 
-#: The app of every system: one task, once as a batch task and once as an ordinary one.
-APP = """
-from celery import Celery
-from batchery import BatchTask, install
+#: Columns of the table, also where the output is no terminal.
+WIDTH = 130
 
-app = install(Celery("bench"))
-app.conf.update(task_acks_late=True, worker_hijack_root_logger=False)
+HEADS = ("", "jobs/s", "spread", "of stock's best", "worker CPU", "Redis CPU", "call p50", "p99")
 
-
-@app.task(base=BatchTask, max_batch_size=64)
-def batched(items):
-    return items
-
-
-@app.task
-def ordinary(item):
-    return item
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class System:
-    """One row: which task, and how its worker is started."""
-
-    name: str
-    task: str
-    arguments: Sequence[str]
-
-
-SYSTEMS = (
-    System("batchery", "tasks.batched", ()),
-    System("batchery, with events", "tasks.batched", ("-E",)),
-    System("celery solo", "tasks.ordinary", ("-P", "solo")),
-    System("celery solo, with events", "tasks.ordinary", ("-P", "solo", "-E")),
-    System("celery threads -c 4", "tasks.ordinary", ("-P", "threads", "-c", "4")),
-    System("celery prefork -c 2", "tasks.ordinary", ("-P", "celery.concurrency.prefork:TaskPool")),
-)
-
-#: Longest time for one system in one round, in seconds.
-TIMEOUT_S = 600
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One system in one round."""
-
-    jobs_per_s: float
-    #: Processor time of the worker and its children per job, start-up excluded, in microseconds.
-    cpu_us_per_job: float
-
-
-def measure(system: System, jobs: int, folder: Path, server: EmbeddedRedis) -> Sample:
-    """Publishes all jobs, starts the worker, and times it from its first result to its last."""
-    client = redis.Redis.from_url(server.url)
-    client.flushall()
-    app = Celery("client", broker=server.url, backend=server.url, set_as_current=False)
-    with app.producer_pool.acquire(block=True) as producer:
-        for number in range(jobs):
-            app.send_task(
-                system.task,
-                [number],
-                producer=producer,
-                ignore_result=True,
-                headers={"ignore_result": False},
-            )
-    worker = start(system, folder, server.url)
-    try:
-        warm = jobs // 10
-        begun_s, cpu_s = wait_for_results(client, worker, warm)
-        ended_s, cpu_end_s = wait_for_results(client, worker, jobs)
-        counted = jobs - warm
-        return Sample(counted / (ended_s - begun_s), (cpu_end_s - cpu_s) / counted * 1e6)
-    finally:
-        worker.terminate()
-        worker.wait(30)
-        app.close()
-        client.close()
-
-
-def start(system: System, folder: Path, url: str) -> psutil.Popen:
-    """Starts one worker, quiet, so that logging costs every system the same: nothing."""
-    command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "tasks", "worker"]
-    command += ["-l", "ERROR", "--without-mingle", "--without-gossip", *system.arguments]
-    environment = {**os.environ, "CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url}
-    if "prefork" in system.name:
-        # By its plain name Celery would take the pool that the app has configured.
-        index = command.index("-P")
-        command[index : index + 2] = ["-P", "custom", "-c", "2"]
-        environment["CELERY_CUSTOM_WORKER_POOL"] = system.arguments[-1]
-    return psutil.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def wait_for_results(client: Any, worker: psutil.Popen, count: int) -> tuple[float, float]:
-    """Waits for so many results; returns the time and the worker's processor time then."""
-    deadline_s = time.monotonic() + TIMEOUT_S
-    # Results are the only keys with an expiry, so that counting them costs Redis nothing.
-    while client.info("keyspace").get("db0", {}).get("expires", 0) < count:
-        if worker.poll() is not None or time.monotonic() > deadline_s:
-            raise SystemExit("the worker ended or stopped answering")
-        time.sleep(0.01)
-    return time.monotonic(), cpu_of(worker)
-
-
-def cpu_of(worker: psutil.Popen) -> float:
-    """Processor time of a worker and its children so far, in seconds."""
-    family = [worker, *worker.children(recursive=True)]
-    return sum(sum(each.cpu_times()[:2]) for each in family)
+PLOT = ("matplotlib==3.11.2",)
 
 
 def main() -> None:
-    """Runs all systems in turn, prints a table, writes JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=3000, help="per system and round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the rows to this file")
-    options = parser.parse_args()
-    samples: dict[str, list[Sample]] = {system.name: [] for system in SYSTEMS}
-    console = Console(highlight=False)
-    with tempfile.TemporaryDirectory() as name, EmbeddedRedis() as server:
-        folder = Path(name)
-        (folder / "tasks.py").write_text(APP)
+    """Runs all systems in turn, prints a table; writes JSON and a plot if asked to."""
+    options = parse()
+    console = Console(highlight=False, width=WIDTH)
+    chosen = choose(systems(options.transport), options.systems)
+    for system in chosen:
+        python_of(system.venv, system.requirements)
+    samples: dict[str, list[Sample]] = {system.name: [] for system in chosen}
+    with EmbeddedRedis() as server:
+        bench = Bench(server, options.jobs, options.calls)
         for number in range(options.rounds):
-            for system in SYSTEMS:
+            # To and fro, so that a machine that slows down slows all of them.
+            for system in chosen if number % 2 == 0 else reversed(chosen):
                 console.print(f"round {number + 1} of {options.rounds}: {system.name}")
-                samples[system.name].append(measure(system, options.jobs, folder, server))
-    rows = [row(name, each) for name, each in samples.items()]
-    console.print(hardware())
-    print_table(console, rows)
+                samples[system.name].append(bench.run(system))
+    report = {
+        "hardware": hardware(),
+        "transport": options.transport,
+        "jobs": options.jobs,
+        "rounds": options.rounds,
+        "rows": [row(name, each) for name, each in samples.items()],
+    }
+    console.print(report["hardware"])
+    print_table(console, report["rows"])
     if options.json:
-        report = {"hardware": hardware(), "jobs": options.jobs, "rows": rows}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if options.plot:
+        plot(report, options.plot)
+
+
+def parse() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--jobs", type=int, default=4000, help="per round; fast systems get more")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--calls", type=int, default=200, help="single calls per round, or 0")
+    parser.add_argument(
+        "--systems", nargs="+", metavar="NAME", help="only rows whose name begins with one of these"
+    )
+    parser.add_argument(
+        "--transport", choices=TRANSPORTS, default=default_transport(), help="of our own rows"
+    )
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="draw the rows into this file, an SVG")
+    return parser.parse_args()
+
+
+def choose(rows: Sequence[System], names: Sequence[str] | None) -> list[System]:
+    """The rows whose names begin with one of these."""
+    found = [each for each in rows if names is None or each.name.startswith(tuple(names))]
+    if not found:
+        raise SystemExit(f"--systems: choose from {', '.join(each.name for each in rows)}")
+    return found
 
 
 def row(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
-    """Median and spread of one system."""
+    """Median and spread of one system; percentiles of all its single calls."""
     rates = [sample.jobs_per_s for sample in samples]
-    return {
+    calls = sorted(call for sample in samples for call in sample.latencies_s)
+    facts: dict[str, Any] = {
         "system": name,
         "jobs_per_s": round(statistics.median(rates)),
         "spread": [round(min(rates)), round(max(rates))],
-        "cpu_us_per_job": round(statistics.median(sample.cpu_us_per_job for sample in samples)),
+        "worker_us_per_job": round(statistics.median(sample.worker_us for sample in samples)),
+        "redis_us_per_job": round(statistics.median(sample.redis_us for sample in samples)),
     }
+    if calls:
+        facts["call_p50_ms"] = round(calls[len(calls) // 2] * 1000, 2)
+        facts["call_p99_ms"] = round(calls[len(calls) * 99 // 100] * 1000, 2)
+    return facts
 
 
 def print_table(console: Console, rows: Sequence[dict[str, Any]]) -> None:
-    """Prints the rows, each beside its ratio to the best stock pool without events."""
-    plain = [each for each in rows if each["system"].startswith("celery")]
-    best = max(each["jobs_per_s"] for each in plain if "events" not in each["system"])
-    table = Table("system", "jobs/s", "spread", "CPU per job", "of stock's best")
+    """Prints the rows, each beside its ratio to the best stock pool, ready for a page of docs."""
+    best = best_of_stock(rows)
+    table = Table(*HEADS, box=box.MARKDOWN)
     for each in rows:
         table.add_row(
             each["system"],
             f"{each['jobs_per_s']:,}",
             f"{each['spread'][0]:,} to {each['spread'][1]:,}",
-            f"{each['cpu_us_per_job']} µs",
-            f"{each['jobs_per_s'] / best:.2f}",
+            f"{each['jobs_per_s'] / best:.2f}" if best else "",
+            f"{each['worker_us_per_job']:,} µs",
+            f"{each['redis_us_per_job']:,} µs",
+            *(f"{each[key]} ms" if key in each else "" for key in ("call_p50_ms", "call_p99_ms")),
         )
     console.print(table)
+
+
+def best_of_stock(rows: Sequence[dict[str, Any]]) -> int:
+    """Jobs/s of the best stock pool without events; 0 where none was run."""
+    names = ("celery solo", "celery threads -c 4", "celery prefork -c 2")
+    return max((each["jobs_per_s"] for each in rows if each["system"] in names), default=0)
+
+
+def plot(report: dict[str, Any], target: Path) -> None:
+    """Draws the rows, in an environment that has matplotlib."""
+    script = Path(__file__).with_name("plot_rows.py")
+    command = [python_of("plot", PLOT), script, target]
+    subprocess.run(command, input=json.dumps(report), text=True, check=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,23 @@
+"""Batchery, on the transport that PEER_TRANSPORT names."""
+
+import os
+from typing import Any
+
+from celery import Celery
+
+from batchery import BatchTask, install
+from peers.celery_client import configure, run
+
+app = install(Celery("bench"))
+configure(app)
+app.conf.broker_transport = os.environ.get("PEER_TRANSPORT", "redis")
+
+
+@app.task(base=BatchTask, name="noop", max_batch_size=64)
+def noop(items: list[Any]) -> list[Any]:
+    """Does nothing."""
+    return items
+
+
+if __name__ == "__main__":
+    run(app, "noop")

@@ -1,0 +1,30 @@
+"""Dramatiq with its Redis broker and Redis results."""
+
+from typing import Any
+
+import dramatiq
+from dramatiq.brokers.redis import RedisBroker
+from dramatiq.results import Results
+from dramatiq.results.backends.redis import RedisBackend
+
+from peers.peer import URL, main
+
+broker = RedisBroker(url=URL)
+broker.add_middleware(Results(backend=RedisBackend(url=URL), store_results=True))
+dramatiq.set_broker(broker)
+
+
+@dramatiq.actor
+def noop(item: Any) -> Any:
+    """Does nothing."""
+    return item
+
+
+def fill(count: int) -> None:
+    """Puts jobs into the queue."""
+    for _ in range(count):
+        noop.send(0)
+
+
+if __name__ == "__main__":
+    main(fill, lambda: noop.send(0).get_result(block=True, timeout=60_000))

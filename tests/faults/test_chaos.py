@@ -1,0 +1,81 @@
+"""The fault harness finds what the stock transport loses, and nothing where nothing is lost.
+
+`CHAOS_FACTOR=20 make test TESTS=tests/faults/test_chaos.py` makes the long run so much longer;
+`batchery bench chaos` has all its options.
+"""
+
+import importlib.util
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from batchery.cli import main
+from batchery_worker.bench.chaos import run
+from batchery_worker.bench.plan import Plan
+
+#: How much longer than usual the long run is.
+FACTOR = int(os.environ.get("CHAOS_FACTOR", "1"))
+
+QUIET = Plan(
+    kills=0, device_kills=0, stops=0, redis_restarts=0, cuts=0, fills=0, malformed=0, patience_s=60
+)
+
+#: Of everything a little; devices die, so that even they are no excuse.
+TORMENT = Plan(
+    transport="batchery",
+    jobs=400 * FACTOR,
+    seed=FACTOR,
+    kills=2 * FACTOR,
+    device_kills=2 * FACTOR,
+    stops=FACTOR,
+    redis_restarts=FACTOR,
+    cuts=FACTOR,
+    fills=FACTOR,
+    malformed=12,
+)
+
+
+def test_the_harness_finds_the_jobs_that_stock_leaves_behind_a_killed_worker(
+    tmp_path: Path,
+) -> None:
+    # Its jobs come back after the visibility timeout, an hour: long after the run.
+    plan = replace(QUIET, jobs=150, transport="stock", kills=1, workers=1, patience_s=2)
+    verdict = run(plan, tmp_path)
+    assert verdict.faults == {"kill worker": 1, "scale": 1}
+    assert verdict.submitted == 150
+    assert verdict.stuck > 0
+    assert verdict.answered + verdict.stuck + verdict.lost == 150
+    assert not verdict.is_good
+    assert "NOT GOOD" in verdict.text
+    assert any(example.startswith("stuck: ") for example in verdict.examples)
+
+
+def test_without_a_fault_the_harness_finds_nothing(tmp_path: Path) -> None:
+    options = [f"--{name}=0" for name in ("kills", "device-kills", "stops", "cuts", "fills")]
+    options += ["--redis-restarts=0", "--malformed=0", "--jobs=60", "--workers=1"]
+    arguments = ["bench", "chaos", "--transport=stock", "--json", "--quiet", *options]
+    kept = tmp_path / "kept"
+    answer = CliRunner().invoke(main, [*arguments, f"--keep={kept}"])
+    assert answer.exit_code == 0, answer.output
+    verdict = json.loads(answer.stdout)
+    assert verdict["is_good"]
+    assert verdict["submitted"] == verdict["answered"] == verdict["plan"]["jobs"] == 60
+    assert (kept / "w1.log").is_file()
+    again = CliRunner().invoke(main, [*arguments, f"--keep={kept}"])
+    assert again.exit_code == 2
+    assert "File exists; name a new one" in again.output
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("batchery.transport") is None, reason="batchery.transport is not there"
+)
+@pytest.mark.timeout(300 * FACTOR)
+def test_nothing_is_lost_doubled_wrong_or_stuck_whatever_is_killed(tmp_path: Path) -> None:
+    verdict = run(TORMENT, tmp_path, print)
+    assert verdict.submitted == TORMENT.jobs
+    assert verdict.is_good, verdict.text
+    assert verdict.ended == 0, verdict.text
