@@ -13,10 +13,12 @@ from batchery.errors import SettingsError, StartError
 from batchery.model import Model
 from batchery.settings import ModelSettings, Settings
 from batchery.task import ModelTask
+from batchery.transport import use_leases
 
 logger = logging.getLogger(__name__)
 
 POOL = "batchery_worker.pool:BatchPool"
+CONSUMER = "batchery_worker.consumer:GuardedConsumer"
 STEP = "batchery_worker.step:BatchStep"
 
 #: Where the built-in kinds live; a path, so that a producer never imports torch.
@@ -66,8 +68,14 @@ def install(app: Celery, **settings: Any) -> Celery:
     """
     _installations[app] = Installation(app, settings)
     # Celery ranks such defaults above a configuration object, so that has to be asked.
-    app.add_defaults(lambda: {"worker_pool": _pool(app)})
+    app.add_defaults(
+        lambda: {
+            "worker_pool": _chosen(app, "worker_pool") or POOL,
+            "worker_consumer": _chosen(app, "worker_consumer") or CONSUMER,
+        }
+    )
     app.steps["worker"].add(STEP)
+    use_leases()
     if getattr(app, "finalized", False):
         _register_models(app)
     else:
@@ -75,10 +83,10 @@ def install(app: Celery, **settings: Any) -> Celery:
     return app
 
 
-def _pool(app: Celery) -> Any:
-    """The pool that the app's own configuration names, or ours where it is Celery's default."""
-    chosen: Any = app.conf.worker_pool
-    return POOL if chosen == DEFAULTS["worker_pool"] else chosen
+def _chosen(app: Celery, name: str) -> Any:
+    """What the app's own configuration says; None where it is Celery's default."""
+    chosen: Any = app.conf[name]
+    return None if chosen == DEFAULTS[name] else chosen
 
 
 def installation_of(app: Celery) -> Installation:

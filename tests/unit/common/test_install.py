@@ -11,7 +11,7 @@ import pytest
 from celery import Celery, Task
 
 from batchery import BatchTask, Model, SettingsError, install, register
-from batchery.install import POOL, STEP, installation_of
+from batchery.install import CONSUMER, POOL, STEP, installation_of
 from batchery.task import ModelTask
 
 MODELS = {
@@ -44,7 +44,7 @@ def test_nothing_changes_for_ordinary_tasks() -> None:
     app.finalize()
     before, after = dict(plain.conf), dict(app.conf)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
-    assert changed <= {"worker_pool"}
+    assert changed <= {"worker_pool", "worker_consumer"}
     assert set(plain.tasks) == set(app.tasks)
     assert type(task).__mro__[2:] == type(plain_task).__mro__[2:]
     assert isinstance(task, Task)
@@ -66,6 +66,13 @@ def test_the_pool_is_ours_unless_the_app_says_otherwise() -> None:
     read = make_app()
     assert read.conf.task_default_queue == "celery"
     assert install(read).conf.worker_pool == POOL
+
+
+def test_the_consumer_is_ours_unless_the_app_says_otherwise() -> None:
+    assert install(make_app()).conf.worker_consumer == CONSUMER
+    own = make_app()
+    own.conf.worker_consumer = "my.own:Consumer"
+    assert install(own).conf.worker_consumer == "my.own:Consumer"
 
 
 def test_twice_is_once() -> None:

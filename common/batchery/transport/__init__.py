@@ -1,0 +1,70 @@
+"""A kombu transport that leases messages in bulk; any Celery app on Redis can use it.
+
+`install(app)` puts it in the place of kombu's own for `redis://`, `rediss://` and `sentinel://`.
+Without Batchery's pool: `broker_transport = "batchery.transport:Transport"`. On the wire nothing
+differs: producers and workers with kombu's Redis transport share the queues.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import kombu.transport
+from kombu.transport import redis as kombu_redis
+
+from batchery.transport.channel import Channel, SentinelChannel
+from batchery.transport.poller import SWEEP_S, Poller
+
+__all__ = ["SentinelTransport", "Transport", "use_leases"]
+
+if TYPE_CHECKING:
+    _Transport: Any
+else:
+    _Transport = kombu_redis.Transport
+
+
+class Transport(_Transport):  # type: ignore[misc]
+    """Kombu's Redis transport, with leases where a channel consumes."""
+
+    Channel = Channel
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.cycle = Poller()
+
+    def register_with_event_loop(self, connection: Any, loop: Any) -> None:
+        """Adds the transport to Celery's event loop."""
+        super().register_with_event_loop(connection, loop)
+        cycle = self.cycle
+        timer = getattr(cycle, "_sweep_tref", None)
+        if timer is not None:
+            timer.cancel()
+        cycle._sweep_tref = loop.call_repeatedly(SWEEP_S, cycle.sweep)
+        loop.on_tick.add(cycle.flush)
+
+    def _collect(self, connection: Any) -> None:
+        """Kombu's name for leaving a connection that broke: its leases are kept."""
+        for channel in list(self.channels):
+            channel.is_broken = True
+        self.close_connection(connection)
+
+
+class SentinelTransport(Transport):
+    """The same behind Redis Sentinel."""
+
+    default_port = 26379
+    Channel = SentinelChannel
+
+
+def use_leases() -> None:
+    """Makes this the transport of Redis URLs in this process.
+
+    By their schemes, not by the setting `broker_transport`: that would not survive a failover to
+    the next URL of a list, and would hold for brokers that are no Redis.
+    """
+    for scheme, name in (
+        ("redis", "Transport"),
+        ("rediss", "Transport"),
+        ("sentinel", "SentinelTransport"),
+    ):
+        kombu.transport.TRANSPORT_ALIASES[scheme] = f"{__name__}:{name}"
+        cache: dict[str, Any] = vars(kombu.transport)["_transport_cache"]
+        cache.pop(scheme, None)

@@ -1,0 +1,378 @@
+"""A kombu channel that leases messages, many at a time, instead of popping them one by one.
+
+While there is nothing to take, it waits without popping: Redis tracks the queues' keys for its
+connection and says when one of them changes.
+"""
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from queue import Empty
+from time import monotonic
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import redis
+from kombu.transport import redis as kombu_redis
+from kombu.utils.encoding import bytes_to_str
+from redis.exceptions import NoScriptError
+
+from batchery.transport.heart import Heart
+from batchery.transport.inbox import Inbox
+from batchery.transport.ledger import Ledger
+from batchery.transport.ledgers import lend
+from batchery.transport.qos import QoS
+from batchery.transport.scripts import source
+
+if TYPE_CHECKING:
+    _Base: Any
+else:
+    _Base = object
+
+logger = logging.getLogger("batchery.transport")
+
+#: Most bytes that one drain takes, in bytes; Redis answers nobody else while it copies them.
+DRAIN_BYTES = 16 * 2**20
+
+#: How long an answer of Redis may take, in seconds, where the transport options say nothing: the
+#: event loop waits for it, and a connection may be dead without telling.
+SOCKET_TIMEOUT_S = 10.0
+
+
+class Fenced(redis.ConnectionError):
+    """Another worker took this one's leases over; Celery starts its consumer anew."""
+
+
+class LeasingChannel(_Base):  # type: ignore[misc]
+    """Mixed into kombu's Redis channels.
+
+    A channel that never consumes with acknowledgements, as that of a client does, is kombu's own.
+    """
+
+    QoS = QoS
+
+    #: Transport option: False makes this kombu's own channel.
+    leases = True
+    #: Transport option: after which silence of a worker others take its jobs, in seconds.
+    lease_expiry_s = 5.0
+    #: Transport option: how many unsettled messages a queue may have here, by queue name; without
+    #: an entry as many as the prefetch allows.
+    queue_prefetch: Mapping[str, int] = MappingProxyType({})
+
+    ledger: Ledger | None = None
+    #: Takes in what was leased; there with the ledger.
+    inbox: Inbox
+    #: Whether the connection broke, so that leases outlive the channel.
+    is_broken = False
+
+    #: What kombu's `_in_poll` stands for: an answer to a drain, or a push; with neither, a BRPOP of
+    #: kombu's own, which may be under way when the channel begins to lease.
+    _draining = False
+    _waiting = False
+    _brpop_sent_at: float | None
+    _prepared: Any = None
+    _drain_sha = ""
+    _drained_keys: tuple[str, ...] = ()
+    #: All queues of the channel at the last drain, and whether some of them had enough already.
+    _consumed: frozenset[str] = frozenset()
+    _some_are_full = False
+    #: Set from any thread when a lease ends.
+    has_room = False
+    #: Whether the last drain brought nothing although a key was there.
+    _fruitless = False
+
+    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
+        if self.connection is None or self.connection.client is None:
+            # Kombu itself stumbles over that, with an error that ends Celery's worker.
+            raise redis.ConnectionError("the channel is closed")
+        params: dict[str, Any] = super()._connparams(asynchronous)
+        if params.get("socket_timeout") is None:
+            params["socket_timeout"] = SOCKET_TIMEOUT_S
+        if asynchronous:
+            params["protocol"] = 3  # Pushes need RESP3.
+        return params
+
+    def basic_consume(
+        self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any
+    ) -> Any:
+        """Consumes a queue; with acknowledgements, by leases."""
+        result = super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
+        if not self.leases or queue in self.active_fanout_queues:
+            return result
+        if self.ledger is None and not no_ack:
+            self._open_ledger()
+
+        def deliver(payload: Any) -> None:
+            message = self._message(payload)
+            if message is None:
+                return
+            leased = self.qos.is_leased(message.delivery_tag)
+            if leased or not no_ack:
+                self.qos.append(message, message.delivery_tag)
+            if leased and no_ack:
+                self.qos.ack(message.delivery_tag)
+            callback(message)
+
+        self.connection._callbacks[queue] = deliver
+        self.rouse()
+        return result
+
+    def _message(self, payload: Any) -> Any:
+        """The message, or None where it was leased and is malformed: then it is buried."""
+        tag = payload["properties"]["delivery_tag"]
+        try:
+            return self.Message(payload, channel=self)
+        except Exception as error:
+            # A message may be malformed in any way.
+            if not self.qos.is_leased(tag):
+                raise
+            self.inbox.bury(tag, error)
+            return None
+
+    def _open_ledger(self) -> None:
+        ledger = lend(self._place(), self, self._make_ledger)
+        try:
+            if not ledger.is_open:
+                ledger.open()
+                ledger.heart = Heart(ledger, self._client_of_its_own(ledger.expiry_s / 2))
+                ledger.heart.start()
+        except BaseException:
+            ledger.holder = None
+            raise
+        self.inbox = Inbox(self, ledger)
+        self.ledger = ledger
+
+    def _place(self) -> tuple[Any, ...]:
+        """Identity of the broker's database."""
+        params = self._connparams()
+        names = [str(params.get(name)) for name in ("host", "port", "path", "db")]
+        # Behind one Sentinel there may be several masters.
+        return (*names, getattr(self, "master_name", None), self.global_keyprefix)
+
+    def _make_ledger(self) -> Ledger:
+        client = self._client_of_its_own(self._connparams()["socket_timeout"])
+        return Ledger(client, self.global_keyprefix, self.lease_expiry_s)
+
+    def _client_of_its_own(self, timeout_s: float) -> Any:
+        """With a pool of its own: it outlives the channel, and waits for nobody."""
+        pool = self._get_pool()
+        given = pool.connection_kwargs.get("socket_timeout") or timeout_s
+        pool.connection_kwargs["socket_timeout"] = min(given, timeout_s)
+        return redis.Redis(connection_pool=pool)
+
+    # Taking
+
+    def _brpop_start(self, timeout: float | None = None) -> None:
+        if self.ledger is None:
+            super()._brpop_start(timeout)
+            return
+        self._raise_if_fenced()
+        connection = self.client.connection
+        if self._prepared is not connection._sock:
+            self._prepare(connection)
+            # An answer may have died with the connection before.
+            self.inbox.reconcile(active_tokens())
+            self._prepared = connection._sock
+        self.has_room = False
+        free = self.qos.free
+        held = self._held_by_queue()
+        limits = {
+            queue: min(free, self.queue_prefetch.get(queue, free + held[queue]) - held[queue])
+            for queue in self._queue_cycle.consume(len(self.active_queues))
+        }
+        queues = [queue for queue, limit in limits.items() if limit > 0]
+        if not queues:
+            return
+        self.ledger.flush()
+        self._consumed = frozenset(self.active_queues)
+        self._some_are_full = len(queues) < len(self._consumed)
+        keys = self.ledger.keys
+        self._drained_keys = tuple(
+            keys.queue(self._q_for_pri(queue, step))
+            for step in self.priority_steps
+            for queue in queues
+        )
+        fixed = [keys.workers, self.ledger.lease_key, keys.token, keys.suspects]
+        connection.send_command(
+            *["EVALSHA", self._drain_sha, len(fixed) + len(self._drained_keys)],
+            *fixed,
+            *self._drained_keys,
+            *[self.ledger.worker, free, DRAIN_BYTES, len(queues)],
+            *[limits[queue] for queue in queues],
+        )
+        self._in_poll = connection
+        self._brpop_sent_at = monotonic()
+        self._draining, self._waiting = True, False
+
+    def _held_by_queue(self) -> Counter[str]:
+        held: Counter[str] = Counter()
+        if self.queue_prefetch and self.ledger is not None:
+            for key, count in self.ledger.held_by_key().items():
+                held[self.inbox.queue_of(key)] += count
+        return held
+
+    def _raise_if_fenced(self) -> None:
+        if self.ledger is not None and self.ledger.fenced:
+            lost = self.ledger.rejoin()
+            raise Fenced(f"{lost} jobs were handed on to other workers")
+
+    def _prepare(self, connection: Any) -> None:
+        """Makes a fresh connection ready: it shall be told of changes, and know the script."""
+        # Only what is asked for by CLIENT CACHING: the script reads the heartbeats, too.
+        connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
+        connection.read_response()
+        connection.send_command("SCRIPT", "LOAD", source("drain"))
+        self._drain_sha = bytes_to_str(connection.read_response())
+        self._draining = self._waiting = self._fruitless = False
+
+    def _brpop_read(self, **options: Any) -> bool:
+        if self.ledger is None or (self._in_poll and not (self._draining or self._waiting)):
+            return bool(super()._brpop_read(**options))
+        connection = self.client.connection
+        draining = self._draining
+        self._draining = self._waiting = False
+        self._in_poll = None
+        try:
+            answer = connection.read_response(push_request=not draining)
+            if not draining:
+                raise Empty
+            if not answer:
+                if answer is None:
+                    self.ledger.fenced = True
+                elif self._nothing_came(connection) or self._fruitless:
+                    self._wait(connection)
+                else:
+                    # Once more; if that brings nothing either, the key is no list: the next sweep.
+                    self._fruitless = True
+                raise Empty
+            self._fruitless = False
+        except NoScriptError:
+            self._prepared = None  # Somebody flushed the scripts.
+            raise Empty from None
+        except redis.ResponseError as error:
+            # Such as READONLY after a failover; what is no connection error would end the worker.
+            connection.disconnect()
+            raise redis.ConnectionError(f"the broker refuses to hand out jobs: {error}") from error
+        except self.connection_errors:
+            connection.disconnect()
+            raise
+        finally:
+            self._flush_brpop_reauth()
+        self.inbox.take_in(answer, self._drained_keys)
+        return True
+
+    def _nothing_came(self, connection: Any) -> bool:
+        """Whether all queues are empty; from now on Redis tells when one of them changes."""
+        if self._consumed != set(self.active_queues):
+            return False
+        commands = [("CLIENT", "CACHING", "YES"), ("EXISTS", *self._drained_keys)]
+        connection.send_packed_command(connection.pack_commands(commands))
+        connection.read_response()
+        if connection.read_response():
+            return False
+        # What was pushed behind the answer may sit in the parser already: no event would come.
+        return not connection.can_read(timeout=0)
+
+    def _wait(self, connection: Any) -> None:
+        self._waiting = True
+        self._in_poll = connection
+        self._brpop_sent_at = None  # No answer is owed.
+
+    def rouse(self) -> None:
+        """Looks into the queues again in the next turn of the loop."""
+        if self._waiting:
+            self._waiting = self._fruitless = False
+            self._in_poll = None
+
+    def sweep(self) -> None:
+        """Now and then: a wake-up that got lost must not hold up a job for ever.
+
+        Raises:
+            Fenced: Others took this worker's leases; also found where no more can be taken.
+            redis.RedisError: Redis does not answer.
+        """
+        if self.ledger is None:
+            return
+        self._raise_if_fenced()
+        self.ledger.flush()
+        connection = self._in_poll
+        if self._waiting and connection and connection._sock is self._prepared:
+            try:
+                if not self._nothing_came(connection):
+                    self.rouse()
+            except self.connection_errors:
+                connection.disconnect()
+                raise
+
+    def look_for_room(self) -> None:
+        """Drains again where a queue had its share and no longer has."""
+        if self._waiting and self._some_are_full and self.has_room:
+            self.rouse()
+
+    def read_push(self) -> None:
+        """Reads a wake-up for which nobody waits, as there is no room for more messages."""
+        connection = self.client.connection
+        try:
+            connection.read_response(push_request=True)
+        except self.connection_errors:
+            # It is made anew when messages are wanted.
+            connection.disconnect()
+
+    def _on_connection_disconnect(self, connection: Any) -> None:
+        if self._in_poll is connection:
+            self._draining = self._waiting = False
+        super()._on_connection_disconnect(connection)
+
+    # Ending
+
+    def close(self) -> None:
+        """Closes the channel; with the last one that leases, this worker leaves the living."""
+        ledger = self.ledger
+        was_open = not self.closed
+        if ledger is not None and was_open:
+            self._end_poll()
+        super().close()
+        if ledger is None or not was_open:
+            return
+        ledger.holder = None
+        if not self.is_broken:
+            ledger.heart.stop()
+            ledger.close()
+
+    def _end_poll(self) -> None:
+        """Leaves nothing under way; what a drain brings just now is in the leases already."""
+        if self._draining:
+            # Kombu uses this connection once more, and must not read that answer for its own.
+            self.client.connection.disconnect()
+        self.rouse()
+
+
+def active_tokens() -> set[str]:
+    """Tokens of the jobs that Celery's worker has accepted and not settled, if there is one."""
+    state = sys.modules.get("celery.worker.state")
+    if state is None:
+        return set()
+    return {str(request.message.delivery_tag) for request in list(state.active_requests)}
+
+
+class Channel(LeasingChannel, kombu_redis.Channel):  # type: ignore[misc]
+    """A channel to one Redis server."""
+
+    from_transport_options = (
+        *kombu_redis.Channel.from_transport_options,
+        "leases",
+        "lease_expiry_s",
+        "queue_prefetch",
+    )
+
+
+class SentinelChannel(LeasingChannel, kombu_redis.SentinelChannel):  # type: ignore[misc]
+    """A channel to the master that Sentinel names."""
+
+    from_transport_options = (
+        *kombu_redis.SentinelChannel.from_transport_options,
+        "leases",
+        "lease_expiry_s",
+        "queue_prefetch",
+    )

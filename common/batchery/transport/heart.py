@@ -1,0 +1,104 @@
+"""The heartbeat: keeps this worker's leases, and takes those of workers that died."""
+
+import logging
+import threading
+from time import monotonic
+from typing import Any
+
+import redis
+
+from batchery.transport.ledger import Ledger
+from batchery.transport.observer import Observer
+from batchery.transport.scripts import Scripts
+
+logger = logging.getLogger("batchery.transport")
+
+#: Heartbeats per expiry. A worker may miss some, on a loaded machine, before it counts as dead.
+BEATS_PER_EXPIRY = 5
+
+
+class Heart:
+    """A thread with a connection of its own: nothing that Celery's event loop does delays it."""
+
+    def __init__(self, ledger: Ledger, client: "redis.Redis") -> None:
+        """Does not beat yet.
+
+        Args:
+            ledger: Of this worker, which is open.
+            client: For this thread alone.
+        """
+        self._ledger = ledger
+        self._client = client
+        self._scripts = Scripts(client)
+        self._pause_s = ledger.expiry_s / BEATS_PER_EXPIRY
+        self._observer = Observer(ledger.expiry_s, max_gap_s=ledger.expiry_s / 2)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="batchery-heart", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, a daemon: it must not keep a process alive."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; returns at once."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._pause_s):
+            try:
+                self.beat(monotonic())
+            except (redis.RedisError, OSError) as error:
+                logger.debug("heartbeat: %r", error)
+                self._observer.interrupted()
+            except Exception:
+                logger.exception("heartbeat failed")
+                self._observer.interrupted()
+        self._client.connection_pool.disconnect()
+
+    def beat(self, now_s: float) -> None:
+        """One heartbeat and one look at the others.
+
+        Args:
+            now_s: Monotonic time.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        ledger = self._ledger
+        if ledger.fenced:
+            return
+        worker = ledger.worker
+        flat = self._scripts.run("renew", [ledger.keys.workers], worker)
+        if flat is None:
+            if worker == ledger.worker and ledger.is_open:
+                ledger.fenced = True
+                logger.warning("this worker was silent for too long: its leases were handed on")
+            return
+        ledger.flush()
+        beats = {
+            name.decode(): int(float(beat))
+            for name, beat in zip(flat[::2], flat[1::2], strict=True)
+        }
+        del beats[worker]
+        for name, beat in self._observer.look(beats, now_s):
+            self._recover(name, beat, now_s)
+
+    def _recover(self, worker: str, beat: int, now_s: float) -> None:
+        keys = self._ledger.keys
+        # Just after an outage many look dead that only lost their connection as we did.
+        counts = self._observer.calm_s(now_s) >= 2 * self._ledger.expiry_s
+        count: Any = self._scripts.run(
+            "recover",
+            [
+                keys.workers,
+                keys.worker_info,
+                keys.lease(worker),
+                keys.running(worker),
+                keys.suspects,
+            ],
+            *[worker, beat, int(counts)],
+        )
+        if count is not None:
+            logger.warning(
+                "worker %s is dead: %d of its jobs are back in their queues", worker, count
+            )

@@ -1,0 +1,64 @@
+-- Moves waiting messages from their queues into the leases of one worker.
+--
+-- KEYS[1]   ZSET    workers, see register.lua; a worker that is not in it gets nothing
+-- KEYS[2]   HASH    lease:<worker>: token -> queue key, a zero byte, message as it was in the queue.
+--                   Written here; a field goes with commit, acknowledgement, release or recovery.
+-- KEYS[3]   STRING  token: the last token given; never expires, as tokens must not come twice
+-- KEYS[4]   HASH    suspects, see recover.lua
+-- KEYS[5..] LIST    queues, in the order in which they are served: all queues of one priority step,
+--                   then those of the next. Written by producers, read by every worker.
+-- ARGV      worker id, messages wanted, bytes wanted, number of queues, then for each queue how many
+--           messages it may give
+-- Returns   {number of suspects, first token, index of queue key, message, index, message, ...};
+--           {} if all queues are empty; nil if the worker is fenced.
+--
+-- At maxmemory a script may write once it has popped, which frees memory, so pops come first.
+-- A key of another type than list must not stop the script, as what was popped would be lost: pcall.
+if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
+  return false
+end
+local wanted, room, queues = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local left = {}
+for i = 1, queues do
+  left[i] = tonumber(ARGV[4 + i])
+end
+local answer, fields = {0, 0}, {}
+for i = 5, #KEYS do
+  local queue = (i - 5) % queues + 1
+  local asked, got
+  repeat
+    -- A few at a time: their size is known only afterwards.
+    asked = math.min(wanted, left[queue], 16)
+    got = 0
+    if asked > 0 and room > 0 then
+      local messages = redis.pcall('RPOP', KEYS[i], asked)
+      if messages and not messages.err then
+        for _, message in ipairs(messages) do
+          answer[#answer + 1] = i - 5
+          answer[#answer + 1] = message
+          fields[#fields + 1] = KEYS[i] .. '\0' .. message
+          room = room - #message
+        end
+        got = #messages
+        wanted = wanted - got
+        left[queue] = left[queue] - got
+      end
+    end
+  until got == 0 or got < asked
+end
+if #fields == 0 then
+  return {}
+end
+answer[2] = redis.call('INCRBY', KEYS[3], #fields) - #fields + 1
+answer[1] = redis.call('HLEN', KEYS[4])
+local slice = {}
+for i, field in ipairs(fields) do
+  slice[#slice + 1] = answer[2] + i - 1
+  slice[#slice + 1] = field
+  -- Lua's stack bounds what can be unpacked.
+  if #slice == 1000 or i == #fields then
+    redis.call('HSET', KEYS[2], unpack(slice))
+    slice = {}
+  end
+end
+return answer

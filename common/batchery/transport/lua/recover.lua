@@ -1,0 +1,43 @@
+-- Ends a worker: gives all that it held back to the queues, in the original order.
+--
+-- KEYS[1]  ZSET  workers, see register.lua
+-- KEYS[2]  HASH  worker-info, see register.lua
+-- KEYS[3]  HASH  lease:<worker>, see drain.lua
+-- KEYS[4]  HASH  running:<worker>: batch id -> "shared" or "alone", then token and task id of each of
+--                its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
+--                removed when it ends; expires a day after the last one began.
+-- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. Written here;
+--                read after a drain; a field goes when its job is settled. Expires a day after the
+--                last death: a job may also be settled by a worker that knows nothing of it.
+-- ARGV     worker id; the heartbeat that its observer saw, or nothing for a worker that ends itself;
+--          1 if deaths count
+-- Returns  how many messages went back; nil if the worker has sent another heartbeat since.
+if ARGV[2] ~= '' and redis.call('ZSCORE', KEYS[1], ARGV[1]) ~= ARGV[2] then
+  return false
+end
+redis.call('ZREM', KEYS[1], ARGV[1])
+redis.call('HDEL', KEYS[2], ARGV[1])
+if ARGV[3] == '1' then
+  local running = redis.call('HVALS', KEYS[4])
+  for _, batch in ipairs(running) do
+    -- With a second one beside it on another device, it may be innocent.
+    local alone = #running == 1 and string.sub(batch, 1, 6) == 'alone '
+    for token, id in string.gmatch(batch, ' (%d+) (%S+)') do
+      if redis.call('HEXISTS', KEYS[3], token) == 1 then
+        redis.call('HINCRBY', KEYS[5], id, alone and 1 or 0)
+      end
+    end
+  end
+end
+redis.call('EXPIRE', KEYS[5], 86400)
+local tokens = redis.call('HKEYS', KEYS[3])
+table.sort(tokens, function(a, b) return tonumber(a) > tonumber(b) end)
+for _, token in ipairs(tokens) do
+  local value = redis.call('HGET', KEYS[3], token)
+  local cut = string.find(value, '\0', 1, true)
+  -- The oldest is pushed last, to the end that is popped first.
+  redis.call('HDEL', KEYS[3], token)
+  redis.call('RPUSH', string.sub(value, 1, cut - 1), string.sub(value, cut + 1))
+end
+redis.call('DEL', KEYS[3], KEYS[4])
+return #tokens

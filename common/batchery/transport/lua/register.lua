@@ -1,0 +1,18 @@
+-- Enters a worker among the living.
+--
+-- KEYS[1]  ZSET    workers: worker id -> last heartbeat in ms, on this server's clock. Written here
+--                  and by renew.lua; read by every worker; a member goes with release or recovery.
+-- KEYS[2]  HASH    worker-info: worker id -> what people want to know of it, as JSON. The same life.
+-- KEYS[3]  STRING  token, see drain.lua
+-- ARGV     worker id, info, the last token that the worker knows of
+--
+-- At maxmemory a script may write once it has deleted something, and be it nothing: so ZREM first.
+redis.call('ZREM', KEYS[1], ARGV[1])
+local now = redis.call('TIME')
+redis.call('ZADD', KEYS[1], now[1] * 1000 + math.floor(now[2] / 1000), ARGV[1])
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+-- After a FLUSHALL: a token of a job that still runs must not be given to another one.
+if tonumber(redis.call('GET', KEYS[3]) or 0) < tonumber(ARGV[3]) then
+  redis.call('SET', KEYS[3], ARGV[3])
+end
+return 1

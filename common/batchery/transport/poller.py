@@ -1,0 +1,75 @@
+"""What waits for the connections of all channels; with additions for those that lease."""
+
+from queue import Empty
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+from kombu.transport.redis import MultiChannelPoller
+
+if TYPE_CHECKING:
+    _Poller: Any
+else:
+    _Poller = MultiChannelPoller
+
+#: How often an idle worker looks into its queues although nobody called, in seconds.
+SWEEP_S = 1.0
+
+
+class Poller(_Poller):  # type: ignore[misc]
+    """Kombu's, for channels that may wait for a wake-up instead of an answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._swept_s = monotonic()
+
+    def on_poll_start(self) -> None:
+        """Sends what is to be sent before the loop waits."""
+        for channel in self._channels:
+            if channel.ledger is not None:
+                channel.look_for_room()
+        super().on_poll_start()
+
+    def on_readable(self, fileno: int) -> Any:
+        """Reads what has come."""
+        channel, kind = self._fd_to_chan.get(fileno, (None, None))
+        unasked = kind == "BRPOP" and channel.ledger is not None and not channel._in_poll
+        if unasked and fileno not in self._paused_brpop:
+            # Kombu would take it for the end of the connection.
+            channel.read_push()
+            raise Empty
+        return super().on_readable(fileno)
+
+    def sweep(self) -> None:
+        """Lets each channel see whether it has missed something; the event loop's timer calls it.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        for channel in list(self._channels):
+            channel.sweep()
+
+    def flush(self) -> None:
+        """Sends what waits; raises as `sweep` does."""
+        for channel in list(self._channels):
+            if channel.ledger is not None:
+                channel.ledger.flush()
+
+    def get(self, callback: Any, timeout: float | None = None) -> None:
+        """Waits for messages where there is no event loop, and no timer."""
+        if not any(channel.ledger is not None for channel in self._channels):
+            super().get(callback, timeout)
+            return
+        before = self._handed_over()
+        self.flush()
+        try:
+            super().get(callback, SWEEP_S if timeout is None else min(timeout, SWEEP_S))
+        except Empty:
+            if monotonic() - self._swept_s >= SWEEP_S:
+                self._swept_s = monotonic()
+                self.sweep()
+            # On a new connection, messages may have come without an event.
+            if self._handed_over() == before:
+                raise
+
+    def _handed_over(self) -> int:
+        return sum(each.inbox.count for each in self._channels if each.ledger is not None)

@@ -1,0 +1,87 @@
+"""Which messages a channel counts against its prefetch, and how they are settled."""
+
+from typing import TYPE_CHECKING, Any
+
+from kombu.transport import redis as kombu_redis
+from kombu.transport import virtual
+
+if TYPE_CHECKING:
+    _QoS: Any
+else:
+    _QoS = kombu_redis.QoS
+
+#: Most messages that one drain takes where the prefetch has no limit.
+UNLIMITED = 1000
+
+
+class QoS(_QoS):  # type: ignore[misc]
+    """Leased messages need no entry of their own in Redis: the lease is it.
+
+    Messages that came another way, by `basic_get` for instance, are treated as kombu does.
+    """
+
+    @property
+    def free(self) -> int:
+        """How many more messages the channel may hold."""
+        if not self.prefetch_count:
+            return UNLIMITED
+        return int(max(0, self.prefetch_count - len(self._delivered) + len(self._dirty)))
+
+    def is_leased(self, tag: str) -> bool:
+        """Whether a message has a lease, or is one of kombu's."""
+        # Stock tags are UUIDs, tokens are numbers.
+        return self.channel.ledger is not None and tag.isdigit()
+
+    def append(self, message: Any, delivery_tag: str) -> None:
+        """Counts a message."""
+        if self.is_leased(delivery_tag):
+            virtual.QoS.append(self, message, delivery_tag)
+        else:
+            super().append(message, delivery_tag)
+
+    def adopt(self, token: str) -> None:
+        """Counts a job that still runs and came over a channel that is gone."""
+        virtual.QoS.append(self, None, token)
+
+    def forget(self, token: str) -> None:
+        """Does not count a message any more; from any thread."""
+        self.channel.has_room = True
+        # One that was never delivered, as it is malformed, was never counted.
+        if token in self._delivered:
+            self._dirty.add(token)
+
+    def ack(self, delivery_tag: str) -> None:
+        """Settles a message; sent together with others, before the event loop waits again."""
+        if self.is_leased(delivery_tag):
+            self.channel.ledger.ack(delivery_tag)
+        else:
+            super().ack(delivery_tag)
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        """Drops a message, or gives it back to the end of its queue, as kombu does."""
+        if not self.is_leased(delivery_tag):
+            super().reject(delivery_tag, requeue)
+        elif requeue:
+            self.channel.ledger.requeue([delivery_tag], first=False)
+        else:
+            self.channel.ledger.ack(delivery_tag)
+
+    def restore_unacked(self, *args: Any, **kwargs: Any) -> Any:
+        """Gives back what the channel counts, unless the connection broke."""
+        ledger = self.channel.ledger
+        if ledger is not None:
+            self._flush()
+            for tag in [tag for tag in self._delivered if self.is_leased(tag)]:
+                del self._delivered[tag]
+            if self.channel.is_broken:
+                ledger.abandon(self)
+            elif tokens := ledger.owned_by(self):
+                ledger.requeue(tokens, first=True)
+        return super().restore_unacked(*args, **kwargs)
+
+    def restore_unacked_once(self, stderr: Any = None) -> None:
+        """The channel closes."""
+        if self.channel.ledger is not None:
+            # Kombu does it only where it counts messages, and logs how many.
+            self.restore_unacked()
+        super().restore_unacked_once(stderr)
