@@ -13,6 +13,9 @@ TORCH_INDEX ?=
 TESTS ?=
 ARGS ?=
 
+# How many test processes at a time. Most tests wait for processes that they have started.
+PROCESSES ?= 3
+
 # `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C.
 KEEP ?=
 
@@ -30,8 +33,8 @@ help: ## say what there is to make
 demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 leaves them up)
 	$(PY) -m batchery_worker.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
-test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest)
-	$(PY) -m pytest $(ARGS) $(TESTS)
+test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
+	$(PY) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS) $(TESTS)
 
 lint: $(INSTALLED) ## check style, format and types
 	$(PY) -m ruff check
