@@ -66,6 +66,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             )
         else:
             _widen_prefetch(worker, prefetch_jobs(tasks, settings))
+            _share_prefetch(worker.app, tasks, settings)
             _warn_of_memory_limit(worker)
         _consume_model_queues(worker.app, tasks)
 
@@ -116,6 +117,20 @@ def _widen_prefetch(worker: Any, jobs: int) -> None:
 def _warn_of_memory_limit(worker: Any) -> None:
     if worker.max_memory_per_child and resident_kib(os.getpid()) is None:
         logger.warning("max_memory_per_child has no effect: only Linux tells what a process holds")
+
+
+def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings) -> None:
+    """Gives each model's queue its own part: jobs for a slow one must not keep out all others."""
+    parts: dict[str, int] = {}
+    for task in tasks:
+        if isinstance(task, ModelTask):
+            queue = str(task.model_queue)
+            parts[queue] = parts.get(queue, 0) + prefetch_jobs([task], settings)
+    options = app.conf.broker_transport_options
+    app.conf.broker_transport_options = {
+        **options,
+        "queue_prefetch": {**parts, **options.get("queue_prefetch", {})},
+    }
 
 
 def _consume_model_queues(app: Any, tasks: list[BatchTask]) -> None:

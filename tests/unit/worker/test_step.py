@@ -75,6 +75,19 @@ def test_the_prefetch_is_widened_as_far_as_needed_and_never_narrowed(
         assert worker.prefetch_multiplier == max(multiplier, math.ceil(needed / concurrency))
 
 
+def test_each_models_queue_has_its_part_of_the_prefetch() -> None:
+    app = make_app(max_batch_size=10, prefetch_batches=1)
+    app.conf.broker_transport_options = {"queue_prefetch": {"gpu": 7}, "lease_expiry_s": 2}
+    register(app, "embed", Model)
+    register(app, "rerank", Model, queue="embed", max_batch_size=5)
+    register(app, "classify", Model, queue="gpu")
+    prepare(Worker(app))
+    assert app.conf.broker_transport_options == {
+        "queue_prefetch": {"embed": 30, "gpu": 7},
+        "lease_expiry_s": 2,
+    }
+
+
 def test_a_worker_without_batch_tasks_is_left_alone() -> None:
     app = make_app(max_batch_size=500)
     worker = Worker(app)
