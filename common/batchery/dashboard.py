@@ -39,6 +39,8 @@ def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
         parts.append(Text("no worker answers; start one: celery -A APP worker"))
     if now.queues:
         parts.append(queue_table(now.queues))
+    if now.dead_letters:
+        parts.append(Text(f"dead letters: {now.dead_letters:,}; see `batchery dead list`", "red"))
     return Group(*parts)
 
 

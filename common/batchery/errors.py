@@ -16,7 +16,7 @@ BatcheryError
     ├── WrongLength             the function returned another number of outcomes than items
     ├── UnserialisableResult    the outcome cannot be written as JSON
     ├── OutOfMemory             the device has no memory for this item alone
-    └── DeviceDied              the job killed its device process, each time alone
+    └── DeviceDied              the job killed its device process or worker, each time alone
 ```
 
 Every error takes one text, so that it survives the trip through a JSON result backend:
@@ -88,4 +88,4 @@ class OutOfMemory(ItemError):
 
 
 class DeviceDied(ItemError):
-    """The job was running alone when its device process died, as often as is allowed."""
+    """The job ran alone when its device process, or its worker, died; as often as is allowed."""

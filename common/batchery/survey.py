@@ -10,6 +10,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from batchery.errors import RedisUnavailable
+from batchery.transport.dead import DeadLetters
 
 #: Remote-control command that the workers answer.
 COMMAND = "batchery"
@@ -26,10 +27,12 @@ class Survey:
         workers: Figures by worker, as `celery inspect batchery` has them; `{"error": why}` of one
             that runs no batches.
         queues: Messages waiting in the broker, by name of each queue that one of them consumes.
+        dead_letters: Messages that nobody could execute; None where the broker is no Redis.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
     queues: Mapping[str, int]
+    dead_letters: int | None = None
 
     def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
         """What a worker got done per second since an earlier survey.
@@ -55,14 +58,18 @@ class Survey:
         return {f"{name}_per_s": round(count / seconds, 3) for name, count in gained.items()}
 
     def report(self, before: "Survey | None" = None) -> dict[str, Any]:
-        """The survey as JSON has it: `workers`, each with its `rates`, and `queues`."""
+        """The survey as JSON has it: `workers`, each with its `rates`, `queues`, `dead_letters`."""
         workers = {
             name: {**figures, "rates": self.rates(name, before)}
             if "batches" in figures
             else figures
             for name, figures in sorted(self.workers.items())
         }
-        return {"workers": workers, "queues": {**self.queues}}
+        return {
+            "workers": workers,
+            "queues": {**self.queues},
+            "dead_letters": self.dead_letters,
+        }
 
 
 def survey(app: Celery, timeout_s: float) -> Survey:
@@ -81,7 +88,7 @@ def survey(app: Celery, timeout_s: float) -> Survey:
         replies = app.control.broadcast(COMMAND, reply=True, timeout=timeout_s)
         workers: dict[str, Any] = flatten_reply(replies or [])
         names = {name for figures in workers.values() for name in figures.get("queues", ())}
-        return Survey(workers, queue_depths(app, names))
+        return Survey(workers, queue_depths(app, names), dead_letters(app))
     except (OperationalError, RedisError, OSError) as error:
         raise RedisUnavailable(f"the broker does not answer: {error}; is it up?") from error
 
@@ -104,3 +111,10 @@ def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
             else:
                 depths[name] = declared.message_count
     return depths
+
+
+def dead_letters(app: Celery) -> int | None:
+    """How many messages nobody could execute; None where the broker is no Redis."""
+    with app.connection_for_read() as connection:
+        letters = DeadLetters.of(connection)
+        return None if letters is None else len(letters)

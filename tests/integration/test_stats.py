@@ -251,7 +251,11 @@ def test_a_broker_that_goes_away_is_one_line_and_exit_code_2() -> None:
         options = ("--redis", redis.url, "--json", "--timeout", "0.2")
         process = start("redis://nowhere.invalid:1/0", "batchery", "stats", *options)
         assert process.stdout is not None
-        assert json.loads(process.stdout.readline()) == {"workers": {}, "queues": {}}
+        assert json.loads(process.stdout.readline()) == {
+            "workers": {},
+            "queues": {},
+            "dead_letters": 0,
+        }
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert err.startswith("batchery: error: the broker does not answer: ")

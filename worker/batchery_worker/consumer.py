@@ -15,6 +15,7 @@ from kombu.exceptions import DecodeError
 
 from batchery.errors import InvalidItem
 from batchery.task import BatchTask
+from batchery.transport.dead import read_embed
 from batchery_worker.undertaker import condemn, tell_caller
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def embedded(message: Any) -> Mapping[str, Any]:
         _, _, embed = message.payload
         return dict(embed)
     except Exception:  # noqa: BLE001 - a message may be malformed in any way
-        return {}
+        return read_embed(message.body)
 
 
 def check(message: Any) -> None:

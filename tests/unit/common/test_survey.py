@@ -76,11 +76,17 @@ def test_a_worker_without_batches_has_no_rates() -> None:
     assert now.report(BEFORE)["workers"]["one"] == {"error": "pool runs no batches"}
 
 
+def test_dead_letters_are_shown_if_there_are_any() -> None:
+    assert "dead letters" not in drawn(Survey({}, {}, 0))
+    assert "dead letters: 1,234; see `batchery dead list`" in drawn(Survey({}, {}, 1234))
+
+
 def test_the_report_is_json_with_rates_and_queues() -> None:
     report = json.loads(json.dumps(NOW.report(BEFORE)))
     assert report["workers"]["one"]["rates"]["items_per_s"] == 250
     assert report["workers"]["one"]["batches"]["jobs"] == 140
     assert report["queues"] == {"embed": 1234}
+    assert report["dead_letters"] is None
     assert NOW.report()["workers"]["one"]["rates"] is None
 
 

@@ -1,0 +1,234 @@
+"""Dead letters in Redis, and what can be read of a message that is broken."""
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from batchery.transport.dead import (
+    AT_ONCE,
+    REASON_CHARS,
+    DeadLetters,
+    bury_malformed,
+    on_dead,
+    queue_of,
+    readable_headers,
+    write_letter,
+)
+from batchery.transport.ledger import Ledger
+
+PREFIX = "shop:"
+
+
+@pytest.fixture
+def ledger(bare: Any) -> Iterator[Ledger]:
+    made = Ledger(bare, PREFIX, expiry_s=5.0)
+    made.open()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def letters(bare: Any) -> DeadLetters:
+    return DeadLetters(bare, PREFIX)
+
+
+@pytest.fixture
+def told() -> Iterator[list[tuple[Any, str]]]:
+    """What a worker is told of dead letters."""
+    before, made = list(on_dead), []
+    on_dead[:] = [lambda headers, reason: made.append((headers, reason))]
+    yield made
+    on_dead[:] = before
+
+
+def hold(ledger: Ledger, token: int, message: bytes, key: str = "shop:embed") -> str:
+    """Lets a ledger have a lease."""
+    ledger.client.hset(ledger.lease_key, token, key.encode() + b"\0" + message)
+    ledger.take(str(token), None, key)
+    return str(token)
+
+
+def bury(ledger: Ledger, token: int, message: bytes = b"{}", key: str = "shop:embed") -> str:
+    held = hold(ledger, token, message, key)
+    assert ledger.bury(held, write_letter("it is broken", f"id-{token}", "embed"))
+    return held
+
+
+def test_a_dead_letter_says_what_it_is_and_keeps_its_message(
+    ledger: Ledger, letters: DeadLetters
+) -> None:
+    bury(ledger, 7, b"\xff\0raw", "shop:embed\x06\x169")
+    found = letters.get("7")
+    assert found is not None
+    letter, message = found
+    assert message == b"\xff\0raw"
+    assert (letter.token, letter.id, letter.task) == ("7", "id-7", "embed")
+    assert (letter.queue, letter.reason) == ("embed", "it is broken")
+    assert letter.died_s > 1.7e9
+    assert letters.get("8") is None
+
+
+def test_they_are_listed_oldest_first(ledger: Ledger, letters: DeadLetters) -> None:
+    for token in (100, 9, 20):
+        bury(ledger, token)
+    assert [letter.token for letter in letters] == ["9", "20", "100"]
+    assert letters.tokens() == ["9", "20", "100"]
+    assert len(letters) == 3
+
+
+def test_requeued_ones_go_behind_those_that_wait_in_their_own_queue(
+    ledger: Ledger, letters: DeadLetters, bare: Any
+) -> None:
+    bare.lpush("shop:embed", "waits")
+    bury(ledger, 1, b"first")
+    bury(ledger, 2, b"second")
+    bury(ledger, 3, b"urgent", "shop:embed\x06\x163")
+    assert letters.requeue(["1", "2", "3", "4"]) == ["1", "2", "3"]
+    # Workers take from the right.
+    assert bare.lrange("shop:embed", 0, -1) == [b"second", b"first", b"waits"]
+    assert bare.lrange("shop:embed\x06\x163", 0, -1) == [b"urgent"]
+    assert len(letters) == 0
+    assert letters.get("1") is None
+    assert letters.requeue(["1"]) == []
+
+
+def test_purged_ones_are_gone_with_their_messages(
+    ledger: Ledger, letters: DeadLetters, bare: Any
+) -> None:
+    bury(ledger, 1)
+    bury(ledger, 2)
+    assert letters.purge(["1", "3"]) == 1
+    assert letters.tokens() == ["2"]
+    assert bare.hkeys("shop:batchery:dead-messages") == [b"2"]
+
+
+def test_many_are_moved_in_parts(ledger: Ledger, letters: DeadLetters, bare: Any) -> None:
+    many = 2 * AT_ONCE + 1
+    for name, content in (("dead-messages", "{}"), ("dead", json.dumps(write_letter("?", "", "")))):
+        values = dict.fromkeys(range(many), f"shop:embed\x00{content}")
+        bare.hset(f"shop:batchery:{name}", mapping=values)
+    assert len(list(letters)) == many
+    assert len(letters.requeue(letters.tokens())) == many
+    assert bare.llen("shop:embed") == many
+
+
+def test_a_condemned_message_is_buried_where_it_would_have_been_acknowledged(
+    ledger: Ledger, letters: DeadLetters, bare: Any
+) -> None:
+    condemned, good = hold(ledger, 1, b"bad"), hold(ledger, 2, b"good")
+    ledger.condemn(condemned, write_letter("it killed", "id", "embed"))
+    ledger.flush()
+    assert len(letters) == 0
+    ledger.ack(condemned)
+    ledger.ack(good)
+    ledger.flush()
+    assert [letter.reason for letter in letters] == ["it killed"]
+    assert not bare.exists(ledger.lease_key)
+
+
+def test_a_condemned_message_that_is_given_back_is_not_buried(
+    ledger: Ledger, letters: DeadLetters, bare: Any
+) -> None:
+    condemned = hold(ledger, 1, b"bad")
+    ledger.condemn(condemned, write_letter("it killed", "id", "embed"))
+    ledger.requeue([condemned], first=True)
+    ledger.flush()
+    assert bare.lrange("shop:embed", 0, -1) == [b"bad"]
+    assert len(letters) == 0
+
+
+def test_a_full_redis_does_not_hold_up_acknowledgements(ledger: Ledger, bare: Any) -> None:
+    token = hold(ledger, 1, b"{}")
+    bare.config_set("maxmemory", 1)
+    ledger.began({token: "id"}, alone=True)
+    ledger.flush()
+    ledger.ack(token)
+    ledger.flush()
+    assert not bare.exists(ledger.lease_key)
+
+
+def test_notes_of_running_batches_come_and_go(ledger: Ledger, bare: Any) -> None:
+    key = f"shop:batchery:running:{ledger.worker}"
+    first = ledger.began({"1": "a-1", "2": "odd id"}, alone=False)
+    ledger.flush()
+    assert bare.hvals(key) == [b"shared 1 a-1 2 odd%20id"]
+    assert bare.ttl(key) > 0
+    ledger.ended(first)
+    # It is not worth a round trip of its own.
+    ledger.flush()
+    assert bare.exists(key)
+    ledger.began({"3": "b"}, alone=True)
+    ledger.flush()
+    assert bare.hvals(key) == [b"alone 3 b"]
+
+
+EMBED = {"chain": [1], "chord": {"task": "sum"}, "callbacks": None, "errbacks": None}
+
+
+BODY = json.dumps([[1], {}, EMBED])
+
+
+@pytest.mark.parametrize("body", [BODY, base64.b64encode(BODY.encode()).decode()])
+def test_the_caller_is_told_with_what_its_chord_needs(
+    ledger: Ledger, letters: DeadLetters, told: Any, body: str
+) -> None:
+    headers = {"id": "an-id", "task": "embed", "group": "g"}
+    message = json.dumps({"headers": headers, "body": body}).encode()
+    bury_malformed(ledger, hold(ledger, 1, message), KeyError("properties"))
+    ((known, reason),) = told
+    assert known == {**headers, **EMBED}
+    (letter,) = letters
+    assert letter.reason == reason == "the message cannot be understood: KeyError: 'properties'"
+    assert (letter.id, letter.task) == ("an-id", "embed")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"not json",
+        b"\xff\xfe",
+        b"[]",
+        b"7",
+        b'{"headers": []}',
+        b'{"headers": {"id": 7}}',
+        b'{"headers": {"task": "x"}}',
+        b"[" * 100_000,
+    ],
+)
+def test_without_an_id_nobody_is_told(
+    ledger: Ledger, letters: DeadLetters, told: Any, message: bytes
+) -> None:
+    bury_malformed(ledger, hold(ledger, 1, message), ValueError("x" * 5000))
+    assert told == []
+    (letter,) = letters
+    assert letter.id is None
+    assert len(letter.reason) == REASON_CHARS
+
+
+@pytest.mark.parametrize(
+    "body", [None, 7, "", "[", "bm90IGpzb24=", "###", [[], {}, {}], "[[], {}]", "[[], {}, 7]"]
+)
+def test_a_body_that_cannot_be_read_leaves_the_headers(body: Any) -> None:
+    message = json.dumps({"headers": {"id": "an-id"}, "body": body}).encode()
+    assert readable_headers(message) == {"id": "an-id"}
+
+
+def test_an_id_is_read_beside_what_is_no_utf_8() -> None:
+    assert readable_headers(b'{"headers": {"id": "an-id"}, "body": "\xff"}') == {"id": "an-id"}
+
+
+@pytest.mark.parametrize(
+    ("key", "queue"),
+    [
+        ("shop:embed", "embed"),
+        ("shop:embed\x06\x163", "embed"),
+        ("shop:embed\x06\x16x", "embed\x06\x16x"),
+        ("other", "other"),
+    ],
+)
+def test_a_key_names_its_queue(key: str, queue: str) -> None:
+    assert queue_of(key, PREFIX) == queue
