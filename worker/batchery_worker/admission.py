@@ -12,6 +12,7 @@ from batchery.settings import Settings
 from batchery.task import BatchTask, only_item
 from batchery_worker.scheduler import BatchKey, Job, Limits, TimeLimits
 from batchery_worker.ticket import Ticket
+from batchery_worker.wire import dump_context
 
 #: Types that can always be pickled: for the common job, a text, nothing is tried.
 FLAT = {str, bytes, int, float, bool, type(None)}
@@ -48,7 +49,7 @@ class Admission:
         time_limits: TimeLimits,
         now_s: float,
     ) -> Job[Ticket]:
-        """Makes a job of a ticket, and fills in the ticket's items.
+        """Makes a job of a ticket, and fills in the ticket's items and context.
 
         Args:
             ticket: As it came from Celery.
@@ -70,6 +71,8 @@ class Admission:
         header = message.get(packed.HEADER)
         ticket.items, ticket.is_packed = packed.items_of(argument, header)
         _check_portable(ticket.items, message.get("kwargs"))
+        if task.sees_request:
+            ticket.context = _context(message)
         return Job(
             id=ticket.task_id,
             key=BatchKey(task.name, _spell(message.get("kwargs")), time_limits),
@@ -78,6 +81,13 @@ class Admission:
             arrived_s=now_s,
             payload=ticket,
         )
+
+
+def _context(message: Mapping[str, Any]) -> bytes:
+    try:
+        return dump_context(message)
+    except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
+        raise InvalidItem(f"the headers cannot be handed to a device: {error}") from None
 
 
 def _check_portable(items: Sequence[Any], keywords: Mapping[str, Any] | None) -> None:

@@ -1,9 +1,11 @@
 """The seam between computing a batch and storing its results."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
+
+from batchery_worker.terms import Terms
 
 
 class Verdict(StrEnum):
@@ -19,23 +21,26 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A job with its outcome."""
+    """A job with its outcome, as `encode_outcome` spelled it."""
 
     task_id: str
-    outcome: Any
+    spelled: Sequence[Any]
 
 
 class Committer(Protocol):
     """Stores the results of a batch; called on the commit thread of a device process."""
 
-    def commit(self, batch: Sequence[Settled]) -> Sequence[Verdict]:
-        """Stores what it can; returns one verdict per job, in order."""
+    def commit(
+        self, jobs: Sequence[Settled], terms: Terms, facts: Mapping[str, Any]
+    ) -> Sequence[Verdict]:
+        """Stores what it can.
+
+        Args:
+            jobs: Of one batch.
+            terms: Of the same batch: what the main process knows of it.
+            facts: Of the same batch; stored with each result.
+
+        Returns:
+            One verdict per job, in order.
+        """
         ...
-
-
-class TracerCommitter:
-    """Leaves every job to Celery's tracer, which knows every feature of every backend."""
-
-    def commit(self, batch: Sequence[Settled]) -> Sequence[Verdict]:
-        """Returns `NEEDS_TRACER` for every job."""
-        return [Verdict.NEEDS_TRACER for _ in batch]

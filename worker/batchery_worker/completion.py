@@ -7,15 +7,21 @@ the context that is set around it here. Threads do this, as every step may wait 
 
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextvars import ContextVar
+from time import monotonic
 from typing import Any
 
+import redis
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery import Celery
+from celery.app import trace
+from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
+from celery.states import STARTED
 
 from batchery.task import Computed, computed
+from batchery_worker.patience import is_away, make_patient
 from batchery_worker.ticket import Ticket
 
 logger = logging.getLogger("batchery.pool")
@@ -31,7 +37,11 @@ class Completion:
     """Threads that run the tracer."""
 
     def __init__(
-        self, app: Celery, threads: int, deliver: Callable[[Callable[[], None]], None]
+        self,
+        app: Celery,
+        threads: int,
+        deliver: Callable[[Callable[[], None]], None],
+        on_fenced: Callable[[Ticket], None],
     ) -> None:
         """Starts no thread yet.
 
@@ -39,9 +49,13 @@ class Completion:
             app: Whose result backend is used.
             threads: How many jobs are completed at a time, at most.
             deliver: Runs a callable on the pool's thread; may be called from any thread.
+            on_fenced: Drops a job that another worker has now; called on the pool's thread.
         """
         self._app = app
+        #: By name of the task; Celery makes new ones after each reconnect to the broker.
+        self._tracers: dict[str, Any] = {}
         self._deliver = deliver
+        self._on_fenced = on_fenced
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="batchery-completion")
 
     def submit(
@@ -62,9 +76,30 @@ class Completion:
         """
         self._threads.submit(self._complete, ticket, outcome, facts, settled)
 
+    def tell_started(self, ticket: Ticket, pid: int) -> None:
+        """Stores that a job runs, for a task that is tracked; before its outcome, if it can.
+
+        Args:
+            ticket: The job.
+            pid: Of the process that it runs in.
+        """
+        ticket.started = self._threads.submit(self._store_started, ticket, pid)
+
     def stop(self) -> None:
         """Waits for the jobs that were submitted."""
         self._threads.shutdown()
+
+    def _store_started(self, ticket: Ticket, pid: int) -> None:
+        task = self._app.tasks[ticket.task_name]
+        ignored = ticket.message.get("ignore_result")
+        if task.ignore_result if ignored is None else ignored:
+            return
+        request = Context(dict(ticket.message))
+        meta = {"pid": pid, "hostname": request.hostname}
+        try:
+            task.backend.store_result(ticket.task_id, meta, STARTED, request=request)
+        except Exception:
+            logger.exception("%s[%s] is not seen as started", ticket.task_name, ticket.task_id)
 
     def _complete(
         self,
@@ -73,18 +108,29 @@ class Completion:
         facts: Mapping[str, Any] | None,
         settled: Callable[[bool], None],
     ) -> None:
+        if ticket.started is not None:
+            # It was submitted before, so that a thread has it; the last state must come last.
+            wait([ticket.started])
+        if _is_fenced(ticket):
+            self._deliver(lambda: _finish(lambda _: self._on_fenced(ticket), None, settled, False))
+            return
         try:
             backend = self._app.backend
             _tag_results(backend)
+            make_patient(backend)
+            self._time_device(ticket)
             computed.set(Computed(ticket.task_id, outcome(backend)))
             _facts.set(facts)
             is_error, value, _ = ticket.target(*ticket.args)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the job must be settled
             logger.error("%s[%s] cannot be completed: %r", ticket.task_name, ticket.task_id, error)
+            if ticket.request is not None and is_away(self._app.backend, error):
+                self._deliver(lambda: _finish(lambda _: _give_back(ticket), None, settled, False))
+                return
             info = ExceptionInfo()
             self._deliver(lambda: _finish(ticket.error_callback, info, settled, True))
         else:
-            # The tracer timed only itself.
+            # Without the tracer's own time.
             runtime_s = facts["forward_ms"] / 1e3 if facts else 0.0
             failed = bool(is_error) and not isinstance(_raised(value), NOT_FAILURES)
             result = (is_error, value, runtime_s)
@@ -92,6 +138,26 @@ class Completion:
         finally:
             computed.set(None)
             _facts.set(None)
+
+    def _time_device(self, ticket: Ticket) -> None:
+        """Gives the task a tracer that counts the device's time as the task's run time."""
+        task: Any = self._app.tasks[ticket.task_name]
+        if task.__trace__ is None or task.__trace__ is not self._tracers.get(task.name):
+            tracer = trace.build_tracer(
+                task.name,
+                task,
+                app=self._app,
+                hostname=ticket.message.get("hostname"),
+                monotonic=_clock,
+            )
+            self._tracers[task.name] = task.__trace__ = tracer
+
+
+def _clock() -> float:
+    """The tracer's clock: once the task has answered, the device's time has passed as well."""
+    facts = _facts.get()
+    answered = facts is not None and computed.get() is None
+    return monotonic() + (facts["forward_ms"] / 1e3 if facts and answered else 0.0)
 
 
 def _finish(
@@ -101,6 +167,27 @@ def _finish(
         callback(result)
     finally:
         settled(failed)
+
+
+def _is_fenced(ticket: Ticket) -> bool:
+    """Whether another worker has the job now; asked just before its result is stored.
+
+    In between somebody may still take it. Where Redis does not answer, the job counts as ours: at
+    worst its result is stored twice.
+    """
+    lease = ticket.lease
+    if lease is None:
+        return False
+    try:
+        return lease.token not in lease.ledger.still_held([lease.token])
+    except (redis.RedisError, OSError):
+        return False
+
+
+def _give_back(ticket: Ticket) -> None:
+    # The one of now: the message may have come again while the result waited.
+    if ticket.request is not None:
+        ticket.request.give_back()
 
 
 def _raised(info: ExceptionInfo) -> Any:

@@ -15,33 +15,33 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
-from celery import Celery
+from celery import Celery, signals
 
-from batchery import packed
 from batchery.errors import BatcheryError, ModelLoadError
-from batchery.execute import compute, prepare, run_function
+from batchery.execute import compute, prepare
 from batchery.model import Model
 from batchery.outcome import Failed
-from batchery.task import BatchTask, ModelTask
-from batchery_worker.commit import Committer, Settled, TracerCommitter
+from batchery.task import ModelTask
+from batchery_worker.answers import Computed, answer
+from batchery_worker.functions import run_batch
 from batchery_worker.link import read_frame, write_frame
+from batchery_worker.locate import find_task
 from batchery_worker.planner import plan
+from batchery_worker.redis_commit import RedisCommitter
 from batchery_worker.timing import EventLoop, soft_time_limit
 from batchery_worker.wire import (
-    Done,
     NotReady,
     Ready,
     Setup,
+    Waiting,
     Work,
     dump_reply,
-    encode_outcome,
     load_message,
-    sendable,
 )
 
 logger = logging.getLogger("batchery.device")
@@ -63,26 +63,16 @@ class Prepared:
     model: Model | None
 
 
-@dataclass(slots=True)
-class Computed:
-    """A batch whose outcomes are known."""
-
-    work: Work
-    outcomes: Sequence[Any]
-    forward_ms: float
-    tokens: int = 0
-    computed_tokens: int = 0
-
-
 class Device:
     """Runs batches on one device until its parent closes the pipe."""
 
-    def __init__(self, end: socket.socket, committer: Committer) -> None:
+    def __init__(self, end: socket.socket) -> None:
         self._end = end
-        self._committer = committer
         self._prepared: queue.Queue[Prepared] = queue.Queue(maxsize=1)
         self._computed: queue.Queue[Computed] = queue.Queue(maxsize=1)
         self._models: dict[str, Model] = {}
+        #: Id of the batch on the commit thread.
+        self._committing = 0
         self._app: Celery
         self._name = "cpu"
 
@@ -95,6 +85,8 @@ class Device:
         started_s = time.monotonic()
         self._name = setup.device
         self._app = import_app(setup)
+        # As in each process of Celery's own pools: apps open their clients and profilers here.
+        signals.worker_process_init.send(sender=None)
         for name in setup.load:
             self._model(cast(ModelTask, self._app.tasks[name]))
         return Ready(pid=os.getpid(), load_s=time.monotonic() - started_s)
@@ -122,67 +114,45 @@ class Device:
 
     def _forward(self, batch: Prepared, resolve: Callable[[Any], Any]) -> Computed:
         work, items, model = batch.work, batch.items, batch.model
-        task = cast(BatchTask, self._app.tasks[work.task])
-        if model is None and isinstance(task, ModelTask):
-            # A model of a queue that this worker got to know only after its start.
-            try:
+        try:
+            task = find_task(self._app, work.task)
+            if model is None and isinstance(task, ModelTask):
+                # A model of a queue that this worker got to know only after its start.
                 model = self._model(task)
-            except BatcheryError as error:
-                return Computed(work, [Failed(error) for _ in items], 0.0)
-            items = prepare(model, items, work.keywords)
-        limit = partial(soft_time_limit, work.soft_time_limit_s)
+                items = prepare(model, items, work.keywords)
+        except BatcheryError as error:
+            return Computed(work, [Failed(error) for _ in items], 0.0)
         tokens = computed_tokens = 0
-        outcomes: list[Any] = []
         started_s = time.perf_counter()
         if model is not None:
             budget = work.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS[self._name.split(":")[0]]
+            limit = partial(soft_time_limit, work.soft_time_limit_s)
             cut = partial(plan, max_batch_tokens=budget, max_batch_size=work.max_batch_size)
             outcomes, tokens, computed_tokens = compute(
                 model, items, work.keywords, cut, limit=limit
             )
         else:
-            for start in range(0, len(items), work.max_batch_size):
-                part = items[start : start + work.max_batch_size]
-                outcomes += run_function(
-                    task.run, part, work.keywords, resolve=resolve, limit=limit
-                )
+            outcomes = run_batch(task, work, items, resolve)
         forward_ms = (time.perf_counter() - started_s) * 1e3
         return Computed(work, outcomes, forward_ms, tokens, computed_tokens)
 
     def _commit(self) -> None:
+        # Celery gives each thread a backend of its own.
+        backend: Any = self._app.backend
+        committer = RedisCommitter(backend, self._tell_waiting)
         while True:
             batch = self._computed.get()
-            settled = list(_by_job(batch))
-            verdicts = self._committer.commit(settled)
-            done = Done(
-                id=batch.work.id,
-                jobs=[
-                    (verdict.value, encode_outcome(job.outcome, self._app.backend))
-                    for verdict, job in zip(verdicts, settled, strict=True)
-                ],
-                forward_ms=batch.forward_ms,
-                tokens=batch.tokens,
-                computed_tokens=batch.computed_tokens,
-            )
+            self._committing = batch.work.id
+            done = answer(batch, self._name, committer, backend)
             write_frame(self._end, dump_reply(done))
+
+    def _tell_waiting(self) -> None:
+        write_frame(self._end, dump_reply(Waiting(self._committing)))
 
     def _model(self, task: ModelTask) -> Model:
         if task.name not in self._models:
             self._models[task.name] = load_model(task, self._name)
         return self._models[task.name]
-
-
-def _by_job(batch: Computed) -> Sequence[Settled]:
-    """Groups the outcomes of the items by the jobs that carried them."""
-    settled = []
-    start = 0
-    for task_id, items, is_packed in batch.work.jobs:
-        part = batch.outcomes[start : start + len(items)]
-        settled.append(
-            Settled(task_id, packed.result_of(list(map(sendable, part))) if is_packed else part[0])
-        )
-        start += len(items)
-    return settled
 
 
 def load_model(task: ModelTask, device: str) -> Model:
@@ -277,7 +247,7 @@ def main(descriptor: int) -> None:
         level=setup.log_level,
         format=f"[%(asctime)s: %(levelname)s/device {setup.device}] %(message)s",
     )
-    device = Device(end, TracerCommitter())
+    device = Device(end)
     try:
         ready = device.start(setup)
     except Exception as error:

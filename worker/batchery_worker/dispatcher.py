@@ -8,54 +8,62 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 from time import monotonic
 from typing import Any, cast
 
 from celery import Celery
-from celery.exceptions import TimeLimitExceeded
 from celery.worker import state as worker_state
 from kombu.asynchronous import Hub
 
-from batchery.errors import BatcheryError, DeviceDied, InvalidItem, StartError
+from batchery.errors import BatcheryError, InvalidItem, StartError
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery_worker.accepted import Accepted
 from batchery_worker.admission import Admission
-from batchery_worker.commit import Verdict
+from batchery_worker.blame import Blame, is_reserved, note_begin, note_end
+from batchery_worker.facts import batch_facts
 from batchery_worker.fleet import Fleet
+from batchery_worker.grants import Grants
 from batchery_worker.metrics import Metrics
 from batchery_worker.process import DeviceProcess, Flight
-from batchery_worker.scheduler import Batch, Job, Scheduler, TimeLimits
+from batchery_worker.renewal import ChildLimits
+from batchery_worker.scheduler import Batch, Scheduler, TimeLimits
 from batchery_worker.settlement import Settlement
 from batchery_worker.ticket import Ticket
-from batchery_worker.wire import Done, Setup, Work, decode_outcome
+from batchery_worker.wire import Done, Setup, Work
 
 logger = logging.getLogger("batchery.pool")
-
-#: How often a job may kill its device process while it runs there alone.
-MAX_DEATHS = 2
 
 
 class Dispatcher:
     """Admits jobs, forms batches when a device has room, settles each job exactly once."""
 
-    def __init__(self, app: Celery, settings: Settings, setups: Sequence[Setup]) -> None:
+    def __init__(
+        self, app: Celery, settings: Settings, setups: Sequence[Setup], limits: ChildLimits
+    ) -> None:
         self._app = app
         self._settings = settings
         self._admission = Admission(settings)
+        self._grants = Grants(app)
         self._scheduler: Scheduler[Ticket] = Scheduler()
         self._fleet = Fleet(
             setups,
+            limits,
             on_ready=self._plan_dispatch,
             on_done=self._on_done,
             on_death=self._on_death,
             on_lost=self._on_lost,
         )
         self._batch_ids = itertools.count(1)
-        self._hub = Hub()
+        # Until Celery's runs; for good where Celery has none.
+        self._own_hub = self._hub = Hub()
+        self._starting = False
         self._metrics = Metrics()
-        self._settlement = Settlement(app, settings.completion_threads, self._metrics, self._hub)
+        self._accepted = Accepted()
+        self._settlement = Settlement(
+            app, settings.completion_threads, self._metrics, self._accepted, self._hub
+        )
+        self._blame = Blame(self._scheduler, self._settlement, self._accepted)
         self._dispatch_planned = False
         self._wake_planned_s = float("inf")
         self._draining = False
@@ -73,7 +81,11 @@ class Dispatcher:
             SystemExit: The worker was told to stop meanwhile.
         """
         timeout_s = self._settings.device_start_timeout_s
-        self._fleet.start(self._hub, timeout_s, worker_state.maybe_shutdown)
+        self._starting = True
+        try:
+            self._fleet.start(self._hub, timeout_s, worker_state.maybe_shutdown)
+        finally:
+            self._starting = False
 
     def attach(self, hub: Any) -> None:
         """Moves to another event loop, which runs or is about to."""
@@ -84,6 +96,14 @@ class Dispatcher:
         self._wake_planned_s = float("inf")
         self._plan_dispatch()
         self._settlement.attach(hub)
+        if self._own_hub is not hub and not self._starting:
+            # Its descriptors would stay open as long as the worker lives. But a signal may end the
+            # worker while it waits on this very loop for its devices.
+            self._own_hub.close()
+
+    def renew(self, modules: Sequence[str]) -> None:
+        """Gives every device a fresh process, which imports these modules; no job is lost."""
+        self._fleet.renew(modules)
 
     def deliver(self, call: Callable[[], None]) -> None:
         """Runs something on the loop's thread; may be called from any thread."""
@@ -91,15 +111,17 @@ class Dispatcher:
 
     def admit(self, ticket: Ticket, task: BatchTask, limits: TimeLimits) -> None:
         """Takes a job in, or settles it at once if it can never be in a batch."""
+        if self._accepted.takes(ticket):
+            return
         try:
             job = self._admission.job(ticket, task, limits, monotonic())
         except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
             known = isinstance(error, BatcheryError)
-            self._accept(ticket, os.getpid())
+            self._accepted.add(ticket, os.getpid())
             problem = f"the message cannot be understood: {type(error).__name__}: {error}"
             self._settlement.fail(ticket, error if known else InvalidItem(problem))
             return
-        self._scheduler.admit(job)
+        self._blame.admit(job)
         self._plan_dispatch()
 
     def forget_waiting(self) -> None:
@@ -119,6 +141,7 @@ class Dispatcher:
         while (self._fleet.in_flight or self._settlement.pending) and not is_cold_shutdown():
             hub.run_once()
             self._settlement.empty_mailbox()
+        hub.close()
 
     def finish_answered(self) -> None:
         """Settles what the devices have answered by now, in place of a loop that is held up."""
@@ -135,15 +158,7 @@ class Dispatcher:
         now_s = monotonic()
         oldest_s = min((job.arrived_s for job in self._scheduler), default=None)
         return {
-            "devices": {
-                device.name: {
-                    "state": device.state.name.lower(),
-                    "pid": device.pid,
-                    "load_s": round(device.load_s, 3),
-                    "batches_in_flight": len(device.flights),
-                }
-                for device in self._fleet
-            },
+            "devices": {device.name: device.figures() for device in self._fleet},
             "clock_s": round(now_s, 3),
             "waiting": len(self._scheduler),
             "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
@@ -163,8 +178,13 @@ class Dispatcher:
         if self._draining:
             return
         while devices := [device for device in self._fleet if device.has_room]:
+            if is_reserved(self._fleet):
+                break
             device = min(devices, key=lambda each: len(each.flights))
-            batch = self._scheduler.next_batch(len(device.flights), device.alone, monotonic())
+            held = len(device.flights)
+            batch = self._scheduler.next_batch(
+                held, device.alone, monotonic(), self._fleet.in_flight - held
+            )
             if batch is None:
                 break
             self._launch(device, batch)
@@ -183,11 +203,12 @@ class Dispatcher:
         self._dispatch()
 
     def _launch(self, device: DeviceProcess, batch: Batch[Ticket]) -> None:
-        jobs = tuple(job for job in batch.jobs if not self._unwanted(job.payload))
+        jobs = tuple(job for job in batch.jobs if self._accepted.wants(job.payload))
         if not jobs:
             return
         task = cast(BatchTask, self._app.tasks[jobs[0].key.task])
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
+        dispatched_s = monotonic()
         work = Work(
             id=next(self._batch_ids),
             task=task.name,
@@ -196,39 +217,21 @@ class Dispatcher:
             max_batch_size=jobs[0].limits.max_batch_size,
             max_batch_tokens=self._admission.max_batch_tokens(task),
             soft_time_limit_s=soft_limit_s,
+            contexts=[job.payload.context for job in jobs] if task.sees_request else (),
+            terms=self._grants.terms(task, jobs, dispatched_s),
         )
-        flight = Flight(Batch(jobs, batch.alone), monotonic(), hard_limit_s)
+        flight = Flight(Batch(jobs, batch.alone), dispatched_s, hard_limit_s)
+        flight.note = note_begin(jobs, alone=batch.alone)
         self._fleet.send(device, work, flight)
         for job in jobs:
-            self._accept(job.payload, device.pid)
-
-    def _unwanted(self, ticket: Ticket) -> bool:
-        """Whether the job was revoked, or has expired, while it waited here."""
-        request = ticket.request
-        if request is None:
-            return False
-        if ticket.accepted:
-            # A suspect that was revoked while it ran must not get another device to kill.
-            return request.discarded
-        try:
-            return bool(request.revoked())
-        except Exception:
-            # It stores the revocation, which may fail; the other jobs of the batch shall run.
-            logger.exception("%s[%s] cannot be revoked", ticket.task_name, ticket.task_id)
-            return False
-
-    def _accept(self, ticket: Ticket, pid: int) -> None:
-        if ticket.accepted:
-            return
-        ticket.accepted = True
-        try:
-            ticket.accept_callback(pid, monotonic())
-        except Exception:
-            logger.exception("%s[%s] cannot be accepted", ticket.task_name, ticket.task_id)
+            self._accepted.add(job.payload, device.pid)
+            if task.track_started:
+                self._settlement.tell_started(job.payload, device.pid)
 
     # Back from the devices
 
     def _on_done(self, flight: Flight, done: Done, device: DeviceProcess) -> None:
+        note_end(flight)
         jobs = flight.batch.jobs
         items = flight.batch.items
         waited_ms = [(flight.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
@@ -239,42 +242,26 @@ class Dispatcher:
             forward_ms=done.forward_ms,
             tokens=(done.tokens, done.computed_tokens),
         )
-        padding = 1 - done.tokens / done.computed_tokens if done.computed_tokens else 0.0
-        for job, waited, (verdict, spelled) in zip(jobs, waited_ms, done.jobs, strict=True):
-            assert verdict == Verdict.NEEDS_TRACER, verdict
-            facts = {
-                "id": f"b{done.id}",
-                "size": items,
-                "waited_ms": round(waited, 3),
-                "padding": round(padding, 4),
-                "forward_ms": round(done.forward_ms, 3),
-                "device": device.name,
-            }
-            self._settlement.settle(job.payload, partial(decode_outcome, spelled), facts)
+        facts = batch_facts(
+            batch_id=done.id,
+            device=device.name,
+            size=items,
+            forward_ms=done.forward_ms,
+            tokens=done.tokens,
+            computed_tokens=done.computed_tokens,
+        )
+        for job, waited, (verdict, rest) in zip(jobs, waited_ms, done.jobs, strict=True):
+            own = {**facts, "waited_ms": round(waited, 3)}
+            self._settlement.conclude(job.payload, verdict, rest, own)
         self._plan_dispatch()
 
     def _on_death(self, flights: Sequence[Flight], how: str) -> None:
         self._metrics.device_restarts += 1
         for flight in flights:
-            for job in flight.batch.jobs:
-                # Only a job that was alone on its device can be blamed.
-                if flight.batch.alone:
-                    self._blame(replace(job, deaths=job.deaths + 1), flight, how)
-                else:
-                    self._scheduler.suspect(job)
+            note_end(flight)
+            for job in self._settlement.left_by(flight):
+                self._blame.died_with(job, flight, how)
         self._plan_dispatch()
-
-    def _blame(self, job: Job[Ticket], flight: Flight, how: str) -> None:
-        if flight.expired:
-            self._settlement.fail(job.payload, TimeLimitExceeded(flight.hard_limit_s))
-        elif job.deaths < MAX_DEATHS:
-            self._scheduler.suspect(job)
-        else:
-            text = (
-                f"{job.key.task}[{job.id}] was running alone when the {how};"
-                f" that happened {job.deaths} times, so it is not run again"
-            )
-            self._settlement.fail(job.payload, DeviceDied(text))
 
     def _on_lost(self, why: str) -> None:
         logger.critical("%s: the worker stops, its jobs go back to the queue", why)

@@ -10,7 +10,7 @@ import batchery.errors
 from batchery.errors import ModelLoadError, StartError
 from batchery_worker.process import LEAVE_S, DeviceProcess, Flight, State
 from batchery_worker.renewal import ChildLimits
-from batchery_worker.wire import Done, NotReady, Ready, Reply, Setup
+from batchery_worker.wire import Done, NotReady, Ready, Reply, Setup, Waiting
 
 logger = logging.getLogger("batchery.pool")
 
@@ -203,7 +203,7 @@ class Fleet:
 
     def _expire(self, device: DeviceProcess, work_id: int) -> None:
         flight = device.flights.get(work_id)
-        if flight is not None:
+        if flight is not None and flight.hard_limit_s is not None:
             logger.error("hard time limit (%ss) exceeded on %s", flight.hard_limit_s, device.name)
             flight.expired = True
             device.kill()
@@ -238,6 +238,9 @@ class Fleet:
         elif isinstance(reply, NotReady):
             self._refusals[device.name] = reply
             logger.error("%s", reply.text)
+        elif isinstance(reply, Waiting):
+            # The function has ended in time: the limit is not for Redis.
+            device.flights[reply.id].hard_limit_s = None
         else:
             device.deaths = 0
             flight = device.flights.pop(reply.id)

@@ -13,6 +13,10 @@ class Metrics:
     jobs: int = 0
     items: int = 0
     failed_jobs: int = 0
+    #: Jobs whose result a device stored itself; the others took the longer way, by Celery's tracer.
+    committed_jobs: int = 0
+    #: Jobs whose outcome was dropped, as another worker has them now.
+    fenced_jobs: int = 0
     waited_ms: float = 0.0
     forward_ms: float = 0.0
     tokens: int = 0
@@ -57,6 +61,8 @@ class Metrics:
             "jobs": self.jobs,
             "items": self.items,
             "failed_jobs": self.failed_jobs,
+            "committed_jobs": self.committed_jobs,
+            "fenced_jobs": self.fenced_jobs,
             "device_restarts": self.device_restarts,
             "waited_ms": round(self.waited_ms, 3),
             "forward_ms": round(self.forward_ms, 3),

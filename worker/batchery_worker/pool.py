@@ -5,6 +5,7 @@ Batch tasks go to the devices; ordinary tasks run beside them on threads, as wit
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,8 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         super().__init__(*args, **options)
         self._dispatcher: Dispatcher | None = None
         self._private_hub: PrivateHub | None = None
+        #: Ordinary jobs that wait for a thread, or run on one.
+        self._futures: set[Future[Any]] = set()
 
     def on_start(self) -> None:
         """Starts the devices and waits for their models; the worker is ready only after that."""
@@ -79,7 +82,10 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         """Takes a job from Celery: batch tasks wait for a device, the rest run on threads."""
         task = self.app.tasks.get(args[0]) if len(args) > 2 else None
         if self._dispatcher is None or not isinstance(task, BatchTask):
-            return super().on_apply(target, args, kwargs, callback, accept_callback, **options)
+            result = super().on_apply(target, args, kwargs, callback, accept_callback, **options)
+            self._futures.add(result.f)
+            result.f.add_done_callback(self._futures.discard)
+            return result
         request = getattr(callback, "__self__", None)
         ticket = Ticket(
             target=target,
@@ -102,6 +108,9 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
 
     def flush(self) -> None:
         """The broker's connection is gone: drops what was not accepted, it will come again."""
+        for future in list(self._futures):
+            # Refused by those that run.
+            future.cancel()
         if self._dispatcher is None:
             return
         if self._private_hub is None:

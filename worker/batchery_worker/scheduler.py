@@ -2,7 +2,8 @@
 
 The rules, in the order in which they are asked:
 
-1. Suspects first, one at a time, alone on an empty device: only then can a death be blamed.
+1. Suspects first, one at a time, alone on an empty device: only then can a death be blamed. One
+   that may have killed a whole worker has this one to itself, with all of its devices.
 2. An idle device takes what is there, at once, unless `max_wait_ms` asks it to let the batch grow.
 3. A busy device takes a second batch only when that one is full: until then the batch keeps
    growing, and nothing is lost by waiting, because the device would only put it aside.
@@ -58,8 +59,10 @@ class Job(Generic[T]):
     arrived_s: float
     #: Whatever the pool needs to run and settle it.
     payload: T
-    #: How often a device died while it ran this job and no other.
+    #: How often a device, or a worker, died while it ran this job and no other.
     deaths: int = 0
+    #: Whether it was on a device when an earlier worker died.
+    recalled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +107,17 @@ class Scheduler(Generic[T]):
     def __init__(self) -> None:
         self._lanes: OrderedDict[BatchKey, _Lane[T]] = OrderedDict()
         self._suspects: deque[Job[T]] = deque()
+        #: Suspects, too; but they have not been started here.
+        self._recalled: deque[Job[T]] = deque()
 
     def __len__(self) -> int:
         """How many jobs wait, suspects included."""
-        return sum(len(lane.jobs) for lane in self._lanes.values()) + len(self._suspects)
+        in_lanes = sum(len(lane.jobs) for lane in self._lanes.values())
+        return in_lanes + len(self._suspects) + len(self._recalled)
 
     def __iter__(self) -> Iterator[Job[T]]:
         yield from self._suspects
+        yield from self._recalled
         for lane in self._lanes.values():
             yield from lane.jobs
 
@@ -124,32 +131,42 @@ class Scheduler(Generic[T]):
         """Takes back a job that was on a device which died; it will run alone."""
         self._suspects.append(job)
 
+    def recall(self, job: Job[T]) -> None:
+        """Takes in a job that was on a device when an earlier worker died; it will run alone."""
+        self._recalled.append(job)
+
     def clear(self) -> list[Job[T]]:
         """Forgets every job that waits but was never started; returns them.
 
         Suspects stay: they were started, and the broker's messages are still theirs.
         """
         dropped = [job for lane in self._lanes.values() for job in lane.jobs]
+        dropped += self._recalled
         self._lanes.clear()
+        self._recalled.clear()
         return dropped
 
-    def next_batch(self, in_flight: int, alone: bool, now_s: float) -> Batch[T] | None:
+    def next_batch(
+        self, in_flight: int, alone: bool, now_s: float, elsewhere: int = 0
+    ) -> Batch[T] | None:
         """The batch that a device should get now.
 
         Args:
             in_flight: Batches that the device holds already, 0 to `DEPTH`.
             alone: Whether one of them is a suspect, next to which nothing may run.
             now_s: The time, on the clock of `Job.arrived_s`.
+            elsewhere: Batches that the worker's other devices hold.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if the device should get nothing now.
         """
         if alone or in_flight >= DEPTH:
             return None
-        if self._suspects:
-            if in_flight:
+        suspects = self._suspects or self._recalled
+        if suspects:
+            if in_flight or (elsewhere and suspects[0].recalled):
                 return None
-            return Batch((self._suspects.popleft(),), alone=True)
+            return Batch((suspects.popleft(),), alone=True)
         skipped: list[_Lane[T]] = []
         for key, lane in self._lanes.items():
             due = now_s >= lane.due_s

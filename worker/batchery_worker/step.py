@@ -12,6 +12,7 @@ from batchery.install import installation_of
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker import inspect_command  # noqa: F401 - registers the command
+from batchery_worker.event_buffer import EventBuffer
 from batchery_worker.pool import BatchPool
 from batchery_worker.renewal import resident_kib
 from batchery_worker.undertaker import serve
@@ -69,6 +70,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             _share_prefetch(worker.app, tasks, settings)
             _warn_of_memory_limit(worker)
         _consume_model_queues(worker.app, tasks)
+        worker.app.steps["consumer"].add(EventBuffer)
 
 
 def check_options(task: BatchTask) -> None:

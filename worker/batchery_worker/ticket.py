@@ -1,10 +1,11 @@
 """What the pool needs to run one of Celery's requests and to settle it."""
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from batchery_worker.request import BatchRequest
+from batchery_worker.request import BatchRequest, Lease
 
 
 @dataclass(slots=True)
@@ -21,7 +22,11 @@ class Ticket:
     request: BatchRequest | None
     items: Sequence[Any] = ()
     is_packed: bool = False
+    #: What its function may see of the request, encoded; empty where it sees none.
+    context: bytes = b""
     accepted: bool = False
+    #: Done when the state STARTED is stored; None where nobody asked for it.
+    started: Future[None] | None = None
 
     @property
     def task_name(self) -> str:
@@ -32,6 +37,11 @@ class Ticket:
     def task_id(self) -> str:
         """Id of the job."""
         return str(self.args[1])
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease of its message; None where there is none (any more)."""
+        return None if self.request is None else self.request.lease
 
     @property
     def message(self) -> Mapping[str, Any]:

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from billiard.einfo import RemoteTraceback  # type: ignore[attr-defined]
+from celery.canvas import Signature
 from kombu.utils import json
 
 from batchery.errors import UnserialisableResult
 from batchery.execute import SETTLED
-from batchery.outcome import Failed, Ignore, Reject, RetryAfter
+from batchery.outcome import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery_worker.terms import Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,11 @@ class Work:
     max_batch_tokens: int | None
     #: For each call of the function, which may catch `SoftTimeLimitExceeded`.
     soft_time_limit_s: float | None = None
+    #: What the function may see of each job's request, as `dump_context` wrote it; empty where it
+    #: sees none.
+    contexts: Sequence[bytes] = ()
+    #: For the commit of their results; None where Celery's tracer has to complete them all.
+    terms: Terms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +73,19 @@ class NotReady:
 
 
 @dataclass(frozen=True, slots=True)
+class Waiting:
+    """A batch is computed, and its results wait for a Redis that is away."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """A batch that a device has finished."""
 
     id: int
-    #: Per job: the committer's verdict, and the outcome as `encode_outcome` spelled it.
+    #: Per job: the verdict, and what is left to do: for the tracer the outcome, as `encode_outcome`
+    #: spelled it; for a committed job the text of its result, if somebody wants to read it.
     jobs: Sequence[tuple[str, tuple[Any, ...]]]
     forward_ms: float
     #: Tokens that the items have, and tokens that were computed; 0 where the task counts none.
@@ -78,8 +93,8 @@ class Done:
     computed_tokens: int
 
 
-Reply = Ready | NotReady | Done
-_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Done)}
+Reply = Ready | NotReady | Waiting | Done
+_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Done)}
 
 
 def dump_message(message: Setup | Work) -> bytes:
@@ -90,6 +105,27 @@ def dump_message(message: Setup | Work) -> bytes:
 def load_message(frame: bytes) -> Any:
     """Decodes a message in the device: a `Setup` or a `Work`."""
     return pickle.loads(frame)
+
+
+#: What a message has, and the function has already or has no use for.
+_UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
+
+
+def dump_context(message: Mapping[str, Any]) -> bytes:
+    """Encodes what a function may see of a job's message: ids, retries, headers.
+
+    Bytes, so that a device that does not look spends nothing on it.
+    """
+    seen = {
+        name: value for name, value in message.items() if value is not None and name not in _UNSEEN
+    }
+    return pickle.dumps(seen, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def load_context(context: bytes) -> dict[str, Any]:
+    """Decodes what `dump_context` wrote, in the device."""
+    seen: dict[str, Any] = pickle.loads(context)
+    return seen
 
 
 def dump_reply(reply: Reply) -> bytes:
@@ -121,6 +157,8 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
     if isinstance(outcome, RetryAfter):
         cause = _spell_exception(outcome.error, backend) if outcome.error else None
         return "retry", float(outcome.seconds), cause
+    if isinstance(outcome, Replace):
+        return _encode_signature(outcome, backend)
     if isinstance(outcome, Reject):
         reason, requeue = (*outcome.args, None, False)[:2]
         return "reject", None if reason is None else str(reason), bool(requeue)
@@ -159,6 +197,14 @@ def sendable(outcome: Any) -> Any:
         return Failed(_unserialisable(outcome, error))
 
 
+def _encode_signature(outcome: Replace, backend: Any) -> tuple[Any, ...]:
+    try:
+        return "replace", json.dumps(outcome.signature)
+    except Exception as error:  # noqa: BLE001 - whatever the code of its arguments raises
+        text = f"Replace({outcome.signature!r:.200}): JSON cannot write it ({error})"
+        return encode_outcome(Failed(UnserialisableResult(text)), backend)
+
+
 def _encode_as_json(value: Any, backend: Any) -> tuple[Any, ...]:
     """Dates, decimals and their like, which Celery's JSON has a spelling for."""
     try:
@@ -183,6 +229,8 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
         return json.loads(content)
     if kind == "retry":
         return RetryAfter(content, spelled[2] and _exception(spelled[2], backend))
+    if kind == "replace":
+        return Replace(Signature.from_dict(json.loads(content), app=backend.app))
     if kind == "reject":
         return Reject(content, requeue=spelled[2])
     if kind == "ignore":

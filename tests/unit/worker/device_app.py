@@ -20,6 +20,13 @@ async def reverse(texts: list[str]) -> list[str]:
     return [text[::-1] for text in texts]
 
 
+@app.task(base=BatchTask, shared=False, bind=True)
+def owners(self: BatchTask, items: list[Any]) -> list[Any]:
+    if "raise" in items:
+        raise LookupError("raise")
+    return [[job.id, list(job.items), job.args] for job in self.request.per_item]
+
+
 class Lengths(Model):
     """Answers the length of each text and how many shared its forward pass."""
 

@@ -10,7 +10,7 @@ from batchery import BatchArgumentError, BatchTask, InvalidItem, Settings
 from batchery_worker.admission import Admission
 from batchery_worker.scheduler import Job, Limits
 from batchery_worker.ticket import Ticket
-from batchery_worker.wire import Work, dump_message
+from batchery_worker.wire import Work, dump_message, load_context
 
 app = Celery("admission", broker="memory://", set_as_current=False)
 
@@ -22,6 +22,11 @@ def own(items: list[Any], **keywords: Any) -> list[Any]:
 
 @app.task(base=BatchTask, shared=False)
 def defaults(items: list[Any]) -> list[Any]:
+    return items
+
+
+@app.task(base=BatchTask, shared=False, bind=True)
+def looking(self: BatchTask, items: list[Any]) -> list[Any]:
     return items
 
 
@@ -136,6 +141,22 @@ def test_anything_but_one_positional_argument_is_refused(admission: Admission, a
 def test_a_packed_message_counts_its_items(admission: Admission) -> None:
     job = admit(admission, args=[["a", "b", "c"]], batchery={"v": 1, "n": 3})
     assert (job.items, job.payload.items, job.payload.is_packed) == (3, ["a", "b", "c"], True)
+
+
+def test_what_a_function_with_self_may_see_travels_with_its_job(admission: Admission) -> None:
+    given = ticket(args=["text"], kwargs={}, id="id-1", retries=2, tenant="x", properties={"a": 1})
+    admission.job(given, looking, (None, None), 1.0)
+    assert load_context(given.context) == {"id": "id-1", "retries": 2, "tenant": "x"}
+    admission.job(given := ticket(args=["text"], id="id-1"), own, (None, None), 1.0)
+    assert given.context == b""
+
+
+def test_headers_that_cannot_travel_fail_the_job_alone(admission: Admission) -> None:
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(InvalidItem, match="headers cannot be handed to a device"):
+        admission.job(ticket(args=["text"], tenant=nested), looking, (None, None), 1.0)
 
 
 def test_a_list_without_the_header_is_one_item(admission: Admission) -> None:

@@ -45,7 +45,7 @@ class Harness:
 
     def __init__(self) -> None:
         self.mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.completion = Completion(app, 2, self.mailbox.put)
+        self.completion = Completion(app, 2, self.mailbox.put, lambda _: None)
         self.answers: list[Any] = []
         self.errors: list[Any] = []
         self.settled: list[bool] = []
@@ -90,6 +90,28 @@ def test_a_value_is_stored_with_the_facts_of_its_batch(harness: Harness) -> None
     ((is_error, _, runtime_s),) = harness.answers
     assert (bool(is_error), runtime_s) == (False, 1.5)
     assert computed_here == []
+
+
+def test_the_log_and_the_signal_tell_the_time_of_the_device(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtimes: list[float] = []
+
+    @signals.task_success.connect(sender=app.tasks[hooked.name], weak=False)
+    def succeeded(runtime: float, **_: Any) -> None:
+        runtimes.append(runtime)
+
+    try:
+        with caplog.at_level("INFO", "celery.app.trace"):
+            hooked.__trace__ = None  # made when the log said nothing
+            harness.complete("c-timed", lambda _: "A")
+            harness.complete("c-untimed", lambda _: "A", facts=None)
+    finally:
+        signals.task_success.disconnect(succeeded, sender=app.tasks[hooked.name])
+    timed, untimed = runtimes
+    assert timed >= 1.5 > untimed
+    said: list[Any] = [record.args for record in caplog.records]
+    assert [each["runtime"] for each in said if "return_value" in each] == runtimes
 
 
 def test_a_job_that_was_in_no_batch_has_no_facts(harness: Harness) -> None:

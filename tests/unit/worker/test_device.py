@@ -22,6 +22,7 @@ from batchery_worker.wire import (
     Setup,
     Work,
     decode_outcome,
+    dump_context,
     dump_message,
     load_reply,
 )
@@ -65,8 +66,9 @@ class Process:
         jobs: Sequence[tuple[str, Sequence[Any], bool]],
         keywords: Mapping[str, Any] | None = None,
         max_batch_size: int = 64,
+        contexts: Sequence[bytes] = (),
     ) -> tuple[Done, list[Any]]:
-        work = Work(1, task, keywords or {}, jobs, max_batch_size, None)
+        work = Work(1, task, keywords or {}, jobs, max_batch_size, None, None, contexts)
         write_frame(self.end, dump_message(work))
         done = self.read()
         assert isinstance(done, Done)
@@ -116,6 +118,18 @@ def test_packed_jobs_are_cut_and_put_together_again(device: Process) -> None:
     assert outcomes[1] == 8
     assert outcomes[2][0] == {"ok": 10}
     assert outcomes[2][1]["error"]["type"] == "TypeError"
+
+
+def test_each_call_is_told_of_the_jobs_whose_items_it_is_given(device: Process) -> None:
+    jobs: list[tuple[str, Sequence[Any], bool]]
+    jobs = [("a", [1, 2, 3], True), ("b", ["raise"], False), ("c", [4, 5], True)]
+    contexts = [dump_context({"id": task_id}) for task_id, _, _ in jobs]
+    _, (a, b, c) = device.run("device_app.owners", jobs, max_batch_size=4, contexts=contexts)
+    # 1, 2 | 3, raise -> 3 | raise; then 4, 5
+    assert [each["ok"][:2] for each in a] == [["a", [0, 1]], ["a", [0, 1]], ["a", [0]]]
+    assert a[0]["ok"][2] == [[1, 2, 3]]
+    assert isinstance(b.exception, LookupError)
+    assert [each["ok"][:2] for each in c] == [["c", [0, 1]]] * 2
 
 
 def test_a_model_sorts_cuts_counts_and_restores(device: Process) -> None:

@@ -120,6 +120,35 @@ def test_suspects_go_first_alone_and_only_to_an_empty_device() -> None:
     assert not batch.alone
 
 
+def recalled(number: int) -> Job[None]:
+    return replace(job(number), recalled=True)
+
+
+def test_who_died_with_a_worker_has_the_next_one_to_itself() -> None:
+    scheduler = admitted(job(1), job(2))
+    scheduler.recall(recalled(8))
+    assert len(scheduler) == 3
+    assert scheduler.next_batch(1, False, 0.0) is None
+    assert scheduler.next_batch(0, False, 0.0, elsewhere=1) is None
+    batch = scheduler.next_batch(0, False, 0.0)
+    assert (ids(batch), batch and batch.alone) == (["8"], True)
+    assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=1)) == ["1", "2"]
+
+
+def test_who_died_with_a_device_leaves_the_others_to_their_work() -> None:
+    scheduler = admitted()
+    scheduler.suspect(job(8))
+    assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=2)) == ["8"]
+
+
+def test_clearing_drops_the_recalled_who_were_not_started_here() -> None:
+    scheduler = admitted(job(1))
+    scheduler.recall(recalled(2))
+    scheduler.suspect(recalled(3))
+    assert [each.id for each in scheduler.clear()] == ["1", "2"]
+    assert [each.id for each in scheduler] == ["3"]
+
+
 def test_clearing_keeps_the_suspects_only() -> None:
     scheduler = admitted(job(1), job(2, KEYS[1]))
     scheduler.suspect(job(3))

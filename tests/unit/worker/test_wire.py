@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from celery import Celery
+from celery import Celery, chord, group
 from hypothesis import given
 from hypothesis import strategies as st
+from kombu.utils import json
 
-from batchery import Failed, Ignore, InvalidItem, ItemFailed, Reject, RetryAfter
+from batchery import Failed, Ignore, InvalidItem, ItemFailed, Reject, Replace, RetryAfter
 from batchery.errors import UnserialisableResult
 from batchery_worker.wire import (
     Done,
@@ -214,6 +215,23 @@ def test_any_number_of_seconds_will_do(seconds: Any) -> None:
 @pytest.mark.parametrize("traceback", [None, object(), ["lines"]])
 def test_a_traceback_that_is_no_text_does_not_end_the_device(traceback: Any) -> None:
     assert isinstance(trip(Failed(ValueError("x"), traceback)).exception, ValueError)
+
+
+def test_a_replacement_arrives_with_all_its_parts() -> None:
+    first = app.signature("first", args=(datetime(2026, 1, 2, tzinfo=UTC),), queue="q")
+    other = app.signature("other")
+    for signature in (first, first | other, group(first, other), chord([first, other], other)):
+        arrived = trip(Replace(signature))
+        assert isinstance(arrived, Replace)
+        assert type(arrived.signature) is type(signature)
+        assert arrived.signature.app is app
+        assert json.loads(json.dumps(arrived.signature)) == json.loads(json.dumps(signature))
+
+
+def test_a_replacement_that_cannot_be_written_fails() -> None:
+    outcome = trip(Replace(app.signature("other", args=(object(),))))
+    assert isinstance(outcome.exception, UnserialisableResult)
+    assert "Replace(other(" in str(outcome.exception)
 
 
 def test_ignore_and_reject_arrive() -> None:

@@ -1,0 +1,100 @@
+"""An app whose devices can be held up before they compute, and after they have committed."""
+
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from batchery import BatchTask, Failed, RetryAfter, install
+from batchery_worker.commit import Settled, Verdict
+from batchery_worker.redis_commit import RedisCommitter
+from batchery_worker.terms import Terms
+
+app = install(Celery("commits", set_as_current=False))
+app.conf.update(worker_hijack_root_logger=False, result_extended=True, result_expires=1000)
+
+commit = RedisCommitter.commit
+
+
+def commit_and_hold(
+    self: RedisCommitter, jobs: Sequence[Settled], terms: Terms, facts: Mapping[str, Any]
+) -> Sequence[Verdict]:
+    """Commits; where a result is `{"hold": path}`, says so in that file and answers no more."""
+    verdicts = commit(self, jobs, terms, facts)
+    for job in jobs:
+        if (
+            job.spelled[0] == "value"
+            and isinstance(job.spelled[1], dict)
+            and "hold" in job.spelled[1]
+        ):
+            Path(job.spelled[1]["hold"]).write_text(" ".join(verdicts))
+            time.sleep(1000)
+    return verdicts
+
+
+RedisCommitter.commit = commit_and_hold  # type: ignore[method-assign]
+
+
+def note(path: str) -> None:
+    with open(path, "a") as file:
+        file.write("x")
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def shout(texts: list[str]) -> list[Any]:
+    return [
+        Failed(LookupError(text)) if text == "bad" else f"{text.upper()} of {len(texts)}"
+        for text in texts
+    ]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64, ignore_result=True)
+def mutter(paths: list[str]) -> list[str]:
+    """Leaves a trace, and no result."""
+    for path in paths:
+        note(path)
+    return paths
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def wait_at(paths: list[str]) -> list[str]:
+    """Says that it runs in the file of each path; goes on when there is a `.go` beside it."""
+    for path in paths:
+        note(path)
+    for path in paths:
+        while not Path(f"{path}.go").exists():
+            time.sleep(0.01)
+    return paths
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=1)
+def hurry_at(paths: list[str]) -> list[str]:
+    """The same, with little time."""
+    answers: list[str] = wait_at.run(paths)
+    return answers
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def hold(paths: list[str]) -> list[dict[str, str]]:
+    """Runs, leaves a trace, is committed, and holds its device up then."""
+    for path in paths:
+        note(f"{path}.runs")
+    return [{"hold": path} for path in paths]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64, max_retries=3)
+def second_time(paths: list[str]) -> list[Any]:
+    """Succeeds at the second attempt."""
+    outcomes: list[Any] = []
+    for path in paths:
+        outcomes.append("done" if Path(path).exists() else RetryAfter(0.01))
+        note(path)
+    return outcomes
+
+
+@app.task(shared=False)
+def remember(value: Any, path: str) -> None:
+    """A callback that leaves a trace."""
+    Path(path).write_text(str(value))

@@ -1,0 +1,256 @@
+"""Results, notifications and acknowledgements in one step, seen from outside a real worker."""
+
+import base64
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from apps import commits
+from conftest import StartWorker
+from harness import Worker, wait_for
+
+TIMEOUT_S = 30
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
+    return start_module_worker("apps.commits", "-E")
+
+
+@pytest.fixture
+def redis(redis_url: str) -> Iterator[Any]:
+    commits.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    with contextlib.closing(Redis.from_url(redis_url)) as opened:
+        yield opened
+
+
+def stored(redis: Any, job_id: str) -> Any:
+    content = redis.get(f"celery-task-meta-{job_id}")
+    return content and json.loads(content)
+
+
+def leases(redis: Any) -> dict[str, Any]:
+    """Task id -> token, of all leases there are."""
+    found = {}
+    for key in redis.scan_iter("batchery:lease:*"):
+        for token, value in redis.hgetall(key).items():
+            message = json.loads(value.partition(b"\0")[2])
+            found[message["headers"]["id"]] = (key, token)
+    return found
+
+
+def counts(worker: Worker) -> dict[str, int]:
+    batches: dict[str, int] = worker.inspect(commits.app, "stats")["pool"]["batches"]
+    return batches
+
+
+@contextlib.contextmanager
+def one_batch(worker: Worker, directory: Path, jobs: int) -> Iterator[None]:
+    """Holds the device up until the jobs that the block sends wait for it, all together."""
+    path = directory / "busy"
+    commits.wait_at.delay(str(path))
+    wait_for(path.exists, "the device is busy")
+    yield
+
+    def all_wait() -> bool:
+        return bool(worker.inspect(commits.app, "stats")["pool"]["waiting"] == jobs)
+
+    wait_for(all_wait, "all jobs wait")
+    Path(f"{path}.go").touch()
+
+
+class Events:
+    """What workers tell while the block runs."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self.seen: list[dict[str, Any]] = []
+
+    def __enter__(self) -> Self:
+        self._stack = contextlib.ExitStack()
+        connection = self._stack.enter_context(self._app.connection_for_read())
+        receiver: Any = self._app.events.Receiver(connection, handlers={"*": self.seen.append})
+        self._listening, _, _ = self._stack.enter_context(receiver.consumer_context(wakeup=False))
+        # Nobody says when the subscription holds; an event of our own does.
+        sender: Any = self._stack.enter_context(self._app.events.default_dispatcher())
+        while "test-probe" not in [event["type"] for event in self.seen]:
+            sender.send("test-probe")
+            with contextlib.suppress(TimeoutError):
+                self._listening.drain_events(timeout=0.1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def of(self, job_id: str, last: str = "task-succeeded") -> dict[str, dict[str, Any]]:
+        """The events of a job by type, once the last one has come."""
+
+        def found() -> dict[str, dict[str, Any]]:
+            return {event["type"]: event for event in self.seen if event.get("uuid") == job_id}
+
+        while last not in found():
+            self._listening.drain_events(timeout=TIMEOUT_S)
+        return found()
+
+
+def test_each_job_of_a_mixed_batch_gets_what_it_needs(
+    worker: Worker, redis: Any, tmp_path: Path
+) -> None:
+    before = counts(worker)
+    link = commits.remember.s(str(tmp_path / "linked"))
+    with one_batch(worker, tmp_path, 7):
+        plain = [commits.shout.delay(f"text {number}") for number in range(5)]
+        linked = commits.shout.apply_async(("linked",), link=link)
+        bad = commits.shout.delay("bad")
+    answers = [job.get(timeout=TIMEOUT_S) for job in (*plain, linked)]
+    assert answers == [*(f"TEXT {number} of 7" for number in range(5)), "LINKED of 7"]
+    assert "LookupError" in repr(bad.get(timeout=TIMEOUT_S, propagate=False))
+    wait_for((tmp_path / "linked").exists, "the callback has run")
+    assert (tmp_path / "linked").read_text() == "LINKED of 7"
+    wait_for(lambda: not leases(redis), "no lease is left")
+
+    def counted() -> bool:
+        now = counts(worker)
+        # The one that held the device up is plain, too.
+        return now["committed_jobs"] == before["committed_jobs"] + 6
+
+    wait_for(counted, "six committed jobs")
+    assert counts(worker)["fenced_jobs"] == before["fenced_jobs"]
+
+
+def test_what_is_stored_is_what_celery_stores_and_the_batch(worker: Worker, redis: Any) -> None:
+    job = commits.shout.apply_async(("me",), {})
+    job.get(timeout=TIMEOUT_S)
+    meta = stored(redis, job.id)
+    assert meta.pop("date_done") < "3"
+    assert meta.pop("batch").keys() == {
+        *("id", "size", "waited_ms", "padding", "forward_ms", "device")
+    }
+    assert meta == {
+        "status": "SUCCESS",
+        "result": "ME of 1",
+        "traceback": None,
+        "children": [],
+        "task_id": job.id,
+        "name": "apps.commits.shout",
+        "args": ["me"],
+        "kwargs": {},
+        "worker": worker.name,
+        "retries": 0,
+        "queue": "celery",
+    }
+    assert 0 < redis.ttl(f"celery-task-meta-{job.id}") <= 1000
+
+
+def test_events_and_the_log_know_the_result(worker: Worker, redis: Any) -> None:
+    with Events(commits.app) as events:
+        job = commits.shout.delay("loud")
+        told = events.of(job.id)
+    assert list(told) == ["task-received", "task-started", "task-succeeded"]
+    assert told["task-succeeded"]["result"] == "'LOUD of 1'"
+    assert told["task-succeeded"]["runtime"] >= 0
+    assert told["task-succeeded"]["batch"]["size"] == 1
+    line = rf"Task apps.commits.shout\[{job.id}\] succeeded in [\d.e-]+s: 'LOUD of 1'"
+    wait_for(lambda: re.search(line, worker.log), "a line in the log")
+
+
+def test_the_events_of_a_batch_leave_in_one_message(
+    worker: Worker, redis: Any, tmp_path: Path
+) -> None:
+    with redis.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.psubscribe("/*celeryev/task.multi")
+        channel.get_message(timeout=TIMEOUT_S)
+        with one_batch(worker, tmp_path, 60):
+            ids = {commits.shout.delay("many").id for _ in range(60)}
+
+        def succeeded() -> set[str]:
+            message = channel.get_message(timeout=1.0)
+            body = json.loads(message["data"])["body"] if message else ""
+            events = json.loads(base64.b64decode(body)) if body else []
+            done = {event["uuid"] for event in events if event["type"] == "task-succeeded"}
+            return done & ids
+
+        assert wait_for(succeeded, "events of the batch") == ids
+
+
+def test_celery_counts_committed_jobs(worker: Worker, redis: Any) -> None:
+    def total() -> int:
+        return int(worker.inspect(commits.app, "stats")["total"].get("apps.commits.shout", 0))
+
+    before = total()
+    for _ in range(3):
+        commits.shout.delay("counted").get(timeout=TIMEOUT_S)
+    assert total() == before + 3
+    wait_for(lambda: not worker.inspect(commits.app, "active"), "no request is left active")
+
+
+def test_a_job_without_a_result_is_acknowledged_all_the_same(
+    worker: Worker, redis: Any, tmp_path: Path
+) -> None:
+    before = counts(worker)["committed_jobs"]
+    job = commits.mutter.delay(str(tmp_path / "muttered"))
+    wait_for(lambda: counts(worker)["committed_jobs"] == before + 1, "it is committed")
+    assert (tmp_path / "muttered").read_text() == "x"
+    assert job.id not in leases(redis)
+    assert stored(redis, job.id) is None
+
+
+def test_a_retry_is_the_tracer_s_and_its_success_is_committed(
+    worker: Worker, redis: Any, tmp_path: Path
+) -> None:
+    before = counts(worker)["committed_jobs"]
+    job = commits.second_time.delay(str(tmp_path / "tried"))
+    assert job.get(timeout=TIMEOUT_S) == "done"
+    assert (tmp_path / "tried").read_text() == "xx"
+    assert stored(redis, job.id)["retries"] == 1
+    wait_for(lambda: counts(worker)["committed_jobs"] == before + 1, "one commit")
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["committed", "by the tracer"])
+def test_a_job_that_was_taken_away_is_dropped(
+    worker: Worker, redis: Any, tmp_path: Path, linked: bool
+) -> None:
+    before = counts(worker)["fenced_jobs"]
+    link = commits.remember.s(str(tmp_path / "linked")) if linked else None
+    path = tmp_path / "taken"
+    job = commits.wait_at.apply_async((str(path),), link=link)
+    wait_for(path.exists, "the job runs")
+    key, token = leases(redis)[job.id]
+    assert redis.hdel(key, token)
+    Path(f"{path}.go").touch()
+    wait_for(lambda: counts(worker)["fenced_jobs"] == before + 1, "it is dropped")
+    assert stored(redis, job.id) is None
+    assert not worker.inspect(commits.app, "active")
+    assert commits.shout.delay("after").get(timeout=TIMEOUT_S) == "AFTER of 1"
+    assert not (tmp_path / "linked").exists()
+
+
+def test_a_job_that_was_committed_before_its_device_died_does_not_run_again(
+    worker: Worker, redis: Any, tmp_path: Path
+) -> None:
+    before = counts(worker)
+    paths = [tmp_path / str(number) for number in range(3)]
+    with Events(commits.app) as events:
+        with one_batch(worker, tmp_path, 3):
+            jobs = [commits.hold.delay(str(path)) for path in paths]
+        wait_for(paths[0].exists, "the batch is committed")
+        assert paths[0].read_text() == "committed committed committed"
+        (device,) = worker.devices()
+        device.kill()
+        told = events.of(jobs[0].id)
+    assert told["task-succeeded"]["result"] == "..."
+    for job, path in zip(jobs, paths, strict=True):
+        assert job.get(timeout=TIMEOUT_S) == {"hold": str(path)}
+        assert Path(f"{path}.runs").read_text() == "x"
+    assert commits.shout.delay("after").get(timeout=TIMEOUT_S) == "AFTER of 1"
+    assert [Path(f"{path}.runs").read_text() for path in paths] == ["x", "x", "x"]
+    now = counts(worker)
+    assert now["device_restarts"] == before["device_restarts"] + 1
+    assert now["failed_jobs"] == before["failed_jobs"]

@@ -1,0 +1,97 @@
+"""Where the broker is, and where the results are: what is committed, and what cannot be."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from conftest import StartWorker
+from harness import Worker, wait_for
+from own_redis import OwnRedis
+
+TIMEOUT_S = 30
+
+
+@contextlib.contextmanager
+def client(broker: str, results: str) -> Iterator[Celery]:
+    app = Celery("stranger", broker=broker, backend=results, set_as_current=False)
+    try:
+        yield app
+    finally:
+        backend: Any = app.backend
+        backend.result_consumer.stop()
+        app.close()
+
+
+def has_leases(url: str) -> bool:
+    with contextlib.closing(Redis.from_url(url)) as redis:
+        return bool(list(redis.scan_iter("batchery:lease:*")))
+
+
+def stored(url: str, job_id: str) -> Any:
+    with contextlib.closing(Redis.from_url(url)) as redis:
+        return redis.get(f"celery-task-meta-{job_id}")
+
+
+def committed(worker: Worker, app: Celery) -> int:
+    return int(worker.inspect(app, "stats")["pool"]["batches"]["committed_jobs"])
+
+
+def test_two_databases_of_one_server_are_one_step(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    broker = f"{redis_url.removesuffix('/0')}/3"
+    worker = start_worker("apps.commits", env={"CELERY_BROKER_URL": broker})
+    with client(broker, redis_url) as app:
+        jobs: list[Any] = [app.send_task("apps.commits.shout", ("hi",)) for _ in range(3)]
+        assert {job.get(timeout=TIMEOUT_S)[:2] for job in jobs} == {"HI"}
+        wait_for(lambda: committed(worker, app) == 3, "all are committed")
+        wait_for(lambda: not has_leases(broker), "no lease is left")
+        assert worker.stop() == 0
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[OwnRedis]:
+    server = OwnRedis(tmp_path / "other")
+    server.start()
+    yield server
+    server.kill()
+
+
+def test_with_two_servers_results_are_stored_first_and_acknowledged_then(
+    start_worker: StartWorker, redis_url: str, other: OwnRedis
+) -> None:
+    worker = start_worker("apps.commits", env={"CELERY_RESULT_BACKEND": other.url})
+    with client(redis_url, other.url) as app:
+        jobs: list[Any] = [app.send_task("apps.commits.shout", ("far",)) for _ in range(3)]
+        assert {job.get(timeout=TIMEOUT_S)[:3] for job in jobs} == {"FAR"}
+        wait_for(lambda: not has_leases(redis_url), "no lease is left")
+        assert committed(worker, app) == 0
+        assert worker.stop() == 0
+
+
+def test_a_time_limit_does_not_count_while_results_wait_for_redis(
+    start_worker: StartWorker, other: OwnRedis, tmp_path: Path
+) -> None:
+    worker = start_worker(
+        "apps.commits", env={"CELERY_BROKER_URL": other.url, "CELERY_RESULT_BACKEND": other.url}
+    )
+    (device,) = worker.devices()
+    path = tmp_path / "job"
+    with client(other.url, other.url) as app:
+        job: Any = app.send_task("apps.commits.hurry_at", (str(path),))
+        wait_for(path.exists, "the job runs")
+        other.kill()
+        Path(f"{path}.go").touch()
+        wait_for(lambda: "results wait for Redis" in worker.log, "the result waits")
+        time.sleep(1.5)  # Longer than the limit.
+        other.start()
+        wait_for(lambda: stored(other.url, job.id), "the result is stored")
+        assert job.get(timeout=TIMEOUT_S) == str(path)
+    assert path.read_text() == "x"
+    assert device.is_running()

@@ -1,0 +1,358 @@
+"""The commit against real servers: what is stored, what is refused, and what a lost answer does."""
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from celery.result import AsyncResult
+
+from batchery_worker import redis_commit
+from batchery_worker.commit import Settled, Verdict
+from batchery_worker.redis_commit import RedisCommitter
+from batchery_worker.terms import JobTerms, Terms
+from own_redis import OwnRedis, redis_servers
+
+WORKERS, LEASES = "batchery:workers", "batchery:lease:me"
+FACTS = {"id": "b1", "size": 2, "padding": 0.0, "forward_ms": 1.0, "device": "cpu"}
+COMMITTED, FENCED, NEEDS_TRACER = Verdict.COMMITTED, Verdict.FENCED, Verdict.NEEDS_TRACER
+
+
+class House:
+    """A server, an app whose results are in database 0, and leases in a database of choice."""
+
+    def __init__(self, server: OwnRedis, broker_db: int = 0, **conf: Any) -> None:
+        self.server = server
+        self.app = Celery("commit", backend=server.url, set_as_current=False)
+        self.app.conf.update(conf)
+        self.backend: Any = self.app.backend
+        self.results: Any = redis.Redis.from_url(server.url)
+        self.leases = redis.Redis.from_url(f"{server.url[:-1]}{broker_db}")
+        self.broker_db = broker_db
+        self.pauses: list[float] = []
+        self.waits = 0
+        self.committer = RedisCommitter(self.backend, self.wait, self.pauses.append)
+        self.results.flushall()
+        self.leases.zadd(WORKERS, {"me": 1})
+
+    def wait(self) -> None:
+        self.waits += 1
+
+    def lease(self, *tokens: int) -> None:
+        self.leases.hset(LEASES, mapping={str(token): "celery\0message" for token in tokens})
+
+    def leased(self) -> set[str]:
+        tokens: Any = self.leases.hkeys(LEASES)
+        return {token.decode() for token in tokens}
+
+    def commit(self, *jobs: tuple[str, Any], terms: dict[str, JobTerms] | None = None) -> Any:
+        """Commits values by task id; the token of the job `t7` is 7."""
+        given: dict[str, JobTerms] = {name: (name[1:], 0.5, {}) for name, _ in jobs}
+        given |= terms or {}
+        computed = [
+            Settled(name, value if isinstance(value, tuple) else ("value", value))
+            for name, value in jobs
+        ]
+        batch = Terms("me", WORKERS, LEASES, self.broker_db, [given[name] for name, _ in jobs])
+        return self.committer.commit(computed, batch, FACTS)
+
+    def stored(self, name: str) -> Any:
+        content = self.results.get(self.backend.get_key_for_task(name))
+        return content and json.loads(content)
+
+    def put(self, name: str, content: str | bytes) -> None:
+        self.results.set(self.backend.get_key_for_task(name), content)
+
+    def close(self) -> None:
+        self.results.close()
+        self.leases.close()
+        self.backend.client.close()
+
+
+@pytest.fixture(scope="module", params=redis_servers(), ids=lambda path: path.parts[-3])
+def server(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRedis]:
+    own = OwnRedis(tmp_path_factory.mktemp("redis") / "data", request.param)
+    own.start()
+    yield own
+    own.kill()
+
+
+@pytest.fixture(params=[0, 3], ids=["one database", "two databases"])
+def house(request: Any, server: OwnRedis) -> Iterator[House]:
+    with contextlib.closing(House(server, request.param)) as made:
+        yield made
+
+
+@pytest.fixture
+def make(server: OwnRedis) -> Iterator[Callable[..., House]]:
+    with contextlib.ExitStack() as stack:
+        yield lambda **conf: stack.enter_context(contextlib.closing(House(server, **conf)))
+
+
+def test_a_batch_is_stored_and_acknowledged_job_by_job(house: House) -> None:
+    house.lease(1, 2, 3, 9)
+    jobs = [("t1", "A"), ("t2", ["B", None]), ("t3", ("failed", "{}", "")), ("t4", "late")]
+    assert house.commit(*jobs) == [COMMITTED, COMMITTED, NEEDS_TRACER, FENCED]
+    assert house.leased() == {"3", "9"}
+    assert house.stored("t1")["result"] == "A"
+    assert house.stored("t2")["result"] == ["B", None]
+    assert house.stored("t3") is None
+    assert house.stored("t4") is None
+
+
+def test_a_stock_client_reads_it(house: House) -> None:
+    house.lease(1)
+    house.commit(("t1", {"label": "x"}))
+    result: Any = AsyncResult("t1", app=house.app)
+    assert result.get(timeout=10) == {"label": "x"}
+    assert result.successful()
+    assert result.children == []
+    assert house.stored("t1")["batch"] == {**FACTS, "waited_ms": 0.5}
+
+
+def test_a_client_that_waits_is_told_what_is_stored(house: House) -> None:
+    key = house.backend.get_key_for_task("t1")
+    with house.results.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.subscribe(key)
+        channel.get_message(timeout=10)
+        house.lease(1)
+        house.commit(("t1", 7))
+        while (message := channel.get_message(timeout=10)) is None:
+            pass
+    assert message["data"] == house.results.get(key)
+
+
+@pytest.mark.parametrize("expires", [None, 0, 3600])
+def test_results_expire_as_configured(make: Callable[..., House], expires: int | None) -> None:
+    house = make(result_expires=expires)
+    house.lease(1)
+    house.commit(("t1", 1))
+    ttl = house.results.ttl(house.backend.get_key_for_task("t1"))
+    assert (ttl == -1) if not expires else (0 < ttl <= expires)
+
+
+def test_a_key_prefix_is_kept(make: Callable[..., House]) -> None:
+    house = make(result_backend_transport_options={"global_keyprefix": "mine_"})
+    house.lease(1)
+    assert house.commit(("t1", 1)) == [COMMITTED]
+    assert house.results.exists("mine_celery-task-meta-t1")
+
+
+@pytest.mark.parametrize("space", ["", " ", "  "])
+def test_success_is_never_overwritten(house: House, space: str) -> None:
+    first = f'{{"status":{space}"SUCCESS","result":{space}"first"}}'
+    house.put("t1", first)
+    house.lease(1)
+    assert house.commit(("t1", "second")) == [COMMITTED]
+    assert house.stored("t1")["result"] == "first"
+    assert house.leased() == set()
+
+
+def test_a_job_that_is_in_the_batch_twice_is_stored_once(house: House) -> None:
+    house.lease(1, 2)
+    jobs = [Settled("t1", ("value", "first")), Settled("t1", ("value", "second"))]
+    batch = Terms("me", WORKERS, LEASES, house.broker_db, [("1", 0.0, {}), ("2", 0.0, {})])
+    assert house.committer.commit(jobs, batch, FACTS) == [COMMITTED, COMMITTED]
+    assert house.stored("t1")["result"] == "first"
+    assert house.leased() == set()
+
+
+@pytest.mark.parametrize("status", ["STARTED", "RETRY", "FAILURE", "50 % done"])
+def test_any_other_status_is(house: House, status: str) -> None:
+    house.put("t1", json.dumps({"status": status, "result": None}))
+    house.lease(1)
+    assert house.commit(("t1", "done")) == [COMMITTED]
+    assert house.stored("t1")["result"] == "done"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"task_id": "t1", "status": "SUCCESS"}',
+        b"\x80\x04\x95",
+        b"\x1f\x8bcompressed",
+        b"[]",
+        "- yaml: SUCCESS",
+    ],
+)
+def test_what_the_script_cannot_read_is_left_to_celery(house: House, content: Any) -> None:
+    house.put("t1", content)
+    house.lease(1, 2)
+    assert house.commit(("t1", "mine"), ("t2", "mine")) == [NEEDS_TRACER, COMMITTED]
+    assert house.leased() == {"1"}
+
+
+def test_a_key_of_another_type_is_left_to_celery(house: House) -> None:
+    house.results.lpush(house.backend.get_key_for_task("t1"), "odd")
+    house.lease(1, 2)
+    assert house.commit(("t1", 1), ("t2", 2)) == [NEEDS_TRACER, COMMITTED]
+
+
+def test_a_worker_that_lost_its_leases_writes_nothing(house: House) -> None:
+    house.lease(1, 2)
+    house.leases.delete(LEASES)
+    house.put("t2", '{"status": "RETRY", "result": null}')
+    assert house.commit(("t1", "zombie"), ("t2", "zombie")) == [FENCED, FENCED]
+    assert house.stored("t1") is None
+    assert house.stored("t2")["status"] == "RETRY"
+
+
+def test_where_the_worker_is_unknown_its_leases_are_elsewhere(house: House) -> None:
+    house.lease(1)
+    house.leases.delete(WORKERS)
+    assert house.commit(("t1", 1)) == [NEEDS_TRACER]
+    calls = house.results.info("commandstats")["cmdstat_evalsha"]["calls"]
+    assert house.commit(("t1", 1)) == [NEEDS_TRACER]
+    assert house.results.info("commandstats")["cmdstat_evalsha"]["calls"] == calls
+    assert house.stored("t1") is None
+    assert house.leased() == {"1"}
+
+
+def test_without_a_wanted_result_the_lease_just_ends(house: House) -> None:
+    house.lease(1)
+    assert house.commit(("t1", "x"), terms={"t1": ("1", 0.0, None)}) == [COMMITTED]
+    assert house.leased() == set()
+    assert house.stored("t1") is None
+
+
+def test_a_job_without_terms_is_not_touched(house: House) -> None:
+    house.lease(1, 2)
+    assert house.commit(("t1", "x"), ("t2", "y"), terms={"t1": None}) == [NEEDS_TRACER, COMMITTED]
+    assert house.leased() == {"1"}
+
+
+def test_what_json_has_no_word_for_is_left_to_the_tracer(house: House) -> None:
+    house.lease(1, 2, 3, 4)
+    date = ("json", '{"__type__": "date", "__value__": "2026-01-02"}')
+    bad = ("3", 0.0, {"args": [object()]})
+    jobs = [("t1", 10**5000), ("t2", date), ("t3", 1), ("t4", "good")]
+    verdicts = house.commit(*jobs, terms={"t3": bad})
+    assert verdicts == [NEEDS_TRACER, COMMITTED, NEEDS_TRACER, COMMITTED]
+    assert house.stored("t2")["result"]["__value__"] == "2026-01-02"
+
+
+def test_a_result_that_redis_cannot_hold_is_left_to_the_tracer(house: House) -> None:
+    house.backend._MAX_STR_VALUE_SIZE = 1000
+    house.lease(1, 2)
+    assert house.commit(("t1", "x" * 1000), ("t2", "x")) == [NEEDS_TRACER, COMMITTED]
+
+
+def test_large_batches_and_large_results_go_in_parts(house: House) -> None:
+    many = range(1, redis_commit.MAX_JOBS + 100)
+    house.lease(*many)
+    big = "x" * (redis_commit.MAX_BYTES // 2)
+    jobs = [(f"t{token}", big if token < 6 else token) for token in many]
+    assert house.commit(*jobs) == [COMMITTED] * len(many)
+    assert house.leased() == set()
+    assert house.stored(f"t{many[-1]}")["result"] == many[-1]
+
+
+def test_it_commits_when_redis_is_full(house: House) -> None:
+    house.lease(1, 2)
+    house.results.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(redis.ResponseError, match="maxmemory"):
+            house.results.set("more", "x")
+        assert house.commit(("t0", "fenced"), ("t1", "x" * 5000)) == [FENCED, COMMITTED]
+    finally:
+        house.results.config_set("maxmemory", 0)
+    assert house.stored("t1")["result"] == "x" * 5000
+
+
+class LostAnswers:
+    """A script whose first answers never arrive."""
+
+    def __init__(self, script: Any, count: int) -> None:
+        self._script = script
+        self._count = count
+
+    def __call__(self, **words: Any) -> Any:
+        answer = self._script(**words)
+        if self._count:
+            self._count -= 1
+            raise redis.ConnectionError("Connection closed by server.")
+        return answer
+
+
+def test_a_lost_answer_is_told_from_a_lost_lease(house: House) -> None:
+    house.lease(1, 2, 3)
+    house.put("t3", '{"status":"SUCCESS","result":"first"}')
+    house.committer._script = LostAnswers(house.committer._script, 2)
+    none: dict[str, JobTerms] = {"t2": ("2", 0.0, None)}
+    verdicts = house.commit(("t1", "x"), ("t2", "x"), ("t4", "never leased"), terms=none)
+    assert verdicts == [COMMITTED, COMMITTED, FENCED]
+    assert house.stored("t1")["result"] == "x"
+
+
+def test_commands_that_are_refused_are_left_to_the_tracer(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(**_: Any) -> Any:
+        raise redis.exceptions.NoPermissionError("this user has no permissions to run 'evalsha'")
+
+    house.lease(1)
+    house.committer._script = refuse
+    for _ in range(2):
+        assert house.commit(("t1", 1)) == [NEEDS_TRACER]
+    assert [record.getMessage().count("evalsha") for record in caplog.records] == [1]
+    assert house.pauses == []
+
+
+def test_a_failing_write_ends_no_lease(house: House) -> None:
+    acl = ["setuser", "limited", "on", ">secret", "~*", "&*", "+@all", "-set"]
+    house.results.execute_command("ACL", *acl)
+    house.lease(1)
+    limited = redis.Redis.from_url(house.server.url, username="limited", password="secret")
+    house.committer._client = limited
+    try:
+        assert house.commit(("t1", 1)) == [NEEDS_TRACER]
+    finally:
+        limited.close()
+        house.results.execute_command("ACL", "DELUSER", "limited")
+    assert house.leased() == {"1"}
+
+
+def test_results_wait_while_redis_is_away(server: OwnRedis, tmp_path: Path) -> None:
+    own = OwnRedis(tmp_path / "data", server.binary)
+    own.start()
+    gate = threading.Event()
+
+    def pause(seconds: float) -> None:
+        gate.set()
+        time.sleep(0.01)
+
+    with contextlib.closing(House(own, 3)) as house:
+        house.committer = RedisCommitter(house.backend, house.wait, pause)
+        house.lease(1, 2)
+        house.commit(("t2", "warm"))
+        own.kill()
+        verdicts: list[Any] = []
+        thread = threading.Thread(target=lambda: verdicts.append(house.commit(("t1", "kept"))))
+        thread.start()
+        assert gate.wait(30)
+        own.start()
+        thread.join(30)
+        assert verdicts == [[COMMITTED]]
+        assert house.waits == 1
+        assert house.stored("t1")["result"] == "kept"
+        assert house.leased() == set()
+    own.kill()
+
+
+def test_a_commit_to_two_databases_survives_a_restart(tmp_path: Path, server: OwnRedis) -> None:
+    own = OwnRedis(tmp_path / "data", server.binary)
+    own.start()
+    with contextlib.closing(House(own, 3)) as house:
+        house.lease(1, 2)
+        house.commit(("t1", "kept"))
+        own.kill()
+        own.start()
+        assert house.stored("t1")["result"] == "kept"
+        assert house.leased() == {"2"}
+    own.kill()

@@ -1,0 +1,82 @@
+"""From the outcomes of a batch to the message that answers it, by way of the commit."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from celery.utils.saferepr import saferepr
+
+from batchery import packed
+from batchery_worker.commit import Committer, Settled, Verdict
+from batchery_worker.facts import batch_facts
+from batchery_worker.wire import Done, Work, encode_outcome, sendable
+
+
+@dataclass(slots=True)
+class Computed:
+    """A batch whose outcomes are known."""
+
+    work: Work
+    #: One per item.
+    outcomes: Sequence[Any]
+    forward_ms: float
+    tokens: int = 0
+    computed_tokens: int = 0
+
+
+def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> Done:
+    """Commits what can be committed, and says what became of each job.
+
+    Args:
+        batch: As it was computed.
+        device: As torch spells it.
+        committer: Used for jobs that have terms.
+        backend: Knows how exceptions are stored.
+    """
+    work, terms = batch.work, batch.work.terms
+    outcomes = list(_by_job(batch))
+    settled = [
+        Settled(task_id, encode_outcome(outcome, backend))
+        for (task_id, _, _), outcome in zip(work.jobs, outcomes, strict=True)
+    ]
+    verdicts: Sequence[Verdict] = [Verdict.NEEDS_TRACER] * len(settled)
+    chars = None
+    if terms is not None:
+        chars = terms.text_chars
+        facts = batch_facts(
+            batch_id=work.id,
+            device=device,
+            size=len(batch.outcomes),
+            forward_ms=batch.forward_ms,
+            tokens=batch.tokens,
+            computed_tokens=batch.computed_tokens,
+        )
+        verdicts = committer.commit(settled, terms, facts)
+    return Done(
+        id=work.id,
+        jobs=[
+            (verdict.value, _rest(verdict, job, outcome, chars))
+            for verdict, job, outcome in zip(verdicts, settled, outcomes, strict=True)
+        ],
+        forward_ms=batch.forward_ms,
+        tokens=batch.tokens,
+        computed_tokens=batch.computed_tokens,
+    )
+
+
+def _rest(verdict: Verdict, job: Settled, outcome: Any, chars: int | None) -> tuple[Any, ...]:
+    """What is left for the main process to know of a job's outcome."""
+    if verdict is Verdict.NEEDS_TRACER:
+        return tuple(job.spelled)
+    if verdict is Verdict.COMMITTED and chars is not None:
+        return (saferepr(outcome, chars),)
+    return ()
+
+
+def _by_job(batch: Computed) -> Iterator[Any]:
+    """Groups the outcomes of the items by the jobs that carried them."""
+    start = 0
+    for _, items, is_packed in batch.work.jobs:
+        part = batch.outcomes[start : start + len(items)]
+        yield packed.result_of(list(map(sendable, part))) if is_packed else part[0]
+        start += len(items)

@@ -1,0 +1,104 @@
+-- Commits results of a batch: each one is stored, announced and acknowledged while its lease is held.
+--
+-- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
+--                   transport's register and renew; a member goes with release or recovery.
+-- KEYS[2]   HASH    lease:<worker>, of the broker's database: token -> queue key and message. Written
+--                   by the transport's drain; a field goes here, at an acknowledgement, a release or
+--                   a recovery. A token that is missing: somebody else has the job.
+-- KEYS[3..] STRING  <prefix>celery-task-meta-<task id>, of the result backend's database: Celery's
+--                   stored result, as JSON. Written by Celery's backends and here; read by every
+--                   AsyncResult; goes when it expires or is forgotten. The channel of the same name
+--                   gets what is stored.
+-- ARGV      worker id, number of the backend's database, of the broker's, seconds until a result
+--           expires (0 for never), then for each key from KEYS[3] on: token, and what to store;
+--           empty for nothing.
+-- Returns   for each key: 1 committed, 0 fenced, 2 unsure, with nothing done. Nil if this server does
+--           not know the worker: the broker is another one, or the worker was given up.
+--
+-- At most a few hundred keys, as Lua cannot unpack more than some thousands.
+--
+-- Leases go last. A command that Redis refuses ends the script in between, which undoes nothing: then
+-- every lease is still held, and no job is lost.
+local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local workers, leases, count = KEYS[1], KEYS[2], #KEYS - 2
+
+local function use(database)
+  if backend ~= broker then
+    redis.call('SELECT', database)
+  end
+end
+
+-- Whether a result may be written: 0 no, as a SUCCESS is stored; 1 yes; 2 unsure.
+local function may_write(key)
+  local head = redis.pcall('GETRANGE', key, 0, 63)
+  if type(head) ~= 'string' then
+    return 2
+  end
+  if head == '' then
+    return 1
+  end
+  -- Both spellings that JSON libraries have begin like this: {"status": "X" and {"status":"X".
+  -- Anything else (compressed, another serializer, another order of fields) is left to Celery's
+  -- own decoders, as a SUCCESS may hide in it.
+  local status = string.match(head, '^{%s*"status"%s*:%s*"([^"]*)"')
+  if not status then
+    return 2
+  end
+  return status == 'SUCCESS' and 0 or 1
+end
+
+local function write(key, value)
+  if expires_s > 0 then
+    redis.call('SET', key, value, 'EX', expires_s)
+  else
+    redis.call('SET', key, value)
+  end
+  redis.call('PUBLISH', key, value)
+end
+
+use(broker)
+if not redis.call('ZSCORE', workers, worker) then
+  return false
+end
+-- Removes nothing. At maxmemory Redis refuses a script that begins with a write for which it needs
+-- memory, but not one that has written before: 6.2 and 7.0.
+redis.call('HDEL', leases, '')
+local held = {}
+for i = 1, count do
+  held[i] = redis.call('HEXISTS', leases, ARGV[2 * i + 3]) == 1
+end
+
+use(backend)
+-- Most jobs have nothing stored yet: then one question for all of them is enough.
+local fresh = redis.call('EXISTS', unpack(KEYS, 3)) == 0
+local verdicts, settled, written = {}, {}, {}
+for i = 1, count do
+  local token, key, value = ARGV[2 * i + 3], KEYS[i + 2], ARGV[2 * i + 4]
+  if not held[i] then
+    -- Sent again, as the answer was lost: then what is stored is ours to the last byte. It says when
+    -- the job was done, to the microsecond, and in which batch.
+    verdicts[i] = value ~= '' and redis.pcall('GET', key) == value and 1 or 0
+  else
+    local may = 0
+    -- A message that was published twice may be in one batch twice.
+    if value ~= '' and not written[key] then
+      may = fresh and 1 or may_write(key)
+    end
+    if may == 1 then
+      write(key, value)
+      written[key] = true
+    end
+    if may == 2 then
+      verdicts[i] = 2
+    else
+      verdicts[i] = 1
+      settled[#settled + 1] = token
+    end
+  end
+end
+
+use(broker)
+if #settled > 0 then
+  redis.call('HDEL', leases, unpack(settled))
+end
+return verdicts
