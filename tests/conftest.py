@@ -11,6 +11,7 @@ from celery import Celery
 
 from batchery.embedded import EmbeddedRedis
 from harness import Worker
+from own_redis import OwnRedis, redis_servers
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +19,18 @@ def redis_server() -> Iterator[EmbeddedRedis]:
     """A redis-server of this test session's own, on a free port."""
     with EmbeddedRedis() as server:
         yield server
+
+
+@pytest.fixture(scope="session", params=redis_servers(), ids=lambda path: path.parts[-3])
+def every_redis(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OwnRedis]:
+    """Each kind of redis-server in turn, without a password; what is in it is nobody's."""
+    directory = tmp_path_factory.mktemp("every") / "redis"
+    server = OwnRedis(directory, request.param, appendonly="no")
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(scope="module")

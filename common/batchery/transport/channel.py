@@ -4,9 +4,7 @@ While there is nothing to take, it waits without popping: Redis tracks the queue
 connection and says when one of them changes.
 """
 
-import logging
-import sys
-from collections import Counter
+import contextlib
 from collections.abc import Mapping
 from queue import Empty
 from time import monotonic
@@ -15,33 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from kombu.transport import redis as kombu_redis
-from kombu.utils.encoding import bytes_to_str
-from redis.exceptions import NoScriptError
 
+from batchery.transport.drain import Drain, Fenced, refusals
 from batchery.transport.heart import Heart
 from batchery.transport.inbox import Inbox
 from batchery.transport.ledger import Ledger
-from batchery.transport.ledgers import lend
+from batchery.transport.ledgers import lend, retire
 from batchery.transport.qos import QoS
-from batchery.transport.scripts import source
 
 if TYPE_CHECKING:
     _Base: Any
 else:
     _Base = object
 
-logger = logging.getLogger("batchery.transport")
-
-#: Most bytes that one drain takes, in bytes; Redis answers nobody else while it copies them.
-DRAIN_BYTES = 16 * 2**20
-
 #: How long an answer of Redis may take, in seconds, where the transport options say nothing: the
 #: event loop waits for it, and a connection may be dead without telling.
 SOCKET_TIMEOUT_S = 10.0
 
-
-class Fenced(redis.ConnectionError):
-    """Another worker took this one's leases over; Celery starts its consumer anew."""
+#: Transport options beside kombu's.
+OPTIONS = ("leases", "lease_expiry_s", "queue_prefetch")
 
 
 class LeasingChannel(_Base):  # type: ignore[misc]
@@ -63,6 +53,8 @@ class LeasingChannel(_Base):  # type: ignore[misc]
     ledger: Ledger | None = None
     #: Takes in what was leased; there with the ledger.
     inbox: Inbox
+    #: Asks for messages; there with the ledger.
+    drain: Drain
     #: Whether the connection broke, so that leases outlive the channel.
     is_broken = False
 
@@ -72,11 +64,6 @@ class LeasingChannel(_Base):  # type: ignore[misc]
     _waiting = False
     _brpop_sent_at: float | None
     _prepared: Any = None
-    _drain_sha = ""
-    _drained_keys: tuple[str, ...] = ()
-    #: All queues of the channel at the last drain, and whether some of them had enough already.
-    _consumed: frozenset[str] = frozenset()
-    _some_are_full = False
     #: Set from any thread when a lease ends.
     has_room = False
     #: Whether the last drain brought nothing although a key was there.
@@ -131,16 +118,21 @@ class LeasingChannel(_Base):  # type: ignore[misc]
             return None
 
     def _open_ledger(self) -> None:
-        ledger = lend(self._place(), self, self._make_ledger)
+        def make() -> Ledger:
+            client = self._client_of_its_own(self._connparams()["socket_timeout"])
+            return Ledger(client, self.global_keyprefix, self.lease_expiry_s)
+
+        ledger = lend(self._place(), self, make)
         try:
             if not ledger.is_open:
                 ledger.open()
                 ledger.heart = Heart(ledger, self._client_of_its_own(ledger.expiry_s / 2))
                 ledger.heart.start()
         except BaseException:
-            ledger.holder = None
+            retire(ledger)
             raise
         self.inbox = Inbox(self, ledger)
+        self.drain = Drain(self, ledger, self.inbox)
         self.ledger = ledger
 
     def _place(self) -> tuple[Any, ...]:
@@ -149,10 +141,6 @@ class LeasingChannel(_Base):  # type: ignore[misc]
         names = [str(params.get(name)) for name in ("host", "port", "path", "db")]
         # Behind one Sentinel there may be several masters.
         return (*names, getattr(self, "master_name", None), self.global_keyprefix)
-
-    def _make_ledger(self) -> Ledger:
-        client = self._client_of_its_own(self._connparams()["socket_timeout"])
-        return Ledger(client, self.global_keyprefix, self.lease_expiry_s)
 
     def _client_of_its_own(self, timeout_s: float) -> Any:
         """With a pool of its own: it outlives the channel, and waits for nobody."""
@@ -167,64 +155,28 @@ class LeasingChannel(_Base):  # type: ignore[misc]
         if self.ledger is None:
             super()._brpop_start(timeout)
             return
-        self._raise_if_fenced()
-        connection = self.client.connection
-        if self._prepared is not connection._sock:
-            self._prepare(connection)
-            # An answer may have died with the connection before.
-            self.inbox.reconcile(active_tokens())
-            self._prepared = connection._sock
-        self.has_room = False
-        free = self.qos.free
-        held = self._held_by_queue()
-        limits = {
-            queue: min(free, self.queue_prefetch.get(queue, free + held[queue]) - held[queue])
-            for queue in self._queue_cycle.consume(len(self.active_queues))
-        }
-        queues = [queue for queue, limit in limits.items() if limit > 0]
-        if not queues:
-            return
-        self.ledger.flush()
-        self._consumed = frozenset(self.active_queues)
-        self._some_are_full = len(queues) < len(self._consumed)
-        keys = self.ledger.keys
-        self._drained_keys = tuple(
-            keys.queue(self._q_for_pri(queue, step))
-            for step in self.priority_steps
-            for queue in queues
-        )
-        fixed = [keys.workers, self.ledger.lease_key, keys.token, keys.suspects]
-        connection.send_command(
-            *["EVALSHA", self._drain_sha, len(fixed) + len(self._drained_keys)],
-            *fixed,
-            *self._drained_keys,
-            *[self.ledger.worker, free, DRAIN_BYTES, len(queues)],
-            *[limits[queue] for queue in queues],
-        )
-        self._in_poll = connection
-        self._brpop_sent_at = monotonic()
-        self._draining, self._waiting = True, False
+        with refusals():
+            self._raise_if_fenced()
+            connection = self.client.connection
+            if self._prepared is not connection._sock:
+                self._prepare(connection)
+            self.has_room = False
+            if self.drain.ask(connection):
+                self._in_poll = connection
+                self._brpop_sent_at = monotonic()
+                self._draining, self._waiting = True, False
 
-    def _held_by_queue(self) -> Counter[str]:
-        held: Counter[str] = Counter()
-        if self.queue_prefetch and self.ledger is not None:
-            for key, count in self.ledger.held_by_key().items():
-                held[self.inbox.queue_of(key)] += count
-        return held
+    def _prepare(self, connection: Any) -> None:
+        self._draining = self._waiting = self._fruitless = False
+        self.drain.prepare(connection)
+        # An answer may have died with the connection before.
+        self.inbox.reconcile()
+        self._prepared = connection._sock
 
     def _raise_if_fenced(self) -> None:
         if self.ledger is not None and self.ledger.fenced:
             lost = self.ledger.rejoin()
             raise Fenced(f"{lost} jobs were handed on to other workers")
-
-    def _prepare(self, connection: Any) -> None:
-        """Makes a fresh connection ready: it shall be told of changes, and know the script."""
-        # Only what is asked for by CLIENT CACHING: the script reads the heartbeats, too.
-        connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
-        connection.read_response()
-        connection.send_command("SCRIPT", "LOAD", source("drain"))
-        self._drain_sha = bytes_to_str(connection.read_response())
-        self._draining = self._waiting = self._fruitless = False
 
     def _brpop_read(self, **options: Any) -> bool:
         if self.ledger is None or (self._in_poll and not (self._draining or self._waiting)):
@@ -234,45 +186,34 @@ class LeasingChannel(_Base):  # type: ignore[misc]
         self._draining = self._waiting = False
         self._in_poll = None
         try:
-            answer = connection.read_response(push_request=not draining)
-            if not draining:
-                raise Empty
-            if not answer:
-                if answer is None:
-                    self.ledger.fenced = True
-                elif self._nothing_came(connection) or self._fruitless:
-                    self._wait(connection)
-                else:
-                    # Once more; if that brings nothing either, the key is no list: the next sweep.
-                    self._fruitless = True
-                raise Empty
+            with refusals():
+                answer = connection.read_response(push_request=not draining)
+                if not draining:
+                    raise Empty
+                if not answer:
+                    self._on_no_messages(answer, connection)
+                    raise Empty
             self._fruitless = False
-        except NoScriptError:
+        except redis.exceptions.NoScriptError:
             self._prepared = None  # Somebody flushed the scripts.
             raise Empty from None
-        except redis.ResponseError as error:
-            # Such as READONLY after a failover; what is no connection error would end the worker.
-            connection.disconnect()
-            raise redis.ConnectionError(f"the broker refuses to hand out jobs: {error}") from error
         except self.connection_errors:
             connection.disconnect()
             raise
         finally:
             self._flush_brpop_reauth()
-        self.inbox.take_in(answer, self._drained_keys)
+        self.inbox.take_in(answer, self.drain.keys)
         return True
 
-    def _nothing_came(self, connection: Any) -> bool:
-        """Whether all queues are empty; from now on Redis tells when one of them changes."""
-        if self._consumed != set(self.active_queues):
-            return False
-        commands = [("CLIENT", "CACHING", "YES"), ("EXISTS", *self._drained_keys)]
-        connection.send_packed_command(connection.pack_commands(commands))
-        connection.read_response()
-        if connection.read_response():
-            return False
-        # What was pushed behind the answer may sit in the parser already: no event would come.
-        return not connection.can_read(timeout=0)
+    def _on_no_messages(self, answer: Any, connection: Any) -> None:
+        assert self.ledger is not None
+        if answer is None:
+            self.ledger.fenced = True
+        elif self.drain.nothing_came(connection) or self._fruitless:
+            self._wait(connection)
+        else:
+            # Once more; if that brings nothing either, the key is no list: the next sweep.
+            self._fruitless = True
 
     def _wait(self, connection: Any) -> None:
         self._waiting = True
@@ -294,30 +235,24 @@ class LeasingChannel(_Base):  # type: ignore[misc]
         """
         if self.ledger is None:
             return
-        self._raise_if_fenced()
-        self.ledger.flush()
-        connection = self._in_poll
-        if self._waiting and connection and connection._sock is self._prepared:
-            try:
-                if not self._nothing_came(connection):
-                    self.rouse()
-            except self.connection_errors:
-                connection.disconnect()
-                raise
+        with refusals():
+            self._raise_if_fenced()
+            self.ledger.flush()
+            connection = self._in_poll
+            is_alive = connection and connection._sock is self._prepared
+            if self._waiting and is_alive and not self.drain.nothing_came(connection):
+                self.rouse()
 
     def look_for_room(self) -> None:
         """Drains again where a queue had its share and no longer has."""
-        if self._waiting and self._some_are_full and self.has_room:
+        if self._waiting and self.drain.left_some_out and self.has_room:
             self.rouse()
 
     def read_push(self) -> None:
         """Reads a wake-up for which nobody waits, as there is no room for more messages."""
-        connection = self.client.connection
-        try:
-            connection.read_response(push_request=True)
-        except self.connection_errors:
-            # It is made anew when messages are wanted.
-            connection.disconnect()
+        with contextlib.suppress(*self.connection_errors):
+            # Redis-py drops a broken one; it is made anew when messages are wanted.
+            self.client.connection.read_response(push_request=True)
 
     def _on_connection_disconnect(self, connection: Any) -> None:
         if self._in_poll is connection:
@@ -327,16 +262,18 @@ class LeasingChannel(_Base):  # type: ignore[misc]
     # Ending
 
     def close(self) -> None:
-        """Closes the channel; with the last one that leases, this worker leaves the living."""
+        """Closes the channel; what it holds goes back, unless the connection broke."""
         ledger = self.ledger
-        was_open = not self.closed
-        if ledger is not None and was_open:
-            self._end_poll()
-        super().close()
-        if ledger is None or not was_open:
+        if ledger is None or self.closed:
+            super().close()
             return
-        ledger.holder = None
+        self._end_poll()
+        try:
+            super().close()
+        finally:
+            ledger.holder = None
         if not self.is_broken:
+            retire(ledger)
             ledger.heart.stop()
             ledger.close()
 
@@ -348,31 +285,13 @@ class LeasingChannel(_Base):  # type: ignore[misc]
         self.rouse()
 
 
-def active_tokens() -> set[str]:
-    """Tokens of the jobs that Celery's worker has accepted and not settled, if there is one."""
-    state = sys.modules.get("celery.worker.state")
-    if state is None:
-        return set()
-    return {str(request.message.delivery_tag) for request in list(state.active_requests)}
-
-
 class Channel(LeasingChannel, kombu_redis.Channel):  # type: ignore[misc]
     """A channel to one Redis server."""
 
-    from_transport_options = (
-        *kombu_redis.Channel.from_transport_options,
-        "leases",
-        "lease_expiry_s",
-        "queue_prefetch",
-    )
+    from_transport_options = (*kombu_redis.Channel.from_transport_options, *OPTIONS)
 
 
 class SentinelChannel(LeasingChannel, kombu_redis.SentinelChannel):  # type: ignore[misc]
     """A channel to the master that Sentinel names."""
 
-    from_transport_options = (
-        *kombu_redis.SentinelChannel.from_transport_options,
-        "leases",
-        "lease_expiry_s",
-        "queue_prefetch",
-    )
+    from_transport_options = (*kombu_redis.SentinelChannel.from_transport_options, *OPTIONS)

@@ -174,15 +174,16 @@ def readable_headers(message: bytes) -> dict[str, Any]:
         headers = read["headers"]
         if not isinstance(headers["id"], str):
             return {}
-        return {**_embedded(read.get("body")), **headers}
+        return {**read_embed(read.get("body")), **headers}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return {}
 
 
-def _embedded(body: Any) -> dict[str, Any]:
-    """Callbacks, errbacks, chain and chord, where they can be read."""
+def read_embed(body: Any) -> dict[str, Any]:
+    """Callbacks, errbacks, chain and chord of a body, text or base64, where they can be read."""
     try:
-        text = body if body.lstrip().startswith("[") else base64.b64decode(body)
+        raw = body.encode() if isinstance(body, str) else body
+        text = raw if raw.lstrip().startswith(b"[") else base64.b64decode(raw)
         embed: Any = json.loads(text)[2]
         return {str(name): value for name, value in embed.items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):

@@ -1,13 +1,22 @@
 """What a channel has leased: read, recognised and handed to its consumers."""
 
-from collections.abc import Collection
+import contextlib
+import json
+import sys
 from typing import Any
 
+import redis
 from kombu.utils.json import loads
 
 from batchery.transport.dead import bury_malformed
 from batchery.transport.ledger import Ledger
 from batchery.transport.notes import suspect_of
+
+#: Marks a value that JSON has no type for, as kombu writes it.
+TAG = '"__type__"'
+
+#: What reading a message raises that is not one: anybody can push anything into a list.
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
 
 #: A lease's token, the key of the queue, and the message as it was in there.
 Taken = tuple[str, str, bytes]
@@ -37,17 +46,14 @@ class Inbox:
         self._channel._queue_cycle.rotate(self.queue_of(taken[0][1]))
         self._hand_over(taken, with_suspects=suspects > 0)
 
-    def reconcile(self, active: Collection[str]) -> None:
+    def reconcile(self) -> None:
         """Hands over (again) what was leased for a channel that is gone, or with a lost answer.
-
-        Args:
-            active: Tokens of jobs that run, and so must not come again.
 
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        again = self._ledger.reconcile(self._channel.qos, active)
-        self._hand_over(again, with_suspects=True, again=True)
+        taken = self._ledger.reconcile(self._channel.qos, active_tokens())
+        self._hand_over(taken, with_suspects=True, again=True)
 
     def bury(self, token: str, error: Exception) -> None:
         """Moves a message that cannot be understood to the dead letters.
@@ -76,13 +82,12 @@ class Inbox:
                 self._recognise(payloads)
             waiting = [token for token, _, _ in payloads]
             self._deliver(payloads, waiting)
-        except self._channel.connection_errors:
-            raise  # All come again over the next connection.
         except BaseException:
-            # A consumer raised: those behind it are as good as never taken.
-            self._ledger.requeue(
-                [token for token in waiting if self._ledger.holds(token)], first=True
-            )
+            # A consumer raised: those behind it are as good as never taken. Without Redis they come
+            # over the next connection.
+            with contextlib.suppress(redis.RedisError):
+                left = [token for token in waiting if self._ledger.holds(token)]
+                self._ledger.requeue(left, first=True)
             raise
 
     def _deliver(self, payloads: list[tuple[str, str, Any]], waiting: list[str]) -> None:
@@ -102,12 +107,14 @@ class Inbox:
         payloads = []
         for token, key, raw in taken:
             try:
-                payload = loads(raw.decode())
+                text = raw.decode()
+                # Kombu's decoder looks at each mapping for a tagged value: twice the time.
+                payload = loads(text) if TAG in text else json.loads(text)
                 properties = payload["properties"]
                 # The token is another one each time; this stays, and tells a message sent twice.
                 properties["publish_tag"] = properties.get("delivery_tag")
                 properties["delivery_tag"] = token
-            except Exception as error:  # noqa: BLE001 - anybody can push anything into a list
+            except MALFORMED as error:
                 self.bury(token, error)
             else:
                 payloads.append((token, self.queue_of(key), payload))
@@ -129,3 +136,11 @@ def _mark_redelivered(payload: Any) -> None:
     info = payload["properties"].get("delivery_info")
     if isinstance(info, dict):
         info["redelivered"] = True
+
+
+def active_tokens() -> set[str]:
+    """Tokens of the jobs that Celery's worker has accepted and not settled, if there is one."""
+    state = sys.modules.get("celery.worker.state")
+    if state is None:
+        return set()
+    return {str(request.message.delivery_tag) for request in list(state.active_requests)}

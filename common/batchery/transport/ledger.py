@@ -9,43 +9,23 @@ import atexit
 import itertools
 import json
 import logging
-import os
-import platform
 import threading
-import uuid
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import redis
 
 from batchery.transport.keys import Keys
+from batchery.transport.leases import Lease, Leases
+from batchery.transport.member import Member
 from batchery.transport.notes import Notes
 from batchery.transport.scripts import Scripts
-from batchery.transport.server import facts_of, refuse_unfit, run_id_of, warn_of_eviction
 
 logger = logging.getLogger("batchery.transport")
 
 #: Most leases that one command ends; Redis answers nobody else meanwhile.
 TOKENS_PER_COMMAND = 1000
-
-
-@dataclass(slots=True)
-class Lease:
-    """One message that this process answers for."""
-
-    #: Told when the lease ends: the QoS of the channel that counts the message, None in between.
-    owner: Any
-    #: The key of the queue that it came from.
-    key: str = ""
-    #: Set for a job that was on a device when its worker died: how often it was there alone.
-    deaths: int | None = None
-    #: Its field among the suspects.
-    suspect: str | None = None
-    #: Set for a message that must not be taken once more: it is buried where it would have been
-    #: acknowledged.
-    letter: Mapping[str, Any] | None = None
 
 
 class Ledger:
@@ -64,14 +44,13 @@ class Ledger:
         self.keys = Keys(prefix)
         self.expiry_s = expiry_s
         self.scripts = Scripts(client)
-        self.worker = ""
-        self.run_id = ""
         self.db = int(client.connection_pool.connection_kwargs.get("db") or 0)
         #: Whether another worker took over, or Redis lost its data: every lease is gone.
         self.fenced = False
         #: Leases that were lost that way, since the start.
         self.lost_count = 0
-        self._held: dict[str, Lease] = {}
+        self._member = Member(client, self.keys, self.scripts)
+        self.leases = Leases()
         self._acks: deque[str] = deque()
         self._notes = Notes(self.keys)
         #: Beats while the ledger is open.
@@ -79,11 +58,19 @@ class Ledger:
         #: The channel that leases for it; None while it waits for the next one.
         self.holder: Any = None
         self._open = False
-        self._pid = os.getpid()
-        self._last_token = 0
         self._flush_lock = threading.Lock()
 
     # Life
+
+    @property
+    def worker(self) -> str:
+        """This worker's id; another one after a fence."""
+        return self._member.worker
+
+    @property
+    def run_id(self) -> str:
+        """Which run of which server it entered."""
+        return self._member.run_id
 
     @property
     def lease_key(self) -> str:
@@ -99,9 +86,8 @@ class Ledger:
         """
         if self._open:
             return
-        refuse_unfit(facts_of(self.client, "server"))
-        warn_of_eviction(facts_of(self.client, "memory"))
-        self._register()
+        self._member.check()
+        self._member.enter(self.leases.last_token)
         self._open = True
         atexit.register(self._close_quietly)
 
@@ -111,14 +97,14 @@ class Ledger:
         Returns:
             How many leases were lost.
         """
-        lost = len(self._held)
-        self.lost(list(self._held))
+        lost = len(self.leases)
+        self.lost(list(self.leases))
         with self._flush_lock:
             self._notes.drop()
         self.flush()
         # Usually nothing is left. But where only the list of workers was lost, nobody else looks.
-        self._leave()
-        self._register()
+        self._member.leave()
+        self._member.enter(self.leases.last_token)
         self.fenced = False
         return lost
 
@@ -128,48 +114,18 @@ class Ledger:
         Raises:
             redis.RedisError: Redis does not answer; the others will find out.
         """
-        if not self._open or not self.is_mine:
+        if not self._open or not self._member.is_mine:
             return
         self.flush()
         self._open = False
-        self._held.clear()
+        self.leases.clear()
         atexit.unregister(self._close_quietly)
-        self._leave()
-
-    def _leave(self) -> None:
-        keys = self.keys
-        self.scripts.run(
-            "recover",
-            [
-                keys.workers,
-                keys.worker_info,
-                self.lease_key,
-                keys.running(self.worker),
-                keys.suspects,
-            ],
-            *[self.worker, "", 0],
-        )
+        self._member.leave()
 
     @property
     def is_open(self) -> bool:
         """Whether this worker holds leases, or may."""
         return self._open
-
-    @property
-    def is_mine(self) -> bool:
-        """False in a forked child, whose parent goes on holding the leases."""
-        return self._pid == os.getpid()
-
-    def _register(self) -> None:
-        self.worker = uuid.uuid4().hex
-        about = {"host": platform.node(), "pid": os.getpid()}
-        self.scripts.run(
-            "register",
-            [self.keys.workers, self.keys.worker_info, self.keys.token],
-            *[self.worker, json.dumps(about), self._last_token],
-        )
-        # The server may be another one now.
-        self.run_id = run_id_of(facts_of(self.client, "server"))
 
     def _close_quietly(self) -> None:
         try:
@@ -179,29 +135,23 @@ class Ledger:
 
     # What is held
 
-    def take(self, token: str, owner: Any, key: str) -> Lease:
+    def take(self, token: str, owner: Any, key: str) -> None:
         """Enters a lease that Redis has granted, on a message from the queue of that key."""
-        lease = self._held[token] = Lease(owner, key)
-        self._last_token = max(self._last_token, int(token))
-        return lease
-
-    def held_by_key(self) -> Counter[str]:
-        """How many leases there are on messages of each queue key."""
-        return Counter(lease.key for lease in list(self._held.values()))
+        self.leases.take(token, owner, key)
 
     def holds(self, token: str) -> bool:
         """Whether a lease is held, as far as this process knows; from any thread."""
-        return token in self._held and not self.fenced
+        return token in self.leases and not self.fenced
 
     def deaths(self, token: str) -> int | None:
         """How often a job ran alone in a worker that died; None if it is no suspect."""
-        lease = self._held.get(token)
+        lease = self.leases.get(token)
         return None if lease is None else lease.deaths
 
     def suspect(self, token: str, suspect: str, deaths: int) -> None:
         """Remembers that a job was on a device when its worker died; `suspect` is its field."""
-        lease = self._held[token]
-        lease.suspect, lease.deaths = suspect, deaths
+        if lease := self.leases.get(token):
+            lease.suspect, lease.deaths = suspect, deaths
 
     def still_held(self, tokens: Collection[str]) -> set[str]:
         """Which of the leases Redis still knows; one round trip, from any thread."""
@@ -218,17 +168,11 @@ class Ledger:
     def lost(self, tokens: Iterable[str]) -> None:
         """Forgets leases that another worker has taken over."""
         for token in tokens:
-            self.lost_count += self._forget(token) is not None
-
-    def _forget(self, token: str) -> Lease | None:
-        lease = self._held.pop(token, None)
-        if lease is not None and lease.owner is not None:
-            lease.owner.forget(token)
-        return lease
+            self.lost_count += self.leases.forget(token) is not None
 
     def _end(self, token: str) -> Lease | None:
         """Forgets a lease of a job that will not come again, here or elsewhere."""
-        lease = self._forget(token)
+        lease = self.leases.forget(token)
         if lease is not None and lease.suspect is not None:
             self._notes.cleared(lease.suspect)
         return lease
@@ -268,8 +212,6 @@ class Ledger:
                     raise answers[0]
                 for _ in tokens:
                     self._acks.popleft()
-                if answers[0] != len(tokens):
-                    logger.debug("%d leases had gone already", len(tokens) - answers[0])
             self._notes.bury(self.scripts, self.lease_key)
 
     def requeue(self, tokens: Collection[str], *, first: bool) -> None:
@@ -278,26 +220,16 @@ class Ledger:
         Raises:
             redis.RedisError: Redis does not answer; they come with the next `reconcile`.
         """
-        if not self.is_mine:
+        if not self._member.is_mine:
             return
         for token in tokens:
-            self._forget(token)
+            self.leases.forget(token)
         newest_first = sorted(tokens, key=int, reverse=True)
         if newest_first:
             side = "RPUSH" if first else "LPUSH"
             self.scripts.run("requeue", [self.lease_key], side, *newest_first)
 
     # After a broken connection
-
-    def abandon(self, owner: Any) -> None:
-        """The channel is gone, the leases are not: the next one adopts them."""
-        for lease in self._held.values():
-            if lease.owner is owner:
-                lease.owner = None
-
-    def owned_by(self, owner: Any) -> list[str]:
-        """Tokens that a channel counts."""
-        return [token for token, lease in self._held.items() if lease.owner is owner]
 
     def reconcile(self, owner: Any, active: Collection[str]) -> list[tuple[str, str, bytes]]:
         """Compares what this process knows with what Redis knows, for a new channel.
@@ -313,33 +245,18 @@ class Ledger:
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        known = self._known_tokens()
-        again = [token for token in known if token not in self._held]
-        for token, lease in list(self._held.items()):
-            if lease.owner is owner:
-                continue
-            if token not in known:
-                self.lost([token])
-                continue
-            lease.owner = owner
-            if token in active:
-                owner.adopt(token)
-            else:
-                again.append(token)
+        gone, again = self.leases.adopt(self._known_tokens(), owner, active)
+        self.lost(gone)
         # What another thread has acknowledged meanwhile has no value any more.
         self.flush()
-        again.sort(key=int)
         values = self.client.hmget(self.lease_key, again) if again else []
-        return [
-            (token, *_split(value))
-            for token, value in zip(again, values, strict=True)
-            if value is not None
-        ]
+        found = zip(again, values, strict=True)
+        return [(token, *_split(value)) for token, value in found if value is not None]
 
     def _known_tokens(self) -> set[str]:
         with self.client.pipeline(transaction=False) as pipe:
             known, last = pipe.hkeys(self.lease_key).get(self.keys.token).execute()
-        if (behind := self._last_token - int(last or 0)) > 0:
+        if (behind := self.leases.last_token - int(last or 0)) > 0:
             # A restart cost Redis its last second. Tokens must not come twice: an acknowledgement
             # of the first would end the lease of the second.
             self.client.incrby(self.keys.token, behind)
@@ -367,8 +284,7 @@ class Ledger:
 
     def condemn(self, token: str, letter: Mapping[str, Any]) -> None:
         """Turns the message's acknowledgement, which is to come, into a burial."""
-        lease = self._held.get(token)
-        if lease is not None:
+        if lease := self.leases.get(token):
             lease.letter = letter
 
     def bury(self, token: str, letter: Mapping[str, Any]) -> bool:

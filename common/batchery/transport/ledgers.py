@@ -31,3 +31,11 @@ def lend(identity: tuple[Any, ...], holder: Any, make: Callable[[], Ledger]) -> 
             ledgers.append(ledger)
         ledger.holder = holder
         return ledger
+
+
+def retire(ledger: Ledger) -> None:
+    """Forgets a ledger that is closed: the next channel may come with another password."""
+    with _lock:
+        for ledgers in _ledgers.values():
+            if ledger in ledgers:
+                ledgers.remove(ledger)

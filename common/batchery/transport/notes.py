@@ -78,9 +78,8 @@ class Notes:
 
     def sent(self, notes: tuple[int, int]) -> None:
         """Forgets the oldest notes, which have arrived."""
-        for queue, number in zip((self._waiting, self._ended), notes, strict=True):
-            for _ in range(min(number, len(queue))):
-                queue.popleft()
+        _drop_oldest(self._waiting, notes[0])
+        _drop_oldest(self._ended, notes[1])
 
     def bury(self, scripts: Scripts, lease_key: str) -> None:
         """Moves what is condemned to the dead letters.
@@ -93,6 +92,12 @@ class Notes:
             token, letter = self._burials[0]
             scripts.run("bury", keys, token, json.dumps(letter))
             self._burials.popleft()
+
+
+def _drop_oldest(queue: deque[Any], number: int) -> None:
+    # Fewer may be left, if all were dropped meanwhile.
+    for _ in range(min(number, len(queue))):
+        queue.popleft()
 
 
 def spell_id(task_id: str) -> str:

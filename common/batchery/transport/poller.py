@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from kombu.transport.redis import MultiChannelPoller
 
+from batchery.transport.drain import refusals
+
 if TYPE_CHECKING:
     _Poller: Any
 else:
@@ -52,7 +54,8 @@ class Poller(_Poller):  # type: ignore[misc]
         """Sends what waits; raises as `sweep` does."""
         for channel in list(self._channels):
             if channel.ledger is not None:
-                channel.ledger.flush()
+                with refusals():
+                    channel.ledger.flush()
 
     def get(self, callback: Any, timeout: float | None = None) -> None:
         """Waits for messages where there is no event loop, and no timer."""

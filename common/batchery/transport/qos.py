@@ -23,6 +23,9 @@ class QoS(_QoS):  # type: ignore[misc]
     @property
     def free(self) -> int:
         """How many more messages the channel may hold."""
+        if "can_consume" in vars(self):
+            # Celery, for `worker_disable_prefetch`, which wants to be asked for each message.
+            return 1
         if not self.prefetch_count:
             return UNLIMITED
         return int(max(0, self.prefetch_count - len(self._delivered) + len(self._dirty)))
@@ -74,8 +77,8 @@ class QoS(_QoS):  # type: ignore[misc]
             for tag in [tag for tag in self._delivered if self.is_leased(tag)]:
                 del self._delivered[tag]
             if self.channel.is_broken:
-                ledger.abandon(self)
-            elif tokens := ledger.owned_by(self):
+                ledger.leases.abandon(self)
+            elif tokens := ledger.leases.owned_by(self):
                 ledger.requeue(tokens, first=True)
         return super().restore_unacked(*args, **kwargs)
 

@@ -12,7 +12,7 @@ from batchery.errors import RedisUnavailable
 from batchery.transport.heart import Heart
 from batchery.transport.keys import Keys
 from batchery.transport.ledger import Ledger
-from batchery.transport.ledgers import lend
+from batchery.transport.ledgers import lend, retire
 from batchery.transport.server import refuse_unfit
 from own_redis import OwnRedis
 
@@ -121,13 +121,17 @@ def _nowhere() -> redis.ConnectionPool:
 
 def test_threads_that_flush_at_the_same_time_lose_nothing(ledger: Ledger, owner: Owner) -> None:
     tokens = [token for _ in range(20) for token in drain(ledger, owner, *["x"] * 100)]
-    threads = [
-        threading.Thread(target=lambda part=part: [ledger.ack(token) for token in part])
-        for part in (tokens[::2], tokens[1::2])
-    ]
-    threads += [
-        threading.Thread(target=lambda: [ledger.flush() for _ in range(20)]) for _ in range(3)
-    ]
+
+    def acknowledge(part: list[str]) -> None:
+        for token in part:
+            ledger.ack(token)
+
+    def flush() -> None:
+        for _ in range(20):
+            ledger.flush()
+
+    threads = [threading.Thread(target=acknowledge, args=(tokens[at::2],)) for at in (0, 1)]
+    threads += [threading.Thread(target=flush) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -169,7 +173,7 @@ def test_reconcile_adopts_what_a_lost_answer_brought(ledger: Ledger, owner: Owne
 
 def test_reconcile_brings_what_waits_and_counts_what_runs(ledger: Ledger, owner: Owner) -> None:
     waits, runs, done = drain(ledger, owner, "waits", "runs", "done")
-    ledger.abandon(owner)
+    ledger.leases.abandon(owner)
     ledger.client.hdel(ledger.lease_key, done)
     after = Owner()
     assert ledger.reconcile(after, active=[runs]) == [(waits, "queue", b"waits")]
@@ -183,7 +187,7 @@ def test_reconcile_brings_what_waits_and_counts_what_runs(ledger: Ledger, owner:
 
 def test_what_was_acknowledged_meanwhile_does_not_come_again(ledger: Ledger, owner: Owner) -> None:
     (token,) = drain(ledger, owner, "1")
-    ledger.abandon(owner)
+    ledger.leases.abandon(owner)
     ledger.ack(token)
     assert ledger.reconcile(Owner(), active=[]) == []
     assert leased(ledger) == 0
@@ -307,6 +311,8 @@ def test_two_channels_have_two_ledgers_and_the_next_has_what_one_left(
     assert first is not second
     first.holder = None
     assert lend(("here", os.getpid()), "c", make) is first
+    retire(first)
+    assert lend(("here", os.getpid()), "d", make) is not first
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,9 @@ def fill(client: Any) -> None:
 FULL: dict[str, Callable[[Redis], object]] = {
     "drain": lambda there: there.drain("a"),
     "renew": lambda there: there.renew(),
-    "register": lambda there: there.register("another") or True,
+    "register": lambda there: there.scripts.run(
+        "register", [KEYS.workers, KEYS.worker_info, KEYS.token], "another", "{}", 0
+    ),
     "recover": lambda there: there.recover(counts=1),
     "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
     "bury": lambda there: there.scripts.run(

@@ -1,0 +1,107 @@
+"""How a channel asks for messages, and how it makes Redis tell when there are some."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import redis
+from kombu.utils.encoding import bytes_to_str
+
+from batchery.transport.inbox import Inbox
+from batchery.transport.ledger import Ledger
+from batchery.transport.scripts import source
+
+#: Most bytes that one drain takes, in bytes; Redis answers nobody else while it copies them.
+DRAIN_BYTES = 16 * 2**20
+
+
+class Fenced(redis.ConnectionError):
+    """Another worker took this one's leases over; Celery starts its consumer anew."""
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Makes a lost connection of what Redis refuses: else that would end Celery's worker.
+
+    It is READONLY after a failover, or MISCONF where the disk is full. It passes.
+    """
+    try:
+        yield
+    except redis.exceptions.NoScriptError:
+        raise
+    except redis.ResponseError as error:
+        raise redis.ConnectionError(f"the broker refuses to serve: {error}") from error
+
+
+class Drain:
+    """Commands of one channel on its connection; when they are sent, the channel says."""
+
+    def __init__(self, channel: Any, ledger: Ledger, inbox: Inbox) -> None:
+        self._channel = channel
+        self._ledger = ledger
+        self._inbox = inbox
+        self._sha = ""
+        #: What the last one asked, in order.
+        self.keys: tuple[str, ...] = ()
+        #: Whether the last one left out queues that had their share.
+        self.left_some_out = False
+        self._queues: frozenset[str] = frozenset()
+
+    def prepare(self, connection: Any) -> None:
+        """Makes a fresh connection ready: it shall be told of changes, and know the script."""
+        # Only what is asked for by CLIENT CACHING: the script reads the heartbeats, too.
+        connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
+        connection.read_response()
+        connection.send_command("SCRIPT", "LOAD", source("drain"))
+        self._sha = bytes_to_str(connection.read_response())
+
+    def ask(self, connection: Any) -> bool:
+        """Sends the question, whose answer is the script's; False if no queue may give anything."""
+        channel, keys = self._channel, self._ledger.keys
+        free = channel.qos.free
+        limits = self._limits(free)
+        queues = [queue for queue, limit in limits.items() if limit > 0]
+        if not queues:
+            return False
+        self._ledger.flush()
+        self._queues = frozenset(channel.active_queues)
+        self.left_some_out = len(queues) < len(self._queues)
+        self.keys = tuple(
+            keys.queue(channel._q_for_pri(queue, step))
+            for step in channel.priority_steps
+            for queue in queues
+        )
+        fixed = [keys.workers, self._ledger.lease_key, keys.token, keys.suspects]
+        connection.send_command(
+            *["EVALSHA", self._sha, len(fixed) + len(self.keys)],
+            *fixed,
+            *self.keys,
+            *[self._ledger.worker, free, DRAIN_BYTES, len(queues)],
+            *[limits[queue] for queue in queues],
+        )
+        return True
+
+    def _limits(self, free: int) -> dict[str, int]:
+        """How many messages each queue may give, in the order in which they take turns."""
+        channel = self._channel
+        held: Counter[str] = Counter()
+        if channel.queue_prefetch:
+            for key, count in self._ledger.leases.by_key().items():
+                held[self._inbox.queue_of(key)] += count
+        return {
+            queue: min(free, channel.queue_prefetch.get(queue, free + held[queue]) - held[queue])
+            for queue in channel._queue_cycle.consume(len(channel.active_queues))
+        }
+
+    def nothing_came(self, connection: Any) -> bool:
+        """Whether all queues are empty; from now on Redis tells when one of them changes."""
+        if self._queues != set(self._channel.active_queues):
+            return False
+        commands = [("CLIENT", "CACHING", "YES"), ("EXISTS", *self.keys)]
+        connection.send_packed_command(connection.pack_commands(commands))
+        connection.read_response()
+        if connection.read_response():
+            return False
+        # What was pushed behind the answer may sit in the parser already: no event would come.
+        return not connection.can_read(timeout=0)

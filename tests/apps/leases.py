@@ -1,0 +1,45 @@
+"""An app whose leases expire soon, with tasks of every kind that note each execution in a file."""
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from batchery import BatchTask, install
+
+#: Longer than a loaded machine holds up a thread, and short enough to wait for.
+EXPIRY_S = 1.5
+
+app = install(Celery("leases", set_as_current=False))
+app.conf.worker_hijack_root_logger = False
+app.conf.broker_transport_options = {"lease_expiry_s": EXPIRY_S}
+app.conf.worker_prefetch_multiplier = int(os.environ.get("PREFETCH", "4"))
+
+
+def note(book: str, items: Sequence[Any], gate: str | None) -> None:
+    """Writes down that items are executed, and waits for a file that is the gate."""
+    with open(book, "a") as file:
+        file.write("".join(f"{item}\n" for item in items))
+    while gate is not None and not Path(gate).exists():
+        time.sleep(0.01)
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=8)
+def batch(items: list[Any], *, book: str, gate: str | None = None) -> list[Any]:
+    note(book, items, gate)
+    return items
+
+
+@app.task(shared=False, acks_late=True)
+def late(item: Any, book: str, gate: str | None = None) -> Any:
+    note(book, [item], gate)
+    return item
+
+
+@app.task(shared=False, acks_late=False)
+def early(item: Any, book: str, gate: str | None = None) -> Any:
+    note(book, [item], gate)
+    return item

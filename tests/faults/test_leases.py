@@ -1,0 +1,252 @@
+"""Workers killed, stopped, cut off and fenced while they hold jobs: another one has them soon."""
+
+import contextlib
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from apps.leases import EXPIRY_S
+from apps.ledger import executions
+from batchery.transport.keys import Keys
+from batchery_worker.bench.proxy import Proxy
+from conftest import StartWorker
+from harness import Worker, wait_for
+
+KEYS = Keys()
+TIMEOUT_S = 60.0
+
+#: Serves no queue in which there is anything; it looks after the others.
+IDLE = ("-Q", "nothing", "-c", "1")
+
+
+@pytest.fixture
+def bare(redis_url: str) -> Iterator[Any]:
+    with Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    return tmp_path / "book"
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    return tmp_path / "gate"
+
+
+def send(url: str, task: str, items: list[Any], countdown: float = 0, **keywords: Any) -> list[str]:
+    """Sends jobs as any client does; returns their ids."""
+    keywords = {name: str(value) for name, value in keywords.items()}
+    with Celery("sender", broker=url, set_as_current=False) as app:
+        return [
+            app.send_task(f"apps.leases.{task}", [item], keywords, countdown=countdown).id
+            for item in items
+        ]
+
+
+def results(bare: Any, ids: list[str]) -> list[Any]:
+    """What is stored, in order."""
+    found = bare.mget([f"celery-task-meta-{each}" for each in ids])
+    return [json.loads(each)["result"] for each in found if each]
+
+
+def have_results(bare: Any, ids: list[str]) -> bool:
+    return len(results(bare, ids)) == len(ids)
+
+
+def held(bare: Any) -> int:
+    """Jobs that any worker has leased."""
+    return sum(bare.hlen(key) for key in bare.keys("batchery:lease:*"))
+
+
+def waiting(bare: Any) -> list[Any]:
+    """First arguments of what waits in the queue, in the order in which it will be taken."""
+    raw = [json.loads(each) for each in reversed(bare.lrange("celery", 0, -1))]
+    return [json.loads(each["headers"]["argsrepr"].strip("[](,)")) for each in raw]
+
+
+def serve(url: str, worker: Worker, queue: str = "celery") -> None:
+    """Lets a worker serve one more queue."""
+    with Celery("control", broker=url, set_as_current=False) as app:
+        answers = app.control.add_consumer(
+            queue, destination=[worker.name], reply=True, timeout=20, limit=1
+        )
+        assert answers
+
+
+def test_the_jobs_of_a_killed_worker_come_back_soon_and_in_order(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
+) -> None:
+    first = start_worker("apps.leases", "-c", "2")
+    second = start_worker("apps.leases", *IDLE)
+    early = send(redis_url, "early", [0], book=book, gate=gate)
+    wait_for(lambda: len(executions(book)) == 1, "the first job runs")
+    jobs = send(redis_url, "late", [1], book=book, gate=gate)
+    jobs += send(redis_url, "late", [2, 3, 4, 5], book=book)
+    wait_for(lambda: held(bare) == 5 and len(executions(book)) == 2, "the worker has them")
+    assert bare.hlen("unacked") == 0
+    first.kill()
+    died_s = time.monotonic()
+    wait_for(lambda: len(waiting(bare)) == 5, "they are back")
+    # As long as the expiry and two more looks, on a machine that may be busy.
+    assert time.monotonic() - died_s < EXPIRY_S + 10
+    # What is acknowledged before it runs is not among them.
+    assert waiting(bare) == [1, 2, 3, 4, 5]
+    gate.touch()
+    serve(redis_url, second)
+    wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+    assert results(bare, jobs) == [1, 2, 3, 4, 5]
+    assert executions(book) == ["0", "1", "1", "2", "3", "4", "5"]
+    wait_for(lambda: held(bare) == 0, "all are acknowledged")
+    assert not have_results(bare, early)
+
+
+def test_a_worker_that_was_stopped_for_too_long_is_fenced_and_goes_on(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
+) -> None:
+    first = start_worker("apps.leases", "-c", "1")
+    jobs = send(redis_url, "batch", [0], book=book, gate=gate)
+    wait_for(lambda: len(executions(book)) == 1, "a job runs")
+    jobs += send(redis_url, "batch", [1, 2, 3], book=book)
+    wait_for(lambda: held(bare) == 4, "the worker has them")
+    second = start_worker("apps.leases", *IDLE)
+    first.process.send_signal(signal.SIGSTOP)
+    wait_for(lambda: len(waiting(bare)) == 4, "they are back")
+    assert waiting(bare) == [0, 1, 2, 3]
+    gate.touch()
+    # The device of the first worker was not stopped; Redis refuses what it has to say.
+    serve(redis_url, second)
+    wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+    stored = bare.mget([f"celery-task-meta-{each}" for each in jobs])
+    second.stop()
+    first.process.send_signal(signal.SIGCONT)
+    later = send(redis_url, "batch", [4], book=book)
+    wait_for(partial(have_results, bare, later), "the first worker goes on", TIMEOUT_S)
+    wait_for(lambda: held(bare) == 0, "all are acknowledged")
+    assert "its leases were handed on" in first.log
+    assert bare.mget([f"celery-task-meta-{each}" for each in jobs]) == stored
+    # What waited in the worker was dropped, not executed once more.
+    assert Counter(executions(book)) == {"0": 2, "1": 1, "2": 1, "3": 1, "4": 1}
+    assert first.stop() == 0
+
+
+def test_a_flushall_is_survived(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
+) -> None:
+    worker = start_worker("apps.leases")
+    for task in ("batch", "late", "batch"):
+        bare.flushall()
+        jobs = send(redis_url, task, [1, 2, 3], book=book)
+        wait_for(partial(have_results, bare, jobs), "the worker works", TIMEOUT_S)
+    assert worker.stop() == 0
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Any]:
+    port = urlsplit(redis_url).port
+    assert port
+    with contextlib.closing(Proxy(port)) as made:
+        yield made
+
+
+@pytest.mark.parametrize("task", ["late", "batch"])
+def test_what_runs_when_the_connection_breaks_runs_once(
+    start_worker: StartWorker,
+    redis_url: str,
+    bare: Any,
+    book: Path,
+    gate: Path,
+    proxy: Any,
+    task: str,
+) -> None:
+    through = redis_url.replace(f":{urlsplit(redis_url).port}", f":{proxy.port}")
+    worker = start_worker("apps.leases", "-c", "1", env={"CELERY_BROKER_URL": through})
+    jobs = send(redis_url, task, [0], book=book, gate=gate)
+    wait_for(lambda: len(executions(book)) == 1, "a job runs")
+    jobs += send(redis_url, task, [1, 2, 3], book=book)
+    for cuts in (1, 2):
+        # All but the one that runs come again after each cut.
+        wait_for(partial(has_logged, worker, "received", 1 + 3 * cuts), "the worker has them")
+        proxy.cut()
+        wait_for(partial(has_logged, worker, "Connected to redis://", cuts + 1), "it is back")
+    gate.touch()
+    wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+    assert executions(book) == ["0", "1", "2", "3"]
+    wait_for(lambda: held(bare) == 0, "all are acknowledged")
+    assert waiting(bare) == []
+    assert "its leases were handed on" not in worker.log
+
+
+def has_logged(worker: Worker, text: str, times: int) -> bool:
+    return worker.log.count(text) >= times
+
+
+def test_a_warm_shutdown_gives_back_at_once_and_in_order(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
+) -> None:
+    worker = start_worker("apps.leases", "-c", "1")
+    jobs = send(redis_url, "late", [0], book=book, gate=gate)
+    wait_for(lambda: len(executions(book)) == 1, "a job runs")
+    send(redis_url, "late", [1, 2], book=book)
+    send(redis_url, "batch", [3], book=book, gate=gate)
+    send(redis_url, "late", [4, 5], book=book)
+    wait_for(lambda: "3" in executions(book) and held(bare) >= 4, "the worker has them")
+    send(redis_url, "late", [6], book=book)
+    worker.process.send_signal(signal.SIGTERM)
+    wait_for(lambda: "Warm shutdown" in worker.log, "it ends")
+    gate.touch()
+    assert worker.wait_exit() == 0
+    left = waiting(bare)
+    done = {int(item) for item in executions(book)}
+    assert left == [item for item in range(7) if item not in done]
+    assert left[-1] == 6
+    assert have_results(bare, jobs)
+    assert {key for key in bare.keys("batchery:*") if b"token" not in key} == set()
+
+
+def test_a_job_of_the_future_stays_with_its_worker(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
+) -> None:
+    worker = start_worker("apps.leases")
+    start_worker("apps.leases", *IDLE)
+    jobs = send(redis_url, "late", [1], countdown=2 * EXPIRY_S, book=book)
+    wait_for(lambda: held(bare) == 1, "the worker has it")
+    wait_for(partial(have_results, bare, jobs), "it is answered", TIMEOUT_S)
+    assert executions(book) == ["1"]
+    assert worker.log.count("received") == 1
+
+
+def test_a_mixed_fleet_answers_every_job_once(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
+) -> None:
+    start_worker("apps.stock")
+    start_worker("apps.leases")
+    jobs = send(redis_url, "late", list(range(1000)), book=book)
+    wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+    assert results(bare, jobs) == list(range(1000))
+    assert Counter(executions(book)) == {str(number): 1 for number in range(1000)}
+    wait_for(lambda: held(bare) + bare.hlen("unacked") == 0, "all are acknowledged")
+
+
+def test_each_kind_of_worker_serves_while_the_other_is_busy(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
+) -> None:
+    """Both take part: neither starves the other, nor hides jobs from it."""
+    start_worker("apps.stock", env={"PREFETCH": "1"})
+    ours = start_worker("apps.leases", "-c", "1", env={"PREFETCH": "1"})
+    jobs = send(redis_url, "late", [0, 1], book=book, gate=gate)
+    wait_for(lambda: sorted(executions(book)) == ["0", "1"], "each has one")
+    gate.touch()
+    wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+    assert ours.log.count("received") == 1

@@ -1,0 +1,272 @@
+"""The moments in which kombu's Redis transport loses or doubles a message, and ours does not.
+
+Each test takes one message to such a moment, twice: with kombu's transport, to show that the moment
+is real, and with ours. What another client sees in Redis then is what a `kill -9` leaves behind.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import kombu
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+
+from batchery.transport.inbox import Inbox
+from batchery.transport.keys import Keys
+from batchery.transport.ledgers import retire
+from harness import wait_for
+from own_redis import OwnRedis
+from plain_kombu import OURS, Consumer, send
+
+STOCK = "kombu.transport.redis:Transport"
+KEYS = Keys()
+
+#: After which silence a worker counts as dead here, in seconds.
+EXPIRY_S = 0.5
+
+
+@pytest.fixture
+def url(every_redis: OwnRedis) -> str:
+    with Redis.from_url(every_redis.url) as client:
+        client.flushall()
+    return every_redis.url
+
+
+@pytest.fixture
+def bare(url: str) -> Iterator[Any]:
+    with Redis.from_url(url) as client:
+        yield client
+        client.config_set("maxmemory", 0)
+
+
+@pytest.fixture(params=[STOCK, OURS], ids=["stock", "ours"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+StartConsumer = Callable[..., Consumer]
+
+
+@pytest.fixture
+def consume(url: str, transport: str) -> Iterator[StartConsumer]:
+    with contextlib.ExitStack() as stack:
+
+        def start(*queues: str, **options: Any) -> Consumer:
+            made = Consumer(url, *queues, transport=transport, lease_expiry_s=EXPIRY_S, **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+def die(consumer: Consumer) -> None:
+    """Leaves Redis as a killed process does: silent, and nothing tidied up."""
+    ledger = getattr(consumer.channel, "ledger", None)
+    if ledger is not None:
+        ledger.heart.stop()
+        ledger._open = False
+        ledger.holder = None
+        retire(ledger)
+    consumer.channel.is_broken = True
+    consumer.channel.do_restore = False
+    # Before kombu, which tidies up, can read what has come.
+    consumer.channel.client.connection.disconnect()
+    consumer.connection.collect()
+
+
+def nowhere(bare: Any) -> bool:
+    """Whether Redis has the message in no place at all."""
+    return not (bare.llen("q") or bare.hlen("unacked") or held(bare) or bare.hlen(KEYS.dead))
+
+
+def held(bare: Any) -> int:
+    return sum(bare.hlen(key) for key in bare.keys("batchery:lease:*"))
+
+
+class Killed(BaseException):
+    """Where the process would be no more."""
+
+
+def be_killed(*_: Any, **__: Any) -> None:
+    raise Killed
+
+
+def test_l1_killed_between_taking_a_message_and_noting_it(
+    consume: StartConsumer,
+    transport: str,
+    url: str,
+    bare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    consumer = consume("q")
+    send(url, "q", "job")
+    with monkeypatch.context() as patch:
+        patch.setattr("kombu.transport.redis.QoS.append", be_killed)
+        patch.setattr(Inbox, "take_in", be_killed)
+        with pytest.raises(Killed):
+            consumer.get(1)
+        die(consumer)
+    assert nowhere(bare) == (transport == STOCK)
+    if transport == OURS:
+        assert consume("q").get(1) == ["job"]
+
+
+def test_l2_taken_by_a_connection_that_is_dead(
+    consume: StartConsumer, transport: str, url: str, bare: Any
+) -> None:
+    consumer = consume("q")
+    consumer.turn()
+    consumer.channel.connection.cycle.on_poll_start()
+    if transport == STOCK:
+        send(url, "q", "job")
+    else:
+        consumer.until_waiting()
+        send(url, "q", "job")
+        consumer.channel.rouse()
+        consumer.channel.connection.cycle.on_poll_start()
+    wait_for(lambda: bare.llen("q") == 0, "Redis has answered, and nobody reads it")
+    die(consumer)
+    assert nowhere(bare) == (transport == STOCK)
+    if transport == OURS:
+        assert consume("q").get(1) == ["job"]
+
+
+def test_l3_a_full_redis(consume: StartConsumer, transport: str, url: str, bare: Any) -> None:
+    consumer = consume("q")
+    consumer.turn()
+    send(url, "q", "job")
+    bare.config_set("maxmemory", 1)
+    if transport == STOCK:
+        with pytest.raises(RedisError, match="maxmemory"):
+            consumer.get(1)
+        assert nowhere(bare)
+    else:
+        assert consumer.get(1) == ["job"]
+        assert held(bare) == 1
+        consumer.messages[0].ack()
+        consumer.until(lambda: held(bare) == 0)
+
+
+def test_l4_a_message_that_is_no_json(
+    consume: StartConsumer, transport: str, url: str, bare: Any
+) -> None:
+    consumer = consume("q")
+    bare.lpush("q", "no json")
+    if transport == STOCK:
+        with pytest.raises(ValueError, match="Expecting value"):
+            consumer.get(1)
+        assert nowhere(bare)
+    else:
+        consumer.until(lambda: bare.hlen(KEYS.dead))
+        send(url, "q", "job")
+        assert consumer.get(1) == ["job"]
+
+
+def test_l5_requeued_where_the_binding_is_gone(
+    consume: StartConsumer, transport: str, url: str, bare: Any
+) -> None:
+    consumer = consume("q")
+    exchange = kombu.Exchange("q", type="direct")
+    with kombu.Connection(url) as connection, connection.Producer() as producer:
+        producer.publish("job", exchange=exchange, routing_key="q", serializer="json")
+    consumer.get(1)
+    bare.delete("_kombu.binding.q")
+    consumer.messages[0].requeue()
+    assert nowhere(bare) == (transport == STOCK)
+    assert bare.llen("q") == (0 if transport == STOCK else 1)
+
+
+def test_d1_a_job_that_takes_longer_than_the_timeout(
+    consume: StartConsumer, transport: str, url: str, bare: Any
+) -> None:
+    options = {
+        "visibility_timeout": EXPIRY_S,
+        "unacked_restore_interval": 0.1,
+        "unacked_restore_throttle": 1,
+    }
+    send(url, "q", "job")
+    first = consume("q", **options)
+    first.get(1)
+    second = consume("q", **options)
+    if transport == STOCK:
+        assert second.get(1) == ["job"]
+    else:
+        # The first one is busy with its job: it asks nothing of its connection.
+        beats = bare.zrange(KEYS.workers, 0, -1, withscores=True)
+        later = [beat + 2500 * EXPIRY_S for _, beat in beats]
+
+        def is_later() -> bool:
+            now = bare.zrange(KEYS.workers, 0, -1, withscores=True)
+            return bool(min(beat for _, beat in now) > max(later))
+
+        second.until(is_later)
+        assert second.texts == []
+        assert held(bare) == 1
+
+
+def test_d2_the_connection_breaks_while_a_job_runs(
+    consume: StartConsumer,
+    transport: str,
+    url: str,
+    bare: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send(url, "q", "job")
+    consumer = consume("q")
+    consumer.get(1)
+    running = consumer.messages[0]
+    monkeypatch.setattr("batchery.transport.inbox.active_tokens", lambda: {running.delivery_tag})
+    consumer.break_connection()
+    assert bare.llen("q") == (1 if transport == STOCK else 0)
+    consumer.open("q")
+    if transport == STOCK:
+        assert consumer.get(1) == ["job"]
+    else:
+        running.ack()
+        consumer.until(lambda: held(bare) == 0)
+        assert consumer.texts == []
+
+
+def test_d3_a_worker_that_was_believed_dead_acknowledges(
+    consume: StartConsumer, transport: str, url: str, bare: Any
+) -> None:
+    send(url, "q", "job")
+    first = consume("q")
+    first.get(1)
+    if transport == STOCK:
+        first.channel.qos.restore_by_tag(first.messages[0].delivery_tag)
+        second = consume("q")
+        assert second.get(1) == ["job"]
+        first.messages[0].ack()
+        # Now the second one runs it, and if that one dies, nobody does.
+        assert nowhere(bare)
+    else:
+        ledger = first.channel.ledger
+        assert ledger is not None
+        ledger.heart.stop()
+        second = consume("q")
+        assert second.get(1) == ["job"]
+        first.messages[0].ack()
+        ledger.flush()
+        assert held(bare) == 1
+        with contextlib.suppress(RedisConnectionError):
+            first.until(lambda: False)
+
+
+def test_d4_a_message_sent_again_as_the_answer_was_lost_is_told_by_its_id(
+    consume: StartConsumer, transport: str, url: str, bare: Any
+) -> None:
+    """The producer's side is kombu's own: the message is there twice. Here that can be seen."""
+    send(url, "q", "job", headers={"id": "the same"})
+    twice = json.loads(bare.lindex("q", 0))
+    bare.lpush("q", json.dumps(twice))
+    consumer = consume("q")
+    consumer.get(2)
+    assert {message.headers["id"] for message in consumer.messages} == {"the same"}
+    if transport == OURS:
+        tags = {message.properties["publish_tag"] for message in consumer.messages}
+        assert len(tags) == 1

@@ -1,0 +1,485 @@
+"""The transport under plain kombu: no Celery, no task, on every redis-server that there is."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import redis
+from redis import Redis
+
+from batchery.transport.keys import Keys
+from harness import wait_for
+from own_redis import OwnRedis
+from plain_kombu import Consumer, queue_of, send
+
+KEYS = Keys()
+
+
+@pytest.fixture
+def url(every_redis: OwnRedis) -> str:
+    with Redis.from_url(every_redis.url) as client:
+        client.flushall()
+    return every_redis.url
+
+
+@pytest.fixture
+def bare(url: str) -> Iterator[Any]:
+    with Redis.from_url(url) as client:
+        yield client
+
+
+StartConsumer = Callable[..., Consumer]
+
+
+@pytest.fixture
+def consume(url: str) -> Iterator[StartConsumer]:
+    """Starts consumers, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*queues: str, to: str = url, **options: Any) -> Consumer:
+            made = Consumer(to, *queues, **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "hub"])
+def both(consume: StartConsumer, request: pytest.FixtureRequest) -> StartConsumer:
+    """The same, with the event loop and without."""
+    return lambda *queues, **options: consume(*queues, hub=request.param, **options)
+
+
+def waiting(client: Any, queue: str = "q") -> int:
+    return int(client.llen(queue))
+
+
+def leases(client: Any) -> int:
+    return sum(client.hlen(key) for key in client.keys("*batchery:lease:*"))
+
+
+def test_what_waits_comes_in_order_and_is_acknowledged(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    send(url, "q", *"12345")
+    consumer = both("q")
+    assert consumer.get(5) == list("12345")
+    assert leases(bare) == 5
+    assert waiting(bare) == 0
+    for message in consumer.messages:
+        message.ack()
+    consumer.until(lambda: leases(bare) == 0)
+
+
+def test_an_idle_consumer_is_woken(both: StartConsumer, url: str) -> None:
+    consumer = both("q")
+    for count in range(1, 6):
+        consumer.until_waiting()
+        send(url, "q", str(count), priority=0 if count % 2 else 6)
+        consumer.get(count)
+    assert consumer.texts == list("12345")
+
+
+def test_a_waiter_that_pops_is_still_served(consume: StartConsumer, url: str, bare: Any) -> None:
+    stock = consume("q", transport="kombu.transport.redis:Transport")
+    stock.turn()
+    consumer = consume("q")
+    consumer.until_waiting()
+    send(url, "q", "one")
+    stock.until(lambda: stock.messages or consumer.messages)
+    consumer.turn()
+    assert stock.texts == ["one"]
+    assert consumer.texts == []
+
+
+def test_reject_drops_or_requeues(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", "dropped", "again", "other")
+    consumer = both("q", prefetch=3)
+    consumer.get(3)
+    consumer.messages[0].reject()
+    consumer.messages[1].requeue()
+    consumer.get(4)
+    assert consumer.texts == ["dropped", "again", "other", "again"]
+    for message in consumer.messages[2:]:
+        message.ack()
+    consumer.until(lambda: leases(bare) == 0)
+    assert waiting(bare) == 0
+
+
+def test_the_prefetch_is_a_limit(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", *"123456")
+    consumer = both("q", prefetch=2)
+    consumer.get(2)
+    for _ in range(5):
+        consumer.turn()
+    assert consumer.texts == ["1", "2"]
+    assert leases(bare) == 2
+    consumer.messages[0].ack()
+    consumer.get(3)
+    consumer.channel.basic_qos(0, 6, False)
+    assert consumer.get(6) == list("123456")
+
+
+def test_where_celery_disables_the_prefetch_messages_come_one_by_one(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    consumer = both("q", prefetch=4)
+    consumer.until_waiting()
+    qos = consumer.channel.qos
+    qos.can_consume = lambda: len(consumer.messages) < 1
+    send(url, "q", *"123")
+    consumer.get(1)
+    for _ in range(3):
+        consumer.turn()
+    assert consumer.texts == ["1"]
+    assert waiting(bare) == 2
+
+
+def test_malformed_messages_do_not_use_up_the_prefetch(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    consumer = both("q", prefetch=2)
+    for _ in range(5):
+        bare.lpush("q", "not json")
+    send(url, "q", *"123")
+    consumer.get(2)
+    consumer.turn()
+    assert consumer.texts == ["1", "2"]
+    assert bare.hlen(KEYS.dead) == 5
+
+
+def test_a_push_while_there_is_no_room_keeps_the_connection(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    consumer = both("q", prefetch=1)
+    consumer.until_waiting()
+    before = consumer.channel.client.connection._sock
+    send(url, "q", "1")
+    consumer.get(1)
+    send(url, "q", "2", priority=9)
+    for _ in range(5):
+        consumer.turn()
+    assert consumer.channel.client.connection._sock is before
+    consumer.messages[0].ack()
+    assert consumer.get(2) == ["1", "2"]
+
+
+def test_a_queue_has_its_share_and_no_more(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "large", *"12345")
+    consumer = both("large", "small", prefetch=10, queue_prefetch={"large": 2})
+    consumer.get(2)
+    consumer.until_waiting()
+    send(url, "small", "6")
+    consumer.get(3)
+    assert consumer.texts == ["1", "2", "6"]
+    consumer.until_waiting()
+    consumer.messages[0].ack()
+    assert consumer.get(4) == ["1", "2", "6", "3"]
+
+
+def test_without_acknowledgements_nothing_is_kept(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", "1", "2")
+    consumer = both("q", no_ack=True)
+    assert consumer.get(2) == ["1", "2"]
+    assert bare.keys("batchery:*") == []
+
+
+def test_both_kinds_of_consumers_on_one_channel(both: StartConsumer, url: str, bare: Any) -> None:
+    consumer = both("quick", no_ack=True)
+    consumer.consumer.no_ack = False
+    consumer.consumer.add_queue(queue_of("q")).declare()
+    consumer.consumer.consume()
+    send(url, "quick", "1", "2")
+    send(url, "q", "3")
+    assert sorted(consumer.get(3)) == ["1", "2", "3"]
+    consumer.until(lambda: leases(bare) == 1)
+
+
+def test_basic_get_is_kombus_own(consume: StartConsumer, url: str, bare: Any) -> None:
+    consumer = consume("other")
+    send(url, "q", "1", "2")
+    message = consumer.channel.basic_get("q")
+    assert message.payload == "1"
+    assert bare.hlen("unacked") == 1
+    message.ack()
+    assert bare.hlen("unacked") == 0
+    consumer.channel.basic_get("q").requeue()
+    assert waiting(bare) == 1
+
+
+def test_a_queue_is_added_while_it_waits(both: StartConsumer, url: str) -> None:
+    consumer = both("q")
+    consumer.until_waiting()
+    consumer.consumer.add_queue(queue_of("new"))
+    consumer.consumer.consume()
+    send(url, "new", "1")
+    assert consumer.get(1) == ["1"]
+    consumer.messages[0].ack()
+
+
+def test_a_queue_is_added_while_a_drain_is_under_way(both: StartConsumer, url: str) -> None:
+    consumer = both("q")
+    consumer.channel.connection.cycle.on_poll_start()
+    assert consumer.channel._draining
+    consumer.consumer.add_queue(queue_of("new"))
+    consumer.consumer.consume()
+    consumer.until_waiting()
+    send(url, "new", "1")
+    assert consumer.get(1) == ["1"]
+
+
+def test_a_queue_is_cancelled_while_it_waits(both: StartConsumer, url: str, bare: Any) -> None:
+    consumer = both("q", "other")
+    consumer.until_waiting()
+    consumer.consumer.cancel_by_queue("q")
+    send(url, "q", "1")
+    send(url, "other", "2")
+    assert consumer.get(1) == ["2"]
+    assert waiting(bare) == 1
+
+
+def test_what_comes_for_a_cancelled_queue_goes_back(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    send(url, "q", "1", "2")
+    send(url, "other", "3")
+    consumer = both("q", "other")
+    consumer.channel.connection.cycle.on_poll_start()
+    consumer.consumer.cancel_by_queue("q")
+    assert consumer.get(1) == ["3"]
+    with contextlib.closing(Consumer(url, "q")) as another:
+        assert another.get(2) == ["1", "2"]
+
+
+def test_close_gives_back_in_order(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", *"12345")
+    consumer = both("q")
+    consumer.get(5)
+    consumer.messages[1].ack()
+    consumer.close()
+    assert waiting(bare) == 4
+    assert bare.keys("batchery:*") == [b"batchery:token"]
+    with contextlib.closing(Consumer(url, "q")) as another:
+        assert another.get(4) == ["1", "3", "4", "5"]
+
+
+def test_close_while_a_drain_is_under_way(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", "1", "2")
+    consumer = both("q")
+    consumer.channel.connection.cycle.on_poll_start()
+    assert consumer.channel._draining
+    consumer.close()
+    assert waiting(bare) == 2
+    assert leases(bare) == 0
+
+
+def test_recover_gives_back_what_is_not_acknowledged(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    send(url, "q", "1", "2")
+    consumer = both("q")
+    consumer.get(2)
+    consumer.channel.basic_recover(requeue=True)
+    assert consumer.get(4) == ["1", "2", "1", "2"]
+
+
+def test_a_consumer_that_raises_loses_nothing(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", *"1234")
+    consumer = both("q")
+
+    def fail(message: Any) -> None:
+        consumer.messages.append(message)
+        if message.payload == "2":
+            raise LookupError("as told")
+
+    consumer.consumer.on_message = fail
+    with contextlib.suppress(LookupError):
+        consumer.get(2)
+    assert consumer.texts == ["1", "2"]
+    assert waiting(bare) == 2
+    assert consumer.get(4) == ["1", "2", "3", "4"]
+    assert leases(bare) == 4
+
+
+def test_after_a_break_what_waits_comes_again_and_what_runs_does_not(
+    both: StartConsumer, url: str, bare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(url, "q", *"123")
+    consumer = both("q", prefetch=4)
+    consumer.get(3)
+    running = consumer.messages[1]
+    monkeypatch.setattr("batchery.transport.inbox.active_tokens", lambda: {running.delivery_tag})
+    consumer.break_connection()
+    assert leases(bare) == 3
+    consumer.open("q")
+    assert consumer.get(2) == ["1", "3"]
+    # It still counts, and its acknowledgement still arrives.
+    send(url, "q", "4", "5")
+    consumer.get(3)
+    for _ in range(3):
+        consumer.turn()
+    assert consumer.texts == ["1", "3", "4"]
+    running.ack()
+    assert consumer.get(4) == ["1", "3", "4", "5"]
+    consumer.until(lambda: leases(bare) == 4)
+
+
+def test_a_lost_answer_is_found(both: StartConsumer, url: str, bare: Any) -> None:
+    consumer = both("q")
+    send(url, "q", *"123")
+    consumer.channel.connection.cycle.on_poll_start()
+    wait_for(lambda: leases(bare) == 3, "Redis has answered")
+    consumer.channel.client.connection.disconnect()
+    assert consumer.get(3) == list("123")
+
+
+def test_a_lost_answer_is_found_over_a_new_channel(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    consumer = both("q")
+    send(url, "q", *"123")
+    consumer.channel.connection.cycle.on_poll_start()
+    wait_for(lambda: leases(bare) == 3, "Redis has answered")
+    consumer.break_connection()
+    consumer.open("q")
+    assert consumer.get(3) == list("123")
+
+
+def test_a_lost_wake_up_is_found(both: StartConsumer, url: str, bare: Any) -> None:
+    consumer = both("q")
+    consumer.until_waiting()
+    send(url, "q", "1")
+    consumer.channel.client.connection.read_response(push_request=True)
+    assert consumer.get(1) == ["1"]
+
+
+def test_scripts_may_be_flushed(both: StartConsumer, url: str, bare: Any) -> None:
+    consumer = both("q")
+    consumer.until_waiting()
+    bare.script_flush()
+    send(url, "q", "1")
+    assert consumer.get(1) == ["1"]
+    bare.script_flush()
+    consumer.messages[0].requeue()
+    assert consumer.get(2) == ["1", "1"]
+
+
+def test_purge_and_size(consume: StartConsumer, url: str) -> None:
+    consumer = consume("other")
+    send(url, "q", "1", "2")
+    send(url, "q", "3", priority=9)
+    assert consumer.channel.queue_declare("q").message_count == 3
+    assert consumer.channel.queue_purge("q") == 3
+    assert consumer.channel.queue_declare("q").message_count == 0
+
+
+def test_fanout(both: StartConsumer, url: str) -> None:
+    import kombu
+
+    consumer = both("q")
+    exchange = kombu.Exchange("news", type="fanout", durable=False)
+    consumer.consumer.no_ack = True
+    consumer.consumer.add_queue(kombu.Queue("mine", exchange, auto_delete=True)).declare()
+    consumer.consumer.consume()
+    consumer.until_waiting()
+    with kombu.Connection(url) as connection, connection.Producer() as producer:
+
+        def hear() -> bool:
+            producer.publish("hello", exchange=exchange, declare=[exchange], serializer="json")
+            return bool(consumer.messages)
+
+        consumer.until(hear)
+    assert consumer.texts[0] == "hello"
+    send(url, "q", "a job")
+    consumer.until(lambda: "a job" in consumer.texts)
+
+
+def test_global_keyprefix(both: StartConsumer, url: str, bare: Any) -> None:
+    options = {"global_keyprefix": "mine:"}
+    send(url, "q", "1", "2", options=options)
+    send(url, "q", "not mine")
+    send(url, "q", "3", options=options, priority=9)
+    consumer = both("q", **options)
+    assert consumer.get(3) == ["1", "2", "3"]
+    assert bare.hlen(bare.keys("mine:batchery:lease:*")[0]) == 3
+    consumer.until_waiting()
+    send(url, "q", "4", options=options)
+    consumer.get(4)
+    consumer.close()
+    assert waiting(bare, "mine:q") == 3
+    assert waiting(bare) == 1
+
+
+def test_another_database(both: StartConsumer, url: str) -> None:
+    there = url.replace("/0", "/3")
+    send(url, "q", "elsewhere")
+    consumer = both("q", to=there)
+    consumer.until_waiting()
+    send(there, "q", "1")
+    assert consumer.get(1) == ["1"]
+
+
+def test_a_wrong_type_of_key_does_not_keep_it_busy(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    consumer = both("q", "strange")
+    consumer.until_waiting()
+    bare.set("strange", "no list")
+    send(url, "q", "1")
+    assert consumer.get(1) == ["1"]
+    consumer.until_waiting()
+    before = bare.info("stats")["total_commands_processed"]
+    for _ in range(5):
+        consumer.turn()
+    assert bare.info("stats")["total_commands_processed"] - before < 100
+
+
+def test_two_channels_of_one_process_do_not_disturb_each_other(
+    both: StartConsumer, url: str, bare: Any
+) -> None:
+    first, second = both("q", prefetch=2), both("q", prefetch=2)
+    send(url, "q", *"1234")
+    first.get(2)
+    second.get(2)
+    first.close()
+    assert leases(bare) == 2
+    assert bare.zcard(KEYS.workers) == 1
+    for message in second.messages:
+        message.ack()
+    assert second.get(4)[2:] == first.texts
+
+
+def test_a_fenced_consumer_begins_anew(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", "1", "2")
+    consumer = both("q", prefetch=2, lease_expiry_s=0.5)
+    consumer.get(2)
+    for worker in bare.zrange(KEYS.workers, 0, -1):
+        bare.zrem(KEYS.workers, worker)
+    # It is found out though there is no room for more.
+    with pytest.raises(redis.ConnectionError, match="2 jobs were handed on"):
+        consumer.until(lambda: False)
+    consumer.break_connection()
+    consumer.open("q")
+    assert consumer.get(2) == ["1", "2"]
+    for message in consumer.messages:
+        message.ack()
+    consumer.until(lambda: leases(bare) == 0)
+
+
+def test_leases_can_be_switched_off(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", "1")
+    consumer = both("q", leases=False)
+    consumer.get(1)
+    assert bare.hlen("unacked") == 1
+    assert bare.keys("batchery:*") == []
+
+
+def test_an_idle_consumer_rarely_asks(both: StartConsumer, url: str, bare: Any) -> None:
+    consumer = both("a", "b", "c", "d")
+    consumer.until_waiting()
+    before = bare.info("stats")["total_commands_processed"]
+    began_s = time.monotonic()
+    consumer.until(lambda: time.monotonic() > began_s + 1)
+    assert bare.info("stats")["total_commands_processed"] - before < 40

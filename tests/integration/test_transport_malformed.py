@@ -1,0 +1,60 @@
+"""Whatever is pushed into a queue: it becomes a dead letter, and what follows is served."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from batchery.transport.keys import Keys
+from own_redis import OwnRedis
+from plain_kombu import Consumer, send
+
+KEYS = Keys()
+
+#: Deep enough for any parser that recurses.
+DEEP = 1_000_000
+
+MALFORMED = {
+    "empty": b"",
+    "no json": b"not json",
+    "a number": b"7",
+    "a list": b"[1, 2]",
+    "a text": b'"text"',
+    "null": b"null",
+    "no properties": b'{"body": "e30=", "headers": {}}',
+    "properties of another kind": b'{"body": "e30=", "properties": [1]}',
+    "no base64": b'{"body": "e30", "properties": {"body_encoding": "base64"}}',
+    "a body of another kind": b'{"body": 7, "properties": {"body_encoding": "base64"}}',
+    "an unknown encoding": b'{"body": "e30=", "properties": {"body_encoding": "rot13"}}',
+    "no unicode": b'{"body": "e30=", "properties": {}, "headers": {"id": "\xff\xfe"}}',
+    "a million levels": b"[" * DEEP + b"]" * DEEP,
+    "a million levels of mappings": b'{"a":' * DEEP,
+    "huge": b"x" * 20_000_000,
+    "a zero byte": b"\0{}",
+}
+
+
+@pytest.mark.parametrize("hub", [False, True], ids=["sync", "hub"])
+def test_malformed_messages_are_dead_letters_and_hold_up_nothing(
+    every_redis: OwnRedis, hub: bool
+) -> None:
+    with Redis.from_url(every_redis.url) as bare:
+        bare.flushall()
+        for message in MALFORMED.values():
+            bare.lpush("q", message)
+        send(every_redis.url, "q", "job")
+        with contextlib.closing(Consumer(every_redis.url, "q", hub=hub, prefetch=3)) as consumer:
+            assert consumer.get(1) == ["job"]
+            consumer.messages[0].ack()
+            consumer.until(lambda: not bare.keys("batchery:lease:*"))
+        messages = [value.partition(b"\0") for value in bare.hvals(KEYS.dead_messages)]
+        assert sorted(message for _, _, message in messages) == sorted(MALFORMED.values())
+        assert {key for key, _, _ in messages} == {b"q"}
+        letters: list[Any] = bare.hvals(KEYS.dead)
+        assert len(letters) == len(MALFORMED)
+        for letter in letters:
+            reason = json.loads(letter.partition(b"\0")[2])["reason"]
+            assert reason.startswith("the message cannot be understood: ")
+            assert len(reason) <= 1000
