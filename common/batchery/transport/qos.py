@@ -1,7 +1,9 @@
 """Which messages a channel counts against its prefetch, and how they are settled."""
 
+import logging
 from typing import TYPE_CHECKING, Any
 
+import redis
 from kombu.transport import redis as kombu_redis
 from kombu.transport import virtual
 
@@ -9,6 +11,8 @@ if TYPE_CHECKING:
     _QoS: Any
 else:
     _QoS = kombu_redis.QoS
+
+logger = logging.getLogger("batchery.transport")
 
 #: Most messages that one drain takes where the prefetch has no limit.
 UNLIMITED = 1000
@@ -68,6 +72,14 @@ class QoS(_QoS):  # type: ignore[misc]
             self.channel.ledger.requeue([delivery_tag], first=False)
         else:
             self.channel.ledger.ack(delivery_tag)
+
+    def restore_visible(self, *args: Any, **kwargs: Any) -> None:
+        """Gives back what plain workers have held for too long, if there is room for it."""
+        try:
+            super().restore_visible(*args, **kwargs)
+        except redis.ResponseError as error:
+            # At maxmemory kombu gets no lock, and the error would end the worker. Another time.
+            logger.debug("nothing is restored of what plain workers hold: %r", error)
 
     def restore_unacked(self, *args: Any, **kwargs: Any) -> Any:
         """Gives back what the channel counts, unless the connection broke."""

@@ -191,7 +191,9 @@ def test_utf_16_is_named(tmp_path: Path) -> None:
         read(write(tmp_path / "d.txt", "one\n".encode("utf-16")))
 
 
-@pytest.mark.parametrize("content", ["", "\n\n", gzip.compress(b"")])
+@pytest.mark.parametrize(
+    "content", ["", "\n\n", gzip.compress(b"")], ids=["nothing", "blank", "gzip"]
+)
 def test_an_empty_input_is_refused(tmp_path: Path, content: str | bytes) -> None:
     with pytest.raises(DatasetError, match="empty"):
         read(write(tmp_path / "d.jsonl", content))

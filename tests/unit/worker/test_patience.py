@@ -5,7 +5,7 @@ from typing import Any
 
 from celery import Celery
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
+from redis.exceptions import OutOfMemoryError, ResponseError
 
 from batchery_worker.patience import STORE_RETRIES, is_away, make_patient
 
@@ -35,3 +35,13 @@ def test_celery_s_own_error_is_looked_through() -> None:
     given_up = RuntimeError("failed to store result on the backend")
     given_up.__cause__ = RedisConnectionError("refused")
     assert is_away(backend, given_up)
+
+
+def test_a_redis_that_is_full_is_waited_for() -> None:
+    full: Any = Celery("full", backend="redis://127.0.0.1:1/0", set_as_current=False).backend
+    assert not is_away(full, OutOfMemoryError("maxmemory"))
+    make_patient(full)
+    make_patient(full)
+    assert is_away(full, OutOfMemoryError("maxmemory"))
+    assert not is_away(full, ResponseError("too large"))
+    assert full.connection_errors.count(OutOfMemoryError) == 1
