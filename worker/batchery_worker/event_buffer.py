@@ -21,4 +21,6 @@ class EventBuffer(_Step):  # type: ignore[misc]
 
     def start(self, parent: Any) -> None:
         """Called by Celery with its `Consumer`, which has a fresh dispatcher of events."""
-        parent.event_dispatcher.buffer_limit = MAX_EVENTS
+        # None in a worker that sends neither events nor heartbeats.
+        if parent.event_dispatcher is not None:
+            parent.event_dispatcher.buffer_limit = MAX_EVENTS
