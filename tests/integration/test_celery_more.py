@@ -254,9 +254,14 @@ def test_events_are_switched_on_and_off_at_run_time(worker: Worker) -> None:
     control: Any = more.app.control
     options = {"reply": True, "timeout": 10, "limit": 1}
     seen: list[dict[str, Any]] = []
+    beats: list[dict[str, Any]] = []
+    handlers = {"task-succeeded": seen.append, "worker-heartbeat": beats.append}
     with more.app.connection_for_read() as connection:
-        receiver = more.app.events.Receiver(connection, handlers={"task-succeeded": seen.append})
+        receiver = more.app.events.Receiver(connection, handlers=handlers)
         with receiver.consumer_context(wakeup=False) as (listening, _, _):
+            # The first event proves that somebody listens.
+            while not beats:
+                listening.drain_events(timeout=TIMEOUT_S)
             assert more.echo.delay("unseen").get(timeout=TIMEOUT_S) == "unseen"
             (on,) = control.enable_events(**options)
             assert on == {worker.name: {"ok": "task events enabled"}}

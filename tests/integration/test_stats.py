@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -226,17 +227,19 @@ def test_the_event_of_a_job_has_its_batch_and_a_short_result(
     def note(event: dict[str, Any]) -> None:
         events.setdefault(event["type"], event)
 
-    def succeeded() -> bool:
+    def came(kind: str) -> bool:
         with contextlib.suppress(TimeoutError):
             connection.drain_events(timeout=1)
-        return "task-succeeded" in events
+        return kind in events
 
     client.control.enable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
     with client.connection_for_read() as own:
         receiver: Any = client.events.Receiver(own, handlers={"*": note})
         with receiver.consumer_context(wakeup=False) as (connection, _, _):
+            # The first event proves that somebody listens; a job may be faster than a subscription.
+            wait_for(partial(came, "worker-heartbeat"), "a heartbeat", TIMEOUT_S)
             job = client.send_task("embed", ["How do I open a file?"], queue="embed")
-            wait_for(succeeded, "the event", TIMEOUT_S)
+            wait_for(partial(came, "task-succeeded"), "the event", TIMEOUT_S)
     assert len(job.get(timeout=TIMEOUT_S)["vector"]) == 384
     client.control.disable_events([worker.name], reply=True, timeout=TIMEOUT_S, limit=1)
     event = events["task-succeeded"]
