@@ -103,6 +103,8 @@ def test_after_three_cuts_the_worker_goes_on_and_repeats_nothing(
         settled |= {item for item in executions(book) if jobs[int(item)].ready()}
         assert proxy.cut() > 0
         wait_for(partial(has_lost_its_broker, worker, cuts), "the cut was noticed")
+        # Two cuts in a row would be noticed as one.
+        wait_for(partial(has_reconnected, worker, cuts), "the worker is back")
     wait_for(
         lambda: not queue_length(redis_url) and not holds_any(worker),
         "queue and worker empty",

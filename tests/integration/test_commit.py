@@ -112,8 +112,9 @@ def test_each_job_of_a_mixed_batch_gets_what_it_needs(
     answers = [job.get(timeout=TIMEOUT_S) for job in (*plain, linked)]
     assert answers == [*(f"TEXT {number} of 7" for number in range(5)), "LINKED of 7"]
     assert "LookupError" in repr(bad.get(timeout=TIMEOUT_S, propagate=False))
-    wait_for((tmp_path / "linked").exists, "the callback has run")
-    assert (tmp_path / "linked").read_text() == "LINKED of 7"
+    linked_to = tmp_path / "linked"
+    wait_for(lambda: linked_to.exists() and linked_to.read_text(), "the callback has run")
+    assert linked_to.read_text() == "LINKED of 7"
     wait_for(lambda: not leases(redis), "no lease is left")
 
     def counted() -> bool:

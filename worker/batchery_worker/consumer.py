@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import InvalidTaskError
 from celery.worker.consumer import Consumer
+from kombu import Message
 from kombu.exceptions import DecodeError
 
 from batchery.errors import InvalidItem
 from batchery.task import BatchTask
 from batchery.transport.dead import read_embed
+from batchery_worker.request import lease_of
 from batchery_worker.undertaker import condemn, tell_caller
 
 if TYPE_CHECKING:
@@ -46,7 +48,13 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         return guarded
 
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Acknowledges or rejects a message in the loop's next turn."""
+        """Acknowledges or rejects a message in the loop's next turn; at once if it is leased."""
+        message = getattr(p, "__self__", None)
+        if isinstance(message, Message) and p == message.ack_log_error and lease_of(message):
+            # Sends nothing yet. A job that is settled and not acknowledged would come again over a
+            # connection that is made in between.
+            p(*args, **kwargs)
+            return p
 
         def settle() -> None:
             try:
@@ -64,8 +72,8 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         try:
             super().on_connection_error_after_connected(exc)
         except Exception:
-            # While Redis is away kombu cannot put back what it holds, and stumbles over that: it
-            # would end the worker. The visibility timeout brings these jobs back.
+            # While Redis is away kombu cannot put back what it holds without a lease, and stumbles
+            # over that: it would end the worker. The visibility timeout brings these jobs back.
             logger.warning("the broken connection could not be tidied up", exc_info=True)
             self.connection = None
 

@@ -23,6 +23,13 @@ class Lease(NamedTuple):
     token: str
 
 
+def lease_of(message: Any) -> Lease | None:
+    """The lease of a `kombu.Message`; None where another transport brought it."""
+    ledger = getattr(message.channel, "ledger", None)
+    tag = message.delivery_tag
+    return None if ledger is None or not tag.isdigit() else Lease(ledger, tag)
+
+
 class BatchRequest(_Request):  # type: ignore[misc]
     """A request of a batch task, on any pool."""
 
@@ -57,10 +64,7 @@ class BatchRequest(_Request):  # type: ignore[misc]
         """The message's lease; None where there is none (any more), as with other transports."""
         if self.acknowledged or not self.task.acks_late:
             return None
-        message = self.message
-        ledger = getattr(message.channel, "ledger", None)
-        tag = message.delivery_tag
-        return None if ledger is None or not tag.isdigit() else Lease(ledger, tag)
+        return lease_of(self.message)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Drops the job, at the end of a cold shutdown or where a lost connection asks for it.

@@ -173,6 +173,10 @@ class LeasingChannel(_Base):  # type: ignore[misc]
         self.inbox.reconcile()
         self._prepared = connection._sock
 
+    def prepare_anew(self) -> None:
+        """Compares leases with Redis before more is taken, as with a new connection."""
+        self._prepared = None
+
     def _raise_if_fenced(self) -> None:
         if self.ledger is not None and self.ledger.fenced:
             lost = self.ledger.rejoin()
@@ -195,7 +199,7 @@ class LeasingChannel(_Base):  # type: ignore[misc]
                     raise Empty
             self._fruitless = False
         except redis.exceptions.NoScriptError:
-            self._prepared = None  # Somebody flushed the scripts.
+            self.prepare_anew()  # Somebody flushed the scripts.
             raise Empty from None
         except self.connection_errors:
             connection.disconnect()

@@ -1,11 +1,9 @@
 """What a channel has leased: read, recognised and handed to its consumers."""
 
-import contextlib
 import json
 import sys
 from typing import Any
 
-import redis
 from kombu.utils.json import loads
 
 from batchery.transport.dead import bury_malformed
@@ -83,11 +81,10 @@ class Inbox:
             waiting = [token for token, _, _ in payloads]
             self._deliver(payloads, waiting)
         except BaseException:
-            # A consumer raised: those behind it are as good as never taken. Without Redis they come
-            # over the next connection.
-            with contextlib.suppress(redis.RedisError):
-                left = [token for token in waiting if self._ledger.holds(token)]
-                self._ledger.requeue(left, first=True)
+            # Redis is away, or a consumer raised. Those behind are handed over once more, and not
+            # put back: in the queue a job that runs here looks like any other.
+            self._ledger.leases.disown(waiting)
+            self._channel.prepare_anew()
             raise
 
     def _deliver(self, payloads: list[tuple[str, str, Any]], waiting: list[str]) -> None:

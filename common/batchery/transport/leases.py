@@ -74,6 +74,12 @@ class Leases:
             if lease.owner is owner:
                 lease.owner = None
 
+    def disown(self, tokens: Collection[str]) -> None:
+        """Leaves some to the next reconciliation, even with the same owner."""
+        for token in tokens:
+            if lease := self._held.get(token):
+                lease.owner = None
+
     def adopt(
         self, known: Collection[str], owner: Any, active: Collection[str]
     ) -> tuple[list[str], list[str]]:
