@@ -12,6 +12,7 @@ from celery import Celery
 from batchery.embedded import EmbeddedRedis
 from harness import Worker
 from own_redis import OwnRedis, redis_servers
+from plain_kombu import Consumer, StartConsumer
 
 
 @pytest.fixture(scope="session")
@@ -44,6 +45,40 @@ def flush(url: str) -> None:
     """Empties a Redis."""
     with contextlib.closing(redis.Redis.from_url(url)) as client:
         client.flushall()
+
+
+@pytest.fixture
+def url(every_redis: OwnRedis) -> str:
+    """The URL of each kind of redis-server, with nothing in it."""
+    flush(every_redis.url)
+    return every_redis.url
+
+
+@pytest.fixture
+def bare(url: str) -> Iterator[Any]:
+    """A client that sees what is in it."""
+    with redis.Redis.from_url(url) as client:
+        yield client
+        client.config_set("maxmemory", 0)
+
+
+@pytest.fixture
+def consume(url: str) -> Iterator[StartConsumer]:
+    """Starts consumers, which end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*queues: str, to: str = url, **options: Any) -> Consumer:
+            made = Consumer(to, *queues, **options)
+            stack.callback(made.close)
+            return made
+
+        yield start
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "hub"])
+def both(consume: StartConsumer, request: pytest.FixtureRequest) -> StartConsumer:
+    """The same, with the event loop and without."""
+    return lambda *queues, **options: consume(*queues, hub=request.param, **options)
 
 
 @pytest.fixture(scope="module")

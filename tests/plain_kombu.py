@@ -127,3 +127,17 @@ def send(
     with connection, connection.Producer() as producer:
         for text in texts:
             producer.publish(text, serializer="json", routing_key=queue, exchange="", **properties)
+
+
+def waiting(client: Any, queue: str = "q") -> int:
+    """How many messages are in a queue."""
+    return int(client.llen(queue))
+
+
+def leases(client: Any) -> int:
+    """How many leases there are, of all workers."""
+    return sum(client.hlen(key) for key in client.keys("*batchery:lease:*"))
+
+
+#: Makes a consumer of such queues.
+StartConsumer = Callable[..., Consumer]

@@ -6,12 +6,11 @@ is real, and with ours. What another client sees in Redis then is what a `kill -
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import kombu
 import pytest
-from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
@@ -19,8 +18,7 @@ from batchery.transport.inbox import Inbox
 from batchery.transport.keys import Keys
 from batchery.transport.ledgers import retire
 from harness import wait_for
-from own_redis import OwnRedis
-from plain_kombu import OURS, Consumer, send
+from plain_kombu import OURS, Consumer, StartConsumer, send
 
 STOCK = "kombu.transport.redis:Transport"
 KEYS = Keys()
@@ -29,26 +27,9 @@ KEYS = Keys()
 EXPIRY_S = 0.5
 
 
-@pytest.fixture
-def url(every_redis: OwnRedis) -> str:
-    with Redis.from_url(every_redis.url) as client:
-        client.flushall()
-    return every_redis.url
-
-
-@pytest.fixture
-def bare(url: str) -> Iterator[Any]:
-    with Redis.from_url(url) as client:
-        yield client
-        client.config_set("maxmemory", 0)
-
-
 @pytest.fixture(params=[STOCK, OURS], ids=["stock", "ours"])
 def transport(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-StartConsumer = Callable[..., Consumer]
 
 
 @pytest.fixture

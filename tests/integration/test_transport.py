@@ -2,62 +2,15 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import redis
-from redis import Redis
 
 from batchery.transport.keys import Keys
-from harness import wait_for
-from own_redis import OwnRedis
-from plain_kombu import Consumer, queue_of, send
+from plain_kombu import Consumer, StartConsumer, leases, queue_of, send, waiting
 
 KEYS = Keys()
-
-
-@pytest.fixture
-def url(every_redis: OwnRedis) -> str:
-    with Redis.from_url(every_redis.url) as client:
-        client.flushall()
-    return every_redis.url
-
-
-@pytest.fixture
-def bare(url: str) -> Iterator[Any]:
-    with Redis.from_url(url) as client:
-        yield client
-
-
-StartConsumer = Callable[..., Consumer]
-
-
-@pytest.fixture
-def consume(url: str) -> Iterator[StartConsumer]:
-    """Starts consumers, which end with the test."""
-    with contextlib.ExitStack() as stack:
-
-        def start(*queues: str, to: str = url, **options: Any) -> Consumer:
-            made = Consumer(to, *queues, **options)
-            stack.callback(made.close)
-            return made
-
-        yield start
-
-
-@pytest.fixture(params=[False, True], ids=["sync", "hub"])
-def both(consume: StartConsumer, request: pytest.FixtureRequest) -> StartConsumer:
-    """The same, with the event loop and without."""
-    return lambda *queues, **options: consume(*queues, hub=request.param, **options)
-
-
-def waiting(client: Any, queue: str = "q") -> int:
-    return int(client.llen(queue))
-
-
-def leases(client: Any) -> int:
-    return sum(client.hlen(key) for key in client.keys("*batchery:lease:*"))
 
 
 def test_what_waits_comes_in_order_and_is_acknowledged(
@@ -273,97 +226,6 @@ def test_close_while_a_drain_is_under_way(both: StartConsumer, url: str, bare: A
     consumer.close()
     assert waiting(bare) == 2
     assert leases(bare) == 0
-
-
-def test_recover_gives_back_what_is_not_acknowledged(
-    both: StartConsumer, url: str, bare: Any
-) -> None:
-    send(url, "q", "1", "2")
-    consumer = both("q")
-    consumer.get(2)
-    consumer.channel.basic_recover(requeue=True)
-    assert consumer.get(4) == ["1", "2", "1", "2"]
-
-
-def test_a_consumer_that_raises_loses_nothing(both: StartConsumer, url: str, bare: Any) -> None:
-    send(url, "q", *"1234")
-    consumer = both("q")
-
-    def fail(message: Any) -> None:
-        consumer.messages.append(message)
-        if message.payload == "2":
-            raise LookupError("as told")
-
-    consumer.consumer.on_message = fail
-    with contextlib.suppress(LookupError):
-        consumer.get(2)
-    assert consumer.texts == ["1", "2"]
-    assert waiting(bare) == 2
-    assert consumer.get(4) == ["1", "2", "3", "4"]
-    assert leases(bare) == 4
-
-
-def test_after_a_break_what_waits_comes_again_and_what_runs_does_not(
-    both: StartConsumer, url: str, bare: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    send(url, "q", *"123")
-    consumer = both("q", prefetch=4)
-    consumer.get(3)
-    running = consumer.messages[1]
-    monkeypatch.setattr("batchery.transport.inbox.active_tokens", lambda: {running.delivery_tag})
-    consumer.break_connection()
-    assert leases(bare) == 3
-    consumer.open("q")
-    assert consumer.get(2) == ["1", "3"]
-    # It still counts, and its acknowledgement still arrives.
-    send(url, "q", "4", "5")
-    consumer.get(3)
-    for _ in range(3):
-        consumer.turn()
-    assert consumer.texts == ["1", "3", "4"]
-    running.ack()
-    assert consumer.get(4) == ["1", "3", "4", "5"]
-    consumer.until(lambda: leases(bare) == 4)
-
-
-def test_a_lost_answer_is_found(both: StartConsumer, url: str, bare: Any) -> None:
-    consumer = both("q")
-    send(url, "q", *"123")
-    consumer.channel.connection.cycle.on_poll_start()
-    wait_for(lambda: leases(bare) == 3, "Redis has answered")
-    consumer.channel.client.connection.disconnect()
-    assert consumer.get(3) == list("123")
-
-
-def test_a_lost_answer_is_found_over_a_new_channel(
-    both: StartConsumer, url: str, bare: Any
-) -> None:
-    consumer = both("q")
-    send(url, "q", *"123")
-    consumer.channel.connection.cycle.on_poll_start()
-    wait_for(lambda: leases(bare) == 3, "Redis has answered")
-    consumer.break_connection()
-    consumer.open("q")
-    assert consumer.get(3) == list("123")
-
-
-def test_a_lost_wake_up_is_found(both: StartConsumer, url: str, bare: Any) -> None:
-    consumer = both("q")
-    consumer.until_waiting()
-    send(url, "q", "1")
-    consumer.channel.client.connection.read_response(push_request=True)
-    assert consumer.get(1) == ["1"]
-
-
-def test_scripts_may_be_flushed(both: StartConsumer, url: str, bare: Any) -> None:
-    consumer = both("q")
-    consumer.until_waiting()
-    bare.script_flush()
-    send(url, "q", "1")
-    assert consumer.get(1) == ["1"]
-    bare.script_flush()
-    consumer.messages[0].requeue()
-    assert consumer.get(2) == ["1", "1"]
 
 
 def test_purge_and_size(consume: StartConsumer, url: str) -> None:

@@ -60,8 +60,7 @@ class LeasingChannel(_Base):  # type: ignore[misc]
 
     #: What kombu's `_in_poll` stands for: an answer to a drain, or a push; with neither, a BRPOP of
     #: kombu's own, which may be under way when the channel begins to lease.
-    _draining = False
-    _waiting = False
+    _draining = _waiting = False
     _brpop_sent_at: float | None
     _prepared: Any = None
     #: Set from any thread when a lease ends.

@@ -1,9 +1,11 @@
 """What a channel has leased: read, recognised and handed to its consumers."""
 
+import contextlib
 import json
 import sys
 from typing import Any
 
+import redis
 from kombu.utils.json import loads
 
 from batchery.transport.dead import bury_malformed
@@ -80,11 +82,17 @@ class Inbox:
                 self._recognise(payloads)
             waiting = [token for token, _, _ in payloads]
             self._deliver(payloads, waiting)
-        except BaseException:
-            # Redis is away, or a consumer raised. Those behind are handed over once more, and not
-            # put back: in the queue a job that runs here looks like any other.
+        except (redis.RedisError, OSError):
+            # With the next connection the rest is handed over once more. In the queue, nobody could
+            # tell that a job has been here.
             self._ledger.leases.disown(waiting)
             self._channel.prepare_anew()
+            raise
+        except BaseException:
+            # A consumer raised: those behind it are as good as never taken.
+            with contextlib.suppress(redis.RedisError):
+                left = [token for token in waiting if self._ledger.holds(token)]
+                self._ledger.requeue(left, first=True)
             raise
 
     def _deliver(self, payloads: list[tuple[str, str, Any]], waiting: list[str]) -> None:
