@@ -1,12 +1,10 @@
 """Whose fault is a death? Only a job that ran alone can be blamed; who is, twice, is buried."""
 
-import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import redis
 from celery.exceptions import TimeLimitExceeded
 
 from batchery.errors import DeviceDied
@@ -17,8 +15,6 @@ from batchery_worker.scheduler import Job, Scheduler
 from batchery_worker.settlement import Settlement
 from batchery_worker.ticket import Ticket
 from batchery_worker.undertaker import condemn
-
-logger = logging.getLogger("batchery.pool")
 
 #: How often a job may kill its device process, or its worker, while it runs there alone.
 MAX_DEATHS = 2
@@ -86,8 +82,6 @@ class Blame:
 def note_begin(jobs: Sequence[Job[Ticket]], *, alone: bool) -> Note | None:
     """Tells the broker what is about to run, so that this worker's death can be blamed on it.
 
-    Costs a round trip: once the batch is on its device it may be too late.
-
     Returns:
         For `note_end`; None where there are no leases.
     """
@@ -95,27 +89,16 @@ def note_begin(jobs: Sequence[Job[Ticket]], *, alone: bool) -> Note | None:
     ledger = next((lease.ledger for lease in leases if lease is not None), None)
     if ledger is None:
         return None
-    note = Note(
-        ledger,
-        ledger.began(
-            {
-                lease.token: job.id
-                for job, lease in zip(jobs, leases, strict=True)
-                if lease is not None and lease.ledger is ledger
-            },
-            alone=alone,
-        ),
-    )
-    try:
-        ledger.flush()
-    except (redis.RedisError, OSError) as error:
-        # The batch runs all the same; the broker's own connection will notice, too.
-        logger.debug("no note of a batch: %r", error)
-    return note
+    held = {
+        lease.token: job.id
+        for job, lease in zip(jobs, leases, strict=True)
+        if lease is not None and lease.ledger is ledger
+    }
+    return Note(ledger, ledger.began(held, alone=alone))
 
 
 def note_end(flight: Flight) -> None:
-    """The batch is back, or its device died; goes with the next message to the broker."""
+    """The batch is back, or its device died; the broker hears of it with the next batch."""
     if flight.note is not None:
         flight.note.ledger.ended(flight.note.batch)
 

@@ -84,19 +84,10 @@ class Heart:
             self._recover(name, beat, now_s)
 
     def _recover(self, worker: str, beat: int, now_s: float) -> None:
-        keys = self._ledger.keys
         # Just after an outage many look dead that only lost their connection as we did.
         counts = self._observer.calm_s(now_s) >= 2 * self._ledger.expiry_s
         count: Any = self._scripts.run(
-            "recover",
-            [
-                keys.workers,
-                keys.worker_info,
-                keys.lease(worker),
-                keys.running(worker),
-                keys.suspects,
-            ],
-            *[worker, beat, int(counts)],
+            "recover", self._ledger.keys.of_recovery(worker), worker, beat, int(counts)
         )
         if count is not None:
             logger.warning(

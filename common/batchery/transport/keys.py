@@ -50,3 +50,13 @@ class Keys:
     def queue(self, name: str) -> str:
         """A queue's key, as kombu's Redis client spells it."""
         return f"{self.prefix}{name}"
+
+    def of_recovery(self, worker: str) -> list[str]:
+        """What recover.lua takes, in its order."""
+        return [
+            self.workers,
+            self.worker_info,
+            self.lease(worker),
+            self.running(worker),
+            self.suspects,
+        ]

@@ -20,6 +20,7 @@ from batchery.transport.keys import Keys
 from batchery.transport.leases import Lease, Leases
 from batchery.transport.member import Member
 from batchery.transport.notes import Notes
+from batchery.transport.running import Running
 from batchery.transport.scripts import Scripts
 
 logger = logging.getLogger("batchery.transport")
@@ -47,12 +48,11 @@ class Ledger:
         self.db = int(client.connection_pool.connection_kwargs.get("db") or 0)
         #: Whether another worker took over, or Redis lost its data: every lease is gone.
         self.fenced = False
-        #: Leases that were lost that way, since the start.
-        self.lost_count = 0
         self._member = Member(client, self.keys, self.scripts)
         self.leases = Leases()
         self._acks: deque[str] = deque()
         self._notes = Notes(self.keys)
+        self._running = Running(client, self.keys)
         #: Beats while the ledger is open.
         self.heart: Any = None
         #: The channel that leases for it; None while it waits for the next one.
@@ -66,11 +66,6 @@ class Ledger:
     def worker(self) -> str:
         """This worker's id; another one after a fence."""
         return self._member.worker
-
-    @property
-    def run_id(self) -> str:
-        """Which run of which server it entered."""
-        return self._member.run_id
 
     @property
     def lease_key(self) -> str:
@@ -101,6 +96,7 @@ class Ledger:
         self.lost(list(self.leases))
         with self._flush_lock:
             self._notes.drop()
+        self._running.drop()
         self.flush()
         # Usually nothing is left. But where only the list of workers was lost, nobody else looks.
         self._member.leave()
@@ -118,6 +114,7 @@ class Ledger:
             return
         self.flush()
         self._open = False
+        self._running.drop_connection()
         self.leases.clear()
         atexit.unregister(self._close_quietly)
         self._member.leave()
@@ -168,7 +165,7 @@ class Ledger:
     def lost(self, tokens: Iterable[str]) -> None:
         """Forgets leases that another worker has taken over."""
         for token in tokens:
-            self.lost_count += self.leases.forget(token) is not None
+            self.leases.forget(token)
 
     def _end(self, token: str) -> Lease | None:
         """Forgets a lease of a job that will not come again, here or elsewhere."""
@@ -203,7 +200,7 @@ class Ledger:
             tokens = list(itertools.islice(self._acks.copy(), TOKENS_PER_COMMAND))
             if tokens:
                 pipe.hdel(self.lease_key, *tokens)
-            notes = self._notes.write(pipe, self.worker)
+            notes = self._notes.write(pipe)
             # At maxmemory Redis refuses to note a batch, which must not hold up the rest.
             answers = pipe.execute(raise_on_error=False)
             self._notes.sent(notes)
@@ -267,7 +264,8 @@ class Ledger:
     def began(self, jobs: Mapping[str, str], *, alone: bool) -> int:
         """Notes which jobs are on a device, so that its worker's death can be told from theirs.
 
-        Redis knows it after the next `flush`.
+        Redis knows it soon, also if this process dies now; its answer is not waited for. For one
+        thread, as `ended`.
 
         Args:
             jobs: Task id by token.
@@ -276,11 +274,11 @@ class Ledger:
         Returns:
             A number for `ended`.
         """
-        return self._notes.began(jobs, alone=alone)
+        return self._running.began(self.worker, jobs, alone=alone)
 
     def ended(self, batch: int) -> None:
         """The batch is back, or its device died: that is counted elsewhere."""
-        self._notes.ended(batch)
+        self._running.ended(batch)
 
     def condemn(self, token: str, letter: Mapping[str, Any]) -> None:
         """Turns the message's acknowledgement, which is to come, into a burial."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from batchery.transport.keys import Keys
 from batchery.transport.scripts import Scripts
-from batchery.transport.server import facts_of, refuse_unfit, run_id_of, warn_of_eviction
+from batchery.transport.server import facts_of, refuse_unfit, warn_of_eviction
 
 
 class Member:
@@ -20,8 +20,6 @@ class Member:
         self._scripts = scripts
         self._pid = os.getpid()
         self.worker = ""
-        #: Of the server, when the worker entered.
-        self.run_id = ""
 
     @property
     def is_mine(self) -> bool:
@@ -54,7 +52,6 @@ class Member:
             [self._keys.workers, self._keys.worker_info, self._keys.token],
             *[self.worker, json.dumps(about), last_token],
         )
-        self.run_id = run_id_of(facts_of(self._client, "server"))
 
     def leave(self) -> None:
         """Ends; what it still holds goes back to the queues, in the original order.
@@ -62,15 +59,5 @@ class Member:
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        keys = self._keys
-        self._scripts.run(
-            "recover",
-            [
-                keys.workers,
-                keys.worker_info,
-                keys.lease(self.worker),
-                keys.running(self.worker),
-                keys.suspects,
-            ],
-            *[self.worker, "", 0],
-        )
+        keys = self._keys.of_recovery(self.worker)
+        self._scripts.run("recover", keys, self.worker, "", 0)

@@ -1,19 +1,14 @@
-"""What Redis is told beside acknowledgements: which jobs are on a device, who is cleared."""
+"""What Redis is told beside acknowledgements: who is cleared, and what is to be buried."""
 
 import json
 import re
 from collections import deque
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 from urllib.parse import quote
 
 from batchery.transport.keys import Keys
 from batchery.transport.scripts import Scripts
-
-#: After which time, in seconds, a note about a running batch goes away by itself: a fenced worker
-#: may write one for which nobody else looks. Longer than any batch runs.
-RUNNING_TTL_S = 24 * 3600
 
 #: Ids that are written as they are; that of almost every job is one.
 PLAIN_ID = re.compile(r"[\w.-]+", re.ASCII)
@@ -24,33 +19,18 @@ class Notes:
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self._numbers = count(1)
-        self._waiting: deque[tuple[str, ...]] = deque()
-        # Not worth a round trip: recovery looks only at jobs whose leases are still there.
-        self._ended: deque[str] = deque()
+        #: Fields among the suspects.
+        self._cleared: deque[str] = deque()
         #: Token and dead letter of each message that goes there in place of its acknowledgement.
         self._burials: deque[tuple[str, Mapping[str, Any]]] = deque()
 
     def __bool__(self) -> bool:
         """Whether something is there that must not wait for the next acknowledgement."""
-        return bool(self._waiting or self._burials)
-
-    def began(self, jobs: Mapping[str, str], *, alone: bool) -> int:
-        """Notes a batch; see `Ledger.began`."""
-        batch = next(self._numbers)
-        words = ["alone" if alone else "shared"]
-        for token, task_id in jobs.items():
-            words += (token, spell_id(task_id))
-        self._waiting.append(("began", str(batch), " ".join(words)))
-        return batch
-
-    def ended(self, batch: int) -> None:
-        """The batch is on no device any more."""
-        self._ended.append(str(batch))
+        return bool(self._cleared or self._burials)
 
     def cleared(self, suspect: str) -> None:
         """The job is settled: nobody needs to know any more who died with it."""
-        self._waiting.append(("cleared", suspect))
+        self._cleared.append(suspect)
 
     def buried(self, token: str, letter: Mapping[str, Any]) -> None:
         """The message goes to the dead letters."""
@@ -58,28 +38,21 @@ class Notes:
 
     def drop(self) -> None:
         """Forgets what was not sent: its worker is no more."""
-        self._waiting.clear()
-        self._ended.clear()
+        self._cleared.clear()
         self._burials.clear()
 
-    def write(self, pipe: Any, worker: str) -> tuple[int, int]:
-        """Adds commands to a pipeline; returns how many notes that are, for `sent`."""
-        waiting, ended = self._waiting.copy(), self._ended.copy()
-        running = self._keys.running(worker)
-        for what, *rest in waiting:
-            if what == "began":
-                pipe.hset(running, *rest)
-                pipe.expire(running, RUNNING_TTL_S)
-            else:
-                pipe.hdel(self._keys.suspects, *rest)
-        if ended:
-            pipe.hdel(running, *ended)
-        return len(waiting), len(ended)
+    def write(self, pipe: Any) -> int:
+        """Adds a command to a pipeline; returns how many notes are in it, for `sent`."""
+        cleared = self._cleared.copy()
+        if cleared:
+            pipe.hdel(self._keys.suspects, *cleared)
+        return len(cleared)
 
-    def sent(self, notes: tuple[int, int]) -> None:
+    def sent(self, notes: int) -> None:
         """Forgets the oldest notes, which have arrived."""
-        _drop_oldest(self._waiting, notes[0])
-        _drop_oldest(self._ended, notes[1])
+        # Fewer may be left, if all were dropped meanwhile.
+        for _ in range(min(notes, len(self._cleared))):
+            self._cleared.popleft()
 
     def bury(self, scripts: Scripts, lease_key: str) -> None:
         """Moves what is condemned to the dead letters.
@@ -92,12 +65,6 @@ class Notes:
             token, letter = self._burials[0]
             scripts.run("bury", keys, token, json.dumps(letter))
             self._burials.popleft()
-
-
-def _drop_oldest(queue: deque[Any], number: int) -> None:
-    # Fewer may be left, if all were dropped meanwhile.
-    for _ in range(min(number, len(queue))):
-        queue.popleft()
 
 
 def spell_id(task_id: str) -> str:

@@ -27,11 +27,6 @@ def facts_of(client: Any, section: str) -> Mapping[str, Any]:
     return facts
 
 
-def run_id_of(facts: Mapping[str, Any]) -> str:
-    """Which run of which server this is; empty where nobody says."""
-    return str(facts.get("run_id", ""))
-
-
 def refuse_unfit(info: Mapping[str, Any]) -> None:
     """Raises RedisUnavailable for a Redis that cannot hold leases."""
     version = str(info.get("redis_version", "6.2"))

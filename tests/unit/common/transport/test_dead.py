@@ -18,6 +18,7 @@ from batchery.transport.dead import (
     write_letter,
 )
 from batchery.transport.ledger import Ledger
+from harness import wait_for
 
 PREFIX = "shop:"
 
@@ -152,17 +153,38 @@ def test_a_full_redis_does_not_hold_up_acknowledgements(ledger: Ledger, bare: An
 
 def test_notes_of_running_batches_come_and_go(ledger: Ledger, bare: Any) -> None:
     key = f"shop:batchery:running:{ledger.worker}"
+
+    def told(*notes: bytes) -> None:
+        wait_for(lambda: bare.hvals(key) == list(notes), "the notes arrive")
+
     first = ledger.began({"1": "a-1", "2": "odd id"}, alone=False)
-    ledger.flush()
-    assert bare.hvals(key) == [b"shared 1 a-1 2 odd%20id"]
-    assert bare.ttl(key) > 0
+    told(b"shared 1 a-1 2 odd%20id")
+    wait_for(lambda: bare.ttl(key) > 0, "they will expire")
     ledger.ended(first)
-    # It is not worth a round trip of its own.
+    # It is not worth a message of its own.
     ledger.flush()
     assert bare.exists(key)
     ledger.began({"3": "b"}, alone=True)
-    ledger.flush()
-    assert bare.hvals(key) == [b"alone 3 b"]
+    told(b"alone 3 b")
+
+
+def test_notes_survive_a_lost_connection_and_a_redis_that_refuses(
+    ledger: Ledger, bare: Any
+) -> None:
+    def told(*jobs: str) -> None:
+        for job in jobs:
+            ledger.began({"1": job}, alone=True)
+        key = f"shop:batchery:running:{ledger.worker}"
+        wait_for(lambda: f"alone 1 {jobs[-1]}".encode() in bare.hvals(key), "the note arrives")
+
+    told("first")
+    bare.client_kill_filter(_type="normal", skipme=True)
+    told("second")
+    bare.config_set("maxmemory", 1)
+    ledger.began({"1": "refused"}, alone=True)
+    wait_for(ledger._running._connection.can_read, "Redis has refused")
+    bare.config_set("maxmemory", 0)
+    told("third", "fourth")
 
 
 EMBED = {"chain": [1], "chord": {"task": "sum"}, "callbacks": None, "errbacks": None}
