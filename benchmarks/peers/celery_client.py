@@ -12,6 +12,7 @@ from redis import Redis
 from peers.peer import URL, main
 
 QUEUE = "celery"
+TEMPLATE = "the-template"
 
 #: Whether each job has a callback.
 LINK = os.environ.get("PEER_LINK") == "1"
@@ -38,8 +39,9 @@ def fill(app: Celery, task: str, count: int) -> None:
     # A callback that is sent, and that nobody runs: so that the rate is that of the jobs alone.
     link = app.signature(task, (0,), immutable=True, queue="nobody") if LINK else None
     options: Any = {"ignore_result": True, "headers": {"ignore_result": False}}
-    app.send_task(task, [0], link=link, **options)
-    text = redis.rpop(QUEUE).decode()
+    # By way of a queue that no worker empties.
+    app.send_task(task, [0], link=link, queue=TEMPLATE, **options)
+    text = redis.rpop(TEMPLATE).decode().replace(f'"{TEMPLATE}"', f'"{QUEUE}"')
     message = json.loads(text)
     ids = (message["headers"]["id"], message["properties"]["delivery_tag"])
     for start in range(0, count, CHUNK):
