@@ -1,5 +1,6 @@
 """How much a worker prefetches, which queues it consumes, and when it refuses to start."""
 
+import gc
 import math
 from typing import Any
 
@@ -195,3 +196,26 @@ def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_proces
     monkeypatch.setattr(step, "resident_kib", lambda _: None)
     prepare(worker)
     assert "max_memory_per_child has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((700, 10, 10), step.GC_THRESHOLDS),
+        ((2000, 10, 0), step.GC_THRESHOLDS),
+        ((1000, 1, 1), (1000, 1, 1)),
+    ],
+)
+def test_garbage_is_looked_for_less_often_unless_somebody_chose_otherwise(
+    before: tuple[int, int, int], after: tuple[int, int, int]
+) -> None:
+    stock = gc.get_threshold()
+    try:
+        gc.set_threshold(*before)
+        app = make_app()
+        add_task(app)
+        worker = Worker(app)
+        BatchStep(worker).create(worker)
+        assert gc.get_threshold() == after
+    finally:
+        gc.set_threshold(*stock)
