@@ -2,12 +2,14 @@
 
 import logging
 import threading
+from collections.abc import Collection, Mapping
 from time import monotonic
 from typing import Any
 
 import redis
 
 from batchery.transport.ledger import Ledger
+from batchery.transport.member import expiry_in
 from batchery.transport.observer import Observer
 from batchery.transport.scripts import Scripts
 
@@ -32,6 +34,7 @@ class Heart:
         self._scripts = Scripts(client)
         self._pause_s = ledger.expiry_s / BEATS_PER_EXPIRY
         self._observer = Observer(ledger.expiry_s, max_gap_s=ledger.expiry_s / 2)
+        self._expiries_s: dict[str, float] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="batchery-heart", daemon=True)
 
@@ -80,8 +83,18 @@ class Heart:
             for name, beat in zip(flat[::2], flat[1::2], strict=True)
         }
         del beats[worker]
-        for name, beat in self._observer.look(beats, now_s):
+        for name, beat in self._observer.look(beats, now_s, self._expiries_of(beats)):
             self._recover(name, beat, now_s)
+
+    def _expiries_of(self, workers: Collection[str]) -> Mapping[str, float]:
+        """How long others may be silent, by what they said when they entered."""
+        unknown = [worker for worker in workers if worker not in self._expiries_s]
+        if unknown:
+            told: Any = self._client.hmget(self._ledger.keys.worker_info, unknown)
+            for worker, about in zip(unknown, told, strict=True):
+                self._expiries_s[worker] = expiry_in(about) or self._ledger.expiry_s
+        self._expiries_s = {worker: self._expiries_s[worker] for worker in workers}
+        return self._expiries_s
 
     def _recover(self, worker: str, beat: int, now_s: float) -> None:
         # Just after an outage many look dead that only lost their connection as we did.

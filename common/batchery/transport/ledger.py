@@ -48,7 +48,7 @@ class Ledger:
         self.db = int(client.connection_pool.connection_kwargs.get("db") or 0)
         #: Whether another worker took over, or Redis lost its data: every lease is gone.
         self.fenced = False
-        self._member = Member(client, self.keys, self.scripts)
+        self._member = Member(client, self.keys, self.scripts, expiry_s)
         self.leases = Leases()
         self._acks: deque[str] = deque()
         self._notes = Notes(self.keys)

@@ -14,10 +14,12 @@ from batchery.transport.server import facts_of, refuse_unfit, warn_of_eviction
 class Member:
     """Enters and leaves; a new worker id each time."""
 
-    def __init__(self, client: Any, keys: Keys, scripts: Scripts) -> None:
+    def __init__(self, client: Any, keys: Keys, scripts: Scripts, expiry_s: float) -> None:
+        """Asks nothing of Redis yet; `expiry_s` is how long it may be silent."""
         self._client = client
         self._keys = keys
         self._scripts = scripts
+        self._expiry_s = expiry_s
         self._pid = os.getpid()
         self.worker = ""
 
@@ -46,7 +48,7 @@ class Member:
             redis.RedisError: Redis does not answer.
         """
         self.worker = uuid.uuid4().hex
-        about = {"host": platform.node(), "pid": os.getpid()}
+        about = {"host": platform.node(), "pid": os.getpid(), "expiry_s": self._expiry_s}
         self._scripts.run(
             "register",
             [self._keys.workers, self._keys.worker_info, self._keys.token],
@@ -61,3 +63,16 @@ class Member:
         """
         keys = self._keys.of_recovery(self.worker)
         self._scripts.run("recover", keys, self.worker, "", 0)
+
+
+def expiry_in(about: bytes | None) -> float | None:
+    """How long a worker may be silent, in seconds, by what it said of itself; None if it did not.
+
+    Args:
+        about: Its entry in worker-info.
+    """
+    try:
+        said = json.loads(about or b"{}")["expiry_s"]
+        return float(said) if said > 0 else None
+    except (ValueError, TypeError, KeyError):
+        return None

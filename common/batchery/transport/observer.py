@@ -1,6 +1,7 @@
 """Who is dead? Pure policy: heartbeats and the time are arguments."""
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 
 class Observer:
@@ -15,7 +16,8 @@ class Observer:
         """Knows nobody yet.
 
         Args:
-            expiry_s: How long a worker may be silent before it counts as dead.
+            expiry_s: How long a worker that says nothing else may be silent before it counts as
+                dead.
             max_gap_s: Longest time between two looks; after a longer one everything starts anew.
         """
         self._expiry_s = expiry_s
@@ -36,12 +38,18 @@ class Observer:
         """How long nothing has interrupted the observation."""
         return 0.0 if self._calm_since_s is None else now_s - self._calm_since_s
 
-    def look(self, heartbeats: Mapping[str, int], now_s: float) -> list[tuple[str, int]]:
+    def look(
+        self,
+        heartbeats: Mapping[str, int],
+        now_s: float,
+        expiries_s: Mapping[str, float] = MappingProxyType({}),
+    ) -> list[tuple[str, int]]:
         """Takes in what Redis says now.
 
         Args:
             heartbeats: Last heartbeat of every worker by its id; only compared, never read as time.
             now_s: The observer's monotonic clock.
+            expiries_s: How long each of them may be silent; who is not in here, as long as us.
 
         Returns:
             The dead, each with the heartbeat that was seen.
@@ -60,5 +68,5 @@ class Observer:
         return [
             (worker, beat)
             for worker, (beat, since_s) in self._since.items()
-            if now_s - since_s >= self._expiry_s
+            if now_s - since_s >= expiries_s.get(worker, self._expiry_s)
         ]

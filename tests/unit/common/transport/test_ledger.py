@@ -1,5 +1,6 @@
 """What a ledger does with Redis, on every redis-server that there is."""
 
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -252,6 +253,20 @@ def test_the_jobs_of_a_silent_worker_go_back(ledger: Ledger, other: Ledger, owne
     heart.beat(1.0)
     assert waiting(ledger.client) == ["1", "2"]
     assert ledger.client.hgetall(KEYS.suspects) == {b"job": b"1"}
+
+
+@pytest.mark.parametrize(("said", "after_s"), [(2.0, 2.0), (0.5, 0.5), ("soon", 1.0), (-1, 1.0)])
+def test_a_silent_worker_is_judged_by_the_expiry_that_it_told(
+    ledger: Ledger, other: Ledger, owner: Owner, said: object, after_s: float
+) -> None:
+    drain(other, owner, "1")
+    ledger.client.hset(KEYS.worker_info, other.worker, json.dumps({"expiry_s": said}))
+    heart = Heart(ledger, ledger.client)
+    tenths = 0
+    while not waiting(ledger.client):
+        heart.beat(tenths / 10)
+        tenths += 1
+    assert (tenths - 1) / 10 == after_s
 
 
 def test_deaths_right_after_an_outage_are_not_counted(

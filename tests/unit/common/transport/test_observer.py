@@ -76,3 +76,12 @@ def test_calm_is_counted_from_the_last_interruption(observer: Observer) -> None:
     assert observer.calm_s(3) == 1
     observer.look({}, 30)
     assert observer.calm_s(30) == 0
+
+
+def test_each_is_judged_by_its_own_expiry(observer: Observer) -> None:
+    found = [
+        observer.look({"short": 1, "long": 1, "silent": 1}, second, {"short": 2, "long": 8})
+        for second in range(9)
+    ]
+    first = {name: next(s for s in range(9) if (name, 1) in found[s]) for name, _ in found[8]}
+    assert first == {"short": 2, "silent": 5, "long": 8}
