@@ -21,6 +21,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.states import STARTED
 
 from batchery.task import Computed, computed
+from batchery.transport.sending import sending_once
 from batchery_worker.patience import is_away, make_patient
 from batchery_worker.ticket import Ticket
 
@@ -121,7 +122,7 @@ class Completion:
             self._time_device(ticket)
             computed.set(Computed(ticket.task_id, outcome(backend)))
             _facts.set(facts)
-            is_error, value, _ = ticket.target(*ticket.args)
+            is_error, value = self._trace(ticket)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the job must be settled
             logger.error("%s[%s] cannot be completed: %r", ticket.task_name, ticket.task_id, error)
             if ticket.request is not None and is_away(self._app.backend, error):
@@ -138,6 +139,19 @@ class Completion:
         finally:
             computed.set(None)
             _facts.set(None)
+
+    def _trace(self, ticket: Ticket) -> tuple[Any, Any]:
+        """Runs the tracer, whose messages are sent once: a worker may die before it is done."""
+        request, lease = ticket.request, ticket.lease
+        if request is None or lease is None:
+            return ticket.target(*ticket.args)[:2]
+        tag = request.message.properties.get("publish_tag")
+        with sending_once(tag, {"job": ticket.task_id, "next": request.embed}) as sending:
+            try:
+                return ticket.target(*ticket.args)[:2]
+            finally:
+                if sending is not None and sending.is_marked:
+                    lease.ledger.sent(lease.token, sending.publish_tag)
 
     def _time_device(self, ticket: Ticket) -> None:
         """Gives the task a tracer that counts the device's time as the task's run time."""

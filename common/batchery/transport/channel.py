@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from queue import Empty
 from time import monotonic
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 from kombu.transport import redis as kombu_redis
@@ -20,11 +20,7 @@ from batchery.transport.inbox import Inbox
 from batchery.transport.ledger import Ledger
 from batchery.transport.ledgers import lend, retire
 from batchery.transport.qos import QoS
-
-if TYPE_CHECKING:
-    _Base: Any
-else:
-    _Base = object
+from batchery.transport.sending import SendingChannel
 
 #: How long an answer of Redis may take, in seconds, where the transport options say nothing: the
 #: event loop waits for it, and a connection may be dead without telling.
@@ -34,7 +30,7 @@ SOCKET_TIMEOUT_S = 10.0
 OPTIONS = ("leases", "lease_expiry_s", "queue_prefetch")
 
 
-class LeasingChannel(_Base):  # type: ignore[misc]
+class LeasingChannel(SendingChannel):
     """Mixed into kombu's Redis channels.
 
     A channel that never consumes with acknowledgements, as that of a client does, is kombu's own.

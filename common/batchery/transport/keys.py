@@ -47,6 +47,10 @@ class Keys:
         """HASH of batch ids to the tokens that are on a device."""
         return f"{self.prefix}batchery:running:{worker}"
 
+    def sent(self, publish_tag: str) -> str:
+        """SET of marks of what the completion of one job has sent."""
+        return f"{self.prefix}batchery:sent:{publish_tag}"
+
     def queue(self, name: str) -> str:
         """A queue's key, as kombu's Redis client spells it."""
         return f"{self.prefix}{name}"

@@ -18,6 +18,8 @@ class Lease:
     deaths: int | None = None
     #: Its field among the suspects.
     suspect: str | None = None
+    #: Set for a job whose completion has sent messages: the tag of its own.
+    publish_tag: str | None = None
     #: Set for a message that must not be taken once more: it is buried where it would have been
     #: acknowledged.
     letter: Mapping[str, Any] | None = None

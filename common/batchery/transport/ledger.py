@@ -60,8 +60,6 @@ class Ledger:
         self._open = False
         self._flush_lock = threading.Lock()
 
-    # Life
-
     @property
     def worker(self) -> str:
         """This worker's id; another one after a fence."""
@@ -150,6 +148,11 @@ class Ledger:
         if lease := self.leases.get(token):
             lease.suspect, lease.deaths = suspect, deaths
 
+    def sent(self, token: str, publish_tag: str) -> None:
+        """Remembers that the completion of a job has sent messages, of which Redis has marks."""
+        if lease := self.leases.get(token):
+            lease.publish_tag = publish_tag
+
     def still_held(self, tokens: Collection[str]) -> set[str]:
         """Which of the leases Redis still knows; one round trip, from any thread."""
         with self.client.pipeline(transaction=False) as pipe:
@@ -170,8 +173,8 @@ class Ledger:
     def _end(self, token: str) -> Lease | None:
         """Forgets a lease of a job that will not come again, here or elsewhere."""
         lease = self.leases.forget(token)
-        if lease is not None and lease.suspect is not None:
-            self._notes.cleared(lease.suspect)
+        if lease is not None:
+            self._notes.ended(lease)
         return lease
 
     # Acknowledgements

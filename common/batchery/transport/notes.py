@@ -1,4 +1,4 @@
-"""What Redis is told beside acknowledgements: who is cleared, and what is to be buried."""
+"""What Redis is told beside acknowledgements: who is cleared, which marks go, what is buried."""
 
 import json
 import re
@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from batchery.transport.keys import Keys
+from batchery.transport.leases import Lease
 from batchery.transport.scripts import Scripts
 
 #: Ids that are written as they are; that of almost every job is one.
@@ -21,16 +22,21 @@ class Notes:
         self._keys = keys
         #: Fields among the suspects.
         self._cleared: deque[str] = deque()
+        #: Keys of marks, see sending.py.
+        self._marks: deque[str] = deque()
         #: Token and dead letter of each message that goes there in place of its acknowledgement.
         self._burials: deque[tuple[str, Mapping[str, Any]]] = deque()
 
     def __bool__(self) -> bool:
         """Whether something is there that must not wait for the next acknowledgement."""
-        return bool(self._cleared or self._burials)
+        return bool(self._cleared or self._marks or self._burials)
 
-    def cleared(self, suspect: str) -> None:
-        """The job is settled: nobody needs to know any more who died with it."""
-        self._cleared.append(suspect)
+    def ended(self, lease: Lease) -> None:
+        """The job is settled: nobody needs to know any more who died with it, or what it sent."""
+        if lease.suspect is not None:
+            self._cleared.append(lease.suspect)
+        if lease.publish_tag is not None:
+            self._marks.append(self._keys.sent(lease.publish_tag))
 
     def buried(self, token: str, letter: Mapping[str, Any]) -> None:
         """The message goes to the dead letters."""
@@ -39,20 +45,24 @@ class Notes:
     def drop(self) -> None:
         """Forgets what was not sent: its worker is no more."""
         self._cleared.clear()
+        self._marks.clear()
         self._burials.clear()
 
-    def write(self, pipe: Any) -> int:
-        """Adds a command to a pipeline; returns how many notes are in it, for `sent`."""
-        cleared = self._cleared.copy()
+    def write(self, pipe: Any) -> tuple[int, int]:
+        """Adds commands to a pipeline; returns how many notes are in them, for `sent`."""
+        cleared, marks = self._cleared.copy(), self._marks.copy()
         if cleared:
             pipe.hdel(self._keys.suspects, *cleared)
-        return len(cleared)
+        if marks:
+            pipe.delete(*marks)
+        return len(cleared), len(marks)
 
-    def sent(self, notes: int) -> None:
+    def sent(self, notes: tuple[int, int]) -> None:
         """Forgets the oldest notes, which have arrived."""
-        # Fewer may be left, if all were dropped meanwhile.
-        for _ in range(min(notes, len(self._cleared))):
-            self._cleared.popleft()
+        for queue, number in zip((self._cleared, self._marks), notes, strict=True):
+            # Fewer may be left, if all were dropped meanwhile.
+            for _ in range(min(number, len(queue))):
+                queue.popleft()
 
     def bury(self, scripts: Scripts, lease_key: str) -> None:
         """Moves what is condemned to the dead letters.

@@ -1,0 +1,118 @@
+"""What the completion of a job sends, each message once: also if the completion runs twice.
+
+Celery's tracer publishes callbacks, the next step of a chain, and retries before it stores the
+result and acknowledges. A worker that is killed in between leaves a job that runs again, and would
+publish again. So every message is marked, in the script that puts it into its queue, under the tag
+of the job's own message; the marks go with its acknowledgement.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import redis
+from kombu.utils.json import dumps
+
+from batchery.transport.keys import Keys
+from batchery.transport.scripts import Scripts
+
+if TYPE_CHECKING:
+    _Channel: Any
+else:
+    _Channel = object
+
+#: How long marks stay where no acknowledgement takes them, in seconds: until a job that was
+#: interrupted has run again. It is put at the head of its queue.
+MARKS_TTL_S = 3600
+
+
+class Sending:
+    """Messages that the completion of one job has sent so far."""
+
+    def __init__(self, publish_tag: str, known: Mapping[str, Any]) -> None:
+        """Nothing is sent yet.
+
+        Args:
+            publish_tag: Of the job's message; the same however often it is delivered, another one
+                where somebody submits the job once more.
+            known: The job's headers and what follows it (callbacks, chain, chord), in which ids
+                that are given already can be found.
+        """
+        self.publish_tag = publish_tag
+        self._known = known
+        self._bodies: Counter[str] = Counter()
+        self._marks: dict[str, str] = {}
+        #: Whether there are marks.
+        self.is_marked = False
+
+    def mark(self, message: Mapping[str, Any]) -> str:
+        """Names a message so that it has the same name when the job runs again, and only then.
+
+        Args:
+            message: As kombu puts it into a queue; again with the same id, if kombu tries again.
+        """
+        headers = message.get("headers") or {}
+        task_id = str(headers.get("id"))
+        if task_id not in self._marks:
+            self._marks[task_id] = self._name(task_id, headers, message.get("body"))
+        return self._marks[task_id]
+
+    def _name(self, task_id: str, headers: Mapping[str, Any], body: Any) -> str:
+        if task_id in self._ids:
+            return f"id {task_id} {headers.get('task')} {headers.get('retries')}"
+        # Of a callback, for instance, which gets a new id each time. Two may be equal.
+        name = f"body {headers.get('task')} {hashlib.sha256(str(body).encode()).hexdigest()}"
+        self._bodies[name] += 1
+        return f"{name} {self._bodies[name]}"
+
+    @cached_property
+    def _ids(self) -> str:
+        return json.dumps(self._known, default=str)
+
+
+_sending: ContextVar[Sending | None] = ContextVar("batchery_sending", default=None)
+
+
+@contextmanager
+def sending_once(publish_tag: str | None, known: Mapping[str, Any]) -> Iterator[Sending | None]:
+    """Has every message that this thread puts into a queue sent once, however often it comes here.
+
+    Args:
+        publish_tag: Of the job that sends; None for one that another transport brought.
+        known: As for `Sending`.
+    """
+    sending = Sending(publish_tag, known) if publish_tag else None
+    token = _sending.set(sending)
+    try:
+        yield sending
+    finally:
+        _sending.reset(token)
+
+
+class SendingChannel(_Channel):  # type: ignore[misc]
+    """Mixed into kombu's Redis channels."""
+
+    def _put(self, queue: str, message: Mapping[str, Any], **kwargs: Any) -> None:
+        sending = _sending.get()
+        is_plain = kwargs.get("_publish_batch") is None and queue not in (self._expires or ())
+        if sending is None or not is_plain:
+            super()._put(queue, message, **kwargs)
+            return
+        keys = Keys(self.global_keyprefix)
+        priority = self._get_message_priority(message, reverse=False)
+        self._senders.run(
+            "send",
+            [keys.sent(sending.publish_tag), keys.queue(self._q_for_pri(queue, priority))],
+            *[sending.mark(message), MARKS_TTL_S, dumps(message)],
+        )
+        sending.is_marked = True
+
+    @cached_property
+    def _senders(self) -> Scripts:
+        # Kombu's own client puts its prefix before the first key of a script alone.
+        return Scripts(redis.Redis(connection_pool=self.pool))
