@@ -11,6 +11,7 @@ from batchery.errors import DeviceDied
 from batchery.transport.ledger import Ledger
 from batchery_worker.accepted import Accepted
 from batchery_worker.process import DeviceProcess, Flight
+from batchery_worker.request import ledger_of
 from batchery_worker.scheduler import Job, Scheduler
 from batchery_worker.settlement import Settlement
 from batchery_worker.ticket import Ticket
@@ -86,7 +87,7 @@ def note_begin(jobs: Sequence[Job[Ticket]], *, alone: bool) -> Note | None:
         For `note_end`; None where there are no leases.
     """
     leases = [job.payload.lease for job in jobs]
-    ledger = next((lease.ledger for lease in leases if lease is not None), None)
+    ledger = ledger_of(leases)
     if ledger is None:
         return None
     held = {

@@ -1,6 +1,6 @@
 """Celery's request, which also knows in which batch it ran."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +28,14 @@ def lease_of(message: Any) -> Lease | None:
     ledger = getattr(message.channel, "ledger", None)
     tag = message.delivery_tag
     return None if ledger is None or not tag.isdigit() else Lease(ledger, tag)
+
+
+def ledger_of(leases: Iterable[Lease | None]) -> Ledger | None:
+    """The ledger of a batch's leases, which is that of the first; None where there is no lease.
+
+    A broker that fails over to another Redis has another ledger there: compare, lease by lease.
+    """
+    return next((lease.ledger for lease in leases if lease is not None), None)
 
 
 class BatchRequest(_Request):  # type: ignore[misc]

@@ -136,7 +136,10 @@ def _warn_of_memory_limit(worker: Any) -> None:
 
 
 def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings) -> None:
-    """Gives each model's queue its own part: jobs for a slow one must not keep out all others."""
+    """Gives each model's queue its own part: jobs for a slow one must not keep out all others.
+
+    And takes no more at once than one task needs: what is behind may be another worker's.
+    """
     parts: dict[str, int] = {}
     for task in tasks:
         if isinstance(task, ModelTask):
@@ -144,6 +147,7 @@ def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings) -> Non
             parts[queue] = parts.get(queue, 0) + prefetch_jobs([task], settings)
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {
+        "drain_messages": max(prefetch_jobs([task], settings) for task in tasks),
         **options,
         "queue_prefetch": {**parts, **options.get("queue_prefetch", {})},
     }

@@ -27,7 +27,7 @@ from batchery.transport.sending import SendingChannel
 SOCKET_TIMEOUT_S = 10.0
 
 #: Transport options beside kombu's.
-OPTIONS = ("leases", "lease_expiry_s", "queue_prefetch")
+OPTIONS = ("leases", "lease_expiry_s", "queue_prefetch", "drain_messages")
 
 
 class LeasingChannel(SendingChannel):
@@ -45,6 +45,9 @@ class LeasingChannel(SendingChannel):
     #: Transport option: how many unsettled messages a queue may have here, by queue name; without
     #: an entry as many as the prefetch allows.
     queue_prefetch: Mapping[str, int] = MappingProxyType({})
+
+    #: Transport option: most messages of one drain. Other workers take theirs in between.
+    drain_messages = 1000
 
     ledger: Ledger | None = None
     #: Takes in what was leased; there with the ledger.

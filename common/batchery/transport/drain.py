@@ -59,7 +59,7 @@ class Drain:
     def ask(self, connection: Any) -> bool:
         """Sends the question, whose answer is the script's; False if no queue may give anything."""
         channel, keys = self._channel, self._ledger.keys
-        free = channel.qos.free
+        free = min(channel.qos.free, channel.drain_messages)
         limits = self._limits(free)
         queues = [queue for queue, limit in limits.items() if limit > 0]
         if not queues:

@@ -109,3 +109,9 @@ class Leases:
             else:
                 again.append(token)
         return gone, sorted(again, key=int)
+
+
+def split_value(value: bytes) -> tuple[str, bytes]:
+    """Queue key and message of a lease, as Redis has them."""
+    key, _, message = value.partition(b"\0")
+    return key.decode(), message

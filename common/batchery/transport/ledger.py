@@ -17,7 +17,7 @@ from typing import Any
 import redis
 
 from batchery.transport.keys import Keys
-from batchery.transport.leases import Lease, Leases
+from batchery.transport.leases import Lease, Leases, split_value
 from batchery.transport.member import Member
 from batchery.transport.notes import Notes
 from batchery.transport.running import Running
@@ -173,8 +173,8 @@ class Ledger:
     def _end(self, token: str) -> Lease | None:
         """Forgets a lease of a job that will not come again, here or elsewhere."""
         lease = self.leases.forget(token)
-        if lease is not None:
-            self._notes.ended(lease)
+        if lease is not None and lease.suspect is not None:
+            self._notes.cleared(lease.suspect)
         return lease
 
     # Acknowledgements
@@ -184,10 +184,12 @@ class Ledger:
         lease = self._end(token)
         if lease is None:
             return
-        if lease.letter is None:
-            self._acks.append(token)
-        else:
+        if lease.letter is not None:
             self._notes.buried(token, lease.letter)
+        elif lease.publish_tag is not None:
+            self._notes.completed(token, lease.publish_tag)
+        else:
+            self._acks.append(token)
 
     def flush(self) -> None:
         """Sends the acknowledgements and notes that wait, in one round trip. From any thread.
@@ -212,6 +214,7 @@ class Ledger:
                     raise answers[0]
                 for _ in tokens:
                     self._acks.popleft()
+            self._notes.complete(self.scripts, self.lease_key)
             self._notes.bury(self.scripts, self.lease_key)
 
     def requeue(self, tokens: Collection[str], *, first: bool) -> None:
@@ -251,7 +254,7 @@ class Ledger:
         self.flush()
         values = self.client.hmget(self.lease_key, again) if again else []
         found = zip(again, values, strict=True)
-        return [(token, *_split(value)) for token, value in found if value is not None]
+        return [(token, *split_value(value)) for token, value in found if value is not None]
 
     def _known_tokens(self) -> set[str]:
         with self.client.pipeline(transaction=False) as pipe:
@@ -293,8 +296,3 @@ class Ledger:
         self._end(token)
         keys = [self.lease_key, self.keys.dead, self.keys.dead_messages]
         return bool(self.scripts.run("bury", keys, token, json.dumps(letter)))
-
-
-def _split(value: bytes) -> tuple[str, bytes]:
-    key, _, message = value.partition(b"\0")
-    return key.decode(), message

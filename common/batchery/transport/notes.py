@@ -1,18 +1,22 @@
-"""What Redis is told beside acknowledgements: who is cleared, which marks go, what is buried."""
+"""What Redis is told beside acknowledgements: who is cleared, what is buried, which marks go."""
 
 import json
 import re
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
 from batchery.transport.keys import Keys
-from batchery.transport.leases import Lease
 from batchery.transport.scripts import Scripts
 
 #: Ids that are written as they are; that of almost every job is one.
 PLAIN_ID = re.compile(r"[\w.-]+", re.ASCII)
+
+
+#: Most jobs of one script; Redis answers nobody else meanwhile.
+COMPLETED_PER_SCRIPT = 500
 
 
 class Notes:
@@ -22,21 +26,22 @@ class Notes:
         self._keys = keys
         #: Fields among the suspects.
         self._cleared: deque[str] = deque()
-        #: Keys of marks, see sending.py.
-        self._marks: deque[str] = deque()
+        #: Token of each message that is acknowledged together with its marks, and their key.
+        self._completed: deque[tuple[str, str]] = deque()
         #: Token and dead letter of each message that goes there in place of its acknowledgement.
         self._burials: deque[tuple[str, Mapping[str, Any]]] = deque()
 
     def __bool__(self) -> bool:
         """Whether something is there that must not wait for the next acknowledgement."""
-        return bool(self._cleared or self._marks or self._burials)
+        return bool(self._cleared or self._completed or self._burials)
 
-    def ended(self, lease: Lease) -> None:
-        """The job is settled: nobody needs to know any more who died with it, or what it sent."""
-        if lease.suspect is not None:
-            self._cleared.append(lease.suspect)
-        if lease.publish_tag is not None:
-            self._marks.append(self._keys.sent(lease.publish_tag))
+    def cleared(self, suspect: str) -> None:
+        """The job is settled: nobody needs to know any more who died with it."""
+        self._cleared.append(suspect)
+
+    def completed(self, token: str, publish_tag: str) -> None:
+        """The message is acknowledged, and what its job has sent need not be remembered."""
+        self._completed.append((token, self._keys.sent(publish_tag)))
 
     def buried(self, token: str, letter: Mapping[str, Any]) -> None:
         """The message goes to the dead letters."""
@@ -45,24 +50,30 @@ class Notes:
     def drop(self) -> None:
         """Forgets what was not sent: its worker is no more."""
         self._cleared.clear()
-        self._marks.clear()
+        self._completed.clear()
         self._burials.clear()
 
-    def write(self, pipe: Any) -> tuple[int, int]:
-        """Adds commands to a pipeline; returns how many notes are in them, for `sent`."""
-        cleared, marks = self._cleared.copy(), self._marks.copy()
+    def write(self, pipe: Any) -> int:
+        """Adds a command to a pipeline; returns how many notes are in it, for `sent`."""
+        cleared = self._cleared.copy()
         if cleared:
             pipe.hdel(self._keys.suspects, *cleared)
-        if marks:
-            pipe.delete(*marks)
-        return len(cleared), len(marks)
+        return len(cleared)
 
-    def sent(self, notes: tuple[int, int]) -> None:
+    def sent(self, notes: int) -> None:
         """Forgets the oldest notes, which have arrived."""
-        for queue, number in zip((self._cleared, self._marks), notes, strict=True):
-            # Fewer may be left, if all were dropped meanwhile.
-            for _ in range(min(number, len(queue))):
-                queue.popleft()
+        _drop_oldest(self._cleared, notes)
+
+    def complete(self, scripts: Scripts, lease_key: str) -> None:
+        """Acknowledges what waits for it with its marks.
+
+        Raises:
+            redis.RedisError: Redis does not answer; it goes on waiting.
+        """
+        while some := list(islice(self._completed.copy(), COMPLETED_PER_SCRIPT)):
+            tokens, marks = zip(*some, strict=True)
+            scripts.run("complete", [lease_key, *marks], *tokens)
+            _drop_oldest(self._completed, len(some))
 
     def bury(self, scripts: Scripts, lease_key: str) -> None:
         """Moves what is condemned to the dead letters.
@@ -75,6 +86,12 @@ class Notes:
             token, letter = self._burials[0]
             scripts.run("bury", keys, token, json.dumps(letter))
             self._burials.popleft()
+
+
+def _drop_oldest(queue: deque[Any], number: int) -> None:
+    # Fewer may be left, if all were dropped meanwhile.
+    for _ in range(min(number, len(queue))):
+        queue.popleft()
 
 
 def spell_id(task_id: str) -> str:

@@ -84,6 +84,7 @@ def test_each_models_queue_has_its_part_of_the_prefetch() -> None:
     register(app, "classify", Model, queue="gpu")
     prepare(Worker(app))
     assert app.conf.broker_transport_options == {
+        "drain_messages": 20,
         "queue_prefetch": {"embed": 30, "gpu": 7},
         "lease_expiry_s": 2,
     }

@@ -1,8 +1,8 @@
 -- Puts a message into a queue, unless the same job has sent it before.
 --
 -- KEYS[1]  SET   sent:<publish tag>: marks of the messages that the completion of one job has sent.
---                Written here; removed with the acknowledgement of the job's message, else it
---                expires.
+--                Written here; removed by complete.lua with the acknowledgement of the job's
+--                message, else it expires.
 -- KEYS[2]  LIST  a queue, or one of its priority steps
 -- ARGV     mark, seconds until the marks expire, message
 -- Returns  1 if it was sent, 0 if it had been.

@@ -298,6 +298,23 @@ def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
     assert ledger.client.hgetall(KEYS.suspects) == {b"second": b"1"}
 
 
+def test_marks_of_what_a_job_has_sent_go_with_its_lease_and_only_then(
+    ledger: Ledger, owner: Owner
+) -> None:
+    mine, lost = drain(ledger, owner, "1", "2")
+    for token in (mine, lost):
+        ledger.client.sadd(KEYS.sent(f"tag-{token}"), "mark")
+        ledger.sent(token, f"tag-{token}")
+    ledger.client.hdel(ledger.lease_key, lost)
+    ledger.ack(mine)
+    ledger.ack(lost)
+    ledger.flush()
+    assert not ledger.client.exists(KEYS.sent(f"tag-{mine}"))
+    # Another worker has it, and will send what is not marked.
+    assert ledger.client.exists(KEYS.sent(f"tag-{lost}"))
+    assert leased(ledger) == 0
+
+
 def test_still_held(ledger: Ledger, owner: Owner) -> None:
     tokens = drain(ledger, owner, "1", "2")
     ledger.client.hdel(ledger.lease_key, tokens[0])
