@@ -7,17 +7,12 @@ job with a callback is completed by Celery's own tracer, on either system.
 """
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
-from batchery.embedded import EmbeddedRedis
-from hardware import hardware
-from queue_overhead import WIDTH, print_table, row
-from queue_runs import Bench, Sample
-from queue_systems import TRANSPORTS, batchery, celery, default_transport
+from queue_report import report
+from queue_runs import run_in_turn
+from queue_systems import TRANSPORTS, batchery, celery
 
 
 def main() -> None:
@@ -25,7 +20,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=3000, help="per row and round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--transport", choices=TRANSPORTS, default=default_transport())
+    parser.add_argument("--transport", choices=TRANSPORTS, default="batchery")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     plain = [
@@ -42,23 +37,14 @@ def main() -> None:
         for each in plain
     ]
     rows = [each for pair in zip(plain, linked, strict=True) for each in pair]
-    samples: dict[str, list[Sample]] = {each.name: [] for each in rows}
-    console = Console(highlight=False, width=WIDTH)
-    with EmbeddedRedis() as server:
-        bench = Bench(server, options.jobs, calls=0)
-        for number in range(options.rounds):
-            for each in rows if number % 2 == 0 else reversed(rows):
-                console.print(f"round {number + 1} of {options.rounds}: {each.name}")
-                samples[each.name].append(bench.run(each))
-    report = {
-        "hardware": hardware(),
-        "transport": options.transport,
-        "rows": [row(name, each) for name, each in samples.items()],
-    }
-    console.print(report["hardware"])
-    print_table(console, report["rows"])
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    samples = run_in_turn(rows, options.jobs, 0, options.rounds)
+    report(
+        samples,
+        options.json,
+        transport=options.transport,
+        jobs=options.jobs,
+        rounds=options.rounds,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs one system once: how fast its worker empties a full queue, how quick it answers when idle.
+"""Runs systems in turn: how fast each worker empties a full queue, and answers when it is idle.
 
 Every finished job leaves a key that expires, whichever the system, so that the number of such keys
 says how many are done; Redis keeps count of them, and telling it costs nothing.
@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,6 +52,21 @@ class Reading:
     at_s: float
     worker_s: float
     redis_s: float
+
+
+def run_in_turn(
+    systems: Sequence[System], jobs: int, calls: int, rounds: int
+) -> dict[str, list[Sample]]:
+    """Runs every system once a round, on a Redis of their own; returns their samples by name."""
+    samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
+    with EmbeddedRedis() as server:
+        bench = Bench(server, jobs, calls)
+        for number in range(rounds):
+            # To and fro, so that a machine that slows down slows all of them.
+            for system in systems if number % 2 == 0 else reversed(systems):
+                print(f"round {number + 1} of {rounds}: {system.name}", flush=True)
+                samples[system.name].append(bench.run(system))
+    return samples
 
 
 class Bench:

@@ -1,6 +1,5 @@
 """What queue_overhead.py compares: the same no-op job, and how each system's worker starts."""
 
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +7,12 @@ from typing import Literal
 
 Transport = Literal["batchery", "stock"]
 
-#: Name of a transport -> what Celery is told.
-TRANSPORTS: dict[Transport, str] = {"batchery": "batchery.transport:Transport", "stock": "redis"}
+#: Name of a transport of our own rows -> what their app is told.
+TRANSPORTS: dict[Transport, Mapping[str, str]] = {
+    "batchery": {},
+    # Not its scheme: `install` has put ours behind that.
+    "stock": {"PEER_TRANSPORT": "kombu.transport.redis:Transport"},
+}
 
 CELERY = ("-m", "celery", "-A")
 TASKIQ = ("-m", "taskiq", "worker")
@@ -48,7 +51,7 @@ def batchery(name: str, *options: str, transport: Transport) -> System:
         name,
         "peers.batchery_tasks",
         (*CELERY, "peers.batchery_tasks", *WORKER, *options),
-        environment={"PEER_TRANSPORT": TRANSPORTS[transport]},
+        environment=TRANSPORTS[transport],
         weight=5.0 if transport == "batchery" else 1.0,
         has_latency="-E" not in options,
     )
@@ -134,8 +137,3 @@ def systems(transport: Transport) -> list[System]:
         raw(64),
         raw(256),
     ]
-
-
-def default_transport() -> Transport:
-    """Our own transport, once there is one."""
-    return "batchery" if importlib.util.find_spec("batchery.transport") else "stock"

@@ -35,10 +35,16 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> 
     return value
 
 
-def queue_length(redis_url: str, key: str = "celery") -> int:
-    """Messages in a queue, or unacknowledged ones with the key `unacked`."""
+def queue_length(redis_url: str, queue: str = "celery") -> int:
+    """Messages in a queue."""
     with closing(Redis.from_url(redis_url)) as redis:
-        return int(redis.hlen(key) if key == "unacked" else redis.llen(key))
+        return int(redis.llen(queue))
+
+
+def unsettled(redis_url: str) -> int:
+    """Messages that workers have taken and not settled: by a lease, or in kombu's own way."""
+    with closing(Redis.from_url(redis_url)) as redis:
+        return sum(int(redis.hlen(key)) for key in ["unacked", *redis.keys("batchery:lease:*")])
 
 
 class Worker:
@@ -99,8 +105,9 @@ class Worker:
 
     def inspect(self, app: Celery, command: str) -> Any:
         """What this worker answers to a `celery inspect` command."""
-        answer: Any = getattr(app.control.inspect([self.name], timeout=20), command)()
-        return answer[self.name]
+        ask = getattr(app.control.inspect([self.name], timeout=5), command)
+        # One that has only just said that it is ready may not listen yet, and misses the question.
+        return wait_for(ask, f"an answer to {command}", 60)[self.name]
 
     def wait_ready(self) -> "Worker":
         """Waits until the worker consumes."""

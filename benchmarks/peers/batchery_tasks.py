@@ -1,4 +1,4 @@
-"""Batchery, on the transport that PEER_TRANSPORT names."""
+"""Batchery, on its own transport unless PEER_TRANSPORT names another."""
 
 import os
 from typing import Any
@@ -10,7 +10,7 @@ from peers.celery_client import configure, run
 
 app = install(Celery("bench"))
 configure(app)
-app.conf.broker_transport = os.environ.get("PEER_TRANSPORT", "redis")
+app.conf.broker_transport = os.environ.get("PEER_TRANSPORT")
 
 
 @app.task(base=BatchTask, name="noop", max_batch_size=64)

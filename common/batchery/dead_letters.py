@@ -34,15 +34,13 @@ A message that cannot be understood, that names an unknown task, or that killed 
 worker too often is neither run again nor thrown away. It is kept here, with the reason.
 """
 
-SETTINGS = {"help_option_names": ["-h", "--help"]}
 
-
-@click.group(help=HELP, context_settings=SETTINGS)
+@click.group(help=HELP)
 def dead() -> None:
     """The group; see `HELP`."""
 
 
-@dead.command(name="list", context_settings=SETTINGS)
+@dead.command(name="list")
 @app_options
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per dead letter and line.")
 def list_(*, app_path: str, redis_url: str | None, as_json: bool) -> None:
@@ -55,7 +53,7 @@ def list_(*, app_path: str, redis_url: str | None, as_json: bool) -> None:
             click.echo(draw(list(letters)))
 
 
-@dead.command(context_settings=SETTINGS)
+@dead.command()
 @click.argument("token")
 @app_options
 @click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
@@ -95,7 +93,7 @@ def _choice(command: Callable[..., Any]) -> Callable[..., Any]:
     return tokens(every(command))
 
 
-@dead.command(context_settings=SETTINGS)
+@dead.command()
 @_choice
 @app_options
 @click.pass_context
@@ -118,7 +116,7 @@ def requeue(
     _check_all_were_there(context, chosen, done, every)
 
 
-@dead.command(context_settings=SETTINGS)
+@dead.command()
 @_choice
 @app_options
 @click.option("--yes", is_flag=True, help="Do not ask.")

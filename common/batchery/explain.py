@@ -9,7 +9,7 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from batchery.errors import RedisUnavailable
-from batchery.named_app import app_options, check_backend, check_broker, load_app
+from batchery.named_app import app_options, check_backend, check_broker, load_app, timeout_option
 from batchery.whereabouts import Whereabouts, from_result, from_workers
 
 HELP = """Say what became of a job, and in which batch it ran.
@@ -31,18 +31,10 @@ Exit codes:
 ASK_S = 1.0
 
 
-@click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(help=HELP)
 @click.argument("task_id")
 @app_options
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=ASK_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long to wait for the workers' answers.",
-)
+@timeout_option(ASK_S, "How long to wait for the workers' answers.")
 @click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
 @click.pass_context
 def explain(

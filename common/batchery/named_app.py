@@ -27,6 +27,19 @@ def app_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return app(redis(command))
 
 
+def timeout_option(default_s: float, text: str) -> Callable[[Callable[..., Any]], Any]:
+    """Gives a command that asks the app's workers `--timeout`, which it gets as `timeout_s`."""
+    return click.option(
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        default=default_s,
+        show_default=True,
+        metavar="SECONDS",
+        help=text,
+    )
+
+
 def load_app(path: str, redis_url: str | None = None) -> Celery:
     """Imports a Celery app, as `celery -A` does.
 

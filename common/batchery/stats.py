@@ -10,7 +10,7 @@ from rich.live import Live
 
 from batchery.dashboard import dashboard
 from batchery.errors import StartError
-from batchery.named_app import app_options, check_broker, load_app
+from batchery.named_app import app_options, check_broker, load_app, timeout_option
 from batchery.survey import Survey, survey
 
 #: Time between two looks, in seconds; all of it is spent on waiting for the workers' answers.
@@ -34,19 +34,11 @@ Exit codes:
 """
 
 
-@click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(help=HELP)
 @app_options
 @click.option("--once", is_flag=True, help="Look twice, for the rates, and show it once.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per look, on a line each.")
-@click.option(
-    "--timeout",
-    "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
-    default=REFRESH_S,
-    show_default=True,
-    metavar="SECONDS",
-    help="How long a look waits for the workers' answers.",
-)
+@timeout_option(REFRESH_S, "How long a look waits for the workers' answers.")
 @click.pass_context
 def stats(
     context: click.Context,

@@ -13,13 +13,6 @@ from batchery import BatchTask, Model, install, register
 app = install(Celery("stages", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
 app.conf.worker_pool_restarts = True
-if "VISIBILITY_S" in os.environ:
-    # kombu looks for jobs of dead workers every 100 s, unless told to look each second.
-    app.conf.broker_transport_options = {
-        "visibility_timeout": float(os.environ["VISIBILITY_S"]),
-        "unacked_restore_interval": 1,
-        "unacked_restore_throttle": 1,
-    }
 
 
 def hold_on(marker: str) -> None:

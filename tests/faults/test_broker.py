@@ -18,7 +18,7 @@ import pytest
 from apps import ledger, stages
 from apps.ledger import executions
 from conftest import StartWorker
-from harness import Worker, queue_length, wait_for
+from harness import Worker, queue_length, unsettled, wait_for
 
 TIMEOUT_S = 60
 JOBS = 2000
@@ -147,7 +147,7 @@ def test_what_runs_when_the_connection_breaks_is_executed_once(
     gate.touch()
     assert running.get(timeout=TIMEOUT_S) == worker.devices()[0].pid
     assert waiting.get(timeout=TIMEOUT_S) == [7] * 10
-    wait_for(lambda: queue_length(redis_url, "unacked") == 0, "all is acknowledged")
+    wait_for(lambda: unsettled(redis_url) == 0, "all is acknowledged")
     assert queue_length(redis_url) == 0
     assert begun.read_text() == "begun\n"
 

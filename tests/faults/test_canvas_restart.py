@@ -9,7 +9,7 @@ from celery import chord, group
 
 from apps import canvas
 from conftest import StartWorker
-from harness import Worker, queue_length, wait_for
+from harness import Worker, queue_length, unsettled, wait_for
 
 TIMEOUT_S = 60
 
@@ -158,5 +158,5 @@ def test_what_was_on_the_device_was_finished_by_the_first_worker(run: Run) -> No
 def test_nothing_is_left_in_redis(run: Run, redis_url: str) -> None:
     results = itertools.chain(run.sent.group.results or (), run.sent[2:])
     wait_for(lambda: all(each.ready() for each in results), "all results")
-    wait_for(lambda: not queue_length(redis_url, "unacked"), "everything acknowledged")
+    wait_for(lambda: not unsettled(redis_url), "everything acknowledged")
     assert [queue_length(redis_url, name) for name in ("celery", "later")] == [0, 0]

@@ -14,7 +14,7 @@ from celery.result import ResultSet
 from apps import ledger
 from apps.ledger import executions
 from conftest import StartWorker
-from harness import queue_length, wait_for
+from harness import queue_length, unsettled, wait_for
 
 TIMEOUT_S = 60
 JOBS = 500
@@ -64,7 +64,7 @@ def test_a_warm_shutdown_executes_every_job_once(
     assert 64 <= finished < JOBS
     assert sum(job.ready() for job in jobs) == finished
     assert queue_length(redis_url) == JOBS - finished
-    assert queue_length(redis_url, "unacked") == 0
+    assert unsettled(redis_url) == 0
     start_worker("apps.ledger")
     assert jobs.get(timeout=TIMEOUT_S) == list(range(JOBS))
     assert set(Counter(executions(book)).values()) == {1}

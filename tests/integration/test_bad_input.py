@@ -13,7 +13,7 @@ from redis import Redis
 from apps import ledger
 from batchery import AppNotImportable, InvalidItem, UnserialisableResult, WrongLength
 from conftest import StartWorker
-from harness import Worker, queue_length, wait_for
+from harness import Worker, unsettled, wait_for
 
 TIMEOUT_S = 60
 
@@ -34,7 +34,7 @@ def _healthy(redis_url: str, worker: Worker) -> Any:
     assert ledger.misbehave.delay("still here").get(timeout=TIMEOUT_S) == "STILL HERE", worker.log
     assert worker.process.poll() is None
     assert worker.devices() == before
-    wait_for(lambda: queue_length(redis_url, "unacked") == 0, "no message unacknowledged")
+    wait_for(lambda: unsettled(redis_url) == 0, "no message unacknowledged")
 
 
 def put(redis_url: str, message: Any) -> None:
@@ -199,6 +199,18 @@ def test_malformed_headers_cost_only_their_message(
     put(redis_url, {**message, "headers": {**message["headers"], **headers}})
     with pytest.raises(InvalidItem, match="malformed"):
         client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
+    assert mate.get(timeout=TIMEOUT_S) == "MATE"
+
+
+def test_a_header_that_cannot_be_handed_to_a_device_stays_in_the_worker(
+    client: Celery, redis_url: str
+) -> None:
+    """JSON reads it, pickle does not: it would end one worker after the other."""
+    mate = ledger.misbehave.delay("mate")
+    message = template(client, redis_url)
+    message["headers"]["group"] = "DEEP"
+    put(redis_url, json.dumps(message).replace('"DEEP"', "[" * 600 + "]" * 600).encode())
+    assert client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S) == "TEMPLATE"
     assert mate.get(timeout=TIMEOUT_S) == "MATE"
 
 

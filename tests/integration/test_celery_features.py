@@ -10,19 +10,15 @@ from celery.exceptions import TaskRevokedError
 
 from apps import shop
 from conftest import StartWorker
-from harness import Worker, queue_length, wait_for
+from harness import Worker, unsettled, wait_for
 
 TIMEOUT_S = 30
 
 
-@pytest.fixture(scope="module")
-def worker(start_module_worker: StartWorker) -> Worker:
-    return start_module_worker("apps.shop", "-E")
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _shop(redis_url: str, worker: Worker) -> None:
+def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return start_module_worker("apps.shop", "-E")
 
 
 def test_a_chain_of_batch_tasks() -> None:
@@ -134,6 +130,6 @@ def test_a_countdown_is_kept() -> None:
 def test_ignore_result_stores_nothing(redis_url: str) -> None:
     job = shop.shout.apply_async(("quiet",), ignore_result=True)
     assert shop.shout.delay("loud").get(timeout=TIMEOUT_S) == "LOUD"
-    wait_for(lambda: queue_length(redis_url, "unacked") == 0, "everything acknowledged")
+    wait_for(lambda: unsettled(redis_url) == 0, "everything acknowledged")
     backend: Any = shop.app.backend
     assert backend.get(backend.get_key_for_task(job.id)) is None

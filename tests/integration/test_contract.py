@@ -12,19 +12,15 @@ from celery import Celery
 from apps import shop
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, UnserialisableResult, WrongLength
 from conftest import StartWorker
-from harness import Worker, queue_length, wait_for
+from harness import Worker, unsettled, wait_for
 
 TIMEOUT_S = 30
 
 
-@pytest.fixture(scope="module")
-def worker(start_module_worker: StartWorker) -> Worker:
-    return start_module_worker("apps.shop", "-E")
-
-
 @pytest.fixture(autouse=True, scope="module")
-def _shop(redis_url: str, worker: Worker) -> None:
+def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return start_module_worker("apps.shop", "-E")
 
 
 def answer(**item: Any) -> Any:
@@ -110,7 +106,7 @@ def test_ignore_stores_nothing_and_frees_the_message(redis_url: str) -> None:
     job = shop.moody.delay({"answer": "ignore"})
     mate = shop.moody.delay({"answer": "value", "value": 7})
     assert mate.get(timeout=TIMEOUT_S) == 7
-    wait_for(lambda: queue_length(redis_url, "unacked") == 0, "no message unacknowledged")
+    wait_for(lambda: unsettled(redis_url) == 0, "no message unacknowledged")
     assert job.state == "PENDING"
 
 

@@ -231,7 +231,9 @@ def test_what_json_has_no_word_for_is_left_to_the_tracer(house: House) -> None:
     house.lease(1, 2, 3, 4)
     date = ("json", '{"__type__": "date", "__value__": "2026-01-02"}')
     bad = ("3", 0.0, {"args": [object()]})
-    jobs = [("t1", 10**5000), ("t2", date), ("t3", 1), ("t4", "good")]
+    endless: list[Any] = []
+    endless.append(endless)
+    jobs = [("t1", endless), ("t2", date), ("t3", 1), ("t4", "good")]
     verdicts = house.commit(*jobs, terms={"t3": bad})
     assert verdicts == [NEEDS_TRACER, COMMITTED, NEEDS_TRACER, COMMITTED]
     assert house.stored("t2")["result"]["__value__"] == "2026-01-02"

@@ -1,6 +1,5 @@
 """From one of Celery's requests to a job of the scheduler, or to a clear refusal."""
 
-import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,15 +9,10 @@ from batchery import packed
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.settings import Settings
 from batchery.task import BatchTask, only_item
+from batchery_worker.portable import check_portable
 from batchery_worker.scheduler import BatchKey, Job, Limits, TimeLimits
 from batchery_worker.ticket import Ticket
 from batchery_worker.wire import dump_context
-
-#: Types that can always be pickled: for the common job, a text, nothing is tried.
-FLAT = {str, bytes, int, float, bool, type(None)}
-
-#: Levels of nesting that the trial adds: more than the message to the device adds around an item.
-MARGIN = 20
 
 
 class Admission:
@@ -91,20 +85,13 @@ def _context(message: Mapping[str, Any]) -> bytes:
 
 
 def _check_portable(items: Sequence[Any], keywords: Mapping[str, Any] | None) -> None:
-    """Refuses what cannot be handed to a device, while it is still one job and not a batch.
-
-    JSON reads lists that are nested more deeply than pickle can write.
+    """Refuses what cannot be handed to a device.
 
     Raises:
         InvalidItem: The items or keywords cannot be pickled.
     """
-    if not keywords and set(map(type, items)) <= FLAT:
-        return
-    wrapped: Any = (items, keywords)
-    for _ in range(MARGIN):
-        wrapped = [wrapped]
     try:
-        pickle.dumps(wrapped, protocol=pickle.HIGHEST_PROTOCOL)
+        check_portable([*items, keywords] if keywords else items)
     except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
         raise InvalidItem(
             f"the job cannot be handed to a device: {error};"

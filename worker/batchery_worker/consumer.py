@@ -73,7 +73,7 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             super().on_connection_error_after_connected(exc)
         except Exception:
             # While Redis is away kombu cannot put back what it holds without a lease, and stumbles
-            # over that: it would end the worker. The visibility timeout brings these jobs back.
+            # over that: it would end the worker. Kombu's visibility timeout brings these jobs back.
             logger.warning("the broken connection could not be tidied up", exc_info=True)
             self.connection = None
 

@@ -177,24 +177,29 @@ class Dispatcher:
         self._dispatch_planned = False
         if self._draining:
             return
+        now_s = monotonic()
         while devices := [device for device in self._fleet if device.has_room]:
             if is_reserved(self._fleet):
                 break
             device = min(devices, key=lambda each: len(each.flights))
             held = len(device.flights)
             batch = self._scheduler.next_batch(
-                held, device.alone, monotonic(), self._fleet.in_flight - held
+                held, device.alone, now_s, self._fleet.in_flight - held
             )
             if batch is None:
                 break
             self._launch(device, batch)
-        self._plan_wake()
+        self._plan_wake(now_s)
 
-    def _plan_wake(self) -> None:
-        """Comes back when the oldest waiting job has waited long enough for an idle device."""
+    def _plan_wake(self, now_s: float) -> None:
+        """Comes back when the oldest waiting job has waited long enough for an idle device.
+
+        One that has waited long enough by now waits for something else, such as the end of a job
+        beside which nothing may run: to come back for it would be to come back at once, for ever.
+        """
         wake_s = self._scheduler.wake_s()
         idle = any(device.has_room and not device.flights for device in self._fleet)
-        if idle and wake_s is not None and wake_s < self._wake_planned_s:
+        if idle and wake_s is not None and now_s < wake_s < self._wake_planned_s:
             self._wake_planned_s = wake_s
             self._hub.call_later(max(0.0, wake_s - monotonic()), self._wake)
 
@@ -235,17 +240,13 @@ class Dispatcher:
         jobs = flight.batch.jobs
         items = flight.batch.items
         waited_ms = [(flight.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
-        self._metrics.batch_done(
-            jobs=len(jobs),
-            items=items,
-            waited_ms=sum(waited_ms),
-            forward_ms=done.forward_ms,
-            tokens=(done.tokens, done.computed_tokens),
-        )
+        self._metrics.batch_done(done, items=items, waited_ms=sum(waited_ms))
         facts = batch_facts(
             batch_id=done.id,
             device=device.name,
             size=items,
+            prepare_ms=done.prepare_ms,
+            queued_ms=done.queued_ms,
             forward_ms=done.forward_ms,
             tokens=done.tokens,
             computed_tokens=done.computed_tokens,

@@ -74,6 +74,8 @@ class Fleet:
             if device.link is not None:
                 self._listen(device)
                 self._watch(device)
+                if device.state is State.LEAVING:
+                    hub.call_later(LEAVE_S, self._hasten, device, device.pid)
             else:
                 hub.call_later(device.backoff_s, self._spawn, device)
 
@@ -242,9 +244,7 @@ class Fleet:
             # The function has ended in time: the limit is not for Redis.
             device.flights[reply.id].hard_limit_s = None
         else:
-            device.deaths = 0
-            flight = device.flights.pop(reply.id)
-            device.jobs += len(reply.jobs)
+            flight = device.land(reply)
             device.due = device.due or self._limits.reached(device.jobs, device.pid)
             self._watch(device)
             self._renew_next()
@@ -292,6 +292,8 @@ class Fleet:
         self.devices.remove(device)
         self._given_up_for_good.append(device)
         logger.critical("device %s is given up after %d starts", device.name, device.failed_starts)
+        # The others need not wait for it any longer.
+        self._renew_next()
         if not self.devices:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True

@@ -8,8 +8,12 @@ from typing import Any
 from celery import Celery
 from celery.app import trace
 
+from batchery import packed
+from batchery.reply import reply_of
 from batchery.task import BatchTask
 from batchery_worker.needs import TracerNeeds
+from batchery_worker.portable import is_portable
+from batchery_worker.request import ledger_of
 from batchery_worker.scheduler import Job
 from batchery_worker.terms import JobTerms, Terms, job_terms
 from batchery_worker.ticket import Ticket
@@ -36,7 +40,7 @@ class Grants:
             None if Celery's tracer has to complete all of its jobs.
         """
         leases = [job.payload.lease for job in jobs]
-        ledger = next((lease.ledger for lease in leases if lease is not None), None)
+        ledger = ledger_of(leases)
         if ledger is None:
             return None
         granted: list[JobTerms] = [None] * len(jobs)
@@ -52,6 +56,7 @@ class Grants:
             broker_db=ledger.db,
             jobs=granted,
             text_chars=_text_chars(task, jobs[0].payload),
+            replies=_replies(jobs),
         )
 
     def _of_job(
@@ -61,13 +66,25 @@ class Grants:
         assert ticket.request is not None
         if self._needs.why(task, ticket.message, ticket.request.embed):
             return None
-        return job_terms(
+        terms = job_terms(
             token,
             (dispatched_s - job.arrived_s) * 1e3,
             ticket.message,
             ignores_result=bool(task.ignore_result),
             extended=self._extended,
         )
+        fields = terms[-1] if terms else None
+        return terms if is_portable((fields or {}).values()) else None
+
+
+def _replies(jobs: Sequence[Job[Ticket]]) -> dict[str, list[int]]:
+    """Which jobs ask for which reply."""
+    replies: dict[str, list[int]] = {}
+    for index, job in enumerate(jobs):
+        header = job.payload.message.get(packed.HEADER)
+        if header is not None and (name := reply_of(header)) is not None:
+            replies.setdefault(name, []).append(index)
+    return replies
 
 
 def _text_chars(task: BatchTask, ticket: Ticket) -> int | None:

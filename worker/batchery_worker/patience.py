@@ -11,7 +11,6 @@ import redis
 #: on average: about half a minute together, as long as a shutdown may have to wait.
 STORE_RETRIES = 15
 
-
 #: Errors of a Redis that is there and takes no results for now: it is full, or only a replica.
 REFUSALS = (redis.OutOfMemoryError, redis.ReadOnlyError)
 

@@ -4,14 +4,16 @@ import logging
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 from batchery_worker.link import Link
+from batchery_worker.renewal import resident_kib
 from batchery_worker.scheduler import DEPTH, Batch
 from batchery_worker.ticket import Ticket
-from batchery_worker.wire import Reply, Setup, Work, dump_message, load_reply
+from batchery_worker.wire import Done, Reply, Setup, Work, dump_message, load_reply
 
 logger = logging.getLogger("batchery.pool")
 
@@ -69,6 +71,8 @@ class DeviceProcess:
     load_s: float = 0.0
     #: Jobs that this process has answered.
     jobs: int = 0
+    #: What it has told of its models and its memory.
+    told: Mapping[str, Any] = field(default_factory=dict)
     #: Whether a fresh process shall take its place as soon as it can be spared.
     due: bool = False
     link: Link | None = None
@@ -96,7 +100,8 @@ class DeviceProcess:
         """How long to wait before the next start, in seconds; nothing before the first."""
         if not self.deaths:
             return 0.0
-        return float(min(FIRST_BACKOFF_S * 2 ** (self.deaths - 1), MAX_BACKOFF_S))
+        # Only so many doublings: a device that dies for days must not make it overflow.
+        return min(FIRST_BACKOFF_S * 2.0 ** min(self.deaths - 1, 16), MAX_BACKOFF_S)
 
     def figures(self) -> dict[str, Any]:
         """What `celery inspect batchery` shows of it."""
@@ -105,6 +110,8 @@ class DeviceProcess:
             "pid": self.pid,
             "load_s": round(self.load_s, 3),
             "batches_in_flight": len(self.flights),
+            "resident_kib": resident_kib(self.pid) if self.link is not None else None,
+            **self.told,
         }
 
     def spawn(self) -> None:
@@ -127,6 +134,7 @@ class DeviceProcess:
                 raise
         self.pid = self._process.pid
         self.jobs = 0
+        self.told = {}
         self.due = False
         self.link = Link(ours)
         self.link.send(dump_message(self.setup))
@@ -138,6 +146,21 @@ class DeviceProcess:
         frame = dump_message(work)
         self.flights[work.id] = flight
         return self.link.send(frame)
+
+    def land(self, done: Done) -> Flight:
+        """Takes back a batch that the process has answered.
+
+        Raises:
+            LookupError: It has no such batch.
+            ValueError: These are not answers for all of its jobs.
+        """
+        flight = self.flights[done.id]
+        if len(done.jobs) != len(flight.batch.jobs):
+            raise ValueError(f"{len(done.jobs)} answers for {len(flight.batch.jobs)} jobs")
+        del self.flights[done.id]
+        self.deaths = 0
+        self.jobs += len(done.jobs)
+        return flight
 
     def kill(self) -> None:
         """Ends the process by kill -9; the end of the pipe tells the rest."""
@@ -151,7 +174,10 @@ class DeviceProcess:
             EOFError: It is dead.
         """
         assert self.link is not None
-        return [load_reply(frame) for frame in self.link.receive()]
+        replies = [load_reply(frame) for frame in self.link.receive()]
+        for reply in replies:
+            self.told = getattr(reply, "figures", None) or self.told
+        return replies
 
     def leave(self) -> None:
         """Tells the process to leave; the end of its pipe says when it has."""

@@ -20,6 +20,7 @@ from batchery_worker.commit import Verdict
 from batchery_worker.completion import Completion
 from batchery_worker.metrics import Metrics
 from batchery_worker.process import Flight
+from batchery_worker.request import ledger_of
 from batchery_worker.scheduler import Job
 from batchery_worker.ticket import Ticket
 from batchery_worker.wire import decode_outcome
@@ -168,7 +169,7 @@ class Settlement:
         """
         jobs = list(flight.batch.jobs)
         leases = [job.payload.lease for job in jobs]
-        ledger = next((lease.ledger for lease in leases if lease is not None), None)
+        ledger = ledger_of(leases)
         if ledger is None:
             return jobs
         try:
@@ -178,7 +179,7 @@ class Settlement:
             return jobs
         left = []
         for job, lease in zip(jobs, leases, strict=True):
-            if lease is None or lease.token in held:
+            if lease is None or lease.ledger is not ledger or lease.token in held:
                 left.append(job)
             elif ledger.holds(lease.token):
                 self.committed(job.payload, UNKNOWN, monotonic() - flight.dispatched_s)

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from batchery.embedded import EmbeddedRedis, free_port
@@ -143,12 +142,7 @@ class Stack:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     @property
@@ -163,11 +157,6 @@ class Stack:
         if self._given_url is None:
             raise RedisUnavailable("the embedded Redis is not running: start the stack first")
         return self._given_url
-
-    @property
-    def worker_log(self) -> str:
-        """The last lines of the worker's log, also after its end; at most a thousand."""
-        return self._processes["worker"].tail() if "worker" in self._processes else ""
 
     @property
     def pids(self) -> dict[str, int]:

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kombu.asynchronous import Hub
@@ -59,7 +60,8 @@ class Crew:
     def send(self, device: DeviceProcess, number: int) -> None:
         """Hands over a batch of one job."""
         work = Work(number, "device_app.double", {}, [(str(number), [number], False)], 64, None)
-        self.fleet.send(device, work, Flight(Batch(()), 0.0))
+        job: Any = number
+        self.fleet.send(device, work, Flight(Batch((job,)), 0.0))
 
     def pids(self) -> list[int]:
         return [device.pid for device in self.fleet]

@@ -94,6 +94,17 @@ def test_others_are_left_to_the_tracer_one_by_one(refused: Job[Ticket]) -> None:
     assert terms.jobs == [("8", 0.0, {}), None]
 
 
+def test_a_header_that_cannot_be_handed_to_a_device_is_left_to_the_tracer() -> None:
+    deep: Any = []
+    for _ in range(600):
+        deep = [deep]
+    terms = Grants(app).terms(
+        TASK, [job(Lease(ledger, "7"), group=deep), job(Lease(ledger, "8"), group="g")], 10.0
+    )
+    assert terms is not None
+    assert terms.jobs == [None, ("8", 0.0, {"group_id": "g"})]
+
+
 def test_a_batch_without_any_such_job_has_no_terms() -> None:
     chained = job(Lease(ledger, "7"), embed={"chain": [{}]})
     assert Grants(app).terms(TASK, [chained, job(None)], 10.0) is None
@@ -159,3 +170,16 @@ def test_a_request_knows_its_lease(
     request.acknowledged = acknowledged
     assert request.lease == (token and Lease(ledger, token))
     assert request.embed == {}
+
+
+def test_a_device_hears_which_jobs_ask_for_which_reply() -> None:
+    header = {"v": 1, "reply": "mine"}
+    jobs = [
+        job(Lease(ledger, "7"), batchery=header),
+        job(Lease(ledger, "8"), batchery={"v": 1, "n": 1}),
+        job(Lease(ledger, "8"), batchery={**header, "reply": "a key:"}),
+        job(Lease(ledger, "8"), batchery=header),
+    ]
+    terms = Grants(app).terms(TASK, jobs, 10.0)
+    assert terms is not None
+    assert terms.replies == {"mine": [0, 3]}

@@ -95,20 +95,27 @@ def chaos(*, as_json: bool, keep: Path | None, quiet: bool, **numbers: Any) -> N
     sys.exit(0 if verdict.is_good else 1)
 
 
-@bench.command(
-    context_settings={"ignore_unknown_options": True},
-    add_help_option=False,
-)
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def queue(*, arguments: tuple[str, ...]) -> None:
-    """Measure what the queue costs, beside other systems; needs the repository.
+def script_command(called: str, name: str, text: str) -> None:
+    """Adds a command that runs a script of the repository, with all arguments."""
 
-    All arguments go to benchmarks/queue_overhead.py; --help lists them.
-    """
-    script = SCRIPTS / "queue_overhead.py"
-    if not script.is_file():
-        raise StartError(
-            "the benchmarks are not installed with the package:"
-            " clone the repository, and run python benchmarks/queue_overhead.py there"
-        )
-    sys.exit(subprocess.run([sys.executable, script, *arguments], check=False).returncode)
+    def run_script(*, arguments: tuple[str, ...]) -> None:
+        script = SCRIPTS / name
+        if not script.is_file():
+            raise StartError(
+                "the benchmarks are not installed with the package:"
+                f" clone the repository, and run python benchmarks/{name} there"
+            )
+        sys.exit(subprocess.run([sys.executable, script, *arguments], check=False).returncode)
+
+    run_script.__doc__ = (
+        f"{text}; needs the repository.\n\n"
+        f"All arguments go to benchmarks/{name}; --help lists them."
+    )
+    passed_on = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+    settings = {"ignore_unknown_options": True}
+    add = bench.command(called, context_settings=settings, add_help_option=False)
+    add(passed_on(run_script))
+
+
+script_command("queue", "queue_overhead.py", "Measure what the queue costs, beside other systems")
+script_command("bulk", "bulk.py", "Measure publishing and collecting, beside Celery's own ways")

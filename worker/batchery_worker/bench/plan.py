@@ -8,9 +8,9 @@ TransportName = Literal["batchery", "stock"]
 #: Name of a transport -> what Celery is told.
 TRANSPORTS: dict[TransportName, str] = {
     "batchery": "batchery.transport:Transport",
-    "stock": "redis",
+    # Not its scheme: `install` has put ours behind that.
+    "stock": "kombu.transport.redis:Transport",
 }
-
 
 #: Most items of a batch.
 BATCH = 16

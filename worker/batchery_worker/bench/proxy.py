@@ -3,7 +3,6 @@
 import contextlib
 import socket
 import threading
-from types import TracebackType
 from typing import Self
 
 #: Bytes passed on at a time.
@@ -45,12 +44,7 @@ class Proxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _accept(self) -> None:

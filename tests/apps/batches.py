@@ -1,0 +1,35 @@
+"""Tasks whose batches differ in when they leave. Their functions never run: devices are fakes."""
+
+from typing import Any
+
+from celery import Celery
+
+from batchery import BatchTask, install
+
+app = install(
+    Celery("batches", broker="memory://", backend="cache+memory://", set_as_current=False)
+)
+
+
+def on_the_device(items: list[Any]) -> list[Any]:
+    raise AssertionError("a batch function ran in the worker")
+
+
+def make(name: str, **options: Any) -> str:
+    """Registers a task of four items; returns its name."""
+    decorate: Any = app.task(
+        base=BatchTask, shared=False, name=f"apps.batches.{name}", max_batch_size=4, **options
+    )
+    decorate(on_the_device)
+    return f"apps.batches.{name}"
+
+
+FOUR = make("four")
+PATIENT = make("patient", max_wait_ms=250)
+LIMITED = make("limited", time_limit=5)
+TRACKED = make("tracked", track_started=True)
+
+
+@app.task(shared=False)
+def double(number: int) -> int:
+    return 2 * number

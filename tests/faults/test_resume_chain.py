@@ -1,0 +1,64 @@
+"""One dataset through three kills: of the producer, of the worker, and of Redis."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bulk_runs import Command, RestartableRedis, read_rows, write_rows
+from conftest import StartWorker
+from harness import wait_for
+
+APP = "apps.tally"
+COUNT = 6000
+
+#: Part of the rows that may be computed again, as Batchery promises.
+MOST_AGAIN = 0.02
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RestartableRedis]:
+    directory = tmp_path / "redis"
+    directory.mkdir()
+    server = RestartableRedis(directory)
+    yield server
+    server.stop()
+
+
+def test_every_row_is_there_once_and_few_are_computed_again(
+    tmp_path: Path, start_worker: StartWorker, server: RestartableRedis
+) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", COUNT), tmp_path / "out.jsonl"
+    trace = tmp_path / "trace"
+    trace.touch()
+    arguments = [
+        *[str(source), "-A", APP, "--task", f"{APP}.tally", "--queue", "celery"],
+        *["-o", str(output), "--option", f'path="{trace}"', "--option", "pause_s=0.02"],
+        *["--window", "512", "--resume"],
+    ]
+    redis = {"CELERY_BROKER_URL": server.url, "CELERY_RESULT_BACKEND": server.url}
+
+    def reached(share: float) -> bool:
+        return trace.read_bytes().count(b"\n") > share * COUNT
+
+    worker = start_worker(APP, env=redis)
+    first = Command(tmp_path, server.url, *arguments)
+    wait_for(lambda: reached(0.3), "30 %")
+    first.process.kill()
+    first.end()
+    second = Command(tmp_path, server.url, *arguments)
+    wait_for(lambda: reached(0.6), "60 %")
+    worker.kill()
+    start_worker(APP, env=redis)
+    wait_for(lambda: reached(0.8), "80 %")
+    server.process.kill()
+    server.process.wait()
+    server.start()
+    code, _, stderr = second.end()
+    assert code == 0, stderr
+    rows = read_rows(output)
+    assert sorted(row["line"] for row in rows) == list(range(1, COUNT + 1))
+    assert all(row["result"] == f"TEXT {row['line'] - 1}" for row in rows)
+    computed = Counter(trace.read_text().splitlines())
+    assert sum(computed.values()) - COUNT < MOST_AGAIN * COUNT

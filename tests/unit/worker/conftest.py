@@ -1,0 +1,51 @@
+"""Fakes of what a worker's pool stands between."""
+
+from collections.abc import Iterator
+
+import pytest
+from celery.worker import state as worker_state
+
+from apps.batches import app
+from batchery import install
+from fake_devices import Clock, FakeDevices, Loop
+from fake_worker import FakeWorker, StartPool
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the event loop, and of those that plan on it."""
+    made = Clock()
+    for module in ("dispatcher", "fleet"):
+        monkeypatch.setattr(f"batchery_worker.{module}.monotonic", made)
+    return made
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDevices]:
+    """Device processes that do what the test says."""
+    made = FakeDevices(monkeypatch)
+    yield made
+    for device in made.started:
+        device.die()
+
+
+@pytest.fixture
+def start_pool(
+    clock: Clock, devices: FakeDevices, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[StartPool]:
+    """Starts pools on fake devices of these names; they end with the test."""
+    made: list[FakeWorker] = []
+    monkeypatch.setattr(worker_state, "should_stop", None)
+    monkeypatch.setattr(worker_state, "should_terminate", None)
+
+    def start(*names: str) -> FakeWorker:
+        # As in a worker, where completion threads find the app, too.
+        monkeypatch.setattr("celery._state.default_app", app)
+        install(app, devices=list(names or ["cpu"]))
+        made.append(FakeWorker(app, devices, Loop(clock)))
+        return made[-1]
+
+    yield start
+    for worker in made:
+        worker.pool.on_terminate()
+    worker_state.reset_state()

@@ -1,0 +1,179 @@
+"""What a reconnect, a restart and the end of a worker do to its jobs."""
+
+import pytest
+from celery.worker import state as worker_state
+
+from apps.batches import LIMITED, PATIENT, app, double
+from batchery_worker.fleet import MAX_FAILED_STARTS
+from fake_worker import StartPool
+
+
+def test_after_a_reconnect_what_runs_goes_on_and_what_waits_comes_again(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    (running,) = worker.receive_each("runs")
+    worker.loop.settle()
+    (waiting,) = worker.receive_each("waits")
+    worker.loop.settle()
+    worker.reconnect()
+    again = [
+        worker.receive(item, id=job.id, redelivered=True)
+        for item, job in (("runs", running), ("waits", waiting))
+    ]
+    assert worker.works() == [["runs"]]
+    worker.work_off()
+    assert worker.works() == [["runs"], ["waits"]]
+    assert worker.results(again) == ["runs", "waits"]
+    worker.settled(*again)
+    assert sorted(worker.channel.acknowledged) == ["3", "4"]
+
+
+def test_a_reconnect_does_not_give_a_job_its_time_limit_anew(start_pool: StartPool) -> None:
+    worker = start_pool()
+    worker.receive_each("slow", task=LIMITED)
+    worker.loop.sleep(4)
+    worker.reconnect()
+    worker.loop.sleep(1)
+    assert worker.devices.started[0].code == -9
+    worker.loop.sleep(1)
+    assert worker.works() == [["slow"]]
+
+
+def test_a_suspect_survives_a_reconnect(start_pool: StartPool) -> None:
+    worker = start_pool()
+    jobs = worker.receive_each("a", "b")
+    worker.loop.settle()
+    worker.device.die()
+    worker.loop.settle()
+    worker.reconnect()
+    worker.work_off()
+    assert worker.results(jobs) == ["a", "b"]
+
+
+def test_a_batch_that_waits_for_company_still_leaves_after_a_reconnect(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    worker.receive_each("dropped", task=PATIENT)
+    worker.loop.settle()
+    worker.reconnect()
+    worker.receive_each("new", task=PATIENT)
+    worker.loop.sleep(0.25)
+    assert worker.works() == [["new"]]
+
+
+def test_a_warm_shutdown_finishes_what_is_on_a_device_and_nothing_else(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    (running,) = worker.receive_each("runs")
+    worker.loop.settle()
+    (waiting,) = worker.receive_each("waits")
+    worker.loop.settle()
+    worker.device.answer()
+    worker.pool.on_stop()
+    assert app.AsyncResult(running.id).get(timeout=1) == "runs"
+    assert running.acknowledged
+    assert not waiting.acknowledged
+    assert worker.device.works[1:] == []
+    assert (len(worker.devices.started), worker.device.code) == (1, 0)
+
+
+def test_a_device_that_dies_during_a_warm_shutdown_is_not_replaced(start_pool: StartPool) -> None:
+    worker = start_pool()
+    (running,) = worker.receive_each("runs")
+    worker.loop.settle()
+    worker.device.die()
+    worker.pool.on_stop()
+    assert not running.acknowledged
+    assert len(worker.devices.started) == 1
+
+
+def test_a_cold_shutdown_waits_for_nothing(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start_pool()
+    (running,) = worker.receive_each("runs")
+    worker.loop.settle()
+    worker.device.hangs = True
+    monkeypatch.setattr(worker_state, "should_terminate", 0)
+    worker.pool.on_stop()
+    assert not running.acknowledged
+    assert worker.device.code == -9
+
+
+def test_what_was_answered_is_settled_while_the_loop_is_held_up(start_pool: StartPool) -> None:
+    worker = start_pool()
+    answered, mate = worker.receive_each("answered", "mate")
+    worker.loop.settle()
+    worker.device.answer()
+    # Celery asks at the end of a soft shutdown, and cancels the rest.
+    for request in (answered, mate):
+        request.cancel(worker.pool)
+    assert worker.results([answered, mate]) == ["answered", "mate"]
+    assert sorted(worker.channel.acknowledged) == ["1", "2"]
+
+
+def test_fresh_processes_lose_no_job(start_pool: StartPool) -> None:
+    worker = start_pool()
+    (running,) = worker.receive_each("runs")
+    worker.loop.settle()
+    worker.pool.restart()
+    (waiting,) = worker.receive_each("waits")
+    assert worker.works() == [["runs"]]
+    worker.work_off()
+    old, new = worker.devices.started
+    assert (old.works[1:], old.code) == ([], 0)
+    assert worker.works(new) == [["waits"]]
+    assert worker.results([running, waiting]) == ["runs", "waits"]
+    assert worker.info()["batches"]["device_restarts"] == 0
+
+
+def test_a_device_that_does_not_leave_is_replaced_also_after_a_reconnect(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    worker.device.hangs = True
+    worker.pool.restart()
+    worker.loop.sleep(1)
+    worker.reconnect()
+    (job,) = worker.receive_each("waits")
+    worker.loop.sleep(10)
+    assert [device.code for device in worker.devices.started] == [-9, None]
+    worker.work_off()
+    assert worker.result(job.id) == "waits"
+
+
+def test_a_device_whose_neighbour_is_given_up_still_gets_fresh_code(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool("cuda:0", "cuda:1")
+    first, second = worker.devices.started
+    worker.devices.get_ready = False
+    second.die()
+    worker.loop.settle()
+    worker.pool.restart()
+    for _ in range(MAX_FAILED_STARTS):
+        worker.loop.sleep(5)
+        # Not while its neighbour may come back, and it is the only one.
+        assert first.poll() is None
+        worker.device.die(1)
+    worker.devices.get_ready = True
+    worker.work_off()
+    assert first.code == 0
+    assert list(worker.info()["devices"]) == ["cuda:0"]
+
+
+def test_a_batch_that_the_pipe_cannot_take_at_once_arrives_whole(start_pool: StartPool) -> None:
+    worker = start_pool()
+    worker.receive_each("x" * 5_000_000)
+    worker.loop.until(worker.device.hear, "it has arrived")
+    assert worker.works() == [["x" * 5_000_000]]
+
+
+def test_an_ordinary_task_runs_beside_on_a_thread(start_pool: StartPool) -> None:
+    worker = start_pool()
+    ordinary = worker.receive(21, task=double.name)
+    assert worker.result(ordinary.id) == 42
+    assert worker.works() == []
