@@ -17,6 +17,9 @@ logger = logging.getLogger("batchery.pool")
 #: A device that did not get ready this often in a row will not get ready by itself.
 MAX_FAILED_STARTS = 5
 
+#: Starts until a worker that has never been ready gives up: one process may be killed by accident.
+MAX_FIRST_STARTS = 2
+
 
 class Fleet:
     """Device processes on an event loop; every callback runs on the loop's thread."""
@@ -100,12 +103,12 @@ class Fleet:
             for refusal in self._refusals.values():
                 error = getattr(batchery.errors, refusal.error, StartError)
                 raise error(refusal.text)
-            for device in self.devices:
-                if device.state is State.DEAD:
-                    raise ModelLoadError(
-                        f"device process for {device.name} died while it started;"
-                        " its last words are above"
-                    )
+            dead = [each.name for each in self.devices if each.failed_starts >= MAX_FIRST_STARTS]
+            if dead:
+                raise ModelLoadError(
+                    f"device process for {dead[0]} died while it started,"
+                    f" {MAX_FIRST_STARTS} times; its last words are above"
+                )
             if monotonic() > deadline_s:
                 raise ModelLoadError(
                     f"devices not ready after {timeout_s:g} s;"
@@ -220,10 +223,8 @@ class Fleet:
         try:
             replies = device.receive()
         except EOFError:
-            if device.state is State.LEAVING:
-                self._replace(device)
-            else:
-                self._bury(device)
+            end = self._replace if device.state is State.LEAVING else self._bury
+            end(device)
             return
         for reply in replies:
             self._on_reply(device, reply)

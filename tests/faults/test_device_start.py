@@ -1,0 +1,58 @@
+"""Kills device processes while they load their model, before the worker is ready."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from apps import slow_start
+from conftest import StartWorker
+from harness import Worker, wait_for
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def worker(start_worker: StartWorker, tmp_path: Path) -> Worker:
+    return start_worker("apps.slow_start", ready=False, env={"GATE_FOLDER": str(tmp_path)})
+
+
+@pytest.fixture
+def kill(tmp_path: Path) -> Callable[[int], None]:
+    """Kills the process that loads the model as number so and so."""
+
+    def loading() -> list[str]:
+        path = tmp_path / "loading"
+        return path.read_text().splitlines(keepends=True) if path.exists() else []
+
+    def kill_one(number: int) -> None:
+        wait_for(
+            lambda: len(found := loading()) > number and found[number].endswith("\n"),
+            f"process {number} loads the model",
+            TIMEOUT_S,
+        )
+        os.kill(int(loading()[number]), signal.SIGKILL)
+
+    return kill_one
+
+
+def test_one_that_is_killed_while_it_starts_is_started_again(
+    worker: Worker, kill: Callable[[int], None], redis_url: str, tmp_path: Path
+) -> None:
+    kill(0)
+    (tmp_path / "gate").touch()
+    worker.wait_ready()
+    slow_start.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    job = slow_start.app.tasks["slow"].delay("item")
+    assert job.get(timeout=TIMEOUT_S) == worker.devices()[0].pid
+
+
+def test_one_that_dies_each_time_ends_the_worker(
+    worker: Worker, kill: Callable[[int], None]
+) -> None:
+    kill(0)
+    kill(1)
+    assert worker.wait_exit() == 2
+    assert "died while it started, 2 times" in worker.log
