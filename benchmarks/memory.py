@@ -48,14 +48,16 @@ def is_device(process: psutil.Process) -> bool:
 
 def mib(process: psutil.Process) -> float:
     """Resident memory, in MiB."""
-    return float(round(process.memory_info().rss / 2**20, 1))
+    rss: int = process.memory_info().rss
+    return round(rss / 2**20, 1)
 
 
 def growth(rows: list[dict[str, Any]], name: str) -> float:
     """By how many MiB the last tenth is above the second tenth: the first warms up."""
     tenth = max(1, len(rows) // 10)
     early, late = rows[tenth : 2 * tenth] or rows[:1], rows[-tenth:]
-    return round(max(row[name] for row in late) - max(row[name] for row in early), 1)
+    grown: float = max(row[name] for row in late) - max(row[name] for row in early)
+    return round(grown, 1)
 
 
 def main() -> None:

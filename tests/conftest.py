@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import redis
 from celery import Celery
+from hypothesis import settings
 
 from batchery.embedded import EmbeddedRedis
 from harness import Worker
 from own_redis import OwnRedis, redis_servers
 from plain_kombu import Consumer, StartConsumer
+
+# An example may take long where the machine has other work; pytest's own timeout is generous.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +125,19 @@ def start_module_worker(
 ) -> Iterator[StartWorker]:
     """Starts workers that serve all tests of a module."""
     yield from _starter(tmp_path_factory.mktemp("worker"), redis_url)
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker) -> Worker:
+    """A worker of `apps.shop` that serves all tests of a module."""
+    return start_module_worker("apps.shop")
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator[Any]:
+    """A client that sees what is in Redis."""
+    with redis.Redis.from_url(redis_url) as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -60,6 +60,9 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
     table.add_column()
     for device, state in figures["devices"].items():
         table.add_row(f"device {device}", _device(state))
+        table.add_row(f"memory of {device}", _memory(state))
+        for model, facts in state.get("models", {}).items():
+            table.add_row(f"{model} on {device}", _model(facts))
     batches = figures["batches"]
     oldest = _number(figures["oldest_waiting_s"], "s")
     rows = {
@@ -70,6 +73,7 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         f" {batches['batches']:,} batches, {_number(batches['mean_batch_size'], 'items')} each",
         "waited": _number(batches["mean_waited_ms"], "ms"),
         "forward": _number(batches["mean_forward_ms"], "ms"),
+        "other stages": _stages(batches),
         "padding waste": percent(batches["padding_waste"]),
         "failed jobs": f"{batches['failed_jobs']:,}",
         "device restarts": f"{batches['device_restarts']:,}",
@@ -103,6 +107,35 @@ def _device(state: Mapping[str, Any]) -> Text:
         f", pid {state['pid']}, loaded in {state['load_s']:.1f} s,"
         f" batches in flight: {state['batches_in_flight']}",
     )
+
+
+def _memory(state: Mapping[str, Any]) -> str:
+    resident_kib, device = state.get("resident_kib"), state.get("memory")
+    parts = [f"{_mib(resident_kib * 1024)} of main memory"] if resident_kib else []
+    if device:
+        held, peak = _mib(device["reserved_bytes"]), _mib(device["peak_bytes"])
+        parts.append(f"{held} of the device, peak {peak}")
+    return ", ".join(parts) or NONE
+
+
+def _model(facts: Mapping[str, Any]) -> str:
+    failed = facts["out_of_memory"]
+    peak = f", peak {_mib(facts['peak_bytes'])}" if "peak_bytes" in facts else ""
+    return (
+        f"max_batch_tokens {facts['max_batch_tokens']:,}, chosen by {facts['chosen_by']}"
+        f"{f', out of memory {failed:,} times' if failed else ''}{peak}"
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"
+
+
+def _stages(batches: Mapping[str, Any]) -> str:
+    shown = {"prepare": "mean_prepare_ms", "between": "mean_queued_ms", "commit": "mean_commit_ms"}
+    # A worker of an earlier version does not say.
+    means = {label: batches.get(name) for label, name in shown.items()}
+    return ", ".join(f"{label} {_number(mean, 'ms')}" for label, mean in means.items())
 
 
 def _rates(rates: Mapping[str, float] | None) -> str:

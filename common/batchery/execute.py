@@ -7,20 +7,17 @@ worker's device process adds the planner between `prepare` and `compute`.
 import asyncio
 import inspect
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from kombu.utils.compat import detect_environment
 
-from batchery.errors import OutOfMemory, WrongLength
+from batchery.isolate import SETTLED, as_failed, is_out_of_memory, isolate
 from batchery.model import Model
-from batchery.outcome import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 
 #: Makes a context that is entered around each call of the user's code.
 Limit = Callable[[], AbstractContextManager[Any]]
@@ -30,9 +27,6 @@ Plan = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 #: Makes a context that is entered around each call with some of the items, given their positions.
 Around = Callable[[range], AbstractContextManager[Any]]
-
-#: Outcomes that are final before a forward pass: no value will come of them.
-SETTLED = (Failed, RetryAfter, Replace, Ignore, Reject)
 
 
 def run_function(
@@ -75,8 +69,18 @@ def prepare(model: Model, items: Sequence[Any], keywords: Mapping[str, Any]) -> 
         lambda part: model.preprocess(part, **keywords),
         items,
         name=f"{type(model).__name__}.preprocess",
-        spell=_as_failed,
+        spell=as_failed,
     )
+
+
+class Memory(Protocol):
+    """Learns how large a forward pass may be."""
+
+    def passed(self, tokens: int) -> None:
+        """A pass of so many tokens fitted into memory."""
+
+    def failed(self, tokens: int) -> None:
+        """A pass of so many tokens did not; it is tried again in halves."""
 
 
 def compute(
@@ -86,6 +90,7 @@ def compute(
     plan: Plan,
     *,
     limit: Limit = nullcontext,
+    memory: Memory | None = None,
 ) -> tuple[list[Any], int, int]:
     """Runs the forward passes of a prepared batch.
 
@@ -93,147 +98,101 @@ def compute(
         model: Loaded.
         prepared: As `prepare` returned it; failed items keep their place.
         keywords: The keywords of the batch.
-        plan: Cuts it into micro-batches.
+        plan: Cuts it into micro-batches; asked again for what is left when memory ran out, as
+            it may know better by then.
         limit: Entered around each forward pass.
+        memory: Told of each forward pass.
 
     Returns:
         One outcome per item, in order; then the tokens that were needed and the tokens that were
         computed, padding included.
     """
-    outcomes = list(prepared)
-    fit = []
-    lengths = []
-    for index, each in enumerate(prepared):
-        length = each if isinstance(each, SETTLED) else _length(model, each)
-        if isinstance(length, SETTLED):
-            outcomes[index] = length
-        else:
-            fit.append(index)
-            lengths.append(length)
+    passes = _Passes(model, prepared, keywords, limit, memory)
+    lengths = passes.lengths
+    name = f"{type(model).__name__}.forward"
     computed_tokens = 0
-
-    def call(part: Sequence[Any]) -> Any:
-        with limit():
-            return model.postprocess(model.forward(part, **keywords), **keywords)
-
-    for chosen in plan(lengths):
-        places = [fit[each] for each in chosen]
-        results = isolate(
-            call, [prepared[place] for place in places], name=f"{type(model).__name__}.forward"
-        )
+    ahead = _cut(plan, lengths, list(lengths))
+    while ahead:
+        places = ahead.popleft()
+        failures = passes.failures
+        results = isolate(passes.run, places, name=name)
         for place, result in zip(places, results, strict=True):
-            outcomes[place] = result
-        computed_tokens += max(lengths[each] for each in chosen) * len(chosen)
-    return outcomes, sum(lengths), computed_tokens
+            passes.outcomes[place] = result
+        computed_tokens += _computed(model, lengths, places)
+        if ahead and passes.failures > failures:
+            ahead = _cut(plan, lengths, [place for part in ahead for place in part])
+    return passes.outcomes, sum(lengths.values()), computed_tokens
 
 
-def _length(model: Model, prepared: Any) -> Any:
-    """Tokens of one prepared item as a plain number, or `Failed`."""
-    name = f"{type(model).__name__}.tokens"
-    (length,) = isolate(lambda part: [int(model.tokens(part[0]))], [prepared], name=name)
-    return length
+class _Passes:
+    """The forward passes of one prepared batch; an item is known by its place in it."""
 
+    def __init__(
+        self,
+        model: Model,
+        prepared: Sequence[Any],
+        keywords: Mapping[str, Any],
+        limit: Limit,
+        memory: Memory | None,
+    ) -> None:
+        self._model = model
+        self._prepared = prepared
+        self._keywords = keywords
+        self._limit = limit
+        self._memory = memory
+        self.outcomes = list(prepared)
+        #: Tokens of the items that are fit to run, by place.
+        self.lengths: dict[int, int] = {}
+        #: How often memory ran out.
+        self.failures = 0
+        for place, length in enumerate(_lengths(model, prepared)):
+            if isinstance(length, SETTLED):
+                self.outcomes[place] = length
+            else:
+                self.lengths[place] = length
 
-def isolate(
-    call: Callable[[Sequence[Any]], Any],
-    items: Sequence[Any],
-    *,
-    name: str,
-    spell: Callable[[Any], Any] | None = None,
-) -> list[Any]:
-    """Calls with all items; after an exception with each half, until the culprit is alone.
-
-    Args:
-        call: Returns one outcome per item; may raise.
-        items: Any number.
-        name: What to call it in errors.
-        spell: Applied to each outcome; by default, what makes a result of it.
-
-    Returns:
-        One outcome per item, in order. Where the number of outcomes was wrong, every item of that
-        call has failed: nobody can tell which outcome belongs to which item.
-    """
-    if not items:
-        return []
-    try:
-        outcomes = [(spell or _plain)(each) for each in _outcomes(call(items), len(items), name)]
-    except WrongLength as error:
-        return [Failed(error) for _ in items]
-    except BaseException as error:
-        # Whatever the user's code raises: sys.exit, cancelled coroutines, panics of Rust libraries.
-        if isinstance(error, KeyboardInterrupt):
+    def run(self, places: Sequence[int]) -> Any:
+        """One pass, over what stands at these places."""
+        tokens = _computed(self._model, self.lengths, places)
+        try:
+            with self._limit():
+                items = [self._prepared[place] for place in places]
+                outputs = self._model.forward(items, **self._keywords)
+                answer = self._model.postprocess(outputs, **self._keywords)
+        except BaseException as error:
+            if is_out_of_memory(error):
+                self.failures += 1
+                if self._memory is not None:
+                    self._memory.failed(tokens)
             raise
-        if len(items) == 1:
-            return [_failed(error, name)]
-    else:
-        return outcomes
-    # Outside the handler, where the exception and the tensors in its frames are free again.
-    middle = len(items) // 2
-    return [
-        *isolate(call, items[:middle], name=name, spell=spell),
-        *isolate(call, items[middle:], name=name, spell=spell),
-    ]
+        if self._memory is not None:
+            self._memory.passed(tokens)
+        return answer
 
 
-def _outcomes(answer: Any, expected: int, name: str) -> list[Any]:
-    """Checks that there is one outcome per item."""
-    if isinstance(answer, str | bytes | Mapping | AbstractSet) or not isinstance(answer, Iterable):
-        raise WrongLength(
-            f"{name} returned a {type(answer).__name__} for {expected} items;"
-            " return a list with one outcome per item"
-        )
-    outcomes = list(answer)
-    if len(outcomes) != expected:
-        raise WrongLength(
-            f"{name} returned {len(outcomes)} outcomes for {expected} items;"
-            " return one outcome per item, in order"
-        )
-    return outcomes
+def _cut(plan: Plan, lengths: Mapping[int, int], places: Sequence[int]) -> deque[Sequence[int]]:
+    """Micro-batches of what stands at these places."""
+    cuts = plan([lengths[place] for place in places])
+    return deque([places[each] for each in chosen] for chosen in cuts)
 
 
-def _as_failed(outcome: Any) -> Any:
-    """Takes an exception that was returned instead of raised for what was meant."""
-    if isinstance(outcome, BaseException) and not isinstance(outcome, Ignore | Reject):
-        outcome = Failed(outcome)
-    if isinstance(outcome, Failed) and isinstance(outcome.error, BaseException):
-        return replace(outcome, error=_safe(outcome.error, "the batch function"))
+def _computed(model: Model, lengths: Mapping[int, int], places: Sequence[int]) -> int:
+    """Tokens of a pass over what stands at these places, padding counted if there is any."""
+    chosen = [lengths[place] for place in places]
+    return max(chosen) * len(chosen) if model.pads else sum(chosen)
+
+
+def _lengths(model: Model, prepared: Sequence[Any]) -> list[Any]:
+    """Tokens of each prepared item as a plain number; items that have failed, or fail at it."""
+
+    def count(items: Sequence[Any]) -> list[Any]:
+        return [each if isinstance(each, SETTLED) else int(model.tokens(each)) for each in items]
+
+    return isolate(count, prepared, name=f"{type(model).__name__}.tokens", spell=_as_it_is)
+
+
+def _as_it_is(outcome: Any) -> Any:
     return outcome
-
-
-def _plain(outcome: Any) -> Any:
-    """Turns rows of arrays and tensors into lists, which JSON can write."""
-    outcome = _as_failed(outcome)
-    if isinstance(outcome, SETTLED):
-        return outcome
-    to_list = getattr(outcome, "tolist", None)
-    return to_list() if callable(to_list) else outcome
-
-
-def _failed(error: BaseException, name: str) -> Any:
-    if isinstance(error, Ignore | Reject):
-        return error
-    if isinstance(error, Answered):
-        return error.outcome
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        text = str(error).splitlines()[0] if str(error) else type(error).__name__
-        error = OutOfMemory(
-            f"{name}: no memory for this item, even alone ({text});"
-            " use a shorter item, a smaller dtype or a larger device"
-        )
-        return Failed(error)
-    trace = "".join(traceback.format_exception(error))
-    return Failed(_safe(error, name).with_traceback(None), trace)
-
-
-def _safe(error: BaseException, name: str) -> BaseException:
-    """Another exception for those by which Celery's worker would feel addressed itself."""
-    if isinstance(error, SystemExit):
-        return RuntimeError(f"{name} called sys.exit({error.code!r})")
-    if isinstance(error, MemoryError):
-        return OutOfMemory(f"{name}: no memory for this item ({error})")
-    if not isinstance(error, Exception):
-        return RuntimeError(f"{name} raised {type(error).__name__}: {error}")
-    return error
 
 
 def _resolve(coroutine: Any) -> Any:

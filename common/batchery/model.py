@@ -23,7 +23,13 @@ class Model:
     One instance lives in each device process. Keywords of a job are passed to all three stages, so
     that a model without keywords writes `def preprocess(self, items)` and one with `top_k` writes
     `def postprocess(self, outputs, top_k=1)` and ignores it in the others with `**_`.
+
+    Attributes:
+        pads: Whether `forward` fills items up to the longest of a micro-batch, so that it costs as
+            many tokens as that one has, times the items. Without, it costs the sum of them.
     """
+
+    pads = True
 
     def load(self, device: str) -> None:
         """Loads weights onto the device; called once, before any batch.
@@ -61,7 +67,7 @@ class Model:
 
         Args:
             batch: Prepared items of one micro-batch: sorted by `tokens`, longest first, and within
-                `max_batch_tokens` once padded to the longest.
+                `max_batch_tokens`, counted as `pads` says.
             keywords: As in `preprocess`.
 
         Returns:

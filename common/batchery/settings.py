@@ -9,7 +9,6 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -21,6 +20,7 @@ from pydantic_settings import (
 )
 from pydantic_settings import SettingsError as JsonError
 
+from batchery.conf_source import from_conf
 from batchery.errors import SettingsError
 
 PREFIX = "BATCHERY_"
@@ -54,6 +54,10 @@ class ModelSettings(BaseModel):
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
         Field(description="Number format; auto is bf16 where the device is fast at it, else fp32."),
+    ] = "auto"
+    forward: Annotated[
+        Literal["auto", "padded", "packed"],
+        Field(description="Forward pass; auto is packed, without padding, where that is right."),
     ] = "auto"
     max_length: Annotated[
         int | None,
@@ -137,7 +141,7 @@ class Settings(BaseSettings):
         int | None,
         Field(
             gt=0,
-            description="Most tokens of one forward pass, padding counted; by device if unset.",
+            description="Most tokens of one forward pass, with its padding; by device if unset.",
         ),
     ] = None
     max_wait_ms: Annotated[
@@ -158,6 +162,17 @@ class Settings(BaseSettings):
     completion_threads: Annotated[
         int, Field(gt=0, le=64, description="Threads that store results through Celery's tracer.")
     ] = 2
+    memory_fraction: Annotated[
+        float, Field(gt=0, le=1, description="Share of a CUDA device's memory that is used.")
+    ] = 1.0
+    calibrate: Annotated[
+        Literal["auto", "always", "never"],
+        Field(description="Measure models at the start, for `max_batch_tokens`; auto is on CUDA."),
+    ] = "auto"
+    cache_dir: Annotated[
+        str | None,
+        Field(description="Where measurements are kept; `batchery` in the user's cache if unset."),
+    ] = None
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -201,10 +216,10 @@ class Settings(BaseSettings):
         Raises:
             SettingsError: Says which setting is wrong, where it came from and what would do.
         """
-        from_conf = _from_conf(cls, conf) if conf is not None else {}
+        found = from_conf(cls.model_fields, conf) if conf is not None else {}
         _refuse_unknown_variables(cls)
         try:
-            return cls(**{**from_conf, **keywords})
+            return cls(**{**found, **keywords})
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise SettingsError(f"{TOML_FILE}: not valid TOML: {error}") from None
         except JsonError as error:
@@ -212,26 +227,16 @@ class Settings(BaseSettings):
         except OSError as error:
             raise SettingsError(f"{TOML_FILE}: cannot be read: {error.strerror}") from None
         except ValidationError as error:
-            raise SettingsError(_explain(error, from_conf, keywords)) from None
+            raise SettingsError(_explain(error, found, keywords)) from None
 
 
-def _from_conf(cls: type[Settings], conf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the settings of a Celery configuration; a misspelt one would be silently ignored."""
-    # An app with a namespace, as Django's have it, spells its settings CELERY_BATCHERY_...
-    # Iterating also loads a configuration that Celery has put off, which `in` does not.
-    keys = list(conf)
-    namespace = str(getattr(conf, "prefix", None) or "")
-    spelled = {
-        key: key.removeprefix(namespace).lower().removeprefix("batchery_")
-        for key in keys
-        if key.removeprefix(namespace).lower().startswith("batchery_")
-        and not isinstance(conf[key], ModuleType)
-    }
-    for key, name in spelled.items():
-        if name not in cls.model_fields or f"batchery_{name}" not in conf:
-            there = ", ".join(f"batchery_{each}" for each in sorted(cls.model_fields))
-            raise SettingsError(f"app.conf.{key}: no such setting; there are {there}")
-    return {name: conf[f"batchery_{name}"] for name in spelled.values()}
+def default_cache_dir() -> str | None:
+    """Where a user's caches go, by the XDG convention; None for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return str((Path(base) if base else Path.home() / ".cache") / "batchery")
+    except RuntimeError:
+        return None
 
 
 def _refuse_unknown_variables(cls: type[Settings]) -> None:
@@ -247,9 +252,7 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
                 )
 
 
-def _explain(
-    error: ValidationError, from_conf: Mapping[str, Any], keywords: Mapping[str, Any]
-) -> str:
+def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping[str, Any]) -> str:
     """Names the first wrong setting, its value, its source and what pydantic has against it."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if "[" not in str(part)]
@@ -258,7 +261,7 @@ def _explain(
     place = path[:-1] if first["type"] == "missing" else path
     if _has(keywords, place):
         source = "a keyword of install()"
-    elif _has(from_conf, place):
+    elif _has(found, place):
         source = f"app.conf.batchery_{name}"
     elif variable := _variable(place):
         source = f"environment variable {variable}"

@@ -106,11 +106,14 @@ def describe_batch(batch: Mapping[str, Any]) -> str:
     """The facts of a batch as a sentence; a fact that is not there is left out."""
     size = batch.get("size")
     device = f" on {batch['device']}" if batch.get("device") else ""
-    waited, padding, forward = (batch.get(key) for key in ("waited_ms", "padding", "forward_ms"))
+    waited, padding = batch.get("waited_ms"), batch.get("padding")
+    prepare, queued, forward = (batch.get(f"{key}_ms") for key in ("prepare", "queued", "forward"))
     parts = [
         f"waited {duration(waited)}" if waited is not None else "",
         f"batch {batch.get('id', '?')} of {size} item{'' if size == 1 else 's'}" if size else "",
         f"{100 * padding:.0f} % padding" if padding is not None else "",
+        f"{duration(prepare)} to prepare" if prepare is not None else "",
+        f"{duration(queued)} between stages" if queued is not None else "",
         f"{duration(forward)} forward{device}" if forward is not None else "",
     ]
     return ", ".join(part for part in parts if part)

@@ -12,8 +12,10 @@ import transformers
 from batchery.results import to_numpy
 from batchery.settings import ModelSettings
 from batchery_worker.models import ClassificationModel, EmbeddingModel
+from batchery_worker.models.attention import varlen_kernel
 from batchery_worker.models.base import TextModel
 from batchery_worker.models.hardware import device_named, dtype_for
+from batchery_worker.models.verification import verify
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +67,23 @@ def test_embeddings_agree_batched_alone_and_with_the_cpu(dtype: str, least: floa
     reference, _ = embed("cpu", "fp32")
     assert (batched * alone).sum(axis=1).min() > least
     assert (batched * reference).sum(axis=1).min() > least
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_packed_and_padded_are_both_what_single_texts_are_in_fp32(dtype: str) -> None:
+    settings = {"kind": "embedding", "model": str(MINILM), "dtype": dtype}
+    report = verify(ModelSettings.model_validate(settings), "cuda:0")
+    assert report.passed
+    packed = next(each for each in report.comparisons if each.forward == "packed")
+    there = varlen_kernel() is not None
+    assert (packed.cosine is not None) == there, packed.why
+
+
+def test_fp32_is_padded_as_the_kernel_for_rows_is_for_half_precision() -> None:
+    settings = {"kind": "embedding", "model": str(MINILM), "dtype": "fp32"}
+    model = EmbeddingModel(ModelSettings.model_validate(settings))
+    model.load("cuda:0")
+    assert model.pads
 
 
 @pytest.mark.parametrize("prefix", ["Bert", "Llama"])

@@ -132,7 +132,8 @@ def test_what_is_stored_is_what_celery_stores_and_the_batch(worker: Worker, redi
     meta = stored(redis, job.id)
     assert meta.pop("date_done") < "3"
     assert meta.pop("batch").keys() == {
-        *("id", "size", "waited_ms", "padding", "forward_ms", "device")
+        *("id", "size", "waited_ms", "padding", "device"),
+        *("prepare_ms", "queued_ms", "forward_ms"),
     }
     assert meta == {
         "status": "SUCCESS",

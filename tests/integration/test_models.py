@@ -16,7 +16,7 @@ from celery import Celery
 from apps import models
 from batchery import InvalidItem, to_numpy
 from conftest import StartWorker
-from harness import Worker
+from harness import Worker, wait_for
 
 TIMEOUT_S = 60
 
@@ -194,3 +194,22 @@ def cosine(left: "np.ndarray[Any, Any]", right: "np.ndarray[Any, Any]") -> float
 def batches_of(client: Celery, worker: Worker) -> dict[str, Any]:
     batches: dict[str, Any] = worker.inspect(client, "stats")["pool"]["batches"]
     return batches
+
+
+def test_where_memory_runs_out_all_jobs_succeed_and_the_budget_is_found(worker: Worker) -> None:
+    # As one message, so that they surely share a batch.
+    texts, header = ["five words are in it"] * 64, {"v": 1, "n": 64}
+    for _ in range(4):
+        job = models.narrow.apply_async((texts,), headers={"batchery": header})
+        assert [each["ok"]["words"] for each in job.get(timeout=TIMEOUT_S)] == [5] * 64
+
+    def learned() -> Any:
+        (device,) = worker.inspect(models.app, "stats")["pool"]["devices"].values()
+        model = device["models"]["narrow"]
+        return model["chosen_by"] == "memory" and model
+
+    model = wait_for(learned, "the worker knows of the budget")
+    assert 25 <= model["max_batch_tokens"] <= 55
+    assert model["out_of_memory"] >= 1
+    # A line for each new budget, however many passes failed.
+    assert worker.log.count("narrow on cpu: no memory for forward passes of 400 tokens") == 1

@@ -1,6 +1,7 @@
 """From the outcomes of a batch to the message that answers it, by way of the commit."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,17 @@ class Computed:
 
     work: Work
     #: One per item.
-    outcomes: Sequence[Any]
-    forward_ms: float
+    outcomes: Sequence[Any] = ()
+    forward_ms: float = 0.0
     tokens: int = 0
     computed_tokens: int = 0
+    prepare_ms: float = 0.0
+    #: Time that it waited for a thread so far.
+    queued_ms: float = 0.0
+    #: When it was computed, on the clock of `time.perf_counter`.
+    computed_s: float = 0.0
+    #: As in `Done`.
+    figures: Mapping[str, Any] | None = None
 
 
 def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> Done:
@@ -33,6 +41,7 @@ def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> 
         committer: Used for jobs that have terms.
         backend: Knows how exceptions are stored.
     """
+    started_s = time.perf_counter()
     work, terms = batch.work, batch.work.terms
     outcomes = list(_by_job(batch))
     settled = [
@@ -47,6 +56,8 @@ def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> 
             batch_id=work.id,
             device=device,
             size=len(batch.outcomes),
+            prepare_ms=batch.prepare_ms,
+            queued_ms=batch.queued_ms,
             forward_ms=batch.forward_ms,
             tokens=batch.tokens,
             computed_tokens=batch.computed_tokens,
@@ -61,6 +72,10 @@ def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> 
         forward_ms=batch.forward_ms,
         tokens=batch.tokens,
         computed_tokens=batch.computed_tokens,
+        prepare_ms=batch.prepare_ms,
+        queued_ms=batch.queued_ms,
+        commit_ms=(time.perf_counter() - started_s) * 1e3,
+        figures=batch.figures,
     )
 
 
@@ -69,8 +84,26 @@ def _rest(verdict: Verdict, job: Settled, outcome: Any, chars: int | None) -> tu
     if verdict is Verdict.NEEDS_TRACER:
         return tuple(job.spelled)
     if verdict is Verdict.COMMITTED and chars is not None:
-        return (saferepr(outcome, chars),)
+        return (text_of(outcome, chars),)
     return ()
+
+
+def text_of(outcome: Any, chars: int) -> str:
+    """What Celery shows of a result: `saferepr`, which looks at all of a list to show its head.
+
+    Args:
+        outcome: Plain.
+        chars: Longest text, roughly.
+    """
+    # One more than can be shown, of elements that take a digit, a comma and a space at least.
+    most = chars // 3 + 2
+    if type(outcome) is dict:
+        return saferepr({key: _head(value, most) for key, value in outcome.items()}, chars)
+    return saferepr(_head(outcome, most), chars)
+
+
+def _head(value: Any, most: int) -> Any:
+    return value[:most] if type(value) is list else value
 
 
 def _by_job(batch: Computed) -> Iterator[Any]:

@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from batchery.errors import StartError
 from batchery.results import to_numpy
+from batchery_worker.sample_texts import paragraphs
 from batchery_worker.stack import Stack
 
 QUESTIONS = (
@@ -54,12 +54,6 @@ class Run:
     mean_waited_ms: float
     forward_ms_per_text: float
     vectors: NDArray[np.float32]
-
-
-def paragraphs() -> list[str]:
-    """The text that every Python carries: its language reference, in pieces of mixed length."""
-    pieces = (piece.strip() for text in topics.values() for piece in text.split("\n\n"))
-    return list(dict.fromkeys(piece for piece in pieces if any(map(str.isalnum, piece))))
 
 
 def submit(folder: Path, task: str, texts: Path, stack: Stack) -> tuple[float, Any]:

@@ -6,7 +6,6 @@ and with any of its threads; what it had not answered is the parent's to run aga
 """
 
 import ctypes
-import importlib
 import logging
 import os
 import queue
@@ -22,17 +21,19 @@ from typing import Any, cast
 
 from celery import Celery, signals
 
-from batchery.errors import BatcheryError, ModelLoadError
-from batchery.execute import compute, prepare
-from batchery.model import Model
+from batchery.errors import BatcheryError
+from batchery.execute import prepare
 from batchery.outcome import Failed
 from batchery.task import ModelTask
 from batchery_worker.answers import Computed, answer
+from batchery_worker.calibration_cache import CalibrationCache
 from batchery_worker.functions import run_batch
 from batchery_worker.link import read_frame, write_frame
+from batchery_worker.loading import check_device, import_app, load_model
 from batchery_worker.locate import find_task
-from batchery_worker.planner import plan
+from batchery_worker.memory import Memory, memory_of
 from batchery_worker.redis_commit import RedisCommitter
+from batchery_worker.served import Served
 from batchery_worker.timing import EventLoop, soft_time_limit
 from batchery_worker.wire import (
     NotReady,
@@ -46,9 +47,8 @@ from batchery_worker.wire import (
 
 logger = logging.getLogger("batchery.device")
 
-#: Tokens of one forward pass where no setting says otherwise. On a CPU small micro-batches pad
-#: less and cost no more per token (docs/benchmarks.md); a GPU wants its thousands of lanes filled.
-DEFAULT_MAX_BATCH_TOKENS = {"cpu": 512, "mps": 8_192, "cuda": 16_384}
+#: How often the parent is told how much memory the models take, in seconds.
+REPORT_S = 1.0
 
 #: Exit code after the failure of a thread; the parent treats it like any other death.
 EX_SOFTWARE = 70
@@ -60,7 +60,10 @@ class Prepared:
 
     work: Work
     items: list[Any]
-    model: Model | None
+    served: Served | None
+    prepare_ms: float
+    #: When it was prepared, on the clock of `time.perf_counter`.
+    prepared_s: float
 
 
 class Device:
@@ -70,11 +73,17 @@ class Device:
         self._end = end
         self._prepared: queue.Queue[Prepared] = queue.Queue(maxsize=1)
         self._computed: queue.Queue[Computed] = queue.Queue(maxsize=1)
-        self._models: dict[str, Model] = {}
+        self._served: dict[str, Served] = {}
         #: Id of the batch on the commit thread.
         self._committing = 0
+        #: What the parent was last told of the models, and when.
+        self._told: dict[str, Any] = {}
+        self._told_s = 0.0
         self._app: Celery
         self._name = "cpu"
+        self._setup: Setup
+        #: Known from the first model on: not every batch function needs torch.
+        self._memory = Memory()
 
     def start(self, setup: Setup) -> Ready:
         """Imports the app, loads the models and warms them up.
@@ -83,13 +92,14 @@ class Device:
             BatcheryError: In one line, what is missing.
         """
         started_s = time.monotonic()
+        self._setup = setup
         self._name = setup.device
         self._app = import_app(setup)
         # As in each process of Celery's own pools: apps open their clients and profilers here.
         signals.worker_process_init.send(sender=None)
         for name in setup.load:
-            self._model(cast(ModelTask, self._app.tasks[name]))
-        return Ready(pid=os.getpid(), load_s=time.monotonic() - started_s)
+            self._serve(cast(ModelTask, self._app.tasks[name]))
+        return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
 
     def run(self) -> None:
         """Works until the process is told to leave, which happens on the prepare thread."""
@@ -106,35 +116,39 @@ class Device:
             except EOFError:
                 # The parent is gone or wants us gone, and a forward pass may run: no ceremony.
                 os._exit(0)
+            started_s = time.perf_counter()
             items = [item for _, part, _ in work.jobs for item in part]
-            model = self._models.get(work.task)
-            if model is not None:
-                items = prepare(model, items, work.keywords)
-            self._prepared.put(Prepared(work, items, model))
+            served = self._served.get(work.task)
+            if served is not None:
+                items = prepare(served.model, items, work.keywords)
+            prepared_s = time.perf_counter()
+            prepare_ms = (prepared_s - started_s) * 1e3
+            self._prepared.put(Prepared(work, items, served, prepare_ms, prepared_s))
 
     def _forward(self, batch: Prepared, resolve: Callable[[Any], Any]) -> Computed:
-        work, items, model = batch.work, batch.items, batch.model
+        work, items, served = batch.work, batch.items, batch.served
+        started_s = time.perf_counter()
+        done = Computed(work, prepare_ms=batch.prepare_ms, computed_s=started_s)
+        done.queued_ms = (started_s - batch.prepared_s) * 1e3
         try:
             task = find_task(self._app, work.task)
-            if model is None and isinstance(task, ModelTask):
+            if served is None and isinstance(task, ModelTask):
                 # A model of a queue that this worker got to know only after its start.
-                model = self._model(task)
-                items = prepare(model, items, work.keywords)
+                served = self._serve(task)
+                items = prepare(served.model, items, work.keywords)
         except BatcheryError as error:
-            return Computed(work, [Failed(error) for _ in items], 0.0)
-        tokens = computed_tokens = 0
+            done.outcomes = [Failed(error) for _ in items]
+            return done
         started_s = time.perf_counter()
-        if model is not None:
-            budget = work.max_batch_tokens or DEFAULT_MAX_BATCH_TOKENS[self._name.split(":")[0]]
+        if served is not None:
             limit = partial(soft_time_limit, work.soft_time_limit_s)
-            cut = partial(plan, max_batch_tokens=budget, max_batch_size=work.max_batch_size)
-            outcomes, tokens, computed_tokens = compute(
-                model, items, work.keywords, cut, limit=limit
-            )
+            done.outcomes, done.tokens, done.computed_tokens = served.compute(items, work, limit)
         else:
-            outcomes = run_batch(task, work, items, resolve)
-        forward_ms = (time.perf_counter() - started_s) * 1e3
-        return Computed(work, outcomes, forward_ms, tokens, computed_tokens)
+            done.outcomes = run_batch(task, work, items, resolve)
+        done.computed_s = time.perf_counter()
+        done.forward_ms = (done.computed_s - started_s) * 1e3
+        done.figures = self._news()
+        return done
 
     def _commit(self) -> None:
         # Celery gives each thread a backend of its own.
@@ -143,77 +157,39 @@ class Device:
         while True:
             batch = self._computed.get()
             self._committing = batch.work.id
+            batch.queued_ms += (time.perf_counter() - batch.computed_s) * 1e3
             done = answer(batch, self._name, committer, backend)
             write_frame(self._end, dump_reply(done))
 
     def _tell_waiting(self) -> None:
         write_frame(self._end, dump_reply(Waiting(self._committing)))
 
-    def _model(self, task: ModelTask) -> Model:
-        if task.name not in self._models:
-            self._models[task.name] = load_model(task, self._name)
-        return self._models[task.name]
+    def _serve(self, task: ModelTask) -> Served:
+        if task.name not in self._served:
+            check_device(self._name)
+            self._memory = memory_of(self._name, self._setup.memory_fraction)
+            before_bytes = self._memory.allocated_bytes()
+            model = load_model(task, self._name)
+            weights_bytes = self._memory.allocated_bytes() - before_bytes
+            self._served[task.name] = Served(
+                task.name, model, self._name, self._memory, weights_bytes
+            )
+            if task.name in self._setup.calibrate:
+                self._served[task.name].calibrate(CalibrationCache(self._setup.cache_dir))
+        return self._served[task.name]
 
+    def _news(self) -> dict[str, Any] | None:
+        """What the parent shall know of the models; None where it was told a moment ago."""
+        if self._models() == self._told and time.monotonic() - self._told_s < REPORT_S:
+            return None
+        return self._figures()
 
-def load_model(task: ModelTask, device: str) -> Model:
-    """Loads the model of a task and runs its warm-up.
+    def _figures(self) -> dict[str, Any]:
+        self._told, self._told_s = self._models(), time.monotonic()
+        return {"models": self._told, "memory": self._memory.figures()}
 
-    Raises:
-        ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
-        DeviceUnavailable: The device does not exist.
-    """
-    check_device(device)
-    started_s = time.monotonic()
-    try:
-        model = task.make_model()
-        model.load(device)
-        items = list(model.warm_up())
-        if items:
-            whole = [range(len(items))]
-            outcomes, _, _ = compute(model, prepare(model, items, {}), {}, lambda _: whole)
-            for outcome in outcomes:
-                if isinstance(outcome, Failed):
-                    raise outcome.exception
-    except BatcheryError:
-        raise
-    except Exception as error:
-        logger.debug("loading %s", task.name, exc_info=True)
-        raise ModelLoadError(
-            f"model {task.name!r} cannot be loaded on {device}: {type(error).__name__}: {error}"
-        ) from error
-    logger.info("%s loaded on %s in %.1f s", task.name, device, time.monotonic() - started_s)
-    return model
-
-
-def check_device(device: str) -> None:
-    """Makes sure that torch can use a device.
-
-    Raises:
-        DeviceUnavailable: It cannot; says which ones there are.
-    """
-    if device == "cpu":
-        return
-    import torch
-
-    from batchery_worker.models.hardware import device_named
-
-    device_named(device)
-    if device.startswith("cuda"):
-        torch.cuda.set_device(device)
-
-
-def import_app(setup: Setup) -> Celery:
-    """Imports the Celery app and the modules of its tasks, as the worker did."""
-    sys.path[:] = list(setup.sys_path)
-    module, _, attribute = setup.app.partition(":")
-    app: Celery = getattr(importlib.import_module(module), attribute)
-    app.set_current()
-    app.set_default()
-    app.loader.import_default_modules()
-    for each in setup.modules:
-        importlib.import_module(each)
-    app.finalize()
-    return app
+    def _models(self) -> dict[str, Any]:
+        return {name: served.figures() for name, served in self._served.items()}
 
 
 def _or_die(stage: Callable[[], None]) -> None:

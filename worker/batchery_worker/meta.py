@@ -28,12 +28,14 @@ class MetaWriter:
             f'"batch": {json.dumps(facts)[:-1]}, "waited_ms": '
         )
 
-    def write(self, task_id: str, result: str, waited_ms: float, fields: Mapping[str, Any]) -> str:
+    def write(
+        self, task_id: str, result: bytes, waited_ms: float, fields: Mapping[str, Any]
+    ) -> bytes:
         """Writes the stored result of one job.
 
         Args:
             task_id: Of the job.
-            result: Its result, as JSON.
+            result: Its result, as JSON in UTF-8.
             waited_ms: How long it waited in the worker.
             fields: As `stored_fields` found them.
 
@@ -42,7 +44,5 @@ class MetaWriter:
             ValueError: Neither can they.
         """
         more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
-        return (
-            f"{self._head}{waited_ms!r}}}, {more}"
-            f'"task_id": {json.dumps(task_id)}, "result": {result}}}'
-        )
+        text = f'{self._head}{waited_ms!r}}}, {more}"task_id": {json.dumps(task_id)}, "result": '
+        return b"%b%b}" % (text.encode(), result)

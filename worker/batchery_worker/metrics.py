@@ -4,6 +4,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from batchery_worker.wire import Done
+
+#: Where a batch spends its time on a device, in order, as `Done` has it; `queued_ms` is the time
+#: between the other three.
+STAGES = ("prepare_ms", "queued_ms", "forward_ms", "commit_ms")
+
 
 @dataclass(slots=True)
 class Metrics:
@@ -18,32 +24,32 @@ class Metrics:
     #: Jobs whose outcome was dropped, as another worker has them now.
     fenced_jobs: int = 0
     waited_ms: float = 0.0
+    prepare_ms: float = 0.0
+    queued_ms: float = 0.0
     forward_ms: float = 0.0
+    commit_ms: float = 0.0
     tokens: int = 0
     computed_tokens: int = 0
     device_restarts: int = 0
     #: How many batches had how many items, by the next power of two.
     sizes: Counter[int] = field(default_factory=Counter)
 
-    def batch_done(
-        self, *, jobs: int, items: int, waited_ms: float, forward_ms: float, tokens: tuple[int, int]
-    ) -> None:
+    def batch_done(self, done: Done, *, items: int, waited_ms: float) -> None:
         """Counts one batch.
 
         Args:
-            jobs: Messages in it.
+            done: What the device said of it.
             items: Items in it.
             waited_ms: Sum over its jobs of the time from arrival in the worker to dispatch.
-            forward_ms: Time that the device computed.
-            tokens: Tokens of the items, and tokens computed with padding.
         """
         self.batches += 1
-        self.jobs += jobs
+        self.jobs += len(done.jobs)
         self.items += items
         self.waited_ms += waited_ms
-        self.forward_ms += forward_ms
-        self.tokens += tokens[0]
-        self.computed_tokens += tokens[1]
+        for stage in STAGES:
+            setattr(self, stage, getattr(self, stage) + getattr(done, stage))
+        self.tokens += done.tokens
+        self.computed_tokens += done.computed_tokens
         self.sizes[1 << (items - 1).bit_length()] += 1
 
     def snapshot(self) -> dict[str, Any]:
@@ -65,10 +71,10 @@ class Metrics:
             "fenced_jobs": self.fenced_jobs,
             "device_restarts": self.device_restarts,
             "waited_ms": round(self.waited_ms, 3),
-            "forward_ms": round(self.forward_ms, 3),
+            **{stage: round(getattr(self, stage), 3) for stage in STAGES},
             "mean_batch_size": mean(self.items, self.batches),
             "mean_waited_ms": mean(self.waited_ms, self.jobs),
-            "mean_forward_ms": mean(self.forward_ms, self.batches),
+            **{f"mean_{stage}": mean(getattr(self, stage), self.batches) for stage in STAGES},
             "tokens": self.tokens,
             "computed_tokens": self.computed_tokens,
             "padding_waste": waste,

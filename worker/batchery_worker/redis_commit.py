@@ -4,7 +4,6 @@ Each is written only while its job's lease is held, so that a worker that was gi
 changes nothing when it wakes up. Whatever is not plain is left to Celery's tracer.
 """
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +14,10 @@ from typing import Any
 
 import redis
 
+from batchery.reply import reply_key
 from batchery_worker.commit import Settled, Verdict
 from batchery_worker.meta import MetaWriter
+from batchery_worker.plain import plain_json
 from batchery_worker.terms import JobTerms, Terms
 
 logger = logging.getLogger("batchery.device")
@@ -54,10 +55,11 @@ class _Entry:
     """One job of a script."""
 
     index: int
+    task_id: str
     key: bytes
     token: str
     #: What is stored; empty for a job whose result nobody wants.
-    value: str
+    value: bytes
 
 
 class RedisCommitter:
@@ -109,23 +111,25 @@ class RedisCommitter:
         token, waited_ms, fields = terms
         try:
             key = self._backend.get_key_for_task(job.task_id)
-            value = ""
+            value = b""
             if fields is not None:
-                result = content if kind == "json" else json.dumps(content)
+                result = content.encode() if kind == "json" else plain_json(content)
                 value = writer.write(job.task_id, result, waited_ms, fields)
         except (TypeError, ValueError, RecursionError):
-            # A number of too many digits, for instance. The tracer says so to the caller.
+            # Arguments that were never JSON, for instance. The tracer says so to the caller.
             return None
         if len(value) > self._backend._MAX_STR_VALUE_SIZE:
             return None
-        return _Entry(index, key, token, value)
+        return _Entry(index, job.task_id, key, token, value)
 
     def _run(self, part: Sequence[_Entry], terms: Terms) -> Sequence[Verdict]:
         keys = [terms.workers_key, terms.lease_key, *(entry.key for entry in part)]
         expires_s = int(self._backend.expires or 0)
-        args: list[Any] = [terms.worker, self._db, terms.broker_db, expires_s]
+        args: list[Any] = [terms.worker, self._db, terms.broker_db, expires_s, len(terms.replies)]
         for entry in part:
             args += (entry.token, entry.value)
+        if terms.replies:
+            self._add_replies(keys, args, part, terms.replies)
         answers, tries = self._answers(keys, args)
         if answers is None:
             return [Verdict.NEEDS_TRACER] * len(part)
@@ -133,6 +137,22 @@ class RedisCommitter:
             _verdict(entry, VERDICTS[answer], tries)
             for entry, answer in zip(part, answers, strict=True)
         ]
+
+    def _add_replies(
+        self,
+        keys: list[Any],
+        args: list[Any],
+        part: Sequence[_Entry],
+        replies: Mapping[str, Sequence[int]],
+    ) -> None:
+        numbers = {entry.index: number for number, entry in enumerate(part, 1)}
+        for name, indexes in replies.items():
+            keys.append(reply_key(self._backend, name))
+            wanted = [index for index in indexes if index in numbers]
+            args.append(len(wanted))
+            for index in wanted:
+                number = numbers[index]
+                args += (number, part[number - 1].task_id)
 
     def _answers(self, keys: list[Any], args: list[Any]) -> tuple[list[int] | None, int]:
         """What the script says, None if it is refused; and after how many failed tries."""

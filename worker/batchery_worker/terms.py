@@ -1,7 +1,7 @@
 """What a device must know to store results by itself, besides the results."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: What Celery stores of every job, and we of every batch. A stamp of such a name would take its
@@ -29,6 +29,8 @@ class Terms:
     #: Longest text of a result that somebody wants to read, in characters: in an event or in the
     #: log. None if nobody does.
     text_chars: int | None = None
+    #: Name of a reply -> index of each job that asks for it.
+    replies: Mapping[str, Sequence[int]] = field(default_factory=dict)
 
 
 def job_terms(

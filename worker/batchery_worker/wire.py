@@ -16,8 +16,9 @@ from celery.canvas import Signature
 from kombu.utils import json
 
 from batchery.errors import UnserialisableResult
-from batchery.execute import SETTLED
+from batchery.isolate import SETTLED
 from batchery.outcome import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery_worker.plain import is_plain
 from batchery_worker.terms import Terms
 
 
@@ -34,6 +35,12 @@ class Setup:
     #: Names of the tasks whose models are loaded before the device says that it is ready.
     load: Sequence[str]
     log_level: int
+    #: Names of those whose token budget the device finds by itself, as no setting says it.
+    calibrate: Sequence[str] = ()
+    #: Where it keeps what it has found; None for nowhere.
+    cache_dir: str | None = None
+    #: Share of the device's memory that it may use.
+    memory_fraction: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,8 @@ class Ready:
 
     pid: int
     load_s: float
+    #: As in `Done`.
+    figures: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +100,12 @@ class Done:
     #: Tokens that the items have, and tokens that were computed; 0 where the task counts none.
     tokens: int
     computed_tokens: int
+    #: Time of the other stages; `queued_ms` is that between them, when it waited for a thread.
+    prepare_ms: float = 0.0
+    queued_ms: float = 0.0
+    commit_ms: float = 0.0
+    #: What there is to tell of the device's models and its memory; None where nothing is new.
+    figures: Mapping[str, Any] | None = None
 
 
 Reply = Ready | NotReady | Waiting | Done
@@ -165,26 +180,12 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
     if isinstance(outcome, Ignore):
         return "ignore", str(outcome)
     try:
-        plain = _is_plain(outcome)
+        # marshal takes more: code objects, sets, and anything with a buffer, such as a numpy
+        # scalar, of which it would make bytes.
+        plain = is_plain(outcome)
     except RecursionError:
         plain = False
     return ("value", outcome) if plain else _encode_as_json(outcome, backend)
-
-
-#: What marshal and JSON both carry as it is. marshal takes more: code objects, sets, and anything
-#: with a buffer, such as a numpy scalar, of which it would make bytes.
-_ATOMS = {type(None), bool, int, float, str}
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is lists and dictionaries of JSON's own types, all the way down."""
-    kind = type(value)
-    if kind is dict:
-        return set(map(type, value)) <= {str} and _is_plain(list(value.values()))
-    if kind is not list and kind is not tuple:
-        return kind in _ATOMS
-    # Long vectors are the common case: their types are compared without a loop in Python.
-    return set(map(type, value)) <= _ATOMS or all(_is_plain(each) for each in value)
 
 
 def sendable(outcome: Any) -> Any:
@@ -192,7 +193,7 @@ def sendable(outcome: Any) -> Any:
     if isinstance(outcome, SETTLED):
         return outcome
     try:
-        return outcome if _is_plain(outcome) else json.loads(json.dumps(outcome))
+        return outcome if is_plain(outcome) else json.loads(json.dumps(outcome))
     except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
         return Failed(_unserialisable(outcome, error))
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed, Ignore, Model, OutOfMemory, Reject, RetryAfter, WrongLength
-from batchery.execute import compute, isolate, prepare, run_function
+from batchery.execute import compute, prepare, run_function
+from batchery.isolate import isolate
 
 
 def refuse(bad: set[int], calls: list[int]) -> Callable[[Sequence[int]], list[int]]:
@@ -298,6 +299,14 @@ def test_results_come_in_the_order_of_the_items_and_tokens_are_counted(words: li
     assert type(tokens) is type(computed) is int
 
 
+@given(words=st.lists(st.text(min_size=1, max_size=9), max_size=12))
+def test_a_model_that_does_not_pad_computes_what_is_needed(words: list[str]) -> None:
+    model = Words()
+    model.pads = False
+    _, tokens, computed = run(model, words)
+    assert computed == tokens
+
+
 def test_what_preprocess_settles_keeps_its_place_and_never_reaches_the_model() -> None:
     items = ["one", "", "later", "ignored", "wrong", "raise", "reject", "untold", "three"]
     model = Words()
@@ -370,3 +379,66 @@ def test_a_model_without_forward_says_so() -> None:
     ((outcome,), _, _) = run(Model(), [1])
     assert isinstance(outcome.exception, NotImplementedError)
     assert "Model has no forward method" in str(outcome.exception)
+
+
+class Small(Words):
+    """Has memory for so many characters at a time, padding counted."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__()
+        self.fits = fits
+
+    def forward(self, batch: Sequence[str], *_: Any, **keywords: Any) -> Any:
+        self.passes.append(list(batch))
+        if max(map(len, batch)) * len(batch) > self.fits:
+            raise MemoryError
+        return [len(word) for word in batch]
+
+
+class Learner:
+    """Halves its budget at each failure, and notes what it was told."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.told: list[tuple[str, int]] = []
+
+    def passed(self, tokens: int) -> None:
+        self.told.append(("passed", tokens))
+
+    def failed(self, tokens: int) -> None:
+        self.told.append(("failed", tokens))
+        self.budget = min(self.budget, tokens // 2)
+
+    def cut(self, lengths: Sequence[int]) -> list[list[int]]:
+        size = max(1, self.budget // max(lengths))
+        return [list(range(len(lengths)))[at : at + size] for at in range(0, len(lengths), size)]
+
+
+def test_when_memory_runs_out_all_that_fits_alone_succeeds_and_the_rest_is_cut_anew() -> None:
+    model, learner = Small(fits=40), Learner(budget=100)
+    words = ["x" * 10] * 30
+    outcomes, tokens, _ = compute(model, words, {}, learner.cut, memory=learner)
+    assert outcomes == [10] * 30
+    assert tokens == 300
+    # Ten at once did not fit, nor did five; from then on it was known.
+    assert [told for told in learner.told if told[0] == "failed"] == [
+        ("failed", 100),
+        ("failed", 50),
+        ("failed", 50),
+    ]
+    assert max(len(batch) for batch in model.passes[-5:]) <= 4
+
+
+def test_without_anybody_to_learn_it_is_halves_again() -> None:
+    model = Small(fits=40)
+    whole = [list(range(8))]
+    outcomes, _, _ = compute(model, ["x" * 10] * 8, {}, lambda _: whole)
+    assert outcomes == [10] * 8
+    assert [len(batch) for batch in model.passes] == [8, 4, 4]
+
+
+def test_an_item_that_does_not_fit_alone_fails_alone_and_says_so() -> None:
+    outcomes, _, _ = compute(Small(40), ["x" * 41, "x"], {}, lambda _: [[0, 1]])
+    assert isinstance(outcomes[0], Failed)
+    assert isinstance(outcomes[0].exception, OutOfMemory)
+    assert outcomes[1] == 1

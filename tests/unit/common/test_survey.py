@@ -27,6 +27,9 @@ def figures(*, clock_s: float, jobs: int, items: int, **batches: Any) -> dict[st
             "mean_batch_size": 37.0,
             "mean_waited_ms": 12.0,
             "mean_forward_ms": 9.0,
+            "mean_prepare_ms": 1.2,
+            "mean_queued_ms": 0.4,
+            "mean_commit_ms": 3.6,
             "padding_waste": 0.04,
             "batch_sizes": {"<=1": 2, "<=64": 8},
             **batches,
@@ -100,9 +103,31 @@ def test_the_tables_say_everything_that_a_worker_tells() -> None:
         "140 jobs, 1,500 items in 14 batches, 37.0 items each",
         "12.0 ms",
         "9.0 ms",
+        "prepare 1.2 ms, between 0.4 ms, commit 3.6 ms",
         "4 %",
         "up to 64",
         "1,234",
+    ):
+        assert fact in text, text
+
+
+def test_models_and_memory_are_shown_where_a_device_tells_of_them() -> None:
+    device = {"state": "ready", "pid": 7, "load_s": 1.5, "batches_in_flight": 0}
+    model = {"max_batch_tokens": 16384, "chosen_by": "default", "out_of_memory": 0}
+    poor = {"max_batch_tokens": 2048, "chosen_by": "memory", "out_of_memory": 3}
+    told = {
+        **device,
+        "resident_kib": 2048,
+        "models": {"embed": model, "large": {**poor, "peak_bytes": 5 << 20}},
+        "memory": {"reserved_bytes": 6 << 30, "peak_bytes": 5 << 30},
+    }
+    now = survey(one={**figures(clock_s=1.0, jobs=1, items=1), "devices": {"cuda:0": told}})
+    text = drawn(now)
+    for fact in (
+        "2 MiB of main memory, 6,144 MiB of the device, peak 5,120 MiB",
+        "embed on cuda:0",
+        "max_batch_tokens 16,384, chosen by default",
+        "max_batch_tokens 2,048, chosen by memory, out of memory 3 times, peak 5 MiB",
     ):
         assert fact in text, text
 

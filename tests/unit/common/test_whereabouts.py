@@ -32,6 +32,13 @@ def test_a_failure_says_why_in_one_line() -> None:
     assert found.exit_code == 1
 
 
+def test_the_other_stages_are_told_where_they_are_known() -> None:
+    assert describe_batch({**BATCH, "prepare_ms": 3.21, "queued_ms": 0.04}) == (
+        "waited 12 ms, batch b7 of 37 items, 4 % padding, 3.2 ms to prepare,"
+        " 0.0 ms between stages, 9.0 ms forward on cuda:0"
+    )
+
+
 @pytest.mark.parametrize(
     ("state", "exit_code"), [("REVOKED", 1), ("RETRY", 3), ("STARTED", 3), ("OF_THE_USER", 3)]
 )

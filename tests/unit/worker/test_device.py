@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from batchery import DeviceUnavailable, Failed, Model, ModelLoadError, install, register
-from batchery_worker.device import check_device, import_app, load_model
+from batchery import (
+    DeviceUnavailable,
+    Failed,
+    Model,
+    ModelLoadError,
+    OutOfMemory,
+    install,
+    register,
+)
 from batchery_worker.link import read_frame, write_frame
+from batchery_worker.loading import check_device, import_app, load_model
 from batchery_worker.wire import (
     Done,
     NotReady,
@@ -137,9 +145,45 @@ def test_a_model_sorts_cuts_counts_and_restores(device: Process) -> None:
     done, outcomes = device.run("lengths", jobs, max_batch_size=2)
     assert outcomes[0] == [2, 2]
     assert isinstance(outcomes[1], Failed)
-    assert outcomes[2] == [4, 2]
-    assert outcomes[3] == [1, 1]
-    assert (done.tokens, done.computed_tokens) == (7, 4 * 2 + 1)
+    assert outcomes[2] == [4, 1]
+    assert outcomes[3] == [1, 2]
+    assert (done.tokens, done.computed_tokens) == (7, 4 + 2 * 2)
+
+
+def test_memory_that_runs_out_fails_no_job_that_fits_alone_and_teaches_the_budget() -> None:
+    with started(setup(load=["narrow"])) as process:
+        ready = process.read()
+        assert isinstance(ready, Ready)
+        assert ready.figures is not None
+        (model,) = ready.figures["models"].values()
+        assert model["max_batch_tokens"] == 512
+        assert (model["chosen_by"], model["out_of_memory"]) == ("default", 0)
+        jobs = [(str(at), ["x" * 10], False) for at in range(63)]
+        done, outcomes = process.run("narrow", [("long", ["x" * 101], False), *jobs])
+        assert isinstance(outcomes[0], Failed)
+        assert isinstance(outcomes[0].exception, OutOfMemory)
+        assert [length for length, _ in outcomes[1:]] == [10] * 63
+        assert done.figures is not None
+        model = done.figures["models"]["narrow"]
+        assert (model["chosen_by"], model["max_batch_tokens"] <= 100) == ("memory", True)
+        assert model["out_of_memory"] >= 1
+        _, outcomes = process.run("narrow", jobs)
+        assert max(shared for _, shared in outcomes) <= 10
+
+
+def test_a_device_measures_the_models_that_it_was_told_to_and_keeps_what_it_found(
+    tmp_path: Path,
+) -> None:
+    given = setup(load=["measured", "lengths"], calibrate=["measured"], cache_dir=str(tmp_path))
+    with started(given) as process:
+        ready = process.read()
+    assert isinstance(ready, Ready)
+    assert ready.figures is not None
+    model, other = (ready.figures["models"][name] for name in ("measured", "lengths"))
+    assert other["chosen_by"] == "default"
+    # On a machine that is busy with something else nothing follows from the trial.
+    kept = len(list(tmp_path.iterdir()))
+    assert (model["chosen_by"], kept) in {("calibration", 1), ("default", 0)}
 
 
 def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
@@ -235,7 +279,7 @@ def test_an_error_of_ours_is_passed_on_as_it_is(app: Celery) -> None:
 
 def test_the_cpu_is_always_there_and_needs_no_torch() -> None:
     script = (
-        "import sys; from batchery_worker.device import check_device;"
+        "import sys; from batchery_worker.loading import check_device;"
         " check_device('cpu'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -248,7 +292,7 @@ def test_a_device_that_is_not_there_is_refused() -> None:
 
 def test_the_app_is_imported_as_the_worker_did(monkeypatch: pytest.MonkeyPatch) -> None:
     script = (
-        "import sys; from batchery_worker.device import import_app;"
+        "import sys; from batchery_worker.loading import import_app;"
         " from batchery_worker.wire import Setup;"
         f" app = import_app(Setup('cpu', ({HERE!r}, *sys.path), 'device_app:app', [], [], 30));"
         " from celery import current_app;"

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery_worker.meta import MetaWriter
+from batchery_worker.plain import plain_json
 from batchery_worker.terms import stored_fields
 
 FACTS = {"id": "b7", "size": 3, "padding": 0.25, "forward_ms": 1.5, "device": "cpu"}
@@ -67,13 +68,13 @@ def by_celery(app: Celery, message: dict[str, Any], result: Any) -> Any:
     return json.loads(backend.encode(meta))
 
 
-def by_us(app: Celery, message: dict[str, Any], result: Any) -> tuple[Any, str]:
+def by_us(app: Celery, message: dict[str, Any], result: Any) -> tuple[Any, bytes]:
     fields = stored_fields(
         message, ignores_result=False, extended=app.conf.find_value_for_key("extended", "result")
     )
     assert fields is not None
     writer = MetaWriter(app.now().isoformat(), FACTS)
-    written = writer.write(message["id"], json.dumps(result), 12.345, fields)
+    written = writer.write(message["id"], plain_json(result), 12.345, fields)
     return json.loads(written), written
 
 
@@ -84,7 +85,7 @@ def test_the_stored_fields_are_celery_s_own(change: dict[str, Any], extended: bo
     message = {**PLAIN, **change}
     theirs = by_celery(client, message, {"label": "x"})
     ours, written = by_us(client, message, {"label": "x"})
-    assert written.startswith('{"status": "SUCCESS"')
+    assert written.startswith(b'{"status": "SUCCESS"')
     assert ours.pop("batch") == {**FACTS, "waited_ms": 12.345}
     assert type(datetime.fromisoformat(theirs.pop("date_done"))) is type(
         datetime.fromisoformat(ours.pop("date_done"))
@@ -111,7 +112,7 @@ Plain = st.recursive(
 @given(result=Plain, task_id=st.text(min_size=1) | st.uuids().map(str))
 def test_any_result_and_any_id_is_written(result: Any, task_id: str) -> None:
     writer = MetaWriter("2026-01-02T03:04:05.000006+00:00", FACTS)
-    meta = json.loads(writer.write(task_id, json.dumps(result), 0.0, {}))
+    meta = json.loads(writer.write(task_id, plain_json(result), 0.0, {}))
     assert (meta["result"], meta["task_id"]) == (result, task_id)
 
 

@@ -3,6 +3,11 @@
 import json
 
 from batchery_worker.metrics import Metrics
+from batchery_worker.wire import Done
+
+
+def done(*, jobs: int, forward_ms: float) -> Done:
+    return Done(1, [("committed", ())] * jobs, forward_ms, 75, 100, 1.0, 2.0, 3.0)
 
 
 def test_a_worker_without_batches_has_no_means() -> None:
@@ -15,14 +20,16 @@ def test_a_worker_without_batches_has_no_means() -> None:
 
 def test_means_and_waste_follow_from_the_sums() -> None:
     metrics = Metrics()
-    metrics.batch_done(jobs=2, items=4, waited_ms=30, forward_ms=10, tokens=(75, 100))
-    metrics.batch_done(jobs=4, items=8, waited_ms=30, forward_ms=30, tokens=(75, 100))
+    metrics.batch_done(done(jobs=2, forward_ms=10), items=4, waited_ms=30)
+    metrics.batch_done(done(jobs=4, forward_ms=30), items=8, waited_ms=30)
     snapshot = metrics.snapshot()
     assert (snapshot["batches"], snapshot["jobs"], snapshot["items"]) == (2, 6, 12)
     assert snapshot["mean_batch_size"] == 6
     assert (snapshot["waited_ms"], snapshot["forward_ms"]) == (60, 40)
     assert snapshot["mean_waited_ms"] == 10
     assert snapshot["mean_forward_ms"] == 20
+    assert (snapshot["prepare_ms"], snapshot["queued_ms"], snapshot["commit_ms"]) == (2, 4, 6)
+    assert (snapshot["mean_prepare_ms"], snapshot["mean_commit_ms"]) == (1, 3)
     assert snapshot["padding_waste"] == 0.25
     assert json.loads(json.dumps(snapshot)) == snapshot
 
@@ -30,7 +37,7 @@ def test_means_and_waste_follow_from_the_sums() -> None:
 def test_sizes_are_counted_by_the_next_power_of_two() -> None:
     metrics = Metrics()
     for items in (1, 2, 3, 4, 5, 64, 65):
-        metrics.batch_done(jobs=1, items=items, waited_ms=0, forward_ms=0, tokens=(0, 0))
+        metrics.batch_done(done(jobs=1, forward_ms=0), items=items, waited_ms=0)
     assert metrics.snapshot()["batch_sizes"] == {
         "<=1": 1,
         "<=2": 1,

@@ -102,6 +102,7 @@ def test_what_celery_has_a_spelling_for_arrives(value: Any) -> None:
         ({1: "one", None: "none"}, {"1": "one", "null": "none"}),
         (Colour.RED, "red"),
         ({"score": np.float64(0.5)}, {"score": 0.5}),
+        ([2**70], [2**70]),
     ],
 )
 def test_what_json_would_make_of_a_value_arrives(value: Any, expected: Any) -> None:
@@ -123,6 +124,7 @@ def test_what_json_would_make_of_a_value_arrives(value: Any, expected: Any) -> N
         ([[np.zeros(2)]], "ndarray"),
         (bytearray(b"buffer"), "bytearray"),
         (memoryview(b"buffer"), "memoryview"),
+        ([10**5000], "list"),
     ],
 )
 def test_what_cannot_be_written_fails_and_names_its_type(value: Any, name: str) -> None:

@@ -119,3 +119,5 @@ def script_command(called: str, name: str, text: str) -> None:
 
 script_command("queue", "queue_overhead.py", "Measure what the queue costs, beside other systems")
 script_command("bulk", "bulk.py", "Measure publishing and collecting, beside Celery's own ways")
+script_command("engine", "engine.py", "Measure what is left of a model's own speed")
+script_command("requests", "engine_requests.py", "Measure requests one by one against batched")

@@ -5,14 +5,19 @@
 -- KEYS[2]   HASH    lease:<worker>, of the broker's database: token -> queue key and message. Written
 --                   by the transport's drain; a field goes here, at an acknowledgement, a release or
 --                   a recovery. A token that is missing: somebody else has the job.
--- KEYS[3..] STRING  <prefix>celery-task-meta-<task id>, of the result backend's database: Celery's
---                   stored result, as JSON. Written by Celery's backends and here; read by every
---                   AsyncResult; goes when it expires or is forgotten. The channel of the same name
---                   gets what is stored.
+-- KEYS[3..] STRING  for each job <prefix>celery-task-meta-<task id>, of the result backend's database:
+--                   Celery's stored result, as JSON. Written by Celery's backends and here; read by
+--                   every AsyncResult; goes when it expires or is forgotten. The channel of the same
+--                   name gets what is stored.
+-- then      STREAM  <prefix>batchery:reply:<name>, of the same database, for each producer that wants
+--                   to hear of its jobs: entries {ids: JSON list of the task ids that were committed}.
+--                   Made by that producer, who reads, trims and removes it; it expires an hour after
+--                   he has read last. Written here, if it is there; some thousand entries at most.
 -- ARGV      worker id, number of the backend's database, of the broker's, seconds until a result
---           expires (0 for never), then for each key from KEYS[3] on: token, and what to store;
---           empty for nothing.
--- Returns   for each key: 1 committed, 0 fenced, 2 unsure, with nothing done. Nil if this server does
+--           expires (0 for never), number of reply streams; then for each job: token, and what to
+--           store, empty for nothing; then for each stream: how many of the jobs want it, and for each
+--           of those its number among the jobs and its task id.
+-- Returns   for each job: 1 committed, 0 fenced, 2 unsure, with nothing done. Nil if this server does
 --           not know the worker: the broker is another one, or the worker was given up.
 --
 -- At most a few hundred keys, as Lua cannot unpack more than some thousands.
@@ -20,7 +25,8 @@
 -- Leases go last. A command that Redis refuses ends the script in between, which undoes nothing: then
 -- every lease is still held, and no job is lost.
 local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local workers, leases, count = KEYS[1], KEYS[2], #KEYS - 2
+local workers, leases, replies = KEYS[1], KEYS[2], tonumber(ARGV[5])
+local count = #KEYS - 2 - replies
 
 local function use(database)
   if backend ~= broker then
@@ -65,15 +71,15 @@ end
 redis.call('HDEL', leases, '')
 local held = {}
 for i = 1, count do
-  held[i] = redis.call('HEXISTS', leases, ARGV[2 * i + 3]) == 1
+  held[i] = redis.call('HEXISTS', leases, ARGV[2 * i + 4]) == 1
 end
 
 use(backend)
 -- Most jobs have nothing stored yet: then one question for all of them is enough.
-local fresh = redis.call('EXISTS', unpack(KEYS, 3)) == 0
+local fresh = redis.call('EXISTS', unpack(KEYS, 3, 2 + count)) == 0
 local verdicts, settled, written = {}, {}, {}
 for i = 1, count do
-  local token, key, value = ARGV[2 * i + 3], KEYS[i + 2], ARGV[2 * i + 4]
+  local token, key, value = ARGV[2 * i + 4], KEYS[i + 2], ARGV[2 * i + 5]
   if not held[i] then
     -- Sent again, as the answer was lost: then what is stored is ours to the last byte. It says when
     -- the job was done, to the microsecond, and in which batch.
@@ -95,6 +101,22 @@ for i = 1, count do
       settled[#settled + 1] = token
     end
   end
+end
+
+local at = 2 * count + 6
+for i = 1, replies do
+  local last, done = at + 2 * tonumber(ARGV[at]), {}
+  for j = at + 1, last, 2 do
+    if verdicts[tonumber(ARGV[j])] == 1 then
+      done[#done + 1] = ARGV[j + 1]
+    end
+  end
+  if #done > 0 then
+    -- Whoever misses an entry finds the results; a key of another type must not stop the commit.
+    local key, ids = KEYS[2 + count + i], cjson.encode(done)
+    redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', '~', 4096, '*', 'ids', ids)
+  end
+  at = last + 1
 end
 
 use(broker)

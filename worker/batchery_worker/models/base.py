@@ -1,33 +1,30 @@
 """What all text models share: loading, validation of texts, tokenizing, padding."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import logging
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from batchery.errors import InvalidItem, ModelLoadError, StartError
 from batchery.model import Model
 from batchery.outcome import Failed
 from batchery.settings import ModelSettings
+from batchery_worker.models.choice import Candidate, choose
 from batchery_worker.models.hardware import device_named, dtype_for
-from batchery_worker.models.limits import longest_text
+from batchery_worker.models.library import quiet, reason
+from batchery_worker.models.limits import longest_text, padding_position
+from batchery_worker.models.packed import Packed
+from batchery_worker.models.padded import Padded, Prepared
 from batchery_worker.models.source import ModelSource
 
-#: Longest reason that a one-line error quotes from transformers, in characters; what is left out is
-#: its middle, as what happened comes first and what to do last.
-MAX_REASON_CHARS = 400
+logger = logging.getLogger(__name__)
 
 #: Words in the texts of a warm-up: kernels are chosen by length.
 WARM_UP_WORDS = (1, 8, 32, 128)
-
-#: One tokenized text: model inputs by name, each (L,) int64.
-Prepared = dict[str, Tensor]
 
 
 class Outputs(NamedTuple):
@@ -48,6 +45,9 @@ class TextModel(Model):
     #: The `Auto...` class of transformers that loads it.
     auto_class: ClassVar[Any]
 
+    #: Why it is not packed, once loaded; empty where it is.
+    why_padded = ""
+
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
 
@@ -61,12 +61,12 @@ class TextModel(Model):
         """
         self._device = device_named(device)
         try:
-            with _quiet():
+            with quiet():
                 self._load(ModelSource(self.settings))
         except StartError:
             raise
         except Exception as error:
-            raise ModelLoadError(f"model {self.settings.model!r}: {_reason(error)}") from error
+            raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
 
     def _load(self, source: ModelSource) -> None:
         # The config comes first: what is wrong with it would only confuse the others.
@@ -90,10 +90,13 @@ class TextModel(Model):
         self._choose_padding()
         self.model.to(self._device).eval()
         self._parameters = inspect.signature(self.model.forward).parameters
+        padded = Padded(self.model, self._device, padding=self._padding, side=self._padding_side)
+        self._pass: Padded | Packed = padded
         trial = self.preprocess(["a"])[0]
         if isinstance(trial, Failed):
             raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
         self._check_trial(source, self.forward([trial]))
+        self._choose_forward(source, padded, trial)
 
     def _choose_padding(self) -> None:
         """Chooses the token to pad with and the side; decoders often have no such token."""
@@ -115,12 +118,35 @@ class TextModel(Model):
             "token_type_ids": self.tokenizer.pad_token_type_id,
         }
 
+    def _choose_forward(self, source: ModelSource, padded: Padded, trial: Prepared) -> None:
+        special = set(self.tokenizer.all_special_ids)
+        candidate = Candidate(
+            name=source.name,
+            wanted=self.settings.forward,
+            model=self.model,
+            device=self._device,
+            padding_position=padding_position(self.model),
+            max_length=self.max_length,
+            padded=padded,
+            values=self._values,
+            inputs=list(trial),
+            ids=torch.tensor([each for each in range(self._vocabulary) if each not in special]),
+        )
+        self._pass, self.why_padded = choose(candidate)
+        self.pads = self._pass.pads
+        where = ", ".join(each for each in (self._device.type, self.why_padded) if each)
+        logger.info("model %s: %s on %s", source.name, self._pass.name, where)
+
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         """Reads what else the kind needs; `missing` weights are random. Raises ModelLoadError."""
         raise NotImplementedError
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         """Looks at the outputs of one text. Raises ModelLoadError."""
+        raise NotImplementedError
+
+    def _values(self, forward: Padded | Packed, batch: Sequence[Prepared]) -> Tensor:
+        """What a forward pass makes of a batch, one row per text, before keywords have a say."""
         raise NotImplementedError
 
     def _prompt(self, keywords: Mapping[str, Any]) -> str:
@@ -201,25 +227,6 @@ class TextModel(Model):
     def _lengths(self, batch: Sequence[Prepared]) -> list[int]:
         return [self.tokens(prepared) for prepared in batch]
 
-    def _padded(self, batch: Sequence[Prepared]) -> dict[str, Tensor]:
-        """Model inputs padded to the longest of the batch, each (B, L) int64, on the device."""
-        inputs = {
-            name: pad_sequence(
-                [prepared[name] for prepared in batch],
-                batch_first=True,
-                padding_value=self._padding[name],
-                padding_side=self._padding_side,
-            )
-            for name in batch[0]
-        }
-        ones = [torch.ones_like(prepared["input_ids"]) for prepared in batch]
-        mask = pad_sequence(ones, batch_first=True, padding_side=self._padding_side)
-        inputs["attention_mask"] = mask
-        if self._device.type == "cuda":
-            # Only from pinned memory does a copy run beside the host.
-            inputs = {name: tensor.pin_memory() for name, tensor in inputs.items()}
-        return {name: tensor.to(self._device, non_blocking=True) for name, tensor in inputs.items()}
-
     def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
         """Copies a micro-batch to the CPU, once, and makes its results, in batch order."""
         values = outputs.values.cpu()
@@ -253,7 +260,7 @@ def _tokenizer(source: ModelSource) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelLoadError(
-            f"model {source.name!r}: has no tokenizer, so it cannot take texts: {_reason(error)}"
+            f"model {source.name!r}: has no tokenizer, so it cannot take texts: {reason(error)}"
         ) from error
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
     if not any(source.path(file) for file in files):
@@ -262,25 +269,3 @@ def _tokenizer(source: ModelSource) -> Any:
             f" none of {', '.join(files)} is there"
         )
     return tokenizer
-
-
-def _reason(error: Exception) -> str:
-    """The text of an error, which transformers spreads over many lines, on one."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    half = MAX_REASON_CHARS // 2
-    return text if len(text) <= MAX_REASON_CHARS else f"{text[:half]} ... {text[-half:]}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keeps progress bars and advice out of the worker's log; errors say what matters."""
-    verbosity = transformers_logging.get_verbosity()
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]

@@ -8,8 +8,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
-from batchery_worker.models.base import Outputs, Prepared, TextModel
+from batchery_worker.models.base import Outputs, TextModel
 from batchery_worker.models.keywords import ClassificationKeywords, read_keywords
+from batchery_worker.models.packed import Packed
+from batchery_worker.models.padded import Padded, Prepared
 from batchery_worker.models.source import ModelSource
 
 
@@ -57,8 +59,11 @@ class ClassificationModel(TextModel):
     def forward(self, batch: Sequence[Prepared], **_: Any) -> Outputs:
         """Runs the model; values are scores, (B, C) float32 on the device, in batch order."""
         with torch.inference_mode():
-            logits = self.model(**self._padded(batch)).logits.float()
-            return Outputs(self._scores(logits), self._lengths(batch))
+            scores = self._scores(self._values(self._pass, batch))
+            return Outputs(scores, self._lengths(batch))
+
+    def _values(self, forward: Padded | Packed, batch: Sequence[Prepared]) -> Tensor:
+        return forward.logits(batch)
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self.multi_label:

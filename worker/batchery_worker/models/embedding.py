@@ -11,9 +11,11 @@ from torch.nn.functional import normalize
 from transformers import AutoModel
 
 from batchery.errors import InvalidItem, ModelLoadError
-from batchery_worker.models.base import Outputs, Prepared, TextModel
+from batchery_worker.models.base import Outputs, TextModel
+from batchery_worker.models.digits import shortened
 from batchery_worker.models.keywords import EmbeddingKeywords, read_keywords
-from batchery_worker.models.pooling import pool
+from batchery_worker.models.packed import Packed
+from batchery_worker.models.padded import Padded, Prepared
 from batchery_worker.models.recipe import read_recipe
 from batchery_worker.models.source import ModelSource
 
@@ -80,19 +82,20 @@ class EmbeddingModel(TextModel):
         """Runs the model and pools; values are (B, D) float32 on the device, in batch order."""
         wanted = read_keywords(EmbeddingKeywords, keywords)
         with torch.inference_mode():
-            inputs = self._padded(batch)
-            hidden = self.model(**inputs).last_hidden_state
-            vectors = pool(hidden, inputs["attention_mask"], self.pooling)
+            vectors = self._values(self._pass, batch)
             # Slicing is harmless where there is no limit: `[:, :None]` is everything.
             vectors = vectors[:, : wanted.dimensions or self.settings.dimensions]
             scale = self.settings.normalize if wanted.normalize is None else wanted.normalize
             return Outputs(normalize(vectors) if scale else vectors, self._lengths(batch))
 
+    def _values(self, forward: Padded | Packed, batch: Sequence[Prepared]) -> Tensor:
+        return forward.vectors(batch, self.pooling)
+
     def _results(
         self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         if read_keywords(EmbeddingKeywords, keywords).encoding == "float":
-            vectors = values.tolist()
+            vectors = shortened(values.numpy()).tolist()
         else:
             rows = values.numpy().astype("<f4", copy=False)
             vectors = [base64.b64encode(row.tobytes()).decode("ascii") for row in rows]

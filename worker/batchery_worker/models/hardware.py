@@ -25,6 +25,17 @@ def device_named(name: str) -> torch.device:
     return torch.device(exact)
 
 
+def use_device(name: str) -> None:
+    """Makes a device the one that torch takes where none is named.
+
+    Raises:
+        DeviceUnavailable: As `device_named`.
+    """
+    device = device_named(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def dtype_for(setting: str, device: torch.device) -> torch.dtype:
     """The number format of weights and activations.
 

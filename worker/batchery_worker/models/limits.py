@@ -49,13 +49,18 @@ def _positions(model: Any) -> int | None:
     # XLNet and its like say -1: their positions are relative.
     if not isinstance(most, int) or most <= 0:
         return None
-    return most - _first_position(model)
+    padding = padding_position(model)
+    return most if padding is None else most - padding - 1
 
 
-def _first_position(model: nn.Module) -> int:
-    """The number of a text's first position: 0, but RoBERTa's family counts from behind padding."""
+def padding_position(model: nn.Module) -> int | None:
+    """The position that stands for padding, behind which the texts of RoBERTa's family begin.
+
+    Returns:
+        None where the first position is 0, as in most models.
+    """
     for name, module in model.named_modules():
         is_table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
         if is_table and module.padding_idx is not None:
-            return int(module.padding_idx) + 1
-    return 0
+            return int(module.padding_idx)
+    return None

@@ -24,3 +24,22 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
     last = mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
     place = mask.argmax(dim=1) if how == "cls" else last
     return hidden[torch.arange(len(hidden), device=hidden.device), place].float()
+
+
+def pool_row(hidden: Tensor, ends: Tensor, how: str) -> Tensor:
+    """Pools texts that lie behind each other, in float32.
+
+    Args:
+        hidden: Token vectors, (T, D), of any float dtype.
+        ends: End of each text in tokens, (B,), ascending from at least 1; the last is T.
+        how: As in `pool`.
+
+    Returns:
+        (B, D), float32.
+    """
+    if how == "mean":
+        lengths = ends.diff(prepend=ends.new_zeros(1))
+        # Unless told not to, it checks the lengths, for which the host would wait for the device.
+        return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, unsafe=True)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return hidden[starts if how == "cls" else ends - 1].float()

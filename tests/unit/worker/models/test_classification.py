@@ -1,7 +1,6 @@
 """Classification: agreement, labels, scores, keywords."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from batchery.errors import InvalidItem
-from batchery.outcome import Failed
 from batchery.results import Classification
-from batchery_worker.models import ClassificationModel
+from tiny_models import Build, Load, run
 
 #: Greatest difference of any score in fp32: the sums run in another order.
 TOLERANCE = 5e-6
@@ -30,17 +28,6 @@ ARCHITECTURES = [
     "gpt2-left",
     "xlnet-left",
 ]
-
-Load = Callable[..., ClassificationModel]
-Build = Callable[..., Path]
-
-
-def run(model: ClassificationModel, items: list[Any], **keywords: Any) -> list[Any]:
-    """One batch through all three stages; failed items keep their place."""
-    prepared = model.preprocess(items, **keywords)
-    fit = [each for each in prepared if not isinstance(each, Failed)]
-    results = iter(model.postprocess(model.forward(fit, **keywords), **keywords) if fit else [])
-    return [each if isinstance(each, Failed) else next(results) for each in prepared]
 
 
 def direct_logits(folder: Path, text: str) -> list[float]:

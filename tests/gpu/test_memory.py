@@ -1,0 +1,97 @@
+"""The memory of a CUDA device: counted, run out of, and given back."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from batchery import Model
+from batchery_worker.calibration_cache import CalibrationCache
+from batchery_worker.memory import Memory, memory_of
+from batchery_worker.models.memory import CudaMemory
+from batchery_worker.served import Served
+from batchery_worker.wire import Work
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda:0"
+
+#: What one token takes in `Greedy`.
+TOKEN_BYTES = 64 << 20
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    made = memory_of(DEVICE)
+    made.release()
+    yield made
+    torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    made.release()
+
+
+def limited(memory: Memory, tokens: int) -> Memory:
+    """The same device, with room for about so many tokens."""
+    fraction = tokens * TOKEN_BYTES / memory.figures()["total_bytes"]
+    return memory_of(DEVICE, min(0.99, fraction))
+
+
+class Greedy(Model):
+    """Items are their own lengths; takes so much memory per token that it soon runs out."""
+
+    def warm_up(self) -> Sequence[int]:
+        return [1, 2, 4]
+
+    def tokens(self, prepared: int) -> int:
+        return prepared
+
+    def forward(self, batch: Sequence[int], *_: Any, **keywords: Any) -> Any:
+        held = torch.zeros(max(batch) * len(batch) * TOKEN_BYTES, dtype=torch.uint8, device=DEVICE)
+        return [int(held[0]) + length for length in batch]
+
+
+def test_what_tensors_hold_is_counted(memory: Memory) -> None:
+    assert isinstance(memory, CudaMemory)
+    before_bytes = memory.allocated_bytes()
+    memory.forget_peak()
+    tensor = torch.zeros(1 << 26, dtype=torch.uint8, device=DEVICE)
+    assert memory.allocated_bytes() - before_bytes == 1 << 26
+    del tensor
+    assert memory.allocated_bytes() == before_bytes
+    assert memory.peak_bytes() >= before_bytes + (1 << 26)
+    figures = memory.figures()
+    assert 0 <= figures["allocated_bytes"] <= figures["reserved_bytes"] < figures["total_bytes"]
+    free_bytes = memory.free_bytes()
+    assert free_bytes is not None
+    assert 0 < free_bytes <= figures["total_bytes"]
+    assert torch.cuda.get_device_name(0) in memory.description()
+
+
+def test_jobs_that_run_out_of_memory_succeed_and_the_budget_learns(memory: Memory) -> None:
+    # However large the device is.
+    memory = limited(memory, tokens=32)
+    served = Served("greedy", Greedy(), DEVICE, memory)
+    items = [1 + number % 4 for number in range(64)]
+    for _ in range(4):
+        outcomes, _, _ = served.compute(items, Work(1, "greedy", {}, [], 64, None), nullcontext)
+        assert outcomes == items
+    figures = served.figures()
+    assert figures["chosen_by"] == "memory"
+    assert 8 <= figures["max_batch_tokens"] <= 40
+    assert figures["peak_bytes"] >= 8 * TOKEN_BYTES
+
+
+def test_a_calibrated_budget_leaves_a_margin_of_memory(memory: Memory) -> None:
+    memory = limited(memory, tokens=64)
+    free_bytes = memory.free_bytes()
+    assert free_bytes is not None
+    assert free_bytes <= 64 * TOKEN_BYTES
+    served = Served("greedy", Greedy(), DEVICE, memory)
+    served.calibrate(CalibrationCache(None))
+    items = [1 + number % 4 for number in range(64)]
+    outcomes, _, _ = served.compute(items, Work(1, "greedy", {}, [], 64, None), nullcontext)
+    assert outcomes == items

@@ -1,0 +1,94 @@
+"""Which limits suit a model: measured on a clock of our own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from batchery import Model
+from batchery_worker.memory import Memory
+from batchery_worker.search import MEMORY_SHARE, Case, Search, recommend
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Priced(Model):
+    """Items are their own lengths; a pass takes 10 us per token, padding counted, and 1 ms."""
+
+    def __init__(self, clock: Clock, fits: int = 10**9) -> None:
+        self.clock = clock
+        self.fits = fits
+
+    def tokens(self, prepared: int) -> int:
+        return prepared
+
+    def forward(self, batch: Sequence[int], *_: Any, **keywords: Any) -> Any:
+        tokens = max(batch) * len(batch)
+        if tokens > self.fits:
+            raise MemoryError
+        self.clock.now_s += 1e-5 * tokens + 1e-3
+        return list(batch)
+
+
+ITEMS = [10 + (number * 37) % 90 for number in range(512)]
+SIZES = (1, 16, 64)
+TOKENS = (256, 512, 1024, 2048, 4096, 8192)
+
+
+def search(fits: int = 10**9, items: Sequence[int] = ITEMS) -> Search:
+    clock = Clock()
+    return Search(Priced(clock, fits), items, "cpu", Memory(), clock)
+
+
+def test_every_case_is_measured_and_again_while_there_is_time() -> None:
+    short = search().run(SIZES, TOKENS, limit_s=0.001)
+    assert {case.max_batch_size for case in short} == set(SIZES)
+    assert all(len(case.rates) == 1 for case in short)
+    longer = search().run(SIZES, TOKENS, limit_s=60)
+    assert min(len(case.rates) for case in longer) >= 2
+
+
+def test_batches_beat_single_items_and_rates_are_what_the_clock_says() -> None:
+    cases = search().run(SIZES, TOKENS, limit_s=1)
+    single = cases[0]
+    assert (single.max_batch_size, single.max_batch_tokens, single.padding_waste) == (1, 0, 0.0)
+    assert single.items_per_s == pytest.approx(1 / (1e-3 + 1e-5 * 54), rel=0.1)
+    assert recommend(cases).max_batch_size == 64
+    assert recommend(cases).items_per_s > 1.5 * single.items_per_s
+
+
+def test_budgets_that_make_no_difference_are_left_out() -> None:
+    cases = search().run((4,), TOKENS, limit_s=1)
+    # Four items have at most 400 tokens.
+    assert [case.max_batch_tokens for case in cases] == [256, 512]
+
+
+def test_memory_that_runs_out_ends_no_search_and_the_largest_pass_that_fits_is_found() -> None:
+    tried = search(fits=2000, items=[50] * 512)
+    cases = tried.run(SIZES, TOKENS, limit_s=1)
+    failed = [case for case in cases if case.out_of_memory]
+    assert failed
+    assert all(case.items_per_s == 0 and case.row()["spread"] is None for case in failed)
+    fits = tried.largest_budget(0, min(case.largest_pass for case in failed))
+    assert 2000 * 0.9 <= fits <= 2000
+    best = recommend(cases, fits)
+    assert not best.out_of_memory
+    assert best.max_batch_tokens <= MEMORY_SHARE * fits
+
+
+def test_nothing_that_fits_is_an_answer_too() -> None:
+    assert search(fits=0).largest_budget(0, 4096) <= 128
+
+
+def test_the_smallest_limits_within_the_best_are_recommended() -> None:
+    cases = [Case(16, 512, [95.1]), Case(64, 512, [100.0]), Case(64, 1024, [99.0])]
+    assert recommend(cases) is cases[0]
+    cases[0].rates = [94.0]
+    assert recommend(cases) is cases[1]
+    assert recommend(cases, fits=100) is cases[0]

@@ -1,0 +1,75 @@
+"""From a task to its model: loaded, warmed up, on a device that is there."""
+
+import importlib
+import logging
+import sys
+import time
+
+from celery import Celery
+
+from batchery.errors import BatcheryError, ModelLoadError
+from batchery.execute import compute, prepare
+from batchery.model import Model
+from batchery.outcome import Failed
+from batchery.task import ModelTask
+from batchery_worker.wire import Setup
+
+logger = logging.getLogger("batchery.device")
+
+
+def load_model(task: ModelTask, device: str) -> Model:
+    """Loads the model of a task and runs its warm-up.
+
+    Raises:
+        ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
+        DeviceUnavailable: The device does not exist.
+    """
+    check_device(device)
+    started_s = time.monotonic()
+    try:
+        model = task.make_model()
+        model.load(device)
+        items = list(model.warm_up())
+        if items:
+            whole = [range(len(items))]
+            outcomes, _, _ = compute(model, prepare(model, items, {}), {}, lambda _: whole)
+            for outcome in outcomes:
+                if isinstance(outcome, Failed):
+                    raise outcome.exception
+    except BatcheryError:
+        raise
+    except Exception as error:
+        logger.debug("loading %s", task.name, exc_info=True)
+        raise ModelLoadError(
+            f"model {task.name!r} cannot be loaded on {device}: {type(error).__name__}: {error}"
+        ) from error
+    logger.info("%s loaded on %s in %.1f s", task.name, device, time.monotonic() - started_s)
+    return model
+
+
+def check_device(device: str) -> None:
+    """Makes sure that torch can use a device.
+
+    Raises:
+        DeviceUnavailable: It cannot; says which ones there are.
+    """
+    if device == "cpu":
+        return
+    # It imports torch, which a CPU may do without.
+    from batchery_worker.models.hardware import use_device
+
+    use_device(device)
+
+
+def import_app(setup: Setup) -> Celery:
+    """Imports the Celery app and the modules of its tasks, as the worker did."""
+    sys.path[:] = list(setup.sys_path)
+    module, _, attribute = setup.app.partition(":")
+    app: Celery = getattr(importlib.import_module(module), attribute)
+    app.set_current()
+    app.set_default()
+    app.loader.import_default_modules()
+    for each in setup.modules:
+        importlib.import_module(each)
+    app.finalize()
+    return app

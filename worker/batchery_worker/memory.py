@@ -1,0 +1,53 @@
+"""The memory of a device: what there is to know of it, and to do about it."""
+
+import os
+import platform
+from typing import Any
+
+
+class Memory:
+    """Of a device whose memory nobody counts for us: a CPU's is that of the process."""
+
+    def description(self) -> str:
+        """What kind of device it is of: equal ones say the same."""
+        return f"{platform.machine()}, {os.cpu_count()} cores"
+
+    def figures(self) -> dict[str, Any]:
+        """What `batchery stats` shows of it."""
+        return {}
+
+    def allocated_bytes(self) -> int:
+        """What tensors hold now."""
+        return 0
+
+    def free_bytes(self) -> int | None:
+        """What further tensors could hold; None if nobody knows."""
+        return None
+
+    def forget_peak(self) -> None:
+        """From now on `peak_bytes` is of what comes."""
+
+    def peak_bytes(self) -> int:
+        """Most that tensors held at a time."""
+        return 0
+
+    def release(self) -> None:
+        """Gives back what no tensor holds; only after memory ran out, as it is slow."""
+
+    def wait(self) -> None:
+        """Returns when everything that was launched on the device is computed."""
+
+
+def memory_of(device: str, fraction: float = 1.0) -> Memory:
+    """The memory of a device.
+
+    Args:
+        device: As torch spells it.
+        fraction: How much of it this process may use, if it is a CUDA device.
+    """
+    if not device.startswith("cuda"):
+        return Memory()
+    # It imports torch, which a CPU may do without.
+    from batchery_worker.models.memory import CudaMemory
+
+    return CudaMemory(device, fraction)

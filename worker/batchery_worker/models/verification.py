@@ -1,0 +1,189 @@
+"""Whether batches give what single texts give: a model's forward passes against one another.
+
+The reference is the model in fp32 on the same device, one text at a time, so that neither padding
+nor packing nor the number format has a part in it.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from batchery.errors import ModelLoadError
+from batchery.outcome import Failed
+from batchery.settings import ModelSettings
+from batchery_worker.models.base import Outputs, TextModel
+from batchery_worker.models.classification import ClassificationModel
+from batchery_worker.models.embedding import EmbeddingModel
+from batchery_worker.planner import plan
+
+KINDS: Mapping[str, type[TextModel]] = {
+    "classification": ClassificationModel,
+    "embedding": EmbeddingModel,
+}
+
+#: Number of words of each text: lengths far apart, and some alike, up to beyond most limits.
+WORDS = (1, 1, 2, 3, 3, 5, 8, 8, 13, 21, 21, 34, 55, 55, 89, 144, 233, 377, 610)
+
+#: What the texts are made of: common words, names, numbers and other scripts.
+VOCABULARY = (
+    *("the", "a", "of", "and", "to", "in", "is", "was", "for", "on", "with", "as", "under"),
+    *("river", "stone", "garden", "window", "paper", "engine", "silver", "quickly", "never"),
+    *("seven", "1984", "3.14", "don't", "e-mail", "(yes)", "question?", "answer!"),
+    *("Paris", "Zürich", "naïve", "résumé", "данные", "数字"),
+)
+
+#: Tokens of a micro-batch: several of those texts, and several micro-batches of them.
+MAX_BATCH_TOKENS = 1024
+
+
+class Tolerance(NamedTuple):
+    """What still counts as the same.
+
+    Attributes:
+        difference: Greatest difference of any number, where the largest is 1 or less; of larger
+            ones that share.
+        cosine: Least cosine of two results of one text.
+    """
+
+    difference: float
+    cosine: float
+
+
+#: By the number format of the weights: fp16 keeps 11 bits of a number and bf16 keeps 8, and each
+#: layer rounds anew.
+TOLERANCE = {
+    torch.float32: Tolerance(2e-5, 0.99999),
+    torch.float16: Tolerance(1e-2, 0.9995),
+    torch.bfloat16: Tolerance(5e-2, 0.995),
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One forward pass against the reference.
+
+    Attributes:
+        forward: `padded` or `packed`.
+        difference: Worst difference of any number, None where the pass cannot be had.
+        cosine: Worst cosine of two results of one text, likewise.
+        passed: Both are within the tolerance; true where the pass cannot be had.
+        why: Why the pass cannot be had.
+    """
+
+    forward: str
+    difference: float | None = None
+    cosine: float | None = None
+    passed: bool = True
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found out about a model.
+
+    Attributes:
+        dtype: Number format of the weights, as torch spells it.
+        texts: How many texts there were.
+        tolerance: What the differences were measured by.
+        comparisons: One per forward pass.
+    """
+
+    device: str
+    dtype: str
+    texts: int
+    tolerance: Tolerance
+    comparisons: Sequence[Comparison]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all forward passes passed."""
+        return all(each.passed for each in self.comparisons)
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain data."""
+        return {**asdict(self), "tolerance": self.tolerance._asdict(), "passed": self.passed}
+
+
+def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> Report:
+    """Compares a model's batches with single texts in fp32.
+
+    Loads the model three times, one after the other.
+
+    Args:
+        settings: The model.
+        device: As torch spells it.
+        texts: Those to compare; texts of many lengths where there are none.
+
+    Raises:
+        ModelLoadError: It cannot be loaded as it is set, or takes none of the texts.
+        DeviceUnavailable: There is no such device.
+    """
+    texts = texts or sample_texts()
+    single = _load(settings, device, forward="padded", dtype="fp32")
+    prepared = [each for each in single.preprocess(texts) if not isinstance(each, Failed)]
+    if not prepared:
+        raise ModelLoadError(f"model {settings.model!r}: takes none of the texts")
+    reference = torch.cat([_values(single, [each]) for each in prepared])
+    # Two large models would not fit beside each other.
+    del single
+    comparisons = []
+    for forward in ("padded", "packed"):
+        wanted = "auto" if forward == "packed" != settings.forward else forward
+        model = _load(settings, device, forward=wanted)
+        dtype = model.model.dtype
+        if forward == "packed" and model.pads:
+            comparisons.append(Comparison(forward, why=model.why_padded))
+        else:
+            values = _batched(model, prepared)
+            comparisons.append(_compare(forward, values, reference, TOLERANCE[dtype]))
+        del model
+    name = str(dtype).removeprefix("torch.")
+    return Report(device, name, len(prepared), TOLERANCE[dtype], comparisons)
+
+
+def sample_texts() -> list[str]:
+    """Texts of many lengths, always the same."""
+    chosen = random.Random(1)
+    return [" ".join(chosen.choices(VOCABULARY, k=count)) for count in WORDS]
+
+
+def _load(settings: ModelSettings, device: str, **changes: str) -> TextModel:
+    changed = settings.model_copy(update=changes)
+    model = KINDS[changed.kind](changed)
+    model.load(device)
+    return model
+
+
+def _values(model: TextModel, batch: Sequence[Any]) -> Tensor:
+    # Vectors of any length would need a tolerance of their own.
+    keywords = {"normalize": True} if isinstance(model, EmbeddingModel) else {}
+    outputs: Outputs = model.forward(batch, **keywords)
+    return outputs.values.cpu()
+
+
+def _batched(model: TextModel, prepared: Sequence[Any]) -> Tensor:
+    """Values of all texts, in order, computed in micro-batches as a worker would."""
+    cut = plan(
+        [model.tokens(each) for each in prepared],
+        MAX_BATCH_TOKENS,
+        len(prepared),
+        pads=model.pads,
+    )
+    rows: dict[int, Tensor] = {}
+    for part in cut:
+        rows |= zip(part, _values(model, [prepared[place] for place in part]), strict=True)
+    return torch.stack([rows[place] for place in range(len(prepared))])
+
+
+def _compare(forward: str, values: Tensor, reference: Tensor, tolerance: Tolerance) -> Comparison:
+    scale = reference.abs().max().clamp_min(1.0)
+    difference = float((values - reference).abs().max() / scale)
+    cosine = float(cosine_similarity(values.double(), reference.double(), dim=1).min())
+    # NaN is neither more nor less than anything.
+    passed = difference <= tolerance.difference and cosine >= tolerance.cosine
+    return Comparison(forward, difference, cosine, passed)

@@ -1,0 +1,231 @@
+"""Which `max_batch_size` and `max_batch_tokens` suit a model: measured over texts, case by case."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchery.execute import compute
+from batchery.model import Model
+from batchery_worker.memory import Memory
+from batchery_worker.planner import PASS_TOKENS, plan
+
+#: Cases to begin with. A batch of one shows what batching is worth.
+SIZES = (1, 16, 64, 256)
+TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
+
+#: Fewest items of a round, for which a rate means something.
+MIN_ITEMS = 64
+
+#: Share of the best rate that is given away for smaller batches, which take less memory, and in
+#: which each job waits for fewer others.
+SPARED = 0.05
+
+#: Below this share of the best rate, still larger budgets are not tried: padding only grows.
+HOPELESS = 0.9
+
+#: Share of the least budget that failed, within which the largest that fits is looked for.
+CLOSE = 1 / 16
+
+#: Share of what fits that is recommended at most: other inputs take more memory, and fragments do.
+MEMORY_SHARE = 0.8
+
+
+@dataclass(slots=True)
+class Case:
+    """One pair of limits, and what was measured with it."""
+
+    max_batch_size: int
+    #: 0 for batches of one, which it cannot divide.
+    max_batch_tokens: int
+    rates: list[float] = field(default_factory=list)
+    padding_waste: float = 0.0
+    #: Largest forward pass, in tokens; smaller than the budget where the batches are too small.
+    largest_pass: int = 0
+    out_of_memory: bool = False
+
+    @property
+    def items_per_s(self) -> float:
+        """Median of all rounds; 0 where memory ran out."""
+        return 0.0 if self.out_of_memory or not self.rates else statistics.median(self.rates)
+
+    def row(self) -> dict[str, Any]:
+        """As JSON has it."""
+        rates = self.rates if not self.out_of_memory else []
+        return {
+            "max_batch_size": self.max_batch_size,
+            "max_batch_tokens": self.max_batch_tokens,
+            "items_per_s": round(self.items_per_s, 1),
+            "spread": [round(min(rates), 1), round(max(rates), 1)] if rates else None,
+            "padding_waste": round(self.padding_waste, 3),
+            "largest_pass_tokens": self.largest_pass,
+            "out_of_memory": self.out_of_memory,
+        }
+
+
+class _Witness:
+    """Sees how large the passes were, and whether one failed."""
+
+    def __init__(self) -> None:
+        self.largest = 0
+        self.failed_tokens = 0
+
+    def passed(self, tokens: int) -> None:
+        self.largest = max(self.largest, tokens)
+
+    def failed(self, tokens: int) -> None:
+        self.failed_tokens = max(self.failed_tokens, tokens)
+
+
+class Search:
+    """Measures one model over the same items with different limits."""
+
+    def __init__(
+        self,
+        model: Model,
+        items: Sequence[Any],
+        device: str,
+        memory: Memory,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Measures nothing yet.
+
+        Args:
+            model: Loaded.
+            items: Prepared, and all of them fit to run; at least one.
+            device: As torch spells it.
+            memory: Of that device.
+            clock: Seconds, on any scale.
+        """
+        self._model = model
+        self._items = items
+        self._pass_tokens = PASS_TOKENS[device.partition(":")[0]]
+        self._memory = memory
+        self._clock = clock
+
+    def run(self, sizes: Sequence[int], tokens: Sequence[int], limit_s: float) -> list[Case]:
+        """Measures all cases in turn, and again, until the time is up.
+
+        Args:
+            sizes: Of `max_batch_size`.
+            tokens: Of `max_batch_tokens`.
+            limit_s: How long it should take, roughly: each case is measured once at least.
+
+        Returns:
+            The cases that were measured, by size, then by tokens. Of each size, budgets beyond one
+            that ran out of memory, or beyond two that were clearly slower, are left out.
+        """
+        longest = max(map(self._model.tokens, self._items))
+        cases = [
+            Case(size, budget)
+            for size in sizes
+            for budget in (_useful(tokens, size * longest) if size > 1 else [0])
+        ]
+        end_s = self._clock() + limit_s
+        # How long one item takes shows how many of them all cases have time for, three times.
+        first = self._items[:MIN_ITEMS]
+        self._measure(Case(MIN_ITEMS, TOKENS[0]), first)
+        began_s = self._clock()
+        self._measure(Case(MIN_ITEMS, TOKENS[0]), first)
+        item_s = max(self._clock() - began_s, 1e-9) / len(first)
+        count = max(MIN_ITEMS, int(limit_s / (3 * len(cases) * item_s)))
+        items = self._items[:count]
+        for case in cases:
+            if not _is_hopeless(case, cases):
+                self._measure(case, items)
+        cases = [case for case in cases if case.rates]
+        while self._clock() < end_s and any(not case.out_of_memory for case in cases):
+            for case in cases:
+                if not case.out_of_memory and self._clock() < end_s:
+                    self._measure(case, items)
+        return cases
+
+    def largest_budget(self, fits: int, fails: int) -> int:
+        """Looks for the largest pass that fits, by halves; nothing that does not fit ends it.
+
+        Args:
+            fits: Tokens of a pass that fitted; 0 if none did.
+            fails: Tokens of one that did not.
+        """
+        longest = max(self._items, key=self._model.tokens)
+        length = max(1, self._model.tokens(longest))
+        while fails - fits > max(length, int(fails * CLOSE)):
+            count = max(1, (fits + fails) // 2 // length)
+            witness = _Witness()
+            compute(self._model, [longest] * count, {}, _in_one_pass, memory=witness)
+            self._memory.release()
+            if witness.failed_tokens:
+                fails = min(fails - 1, count * length)
+            else:
+                fits = max(fits + 1, count * length)
+        return fits
+
+    def _measure(self, case: Case, items: Sequence[Any]) -> None:
+        witness = _Witness()
+        needed = computed = 0
+
+        def cut(lengths: Sequence[int]) -> list[list[int]]:
+            budget = case.max_batch_tokens or max(lengths)
+            return plan(
+                lengths,
+                budget,
+                case.max_batch_size,
+                pads=self._model.pads,
+                pass_tokens=self._pass_tokens,
+            )
+
+        self._memory.wait()
+        began_s = self._clock()
+        for start in range(0, len(items), case.max_batch_size):
+            part = items[start : start + case.max_batch_size]
+            _, tokens, passed = compute(self._model, part, {}, cut, memory=witness)
+            needed, computed = needed + tokens, computed + passed
+        self._memory.wait()
+        case.rates.append(len(items) / max(self._clock() - began_s, 1e-9))
+        case.padding_waste = 1 - needed / computed if computed else 0.0
+        case.largest_pass = max(case.largest_pass, witness.largest)
+        if witness.failed_tokens:
+            case.out_of_memory = True
+            case.largest_pass = witness.failed_tokens
+            self._memory.release()
+
+
+def _in_one_pass(lengths: Sequence[int]) -> list[list[int]]:
+    return [list(range(len(lengths)))]
+
+
+def _is_hopeless(case: Case, cases: Sequence[Case]) -> bool:
+    """Whether two smaller budgets in a row were clearly worse than the best of that size."""
+    same = [each for each in cases if each.max_batch_size == case.max_batch_size and each.rates]
+    if any(each.out_of_memory for each in same):
+        return True
+    best = max((each.items_per_s for each in same), default=0.0)
+    return len(same) > 2 and all(each.items_per_s < HOPELESS * best for each in same[-2:])
+
+
+def _useful(tokens: Sequence[int], largest: int) -> list[int]:
+    """The budgets that make a difference: those below the largest batch, and one above."""
+    below = [each for each in tokens if each < largest]
+    return below + [each for each in tokens if each >= largest][:1]
+
+
+def recommend(cases: Sequence[Case], fits: int | None = None) -> Case:
+    """The smallest limits of which the rate is as good as the best.
+
+    Args:
+        cases: Measured.
+        fits: Tokens of the largest pass that fits into memory; None if all did.
+    """
+    best = max(case.items_per_s for case in cases)
+    room = float("inf") if fits is None else MEMORY_SHARE * fits
+    good = [
+        case
+        for case in cases
+        if not case.out_of_memory
+        and case.items_per_s >= (1 - SPARED) * best
+        and case.max_batch_tokens <= room
+    ]
+    # Where nothing good fits with a margin, what ran is still better than a guess.
+    ran = [case for case in cases if not case.out_of_memory]
+    return min(good or ran or cases, key=lambda case: (case.max_batch_size, case.max_batch_tokens))
