@@ -9,6 +9,10 @@ BatcheryError
 │   ├── ModelLoadError          a model cannot be loaded
 │   ├── AppNotImportable        a device process could not import the Celery app
 │   └── DatasetError            the input or output of a bulk run cannot be used
+├── PublishError                jobs were not sent; `sent` says how many of them were
+│   ├── QueueFull               the queue holds as many jobs as it may; `retry_after_s` is a hint
+│   └── BrokerRefused           the broker is full, read-only, or forbids it
+├── NoResult                    no result has come for as long as the caller waits
 ├── BatchArgumentError          a call that is not `task(item, **keywords)`; also a TypeError
 └── ItemError                   why one job failed; stored as its result, raised by `get()`
     ├── InvalidItem             the item breaks a limit or has the wrong type; also a ValueError
@@ -57,6 +61,28 @@ class AppNotImportable(StartError):
 
 class DatasetError(StartError):
     """The input or output of a bulk run cannot be read, written or understood."""
+
+
+class PublishError(BatcheryError):
+    """Jobs could not be sent, or not all of them; those that were sent come first."""
+
+    #: How many of the call's jobs are in the queue.
+    sent = 0
+
+
+class QueueFull(PublishError):
+    """The queue holds as many jobs as the caller allows."""
+
+    #: When there may be room again, in seconds.
+    retry_after_s = 1.0
+
+
+class BrokerRefused(PublishError):
+    """The broker answers, but takes no jobs: no memory, a replica, no permission."""
+
+
+class NoResult(BatcheryError):
+    """No result has come for as long as the caller wanted to wait; says what the queue is doing."""
 
 
 class BatchArgumentError(BatcheryError, TypeError):

@@ -44,6 +44,13 @@ computed: ContextVar[Computed | None] = ContextVar("batchery_computed", default=
 _loading = threading.Lock()
 
 
+#: Sends many jobs at once; a path, as the producer's package imports this one.
+SEND_MANY = "batchery_producer.many:send_many"
+
+#: So many jobs are worth a connection of their own.
+MANY = 16
+
+
 class BatchTask(_Task):
     """Base class of batch tasks: `@app.task(base=BatchTask, max_batch_size=64)`.
 
@@ -192,7 +199,16 @@ class BatchTask(_Task):
 
         Returns:
             The results, in the order of the items.
+
+        Raises:
+            OperationalError: kombu's; no broker answers.
+            BrokerRefused: The broker takes no jobs.
         """
+        items = list(items)
+        own = {"producer", "connection"} & set(options)
+        if len(items) >= MANY and not own and not self.app.conf.task_always_eager:
+            send_many: Any = symbol_by_name(SEND_MANY)
+            return cast(ResultSet, send_many(self, items, keywords or {}, options))
         with self.app.producer_or_acquire(options.pop("producer", None)) as producer:
             jobs = [
                 self.apply_async((item,), keywords, task_id=uuid(), producer=producer, **options)

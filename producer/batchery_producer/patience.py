@@ -1,6 +1,7 @@
 """Patience: tries again while a broker or a result backend is away."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -23,6 +24,9 @@ AWAY_S = 120.0
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 1.0
 
+#: How late `stop` is noticed at most, in seconds.
+LOOK_S = 0.2
+
 
 class GaveUp(BatcheryError):
     """A run ends before its jobs do: nothing comes any more."""
@@ -35,7 +39,7 @@ class Interrupted(BatcheryError):
 class Patience:
     """Calls things until they work."""
 
-    def __init__(self, stop: Callable[[], bool], away_s: float = AWAY_S) -> None:
+    def __init__(self, stop: Callable[[], bool] = lambda: False, away_s: float = AWAY_S) -> None:
         """Prepares.
 
         Args:
@@ -66,7 +70,7 @@ class Patience:
 
         def between_attempts(error: BaseException, pauses_s: Any, attempt: int) -> float:
             if attempt == 0:
-                logger.warning("connection lost (%s); trying again", _reason(error))
+                logger.warning("no connection, or none of use (%s); trying again", _reason(error))
             repair()
             return float(next(pauses_s))
 
@@ -86,6 +90,17 @@ class Patience:
             self._is_spent = True
             raise GaveUp(f"tried for {self._away_s:g} s: {_reason(error)}") from error
         return answer
+
+    def sleep(self, seconds: float) -> None:
+        """Waits; several times a second it asks whether to go on.
+
+        Raises:
+            Interrupted: `stop` said so.
+        """
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            self._check()
+            time.sleep(min(left_s, LOOK_S))
 
     def _check(self) -> None:
         if self._stop():

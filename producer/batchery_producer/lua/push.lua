@@ -1,0 +1,50 @@
+-- Puts one chunk of messages into a queue, once, however often it is sent, and no more than fit.
+--
+-- KEYS[1]   STRING  <prefix>batchery:publisher:<publisher id>: number of the last chunk that this
+--                   publisher has pushed, a space, how many of its messages. Written and read here;
+--                   goes when the publisher closes, or some minutes after its last chunk.
+-- KEYS[2]   LIST    <prefix><queue>, with a priority <prefix><queue>\6\22<step>: messages, the newest
+--                   on the left. Written by every producer, emptied by workers.
+-- KEYS[3..] LIST    the other priorities of the queue, which only count; none where there is no limit
+-- ARGV      number of the chunk, seconds until the first key expires, most messages that the queue
+--           may hold (0 for no limit), then the messages, the one to be taken first first
+-- Returns   {how many of the messages were pushed, how many the queue holds now; 0 without a limit}
+--
+-- The marker goes first: at maxmemory Redis refuses a script's first write, if it is one that needs
+-- memory, and nothing is done then. A chunk whose push fails is unmarked again.
+local chunk, limit = tonumber(ARGV[1]), tonumber(ARGV[3])
+local seen = redis.call('GET', KEYS[1]) or ''
+
+local length = 0
+if limit > 0 then
+  for i = 2, #KEYS do
+    length = length + redis.call('LLEN', KEYS[i])
+  end
+end
+
+local last, pushed = string.match(seen, '^(%d+) (%d+)$')
+if last and tonumber(last) >= chunk then
+  return {tonumber(pushed), length}
+end
+
+local count = #ARGV - 3
+if limit > 0 then
+  count = math.max(math.min(count, limit - length), 0)
+end
+if count == 0 then
+  return {0, length}
+end
+
+redis.call('SET', KEYS[1], chunk .. ' ' .. count, 'EX', ARGV[2])
+local first, final = 4, 3 + count
+while first <= final do
+  -- Lua's stack bounds what can be unpacked.
+  local to = math.min(first + 999, final)
+  local answer = redis.pcall('LPUSH', KEYS[2], unpack(ARGV, first, to))
+  if type(answer) == 'table' and answer.err then
+    redis.call('DEL', KEYS[1])
+    return answer
+  end
+  first = to + 1
+end
+return {count, limit > 0 and length + count or 0}

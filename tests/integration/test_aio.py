@@ -1,0 +1,160 @@
+"""The client for asyncio: thousands of calls, few connections, cancellations that arrive."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu.exceptions import EncodeError
+
+from batchery import ItemFailed, NoResult
+from batchery_producer import AsyncClient
+from harness import Worker, wait_for
+
+APP = "apps.shop"
+QUEUE = "celery"
+
+
+Scene = Callable[[Callable[[AsyncClient], Awaitable[Any]]], Any]
+
+
+@pytest.fixture
+def play(redis_url: str, worker: Worker) -> Scene:
+    """Runs a scene with a client, on an event loop of its own."""
+
+    def run(scene: Callable[[AsyncClient], Awaitable[Any]]) -> Any:
+        async def whole() -> Any:
+            async with AsyncClient(redis_url) as client:
+                return await scene(client)
+
+        return asyncio.run(asyncio.wait_for(whole(), 90))
+
+    return run
+
+
+def test_a_call_is_awaited(play: Scene) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        batch_of = client.task(f"{APP}.batch_of", queue=QUEUE)
+        return await batch_of("hello", tag="x")
+
+    found = play(scene)
+    assert (found["item"], found["tag"]) == ("hello", "x")
+
+
+def test_thousands_at_once_take_few_connections_and_no_subscription(
+    redis_url: str, worker: Worker, store: Any
+) -> None:
+    app = Celery("many", broker=redis_url, backend=redis_url, set_as_current=False)
+    app.conf.update(
+        broker_transport_options={"client_name": "thousands"}, redis_client_name="thousands"
+    )
+
+    def connections() -> list[Any]:
+        return [each for each in store.client_list() if each["name"] == "thousands"]
+
+    async def scene() -> Any:
+        async with AsyncClient(app) as client:
+            shout = client.task(f"{APP}.shout", queue=QUEUE)
+            found = await asyncio.gather(*(shout(f"text {number}") for number in range(3000)))
+            held = connections()
+            assert 0 < len(held) <= 6
+            assert not any(int(each["sub"]) for each in held)
+        return found
+
+    assert asyncio.run(scene()) == [f"TEXT {number}" for number in range(3000)]
+    wait_for(lambda: not connections(), "all connections are closed")
+    app.close()
+
+
+def test_cancelled_calls_are_revoked_and_at_the_end_all_others(
+    play: Scene, worker: Worker, client: Celery, store: Any
+) -> None:
+    def revoked() -> set[str]:
+        return set(worker.inspect(client, "revoked"))
+
+    async def scene(client: AsyncClient) -> Any:
+        nobody = client.task("nobody")
+        calls = [asyncio.create_task(nobody(number)) for number in range(40)]
+        while store.llen("nobody") < 40:
+            await asyncio.sleep(0.01)
+        waiting = [json.loads(raw)["headers"] for raw in store.lrange("nobody", 0, -1)]
+        ids = {each["argsrepr"]: each["id"] for each in waiting}
+        half = {ids[f"({number},)"] for number in range(0, 40, 2)}
+        for call in calls[::2]:
+            call.cancel()
+        await asyncio.wait(calls[::2])
+        await asyncio.to_thread(wait_for, lambda: half <= revoked(), "half of them are revoked")
+        others = set(ids.values()) - half
+        assert not others & revoked()
+        return others
+
+    others = play(scene)
+    wait_for(lambda: others <= revoked(), "all are revoked in the end")
+    store.delete("nobody")
+
+
+def test_errors_are_those_of_the_worker_and_reach_one_caller(play: Scene) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        moody = client.task(f"{APP}.moody", queue=QUEUE)
+        items = [{"answer": "value", "value": 1}, {"answer": "failed", "why": "no good"}]
+        return await asyncio.gather(*map(moody, items), return_exceptions=True)
+
+    good, bad = play(scene)
+    assert good == 1
+    assert isinstance(bad, ItemFailed)
+    assert str(bad) == "no good"
+
+
+def test_an_item_that_json_cannot_write_fails_alone(play: Scene) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        shout = client.task(f"{APP}.shout", queue=QUEUE)
+        return await asyncio.gather(shout("a"), shout(object()), shout("b"), return_exceptions=True)
+
+    first, odd, last = play(scene)
+    assert (first, last) == ("A", "B")
+    assert isinstance(odd, EncodeError)
+
+
+@pytest.mark.parametrize("per_job", [None, 7], ids=["single", "packed"])
+def test_a_stream_keeps_the_order(play: Scene, per_job: int | None) -> None:
+    async def numbers() -> AsyncIterator[str]:
+        for number in range(100):
+            yield f"text {number}"
+
+    async def scene(client: AsyncClient) -> Any:
+        shout = client.task(f"{APP}.shout", queue=QUEUE)
+        stream = shout.map(numbers(), window=20, per_job=per_job, timeout_s=60)
+        return [value async for value in stream]
+
+    assert play(scene) == [f"TEXT {number}" for number in range(100)]
+
+
+def test_outcomes_come_as_they_are_done(play: Scene) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        moody = client.task(f"{APP}.moody", queue=QUEUE)
+        items: list[Any] = [{"answer": "value", "value": number} for number in range(10)]
+        items[4] = {"answer": "failed", "why": "no good"}
+        return [each async for each in moody.as_completed(items, timeout_s=60)]
+
+    outcomes = sorted(play(scene), key=lambda each: each.index)
+    assert [each.value for each in outcomes] == [0, 1, 2, 3, None, 5, 6, 7, 8, 9]
+    assert str(outcomes[4].error) == "no good"
+
+
+def test_silence_ends_a_stream(play: Scene, store: Any) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        with pytest.raises(NoResult):
+            async for _ in client.task("nobody").map(["item"], timeout_s=0.2):
+                pass
+
+    play(scene)
+    store.delete("nobody")
+
+
+def test_a_client_that_was_never_used_closes(play: Scene) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        return None
+
+    assert play(scene) is None

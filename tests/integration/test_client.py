@@ -1,0 +1,154 @@
+"""The client: data sets through a task, in one process and with one loop."""
+
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu.exceptions import EncodeError
+
+from batchery import BatchArgumentError, InvalidItem, ItemFailed, NoResult
+from batchery_producer import Client, Outcome, Progress, stream
+from harness import Worker, wait_for
+
+APP = "apps.shop"
+QUEUE = "celery"
+
+
+@pytest.fixture
+def shop(redis_url: str, worker: Worker) -> Iterator[Client]:
+    with Client(redis_url) as made:
+        yield made
+
+
+def traces(store: Any) -> set[bytes]:
+    """What a client could have left behind, besides results that come after its end."""
+    patterns = ("batchery:reply:*", "batchery:publisher:*", "nobody*")
+    return {key for pattern in patterns for key in store.scan_iter(pattern)}
+
+
+def test_one_job_is_celerys_own(shop: Client) -> None:
+    shout = shop.task(f"{APP}.shout", queue=QUEUE)
+    assert shout.delay("hello").get(timeout=30) == "HELLO"
+
+
+def test_results_come_in_the_order_of_the_items(
+    shop: Client, store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = traces(store)
+    numbers = itertools.count()
+    new_ids = lambda count: [f"mine-{next(numbers)}" for _ in range(count)]  # noqa: E731
+    monkeypatch.setattr(stream, "uuids", new_ids)
+    shout = shop.task(f"{APP}.shout", queue=QUEUE)
+    items = (f"text {number}" for number in range(1500))
+    found = list(shout.map(items, window=200, timeout_s=60))
+    assert found == [f"TEXT {number}" for number in range(1500)]
+    assert traces(store) == before
+    assert next(numbers) == 1500
+    assert not list(store.scan_iter("celery-task-meta-mine-*"))
+
+
+@pytest.mark.parametrize("per_job", [1, 7, 64])
+def test_packed_jobs_answer_item_by_item(shop: Client, per_job: int) -> None:
+    shout = shop.task(f"{APP}.shout", queue=QUEUE)
+    found = list(shout.map([f"text {n}" for n in range(300)], per_job=per_job, timeout_s=60))
+    assert found == [f"TEXT {number}" for number in range(300)]
+
+
+def test_batches_are_formed_of_items_whatever_messages_they_came_in(shop: Client) -> None:
+    batch_of = shop.task(f"{APP}.batch_of", queue=QUEUE)
+    found = list(batch_of.map(list(range(300)), per_job=50, timeout_s=60))
+    assert [each["item"] for each in found] == list(range(300))
+    assert max(len(each["mates"]) for each in found) <= 64
+
+
+@pytest.mark.parametrize("per_job", [None, 3], ids=["single", "packed"])
+def test_one_bad_item_fails_alone(shop: Client, per_job: int | None) -> None:
+    moody = shop.task(f"{APP}.moody", queue=QUEUE)
+    items = [{"answer": "value", "value": number} for number in range(5)]
+    items[1] = {"answer": "failed-exception", "why": "lost"}
+    items[3] = {"answer": "failed", "why": "no good"}
+    outcomes = list(moody.as_completed(items, per_job=per_job, ordered=True, timeout_s=60))
+    assert [each.index for each in outcomes] == [0, 1, 2, 3, 4]
+    assert [each.value for each in outcomes] == [0, None, 2, None, 4]
+    assert repr(outcomes[1].error) == "LookupError('lost')"
+    assert repr(outcomes[3].error) == "ItemFailed('no good')"
+    assert outcomes[0] == Outcome(0, 0)
+
+
+def test_map_raises_what_the_worker_raised(shop: Client) -> None:
+    moody = shop.task(f"{APP}.moody", queue=QUEUE)
+    items = [{"answer": "value", "value": 1}, {"answer": "failed", "why": "no good"}]
+    results = moody.map(items, timeout_s=60)
+    assert next(results) == 1
+    with pytest.raises(ItemFailed, match="no good"):
+        next(results)
+
+
+def test_keywords_reach_the_function_and_progress_the_caller(shop: Client) -> None:
+    batch_of = shop.task(f"{APP}.batch_of", queue=QUEUE)
+    seen: list[Progress] = []
+    options: Any = {"keywords": {"tag": "x"}, "progress": seen.append, "window": 20}
+    found = list(batch_of.as_completed(range(100), timeout_s=60, **options))
+    assert {each.value["tag"] for each in found} == {"x"}
+    assert sorted(each.index for each in found) == list(range(100))
+    assert seen[-1] == Progress(100, 100, 0)
+    assert max(each.sent - each.done for each in seen) <= 20
+
+
+def test_items_are_read_as_there_is_room_for_them(shop: Client) -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[str]:
+        for number in range(1000):
+            read.append(number)
+            yield "text"
+
+    results = shop.task(f"{APP}.shout", queue=QUEUE).map(items(), window=10, timeout_s=60)
+    for taken in range(1, 51):
+        next(results)
+        assert len(read) <= taken + 10
+    results.close()
+
+
+def test_a_stream_that_is_closed_revokes_what_was_not_begun(
+    shop: Client, worker: Worker, client: Celery, store: Any
+) -> None:
+    before = traces(store)
+    results = shop.task(f"{APP}.shout", queue="nobody").as_completed(range(3), timeout_s=0.3)
+    with pytest.raises(NoResult, match="3 waiting in queue 'nobody'"):
+        next(results)
+    ids = [json.loads(raw)["headers"]["id"] for raw in store.lrange("nobody", 0, -1)]
+    revoked = wait_for(lambda: worker.inspect(client, "revoked"), "the worker has heard of it")
+    assert set(ids) <= set(revoked)
+    store.delete("nobody")
+    assert traces(store) == before
+
+
+def test_an_empty_stream_ends_at_once(shop: Client) -> None:
+    assert list(shop.task("nobody").map([])) == []
+
+
+@pytest.mark.parametrize("per_job", [0, -1, 10_001, True, "3"], ids=str)
+def test_a_number_of_items_that_is_none_is_refused(shop: Client, per_job: Any) -> None:
+    with pytest.raises(BatchArgumentError, match="per_job"):
+        shop.task("nobody").as_completed(["item"], per_job=per_job)
+
+
+def test_an_item_that_json_cannot_write_is_told(shop: Client, store: Any) -> None:
+    with pytest.raises(EncodeError, match="item <object"):
+        list(shop.task("nobody").map([object()]))
+    assert not store.exists("nobody")
+
+
+def test_a_job_that_fails_as_a_whole_fails_each_of_its_items(shop: Client) -> None:
+    # Positional arguments of an ordinary task: it knows nothing of packs.
+    double = shop.task(f"{APP}.double", queue=QUEUE)
+    outcomes = list(double.as_completed([1, 2], per_job=2, ordered=True, timeout_s=60))
+    assert [str(each.error)[:20] for each in outcomes] == ["a job of 2 items has"] * 2
+    total = shop.task(f"{APP}.total", queue=QUEUE)
+    (outcome,) = total.as_completed(["no list of numbers"], timeout_s=60)
+    assert isinstance(outcome.error, TypeError)
+    assert not isinstance(outcome.error, InvalidItem)

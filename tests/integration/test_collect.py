@@ -1,0 +1,311 @@
+"""Results in bulk: announced on one stream, found by sweeps where nobody announces them."""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery, uuid
+
+from batchery.reply import reply_key, reply_of
+from batchery_producer.answer import Answer
+from batchery_producer.collect import RedisCollector, collector_for
+from batchery_producer.patience import Patience
+from batchery_producer.publish import Publisher
+from batchery_worker.commit import Settled, Verdict
+from batchery_worker.redis_commit import RedisCommitter
+from batchery_worker.terms import Terms
+from harness import Worker, wait_for
+from own_redis import OwnRedis
+from publishing import bulk_app
+
+APP = "apps.shop"
+FACTS = {"id": "b1", "size": 2}
+NEVER_S = float("inf")
+
+
+@pytest.fixture
+def app(url: str) -> Iterator[Celery]:
+    """On each kind of Redis in turn."""
+    with bulk_app(url) as made:
+        yield made
+
+
+@pytest.fixture
+def collector(app: Celery) -> Iterator[Any]:
+    with contextlib.closing(collector_for(app, Patience(away_s=20))) as made:
+        yield made
+
+
+def collect(collector: Any, count: int, timeout_s: float = 60) -> dict[str, Answer]:
+    """Collects until so many jobs have ended."""
+    answers: dict[str, Answer] = {}
+
+    def enough() -> bool:
+        answers.update(collector.collect(0.2))
+        return len(answers) >= count
+
+    wait_for(enough, f"{count} jobs ended", timeout_s)
+    return answers
+
+
+def without_sweeps(collector: Any) -> None:
+    collector._sweep_at_s = NEVER_S
+
+
+def without_announcements(collector: Any) -> None:
+    collector._announcements = lambda _: iter(())
+
+
+class Commits:
+    """A device's commit, with leases of its own."""
+
+    def __init__(self, app: Any, bare: Any) -> None:
+        self._bare = bare
+        self._committer = RedisCommitter(app.backend, lambda: None)
+        bare.zadd("batchery:workers", {"me": 1})
+
+    def __call__(self, ids: list[str], replies: dict[str, list[int]], *, lease: bool = True) -> Any:
+        tokens = [str(number) for number in range(len(ids))]
+        if lease:
+            self._bare.hset("lease", mapping=dict.fromkeys(tokens, "celery\0message"))
+        jobs = [Settled(task_id, ("value", f"of {task_id}")) for task_id in ids]
+        own: Any = [(token, 0.5, {}) for token in tokens]
+        terms = Terms("me", "batchery:workers", "lease", 0, own, replies=replies)
+        return self._committer.commit(jobs, terms, FACTS)
+
+
+@pytest.fixture
+def commit(app: Celery, bare: Any) -> Commits:
+    return Commits(app, bare)
+
+
+def store(app: Any, bare: Any, task_id: str, status: str, result: Any) -> None:
+    """What any worker stores."""
+    content = json.dumps({"status": status, "result": result})
+    bare.set(app.backend.get_key_for_task(task_id), content)
+
+
+def name_of(collector: Any) -> str:
+    name = reply_of(collector.headers["batchery"])
+    assert name is not None
+    return name
+
+
+def test_jobs_of_several_runs_in_one_batch_are_announced_to_each(
+    app: Celery, collector: Any, commit: Commits, bare: Any
+) -> None:
+    with contextlib.closing(collector_for(app, Patience())) as other:
+        for each, ids in ((collector, ["a", "c"]), (other, ["b"])):
+            each.expect(ids)
+            without_sweeps(each)
+        replies = {name_of(collector): [0, 2], name_of(other): [1]}
+        assert commit(["a", "b", "c", "d"], replies) == [Verdict.COMMITTED] * 4
+        mine = collect(collector, 2)
+        assert mine == {"a": Answer("of a"), "c": Answer("of c")}
+        assert collect(other, 1) == {"b": Answer("of b")}
+    assert not bare.hlen("lease")
+
+
+def test_only_what_was_committed_is_announced(
+    collector: Any, commit: Commits, bare: Any, app: Any
+) -> None:
+    collector.expect(["a", "b"])
+    bare.set(app.backend.get_key_for_task("a"), b"\x80 what the script cannot read")
+    verdicts = commit(["a", "b"], {name_of(collector): [0, 1]})
+    assert verdicts == [Verdict.NEEDS_TRACER, Verdict.COMMITTED]
+    entries = bare.xrange(reply_key(app.backend, name_of(collector)))
+    assert [json.loads(entry[b"ids"]) for _, entry in entries] == [[], ["b"]]
+
+
+def test_a_reply_expires_and_is_bounded_trimmed_and_removed(
+    app: Any, collector: Any, commit: Commits, bare: Any
+) -> None:
+    key = reply_key(app.backend, name_of(collector))
+    for task_id in ("a", "b"):
+        collector.expect([task_id])
+        commit([task_id], {name_of(collector): [0]})
+        collect(collector, 1)
+    assert bare.xlen(key) == 1
+    assert 0 < bare.ttl(key) <= 3600
+    collector.close()
+    commit(["c"], {name_of(collector): [0]})
+    assert not bare.exists(key)
+
+
+def test_a_reply_that_nobody_reads_does_not_grow_for_ever(
+    app: Any, collector: Any, commit: Commits, bare: Any
+) -> None:
+    key = reply_key(app.backend, name_of(collector))
+    with bare.pipeline() as pipe:
+        for number in range(9000):
+            pipe.xadd(key, {"ids": f'["{number}"]'})
+        pipe.execute()
+    commit(["c"], {name_of(collector): [0]})
+    assert bare.xlen(key) < 9000
+
+
+def test_a_reply_that_was_lost_is_made_again(
+    app: Any, collector: Any, commit: Commits, bare: Any
+) -> None:
+    collector.expect(["a"])
+    without_sweeps(collector)
+    bare.delete(reply_key(app.backend, name_of(collector)))
+    assert list(collector.collect(0)) == []
+    commit(["a"], {name_of(collector): [0]})
+    assert collect(collector, 1) == {"a": Answer("of a")}
+
+
+def test_a_key_of_another_type_does_not_stop_a_commit(
+    app: Any, collector: Any, commit: Commits, bare: Any
+) -> None:
+    collector.expect(["a"])
+    without_announcements(collector)
+    bare.set(reply_key(app.backend, name_of(collector)), "mine")
+    assert commit(["a"], {name_of(collector): [0]}) == [Verdict.COMMITTED]
+    assert collect(collector, 1) == {"a": Answer("of a")}
+
+
+def test_commits_are_announced_when_redis_is_full(
+    collector: Any, commit: Commits, bare: Any
+) -> None:
+    collector.expect(["a", "b"])
+    without_sweeps(collector)
+    bare.hset("lease", "0", "celery\0message")
+    bare.config_set("maxmemory", 1)
+    assert commit(["a"], {name_of(collector): [0]}, lease=False) == [Verdict.COMMITTED]
+    assert collect(collector, 1) == {"a": Answer("of a")}
+
+
+def test_a_reply_that_redis_has_no_memory_for_is_made_later(
+    collector: Any, commit: Commits, bare: Any
+) -> None:
+    bare.config_set("maxmemory", 1)
+    collector.expect(["a"])
+    assert list(collector.collect(0)) == []
+    bare.config_set("maxmemory", 0)
+    assert list(collector.collect(0)) == []
+    without_sweeps(collector)
+    commit(["a"], {name_of(collector): [0]})
+    assert collect(collector, 1) == {"a": Answer("of a")}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "odd",
+        {},
+        {"v": 2, "reply": "name"},
+        {"v": 1},
+        {"v": 1, "reply": 7},
+        {"v": 1, "reply": ""},
+        {"v": 1, "reply": "a key"},
+        {"v": 1, "reply": "x" * 65},
+        {"v": 1, "reply": "celery:\n"},
+    ],
+    ids=str,
+)
+def test_what_is_no_name_of_a_reply_asks_for_none(header: Any) -> None:
+    assert reply_of(header) is None
+
+
+def test_results_have_the_prefix_that_replies_have(url: str, bare: Any) -> None:
+    options = {"global_keyprefix": "mine"}
+    with (
+        bulk_app(url, result_backend_transport_options=options) as app,
+        contextlib.closing(collector_for(app, Patience())) as collector,
+    ):
+        collector.expect(["a"])
+        without_sweeps(collector)
+        Commits(app, bare)(["a"], {name_of(collector): [0]})
+        assert bare.exists("mine_batchery:reply:" + name_of(collector))
+        assert collect(collector, 1) == {"a": Answer("of a")}
+
+
+def test_results_that_nobody_announces_are_found(app: Any, collector: Any, bare: Any) -> None:
+    ids = [f"job-{number}" for number in range(10_000)]
+    collector.expect(ids)
+    assert list(collector.collect(0)) == []
+    last = ids.pop()
+    stored = {
+        app.backend.get_key_for_task(each): json.dumps({"status": "SUCCESS", "result": each})
+        for each in ids
+    }
+    bare.mset(stored)
+    error = {"exc_type": "LookupError", "exc_module": "builtins", "exc_message": ["lost"]}
+    store(app, bare, "job-7", "FAILURE", error)
+    store(app, bare, last, "STARTED", None)
+    answers = collect(collector, len(ids))
+    assert set(answers) == set(ids)
+    assert answers["job-1"] == Answer("job-1")
+    assert answers["job-7"].error == ("LookupError", "lost")
+
+
+def test_a_job_that_is_dropped_is_not_awaited(app: Any, collector: Any, bare: Any) -> None:
+    collector.expect(["a", "b"])
+    collector.drop(["a"])
+    for task_id in ("a", "b"):
+        store(app, bare, task_id, "SUCCESS", 1)
+    assert collect(collector, 1).keys() == {"b"}
+    assert list(collector.sweep()) == []
+
+
+def test_a_restart_of_redis_is_survived(tmp_path: Path) -> None:
+    server = OwnRedis(tmp_path / "redis")
+    server.start()
+    with (
+        bulk_app(server.url) as app,
+        contextlib.closing(collector_for(app, Patience(away_s=60))) as collector,
+    ):
+        collector.expect(["a", "b"])
+        with redis.Redis.from_url(server.url) as bare:
+            Commits(app, bare)(["a"], {name_of(collector): [0]})
+            assert collect(collector, 1).keys() == {"a"}
+
+        def restart() -> None:
+            server.kill()
+            server.start()
+            with redis.Redis.from_url(server.url) as bare:
+                Commits(app, bare)(["b"], {name_of(collector): [0]})
+
+        without_sweeps(collector)
+        thread = threading.Thread(target=restart)
+        thread.start()
+        assert collect(collector, 1).keys() == {"b"}
+        thread.join()
+    server.kill()
+
+
+def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None:
+    assert isinstance(client.backend.client, redis.Redis)
+    with contextlib.closing(RedisCollector(client.backend, Patience())) as collector:
+        without_sweeps(collector)
+        ids = [uuid() for _ in range(300)]
+        collector.expect(ids)
+        task = f"{APP}.shout"
+        with Publisher(client, task, queue="celery", headers=collector.headers) as publisher:
+            publisher.send([(task_id, f"text {n}") for n, task_id in enumerate(ids)])
+        answers = collect(collector, len(ids))
+    assert [answers[each].value for each in ids] == [f"TEXT {n}" for n in range(len(ids))]
+
+
+def test_what_celerys_tracer_stores_is_found_by_sweeps(client: Any, worker: Worker) -> None:
+    with contextlib.closing(collector_for(client, Patience())) as collector:
+        ids = [uuid(), uuid()]
+        collector.expect(ids)
+        task = f"{APP}.moody"
+        with Publisher(client, task, queue="celery", headers=collector.headers) as publisher:
+            publisher.send(
+                [
+                    (ids[0], {"answer": "value", "value": 7}),
+                    (ids[1], {"answer": "failed-exception", "why": "lost"}),
+                ]
+            )
+        answers = collect(collector, 2)
+    assert answers[ids[0]].value == 7
+    assert answers[ids[1]].error == ("LookupError", "lost")

@@ -1,0 +1,237 @@
+"""Publishing when something is in the way: lost answers, a full queue, a Redis that refuses."""
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery, uuid
+
+from batchery import BrokerRefused, QueueFull
+from batchery.embedded import free_port
+from batchery_producer import push
+from batchery_producer.patience import GaveUp, Interrupted, Patience
+from batchery_producer.publish import CHUNK_JOBS, Publisher
+from harness import wait_for
+from own_redis import OwnRedis
+from publishing import bulk_app
+
+
+@pytest.fixture
+def app(url: str) -> Iterator[Celery]:
+    """On each kind of Redis in turn."""
+    with bulk_app(url) as made:
+        yield made
+
+
+def jobs(count: int, begin: int = 0) -> list[tuple[str, Any]]:
+    return [(f"job-{number}", "item") for number in range(begin, begin + count)]
+
+
+def ids(bare: Any, key: str = "celery") -> list[str]:
+    """Of the messages in a list, in the order in which they will be taken."""
+    return [json.loads(raw)["headers"]["id"] for raw in reversed(bare.lrange(key, 0, -1))]
+
+
+class LostAnswers:
+    """A script whose first answers never arrive."""
+
+    def __init__(self, script: Any, count: int) -> None:
+        self._script = script
+        self.left = count
+
+    def __call__(self, **words: Any) -> Any:
+        answer = self._script(**words)
+        if self.left:
+            self.left -= 1
+            raise redis.ConnectionError("Connection closed by server.")
+        return answer
+
+
+@pytest.fixture
+def lose_answers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Makes the next answers to pushes never arrive, whatever connection they come by."""
+
+    def lose(count: int) -> None:
+        losing = LostAnswers(None, count)
+        use = push.Pusher.use
+
+        def use_losing(self: Any, channel: Any) -> None:
+            use(self, channel)
+            losing._script = self._script
+            self._script = losing
+
+        monkeypatch.setattr(push.Pusher, "use", use_losing)
+
+    return lose
+
+
+def test_a_chunk_whose_answer_was_lost_is_in_the_queue_once(
+    app: Celery, bare: Any, lose_answers: Any
+) -> None:
+    lose_answers(3)
+    sent = jobs(CHUNK_JOBS + 5)
+    with Publisher(app, "same") as publisher:
+        publisher.send(sent)
+        assert publisher.sent == len(sent)
+    assert ids(bare) == [task_id for task_id, _ in sent]
+
+
+def test_a_lost_answer_does_not_hide_how_little_had_fitted(
+    app: Celery, bare: Any, lose_answers: Any
+) -> None:
+    lose_answers(1)
+    with Publisher(app, "same", most_waiting=3, wait_s=0) as publisher:
+        with pytest.raises(QueueFull) as caught:
+            publisher.send(jobs(5))
+        assert caught.value.sent == publisher.sent == 3
+    assert ids(bare) == ["job-0", "job-1", "job-2"]
+
+
+def test_a_restart_of_redis_in_between_loses_and_doubles_nothing(tmp_path: Path) -> None:
+    server = OwnRedis(tmp_path / "redis")
+    server.start()
+    with bulk_app(server.url) as app, Publisher(app, "same") as publisher:
+        publisher.send(jobs(10))
+        server.kill()
+        again = threading.Timer(0.5, server.start)
+        again.start()
+        publisher.send(jobs(10, begin=10))
+        again.join()
+        with redis.Redis.from_url(server.url) as bare:
+            assert ids(bare) == [f"job-{number}" for number in range(20)]
+    server.kill()
+
+
+def test_without_a_redis_it_gives_up_in_time() -> None:
+    with (
+        bulk_app(f"redis://127.0.0.1:{free_port()}/0") as app,
+        Publisher(app, "same", patience=Patience(away_s=0.3)) as publisher,
+        pytest.raises(GaveUp, match=r"tried for 0\.3 s"),
+    ):
+        publisher.send(jobs(1))
+
+
+def test_a_redis_without_memory_refuses_and_has_nothing(app: Celery, bare: Any) -> None:
+    with Publisher(app, "same") as publisher:
+        publisher.send(jobs(1))
+        bare.config_set("maxmemory", 1)
+        with pytest.raises(BrokerRefused, match="has no memory left") as caught:
+            publisher.send(jobs(2))
+        assert caught.value.sent == 0
+        bare.config_set("maxmemory", 0)
+        publisher.send(jobs(1, begin=1))
+    assert ids(bare) == ["job-0", "job-1"]
+
+
+def test_a_redis_without_memory_refuses_the_first_job_of_all(app: Celery, bare: Any) -> None:
+    bare.config_set("maxmemory", 1)
+    with (
+        Publisher(app, "same") as publisher,
+        pytest.raises(BrokerRefused, match="has no memory left"),
+    ):
+        publisher.send(jobs(2))
+
+
+def test_a_patient_publisher_waits_for_memory(app: Celery, bare: Any) -> None:
+    bare.config_set("maxmemory", 1)
+    again = threading.Timer(0.3, bare.config_set, ("maxmemory", 0))
+    again.start()
+    with Publisher(app, "same", persistent=True) as publisher:
+        publisher.send(jobs(2))
+    again.join()
+    assert ids(bare) == ["job-0", "job-1"]
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_a_replica_refuses(app: Celery, bare: Any, warm: bool) -> None:
+    with Publisher(app, "same") as publisher:
+        if warm:
+            publisher.send(jobs(1))
+        bare.replicaof("127.0.0.1", free_port())
+        try:
+            with pytest.raises(BrokerRefused, match="is a replica"):
+                publisher.send(jobs(1))
+        finally:
+            bare.replicaof("NO", "ONE")
+
+
+def test_a_key_that_is_no_queue_is_refused_again_and_again(app: Celery, bare: Any) -> None:
+    bare.set("celery", "mine")
+    with Publisher(app, "same") as publisher:
+        for _ in range(2):
+            with pytest.raises(BrokerRefused, match="another thing than a queue"):
+                publisher.send(jobs(1))
+        bare.delete("celery")
+        publisher.send(jobs(1))
+    assert ids(bare) == ["job-0"]
+
+
+def test_a_queue_holds_as_many_as_it_may(app: Celery, bare: Any) -> None:
+    bare.lpush("celery", "a stranger's")
+    bare.lpush("celery\x06\x163", "another")
+    with Publisher(app, "same", most_waiting=5, wait_s=0, priority=6) as publisher:
+        publisher.send(jobs(2))
+        with pytest.raises(QueueFull, match="holds 5 jobs of at most 5") as caught:
+            publisher.send(jobs(3, begin=2))
+    assert caught.value.sent == 1
+    assert 0 < caught.value.retry_after_s <= 5
+    assert ids(bare, "celery\x06\x166") == ["job-0", "job-1", "job-2"]
+
+
+def test_a_publisher_that_waits_goes_on_when_there_is_room(app: Celery, bare: Any) -> None:
+    publisher = Publisher(app, "same", most_waiting=4)
+    thread = threading.Thread(target=publisher.send, args=(jobs(10),))
+    thread.start()
+    taken: list[str] = []
+
+    def is_full() -> bool:
+        return bool(bare.llen("celery") == min(4, 10 - len(taken)))
+
+    while len(taken) < 10:
+        wait_for(is_full, "the queue is full again")
+        taken += [json.loads(raw)["headers"]["id"] for raw in bare.rpop("celery", 4)]
+    thread.join()
+    publisher.close()
+    assert taken == [task_id for task_id, _ in jobs(10)]
+
+
+def test_a_publisher_that_waits_can_be_stopped(app: Celery, bare: Any) -> None:
+    stop = threading.Event()
+    patience = Patience(stop.is_set)
+    publisher = Publisher(app, "same", most_waiting=1, patience=patience)
+
+    def send() -> None:
+        with pytest.raises(Interrupted):
+            publisher.send(jobs(2))
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    wait_for(lambda: bare.llen("celery") == 1, "the queue is full")
+    stop.set()
+    thread.join(30)
+    assert not thread.is_alive()
+    publisher.close()
+
+
+def test_a_marker_of_a_publisher_that_was_killed_expires(app: Celery, bare: Any) -> None:
+    publisher = Publisher(app, "same")
+    publisher.send(jobs(1))
+    (marker,) = bare.keys("batchery:publisher:*")
+    assert 0 < bare.ttl(marker) <= push.MARKER_S
+    publisher.close()
+    assert not bare.keys("batchery:*")
+
+
+def test_a_key_prefix_is_kept(url: str, bare: Any) -> None:
+    with (
+        bulk_app(url, broker_transport_options={"global_keyprefix": "mine."}) as app,
+        Publisher(app, "same", most_waiting=2, wait_s=0) as publisher,
+    ):
+        with pytest.raises(QueueFull):
+            publisher.send([(uuid(), "one"), (uuid(), "two"), (uuid(), "three")])
+        assert all(key.startswith(b"mine.") for key in bare.scan_iter())
+        assert bare.llen("mine.celery") == 2

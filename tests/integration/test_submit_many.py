@@ -1,0 +1,95 @@
+"""`submit_many`: Celery's own results, in bulk."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import TimeoutError as CeleryTimeout
+from celery.result import AsyncResult
+from kombu.exceptions import OperationalError
+
+from apps import shop
+from batchery import BatchTask, install
+from batchery.embedded import free_port
+from batchery_producer import many
+from harness import Worker
+
+COUNT = 100
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: Callable[..., Worker], redis_url: str) -> Worker:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return start_module_worker("apps.shop")
+
+
+@pytest.mark.parametrize("method", ["join", "get", "join_native"])
+def test_results_are_joined_in_order_and_kept(worker: Worker, method: str) -> None:
+    results: Any = shop.shout.submit_many([f"text {number}" for number in range(COUNT)])
+    wanted = [f"TEXT {number}" for number in range(COUNT)]
+    assert getattr(results, method)(timeout=30) == wanted
+    assert getattr(results, method)(timeout=30) == wanted
+    assert results.successful()
+    last: AsyncResult[Any] = AsyncResult(results.results[-1].id, app=shop.app)
+    assert last.get(timeout=30) == wanted[-1]
+
+
+def test_nothing_is_subscribed_to_and_no_reply_stays(worker: Worker, store: Any) -> None:
+    results: Any = shop.shout.submit_many(["text"] * COUNT)
+    key = results._collector._key
+    assert store.exists(key)
+    results.join(timeout=30)
+    assert not store.exists(key)
+    consumer: Any = shop.app.backend
+    channels = {f"celery-task-meta-{each.id}".encode() for each in results.results}
+    assert not channels & set(store.pubsub_channels())
+    assert not channels & consumer.result_consumer.subscribed_to
+
+
+def test_the_first_failure_is_raised(worker: Worker) -> None:
+    items: list[Any] = [{"answer": "value", "value": number} for number in range(COUNT)]
+    items[3] = {"answer": "failed-exception", "why": "lost"}
+    results = shop.moody.submit_many(items)
+    with pytest.raises(LookupError, match="lost"):
+        results.join(timeout=30)
+    values: Any = results.join(timeout=30, propagate=False)
+    assert values[:3] == [0, 1, 2]
+    assert isinstance(values[3], LookupError)
+
+
+def test_a_timeout_is_celerys(worker: Worker, store: Any) -> None:
+    results = shop.shout.submit_many(["text"] * COUNT, queue="nobody")
+    with pytest.raises(CeleryTimeout):
+        results.join(timeout=0.2)
+    store.delete("nobody")
+
+
+def test_jobs_that_are_sent_one_by_one_are_joined_as_ever(worker: Worker) -> None:
+    results = shop.shout.submit_many(["a", "b"])
+    assert type(results) is not many.JobSet
+    assert results.join(timeout=30) == ["A", "B"]
+
+
+def test_eager_tasks_run_at_once() -> None:
+    app = install(Celery("eager", set_as_current=False))
+    app.conf.task_always_eager = True
+
+    def double(items: list[int]) -> list[int]:
+        return [2 * item for item in items]
+
+    task: Any = app.task(base=BatchTask, shared=False, name="double")(double)
+    assert task.submit_many(range(COUNT)).join() == [2 * number for number in range(COUNT)]
+
+
+def test_without_a_broker_it_is_celerys_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "AWAY_S", 0.2)
+    url = f"redis://127.0.0.1:{free_port()}/0"
+    app = install(Celery("nowhere", broker=url, backend=url, set_as_current=False))
+
+    def same(items: list[int]) -> list[int]:
+        return items
+
+    task: Any = app.task(base=BatchTask, shared=False, name="same")(same)
+    with pytest.raises(OperationalError):
+        task.submit_many(range(COUNT))
