@@ -1,81 +1,118 @@
-"""Datasets: a file or standard input, read as records of which each becomes one job."""
+"""Datasets: files or standard input, read as records of which each becomes one job."""
 
-import gzip
-import os
-import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from stat import S_ISREG
-from typing import BinaryIO, cast
+from typing import Any
 
 from batchery.errors import DatasetError
+from batchery_producer.openai_batch import Model, RequestPicker, is_request
+from batchery_producer.packing import MAGIC_BYTES, packing_of_bytes, unpack_errors
 from batchery_producer.records import Broken, Picker, Record, SeenIds
-from batchery_producer.rows import EXTENSIONS, FORMATS, InvalidLine, Lines, Rows
+from batchery_producer.rows import LINE_FORMATS, InvalidLine, Lines, Rows
+from batchery_producer.selection import Failures, sample_of, sampled
+from batchery_producer.source import Source, find_sources
+from batchery_producer.tables import TABLES, TableRows
 
-#: Names standard input, and standard output.
-STANDARD_STREAM = "-"
-
-GZIP_MAGIC = b"\x1f\x8b"
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 class Dataset:
-    """Records of a file or of standard input; iterate over it once.
+    """Records of files or of standard input; each iteration reads them anew.
 
-    Iterating reads as it goes and holds one row at a time. Input that is gzip is recognised by its
-    first bytes, whatever it is called.
+    Iterating reads as it goes and holds one row at a time. Input that is gzip or zstd is recognised
+    by its first bytes, whatever it is called.
 
     Attributes:
+        sources: The files, those that are empty left out.
         name: For messages.
-        path: Where it is; `-` for standard input.
+        names: Of the files.
         is_stdin: Whether it is standard input.
+        is_stream: Whether it can be read only once: standard input, or a pipe.
+        is_openai: Whether the rows are requests of OpenAI's batch API.
+        model: Of those requests; None until one was read.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        names: str | Path | Sequence[str | Path],
         *,
         format: str | None = None,  # noqa: A002 (what every tool calls it)
         field: str | None = None,
         id_field: str | None = None,
         limit: int | None = None,
+        sample: int | None = None,
+        retry_failed: str | Path | None = None,
     ) -> None:
-        """Checks that the input can be read, but reads nothing yet.
+        """Checks that the input can be read; reads the first row of JSON lines, but not from stdin.
 
         Args:
-            path: A file, or `-` for standard input.
-            format: `jsonl`, `csv`, `tsv` or `text`; by default as the name ends, and JSON lines
-                for standard input.
+            names: Files, patterns such as `data/*.jsonl`, or `-` for standard input.
+            format: One of `FORMATS`; by default as each name ends, and JSON lines for standard
+                input.
             field: Holds the item: a key (`meta.title` looks inside `meta`) or a column. By default
                 `text`, or the only field that is a string.
             id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has
                 one, otherwise the line number is the id.
             limit: Read only so many rows.
+            sample: Only so many rows, chosen at random; the same ones each time. All rows are read
+                once before.
+            retry_failed: A file of failures of an earlier run: only the rows that it names.
 
         Raises:
-            DatasetError: There is no such file, it cannot be read, or its format is unknown.
+            DatasetError: There is no such file, it cannot be read, or its format is unknown; or
+                standard input shall be sampled, which can be read only once.
         """
-        self.is_stdin = str(path) == STANDARD_STREAM
-        self.path = Path(path)
-        self.name = "standard input" if self.is_stdin else str(path)
-        self._size_bytes = None if self.is_stdin else _size_of(self.path)
-        self._read_bytes = self._read_rows = 0
+        self.sources = find_sources(names, format)
+        self.is_stdin = self.sources[0].is_stdin
+        self.is_stream = any(each.size_bytes is None for each in self.sources)
+        self.name = self.sources[0].name
+        if len(self.sources) > 1:
+            self.name = f"{self.name} and {len(self.sources) - 1} more"
+        self.names = [each.name for each in self.sources]
+        sizes = [each.size_bytes for each in self.sources]
+        self._size_bytes = None if None in sizes else sum(size for size in sizes if size)
+        self._before_bytes = self._read_bytes = self._read_rows = 0
         self._complete = False
-        self._rows_class = FORMATS[_format_of(str(path), format)]
         self._field = field
         self._id_field = id_field
         self._limit = limit
+        self._sample = self._sampled = sample
+        self._failures = Failures(retry_failed, self.names) if retry_failed else None
+        if sample is not None and self.is_stream:
+            raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
+        self.model: Model | None = None
+        self.is_openai = format == "openai"
+        if format in (None, "openai") and not (field or id_field or self.is_stream):
+            self._recognise()
+
+    @property
+    def inputs(self) -> Sequence[Path]:
+        """Files that must not be overwritten."""
+        paths = [each.path for each in self.sources if not each.is_stdin]
+        return [*paths, self._failures.path] if self._failures else paths
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides which item and which id a row has."""
+        return {"field": self._field, "id field": self._id_field}
 
     @property
     def total(self) -> int | None:
         """Rows in all: an estimate by bytes until all are read, None where there is no telling."""
+        if self._sample is not None:
+            return self._sampled
+        if self._failures is not None:
+            return None
         if self._complete:
             return self._read_rows
-        if self._size_bytes is None or not self._read_bytes:
+        read_bytes = self._before_bytes + self._read_bytes
+        if self._size_bytes is None or not read_bytes:
             return self._limit
-        estimate = max(self._read_rows, self._read_rows * self._size_bytes // self._read_bytes)
+        estimate = max(self._read_rows, self._read_rows * self._size_bytes // read_bytes)
         return estimate if self._limit is None else min(estimate, self._limit)
 
     def __iter__(self) -> Iterator[Record | Broken]:
@@ -84,73 +121,104 @@ class Dataset:
         Raises:
             DatasetError: The input is empty, or not what it was said to be.
         """
-        try:
-            with self._open() as raw, SeenIds() as seen:
-                records = self._records(raw, Picker(self._field, self._id_field, seen))
-                yield from islice(records, self._limit)
-        except OSError as error:
-            raise DatasetError(f"{self.name}: cannot be read: {error}") from None
+        self._before_bytes = self._read_bytes = self._read_rows = 0
+        numbers: Sequence[int] = ()
+        if self._sample is not None:
+            with SeenIds() as seen:
+                numbers = sample_of(islice(self._all(seen), self._limit), self._sample)
+            self._sampled = len(numbers)
+            self._before_bytes = self._read_bytes = self._read_rows = 0
+        with SeenIds() as seen:
+            rows: Iterator[Record | Broken] = islice(self._all(seen), self._limit)
+            if self._sample is not None:
+                rows = sampled(rows, numbers)
+            if self._failures is not None:
+                rows = self._failures.of(rows)
+            yield from rows
         self._complete = True
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
 
-    def _open(self) -> BufferedReader:
-        # A stream of our own: a thread that still waits in sys.stdin's would crash the exit.
-        return open(0 if self.is_stdin else self.path, "rb", closefd=not self.is_stdin)
+    def place(self, source: int, line: int) -> str:
+        """A line for messages."""
+        return f"{self.names[source]}, line {line}"
 
-    def _records(self, raw: BufferedReader, picker: Picker) -> Iterator[Record | Broken]:
-        first = raw.peek(2)[:2]
-        if first in UTF16_MARKS:
-            raise DatasetError(f"{self.name}: UTF-16; convert it to UTF-8, with iconv for example")
-        packed = first == GZIP_MAGIC
-        lines = Lines(cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if packed else raw)
-        rows = self._rows_class(lines)
-        while (record := self._next(rows, picker)) is not None:
+    def _recognise(self) -> None:
+        """Finds out whether the first row is a request, and of which model."""
+        source = self.sources[0]
+        if source.format not in ("jsonl", "openai"):
+            return
+        with suppress(*unpack_errors(), InvalidLine), source.open() as raw:
+            packing = packing_of_bytes(raw.peek(MAGIC_BYTES)[:MAGIC_BYTES])
+            row = next(LINE_FORMATS["jsonl"](Lines(packing.open(raw) if packing else raw)), None)
+            if isinstance(row, Mapping) and is_request(row):
+                self.is_openai = True
+                self._settle(Model.of(row))
+
+    def _settle(self, model: Model) -> Model:
+        self.model = self.model or model
+        return self.model
+
+    def _picker(self, number: int, seen: SeenIds) -> Picker:
+        if self.is_openai:
+            requests = RequestPicker(None, None, seen, number, self.names)
+            requests.settle = self._settle
+            return requests
+        return Picker(self._field, self._id_field, seen, number, self.names)
+
+    def _all(self, seen: SeenIds) -> Iterator[Record | Broken]:
+        for number, source in enumerate(self.sources):
+            picker = self._picker(number, seen)
+            try:
+                with source.open() as raw:
+                    yield from self._records(source, raw, picker)
+            except OSError as error:
+                raise DatasetError(f"{source.name}: cannot be read: {error}") from None
+            self._before_bytes += source.size_bytes or 0
+            self._read_bytes = 0
+
+    def _records(
+        self, source: Source, raw: BufferedReader, picker: Picker
+    ) -> Iterator[Record | Broken]:
+        first = raw.peek(MAGIC_BYTES)[:MAGIC_BYTES]
+        if first.startswith(UTF16_MARKS):
+            raise DatasetError(
+                f"{source.name}: UTF-16; convert it to UTF-8, with iconv for example"
+            )
+        rows: Rows
+        read_bytes: Callable[[], int]
+        if source.format in TABLES:
+            rows = table = self._table(source, raw)
+            read_bytes = partial(table.read_bytes, source.size_bytes or 0)
+        else:
+            packing = packing_of_bytes(first)
+            lines = Lines(packing.open(raw) if packing else raw)
+            rows = LINE_FORMATS[source.format](lines)
+            is_packed_file = packing is not None and source.size_bytes is not None
+            read_bytes = raw.tell if is_packed_file else lambda: lines.read_bytes
+        while (record := _next(source, rows, picker)) is not None:
             self._read_rows += 1
-            self._read_bytes = raw.tell() if packed and self._size_bytes else lines.read_bytes
+            self._read_bytes = read_bytes()
             yield record
 
-    def _next(self, rows: Rows, picker: Picker) -> Record | Broken | None:
+    def _table(self, source: Source, raw: BufferedReader) -> TableRows:
+        if source.is_stdin and source.format == "parquet":
+            raise DatasetError("standard input cannot be Parquet, whose index is at its end")
         try:
-            return picker.pick(rows.number, row) if (row := next(rows, None)) is not None else None
+            return TABLES[source.format](raw)
         except DatasetError as error:
-            raise DatasetError(f"{self.name}: {error}") from None
-        except InvalidLine as error:
-            return Broken(rows.number, rows.number, str(error))
-        except (OSError, EOFError, zlib.error) as error:
-            if rows.number <= 1:
-                raise DatasetError(f"{self.name}: cannot be read: {error}") from None
-            rows.end()
-            return Broken(rows.number, rows.number, f"cannot be read from here on: {error}")
+            raise DatasetError(f"{source.name}: {error}") from None
 
 
-def _format_of(name: str, given: str | None) -> str:
-    if given is not None:
-        if given not in FORMATS:
-            raise DatasetError(f"format {given!r}: unknown; there are {', '.join(FORMATS)}")
-        return given
-    if name == STANDARD_STREAM:
-        return "jsonl"
-    extension = Path(name.lower().removesuffix(".gz")).suffix
-    if extension not in EXTENSIONS:
-        raise DatasetError(
-            f"{name}: {extension or 'no extension'} tells no format;"
-            f" say which with --format: {', '.join(FORMATS)}"
-        )
-    return EXTENSIONS[extension]
-
-
-def _size_of(path: Path) -> int | None:
+def _next(source: Source, rows: Rows, picker: Picker) -> Record | Broken | None:
     try:
-        status = path.stat()
-    except OSError as error:
-        raise DatasetError(f"{path}: cannot be read: {error.strerror}") from None
-    if path.is_dir():
-        raise DatasetError(f"{path}: a directory; name one file")
-    if not os.access(path, os.R_OK):
-        raise DatasetError(f"{path}: cannot be read: Permission denied")
-    if not S_ISREG(status.st_mode):
-        return None
-    if status.st_size == 0:
-        raise DatasetError(f"{path}: empty; there is nothing to submit")
-    return status.st_size
+        return picker.pick(rows.number, row) if (row := next(rows, None)) is not None else None
+    except DatasetError as error:
+        raise DatasetError(f"{source.name}: {error}") from None
+    except InvalidLine as error:
+        return picker.broken(rows.number, str(error))
+    except unpack_errors() as error:
+        if rows.number <= 1:
+            raise DatasetError(f"{source.name}: cannot be read: {error}") from None
+        rows.end()
+        return picker.broken(rows.number, f"cannot be read from here on: {error}")

@@ -1,94 +1,40 @@
 """Output: results and failures as JSON lines, on disk as soon as they are flushed."""
 
-import gzip
-import json
-from collections.abc import Mapping
-from contextlib import suppress
-from io import BufferedWriter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from batchery.errors import DatasetError
-from batchery_producer.dataset import STANDARD_STREAM, Dataset
-
-#: Lines in memory that are written without being asked for, in bytes.
-BUFFER_BYTES = 4 * 1024 * 1024
-
-
-class JsonLines:
-    """A file of JSON lines; gzip if its name says so.
-
-    Whole lines are written by `flush`, or when many have gathered. A gzip file gets a whole gzip
-    member each time: what a killed process leaves behind can be read to its last line.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        """Prepares the file; `open` or the first `flush` with lines creates it.
-
-        Args:
-            path: Where to write, over what is there; standard output if None.
-        """
-        self.path = path
-        self.name = "standard output" if path is None else str(path)
-        self._packed = path is not None and path.name.lower().endswith(".gz")
-        self._file: BufferedWriter | None = None
-        self._lines = bytearray()
-
-    def open(self) -> None:
-        """Creates the file, or empties it.
-
-        Raises:
-            DatasetError: It cannot be written.
-        """
-        try:
-            self._file = open(  # noqa: SIM115 (closed by close)
-                1 if self.path is None else self.path, "wb", closefd=self.path is not None
-            )
-        except OSError as error:
-            raise DatasetError(f"{self.name}: cannot be written: {error.strerror}") from None
-
-    def write(self, entry: Mapping[str, Any]) -> None:
-        """Adds a line, to be written by the next `flush` at the latest; raises as that does."""
-        try:
-            line = json.dumps(entry, ensure_ascii=False).encode()
-        except UnicodeEncodeError:  # Half a surrogate pair: JSON can name it, UTF-8 cannot.
-            line = json.dumps(entry).encode()
-        self._lines += line + b"\n"
-        if len(self._lines) >= BUFFER_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes what was added, through to the operating system.
-
-        Raises:
-            DatasetError: It cannot be written; the disk is full, for example.
-        """
-        if not self._lines:
-            return
-        if self._file is None:
-            self.open()
-        assert self._file is not None
-        try:
-            self._file.write(gzip.compress(self._lines) if self._packed else self._lines)
-            self._file.flush()
-        except OSError as error:
-            raise DatasetError(f"{self.name}: cannot be written: {error.strerror}") from None
-        self._lines.clear()
-
-    def close(self) -> None:
-        """Closes the file; lines that were not flushed are dropped."""
-        if self._file is not None:
-            with suppress(OSError):  # `flush` has already said what was wrong.
-                self._file.close()
+from batchery_producer.dataset import Dataset
+from batchery_producer.final import Final
+from batchery_producer.journal import Done, Journal
+from batchery_producer.jsonlines import JsonLines, TooLong
+from batchery_producer.openai_batch import Model, Spelling
+from batchery_producer.places import (
+    check_place,
+    errors_beside,
+    holds_something,
+    is_same,
+    journal_beside,
+)
+from batchery_producer.records import Broken, Record
+from batchery_producer.source import STANDARD_STREAM
+from batchery_producer.window import Place
 
 
 class Output:
-    """The two files of a run: results, and failures if there are any.
+    """The files of a run: results, failures if there are any, and a journal until all is well.
 
     A result is `{"id": ..., "line": n, "result": ...}`, a failure
-    `{"id": ..., "line": n, "error": {"type": ..., "message": ...}}`; in the order in which they
-    were completed. There is no file of failures without a failure.
+    `{"id": ..., "line": n, "error": {"type": ..., "message": ...}}`; of several input files, each
+    names its `file`, too. They come in the order in which they were completed. There is no file of
+    failures without a failure.
+
+    Attributes:
+        done: Lines of the input that an earlier process has finished.
+        journal: Tells this run from others; None until it is open.
+        is_resumed: Whether it goes on with what was there.
     """
 
     def __init__(
@@ -98,6 +44,8 @@ class Output:
         errors: str | Path | None = None,
         *,
         overwrite: bool = False,
+        resume: bool = False,
+        ordered: bool = False,
     ) -> None:
         """Checks where to write, but writes nothing yet.
 
@@ -107,23 +55,107 @@ class Output:
             errors: A file; by default `<name>.errors.jsonl` beside the results, or in the current
                 directory and named after the input if the results go to standard output.
             overwrite: Whether files that hold something may be replaced.
+            resume: Whether to go on with what is there.
+            ordered: Whether results stand in the order of the input.
 
         Raises:
-            DatasetError: A file cannot be written, would overwrite another one, or is the input.
+            DatasetError: A file cannot be written, would overwrite another one, or is the input;
+                or there is nothing to go on with that can be trusted.
         """
-        to_stdout = str(results) == STANDARD_STREAM
-        self.results = JsonLines(None if to_stdout else Path(results))
-        self.errors = JsonLines(Path(errors) if errors else _errors_beside(source, results))
+        path = None if str(results) == STANDARD_STREAM else Path(results)
+        errors = Path(errors) if errors else errors_beside(source, results)
+        self.done = Done(source.names)
+        self.journal: Journal | None = None
+        self.is_resumed = False
+        self._is_known = True
+        self._resume = resume
+        self._source = source
+        self._final = Final(path, ordered=ordered, spelled=source.is_openai)
+        self._final_errors = Final(errors, spelled=source.is_openai)
+        self._journal_path = None if source.is_stream else journal_beside(path)
+        self._check_resume(overwrite)
+        for file in (path, errors):
+            check_place(file, source, replace=overwrite or resume, hint=self._hint())
+        if is_same(path, errors):
+            raise DatasetError(f"{errors}: results and failures need a file each")
+        if self._is_begun and not (resume or overwrite):
+            raise DatasetError(f"{path}: begun and not finished; {self._hint()}")
+        self.results = JsonLines(self._final.part() if self._final.needs_part else path)
+        self.errors = JsonLines(self._final_errors.part() if source.is_openai else errors)
+
+    def _check_resume(self, overwrite: bool) -> None:
+        if self._resume and overwrite:
+            raise DatasetError("--resume keeps what is there and --overwrite does not; choose one")
+        if self._resume and self._journal_path is None:
+            raise DatasetError(
+                "streams and devices cannot be resumed; read from files, and write to one"
+            )
+        finished = self._final.needs_part and holds_something(self._final.path)
+        if self._resume and finished and not self._is_begun:
+            raise DatasetError(
+                f"{self._final.path}: complete, or not ours; to begin anew say --overwrite"
+            )
+
+    @property
+    def _is_begun(self) -> bool:
+        """Whether there is a run that was not finished."""
+        return self._journal_path is not None and self._journal_path.exists()
+
+    def _hint(self) -> str:
+        if self._is_begun:
+            return "--resume finishes what is missing in it, --overwrite begins anew"
+        return "name another file, or say --overwrite"
+
+    def open(self, journal: Journal) -> Journal:
+        """Begins the files, or takes up what is there.
+
+        Args:
+            journal: What this process is asked to do.
+
+        Returns:
+            What the run is.
+
+        Raises:
+            DatasetError: What is there is of another run, or is no output at all; or it cannot be
+                written.
+        """
+        self.journal = journal
+        before = None if self._journal_path is None else Journal.read(self._journal_path)
+        if self._resume and (before is not None or holds_something(self.results.path)):
+            self._take_up(before)
+        else:
+            self._begin()
+        return self.journal
+
+    def _begin(self) -> None:
+        """Failures of an earlier run go; the journal comes last: what it is for is there."""
+        assert self.journal is not None
+        self.results.open()
+        final = self._final.path if self._final.needs_part else None
+        for path in (self._journal_path, self.errors.path, self._final_errors.path, final):
+            if path is not None and path.is_file():
+                path.unlink()
+        if self._journal_path is not None:
+            self.journal.write(self._journal_path)
+
+    def _take_up(self, before: Journal | None) -> None:
+        assert self.journal is not None
+        assert self._journal_path is not None
+        if before is not None:
+            self.journal = before.continued_by(self.journal)
+        self.is_resumed = True
+        self._is_known = before is not None
+        self.done = Done(self.journal.files)
         for file in (self.results, self.errors):
-            _check(file, source, overwrite=overwrite)
-        if _same(self.results.path, self.errors.path):
-            raise DatasetError(f"{self.errors.name}: results and failures need a file each")
+            for entry in file.resume():
+                try:
+                    self.done.note(entry)
+                except DatasetError as error:
+                    raise DatasetError(f"{file.name}: {error}") from None
+        if before is not None:
+            self.journal.write(self._journal_path)
 
     def __enter__(self) -> Self:
-        """Creates the file of results; removes failures of an earlier run."""
-        self.results.open()
-        if self.errors.path is not None and self.errors.path.is_file():
-            self.errors.path.unlink()
         return self
 
     def __exit__(
@@ -134,48 +166,94 @@ class Output:
     ) -> None:
         self.results.close()
         self.errors.close()
+        if self._final.path is None and self._final.needs_part and self.results.path is not None:
+            self.results.path.unlink(missing_ok=True)
 
-    def result(self, id_: Any, line: int, result: Any) -> None:
-        """Adds the result of a job."""
-        self.results.write({"id": id_, "line": line, "result": result})
+    def missing(self, rows: Iterable[Record | Broken]) -> Iterator[Record | Broken]:
+        """Those rows of the input that are not done.
 
-    def failure(self, id_: Any, line: int, type_: str, message: str) -> None:
+        Raises:
+            DatasetError: One is missing, and there is no journal.
+        """
+        for row in rows:
+            if (row.source, row.line) in self.done:
+                continue
+            if not self._is_known:
+                where = self._source.place(row.source, row.line)
+                raise DatasetError(
+                    f"{self.results.name}: has nothing for {where}, and no journal"
+                    f" ({self._journal_path}) says how it was begun:"
+                    " name another output, or say --overwrite"
+                )
+            yield row
+
+    def result(self, place: Place, result: Any) -> str | None:
+        """Adds the result of a job.
+
+        Returns:
+            None; or why no file can have it.
+        """
+        try:
+            self.results.write({**self._head(place), "result": result})
+        except TooLong as error:
+            return str(error)
+        return None
+
+    def failure(self, place: Place, type_: str, message: str) -> None:
         """Adds a job that failed, or a line that became no job."""
-        self.errors.write({"id": id_, "line": line, "error": {"type": type_, "message": message}})
+        error = {"type": type_, "message": message}
+        self.errors.write({**self._head(place), "error": error})
+
+    def _head(self, place: Place) -> dict[str, Any]:
+        if self.journal is None or len(self.journal.files) == 1:
+            return {"id": place.id, "line": place.line}
+        file = self.journal.files[place.source]
+        return {"id": place.id, "file": file, "line": place.line}
+
+    def place(self, place: Place) -> str:
+        """A line of the input, for messages."""
+        return self._source.place(place.source, place.line)
 
     def flush(self) -> None:
         """Writes what was added; raises as `JsonLines.flush` does."""
         self.results.flush()
         self.errors.flush()
 
+    def _spelling(self) -> Spelling | None:
+        """Of files as OpenAI's batch API writes them."""
+        if not self._source.is_openai or self.journal is None:
+            return None
+        model = self._source.model or Model("", "float")
+        return Spelling(self.journal, model, self._source.place)
 
-def _errors_beside(source: Dataset, results: str | Path) -> Path:
-    """`out.jsonl.gz` has its failures in `out.errors.jsonl`."""
-    if str(results) != STANDARD_STREAM:
-        name, folder = Path(results).name, Path(results).parent
-    else:
-        name, folder = "stdin" if source.is_stdin else source.path.name, Path()
-    stem = Path(name.removesuffix(".gz")).stem
-    return folder / f"{stem}.errors.jsonl"
+    def finish(self, *, complete: bool) -> None:
+        """Gives the output its final form.
 
+        Args:
+            complete: Whether every row is done: nobody needs the journal any more. Otherwise only
+                what goes to standard output is written; files wait for the rest.
 
-def _check(file: JsonLines, source: Dataset, *, overwrite: bool) -> None:
-    path = file.path
-    if path is None:
-        return
-    if path.is_dir():
-        raise DatasetError(f"{path}: a directory; name a file")
-    if not path.parent.is_dir():
-        raise DatasetError(f"{path}: there is no directory {path.parent}; create it first")
-    if not source.is_stdin and _same(path, source.path):
-        raise DatasetError(f"{path}: this is the input; name another file")
-    if not overwrite and path.is_file() and path.stat().st_size:
-        raise DatasetError(f"{path}: already there; name another file, or say --overwrite")
+        Raises:
+            DatasetError: It cannot be written; no result is lost.
+        """
+        self.flush()
+        parts: list[Path] = []
+        if self._final.needs_part and (complete or self._final.path is None):
+            parts = list(self._write_final())
+        if complete and self._journal_path is not None:
+            self._journal_path.unlink(missing_ok=True)
+        for part in parts:  # After the journal: with it, the output can be made of them again.
+            part.unlink(missing_ok=True)
 
-
-def _same(one: Path | None, other: Path | None) -> bool:
-    if one is None or other is None:
-        return False
-    if one.exists() and other.exists():
-        return one.samefile(other)
-    return one.resolve() == other.resolve()
+    def _write_final(self) -> Iterator[Path]:
+        """Writes the output, and yields what it was made of."""
+        assert self.journal is not None
+        assert self.results.path is not None
+        spelling, files = self._spelling(), self.journal.files
+        self.results.close()
+        self._final.write(self.results.path, files, spelling.result if spelling else None)
+        yield self.results.path
+        if spelling and self.errors.path is not None and self.errors.path.exists():
+            self.errors.close()
+            self._final_errors.write(self.errors.path, files, spelling.failure)
+            yield self.errors.path

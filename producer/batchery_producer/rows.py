@@ -70,9 +70,12 @@ class Rows(Iterator[Any], ABC):
         number: Line that the last row began in, from 1.
     """
 
-    def __init__(self, lines: Lines) -> None:
-        self._lines = lines
+    def __init__(self) -> None:
         self.number = 0
+
+    @abstractmethod
+    def end(self) -> None:
+        """Reads no further, after an error that cannot be passed over."""
 
     @abstractmethod
     def __next__(self) -> Mapping[str, Any] | str:
@@ -82,8 +85,16 @@ class Rows(Iterator[Any], ABC):
             InvalidLine: It cannot be read; the one after it may.
         """
 
+
+class LineRows(Rows):
+    """Rows of a format that consists of lines."""
+
+    def __init__(self, lines: Lines) -> None:
+        super().__init__()
+        self._lines = lines
+
     def end(self) -> None:
-        """Reads no further, after an error that cannot be passed over."""
+        """As `Rows.end`."""
         self._lines.end()
 
     def _next_line(self) -> str:
@@ -98,7 +109,7 @@ class Rows(Iterator[Any], ABC):
                 return text.rstrip("\r\n")
 
 
-class TextRows(Rows):
+class TextRows(LineRows):
     """Every line is an item."""
 
     def __next__(self) -> str:
@@ -106,7 +117,7 @@ class TextRows(Rows):
         return self._next_line()
 
 
-class JsonRows(Rows):
+class JsonRows(LineRows):
     """Every line is a JSON object, or a string that is the item itself."""
 
     def __next__(self) -> Mapping[str, Any] | str:
@@ -125,7 +136,7 @@ class JsonRows(Rows):
         return row
 
 
-class CsvRows(Rows):
+class CsvRows(LineRows):
     """Comma-separated values, RFC 4180; the first row names the columns."""
 
     delimiter = ","
@@ -188,18 +199,10 @@ class _Decoded(Iterator[str]):
         return next(self._lines).decode(errors="surrogateescape")
 
 
-FORMATS: Mapping[str, type[Rows]] = {
+LINE_FORMATS: Mapping[str, type[LineRows]] = {
     "jsonl": JsonRows,
     "csv": CsvRows,
     "tsv": TsvRows,
     "text": TextRows,
-}
-
-EXTENSIONS: Mapping[str, str] = {
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".txt": "text",
-    ".text": "text",
+    "openai": JsonRows,
 }

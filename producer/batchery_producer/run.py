@@ -2,14 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from itertools import groupby
 
 from celery import uuid
 
-from batchery_producer.collect import Answer, Collector, Pace
+from batchery.errors import BatcheryError
+from batchery_producer.answer import Answer
+from batchery_producer.collect import Collector
 from batchery_producer.feed import Feed
 from batchery_producer.output import Output
+from batchery_producer.packs import header_of, joined
 from batchery_producer.patience import GaveUp, Interrupted
 from batchery_producer.publish import Publisher
 from batchery_producer.rate import Rate
@@ -20,10 +24,17 @@ from batchery_producer.window import Place, Window
 logger = logging.getLogger(__name__)
 
 #: Most jobs that are sent at a time; between two times results are collected.
-SEND_CHUNK = 256
+SEND_CHUNK = 1024
+
+#: Part of the window that must be free for jobs to be sent while others are in flight: a few jobs
+#: cost as much as many.
+SEND_SHARE = 1 / 8
 
 #: Longest time that the loop sleeps, in seconds: so late is it to see that it shall stop.
 LONGEST_SLEEP_S = 0.25
+
+#: How long it waits for results while more input may come at any moment, in seconds.
+SLOW_INPUT_S = 0.02
 
 #: How often results are written through to the disk and removed from the backend, in seconds.
 FLUSH_S = 0.5
@@ -33,6 +44,13 @@ HINT_S = 20.0
 
 #: Error type of lines that become no job, in the file of failures.
 INVALID_LINE = "InvalidLine"
+
+#: And of jobs whose result fits no line of the output.
+RESULT_TOO_LARGE = "ResultTooLarge"
+
+
+class Stopped(BatcheryError):
+    """A run was to end at the first failure."""
 
 
 class Run:
@@ -46,10 +64,13 @@ class Run:
         output: Output,
         window: Window,
         *,
+        task_id: Callable[[Record], str] = lambda _: uuid(),
+        lost: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
         total: Callable[[], int | None] = lambda: None,
         keep_results: bool = False,
         timeout_s: float | None = None,
         stop: Callable[[], bool] = lambda: False,
+        stop_at_failure: bool = False,
         progress: Callable[[Snapshot], None] = lambda _: None,
         explain: Callable[[], str] = lambda: "",
         notice: Callable[[str], None] = logger.warning,
@@ -62,10 +83,13 @@ class Run:
             collector: Fetches results.
             output: Is open.
             window: Is empty; bounds the jobs in flight.
+            task_id: Names the job of a record.
+            lost: Says which jobs must be sent; the others are on their way from an earlier run.
             total: Says how many lines the input has, as far as that is known.
             keep_results: Leave results in the backend, where they expire.
             timeout_s: Give up when no job has ended for so long, in seconds; None never does.
             stop: Asked several times a second; True ends the run.
+            stop_at_failure: End the run when a job has failed, or a line become no job.
             progress: Called several times a second.
             explain: Says why nothing may be coming.
             notice: Gets a line for the user.
@@ -75,20 +99,22 @@ class Run:
         self._collector = collector
         self._output = output
         self._window = window
+        self._task_id = task_id
+        self._lost = lost
         self._total = total
         self._keep_results = keep_results
         self._timeout_s = timeout_s
         self._stop = stop
+        self._stop_at_failure = stop_at_failure
         self._progress = progress
         self._explain = explain
         self._notice = notice
-        self._pace = Pace()
         self._submitted = self._succeeded = self._failed = 0
         self._written: list[str] = []
-        self._began_s = self._swept_s = self._flushed_s = self._heard_s = time.monotonic()
-        self._sweep_at_s = self._began_s
+        self._began_s = self._flushed_s = self._heard_s = time.monotonic()
         self._rate = Rate(self._began_s)
         self._hinted = False
+        self._stopped_by: tuple[Place, str] | None = None
 
     def run(self) -> Summary:
         """Runs to the end of the input, or until it is stopped.
@@ -104,9 +130,13 @@ class Run:
         except Interrupted:
             ending, message = Ending.INTERRUPTED, "interrupted"
             with suppress(GaveUp, Interrupted):
-                self._sweep()  # What is ready now is taken; nothing is waited for.
+                self._take(self._collector.sweep())  # What is ready now, and no more.
         except GaveUp as error:
             ending, message = Ending.GAVE_UP, str(error)
+        except Stopped as error:
+            ending, message = Ending.SOME_FAILED, str(error)
+            with suppress(GaveUp, Interrupted):
+                self._take(self._collector.sweep())
         finally:
             with suppress(GaveUp, Interrupted):
                 self._flush()
@@ -127,35 +157,35 @@ class Run:
     def _step(self) -> None:
         if self._stop():
             raise Interrupted("asked to stop")
-        sent = self._submit(wait_s=0)
-        if time.monotonic() >= self._sweep_at_s:
-            self._sweep()
+        sent = self._submit()
+        self._take(self._collector.collect(0 if sent else self._patience_s()))
         self._progress(self._snapshot())
+        if self._stopped_by is not None:
+            place, why = self._stopped_by
+            raise Stopped(f"stopped at {self._output.place(place)}: {why}")
         self._check_silence()
-        if not sent:
-            self._rest()
 
-    def _rest(self) -> None:
-        """Waits for the next sweep; for input, if there is room for it."""
-        rest_s = min(self._sweep_at_s - time.monotonic(), LONGEST_SLEEP_S)
+    def _patience_s(self) -> float:
+        """How long to wait for results."""
         if not self._window:
-            rest_s = LONGEST_SLEEP_S
-        if rest_s <= 0:
-            return
-        if self._window.room and not self._feed.exhausted:
-            self._submit(wait_s=rest_s)
-        else:
-            time.sleep(rest_s)
-
-    def _submit(self, wait_s: float) -> int:
-        room = min(self._window.room, SEND_CHUNK)
-        if not room or self._feed.exhausted:
             return 0
-        entries = self._feed.take(room, wait_s)
+        return LONGEST_SLEEP_S if self._feed.exhausted or not self._has_room else SLOW_INPUT_S
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether it is worth while to send jobs."""
+        least = min(self._window.size * SEND_SHARE, SEND_CHUNK)
+        return self._window.room > 0 and (not self._window or self._window.room >= least)
+
+    def _submit(self) -> int:
+        if not self._has_room or self._feed.exhausted:
+            return 0
+        # With nothing to wait for but the input, it may take its time.
+        wait_s = 0 if self._window else LONGEST_SLEEP_S
+        entries = self._feed.take(min(self._window.room, SEND_CHUNK), wait_s)
         for entry in entries:
             if isinstance(entry, Broken):
-                self._failed += 1
-                self._output.failure(entry.id, entry.line, INVALID_LINE, entry.reason)
+                self._fail(Place(entry.line, entry.id, entry.source), INVALID_LINE, entry.reason)
         self._send([entry for entry in entries if isinstance(entry, Record)])
         return len(entries)
 
@@ -164,40 +194,46 @@ class Run:
             return
         if not self._window:
             self._heard_s = time.monotonic()
-        jobs = {uuid(): record for record in records}
+        jobs = {self._task_id(record): record for record in records}
         # In flight before they are sent: an attempt that fails may have sent them all the same.
-        self._window.add({id_: Place(record.line, record.id) for id_, record in jobs.items()})
-        self._submitted += len(jobs)
-        self._publisher.send([(id_, record.item) for id_, record in jobs.items()])
+        places = {
+            id_: Place(each.line, each.id, each.source, each.pack) for id_, each in jobs.items()
+        }
+        self._window.add(places)
+        self._collector.expect(jobs)
+        lost = self._lost(list(jobs))
+        self._submitted += len(lost)
+        for pack, ids in groupby(lost, key=lambda id_: jobs[id_].pack):
+            headers = header_of(pack, self._collector.headers) if pack else None
+            self._publisher.send([(id_, jobs[id_].item) for id_ in ids], headers)
 
-    def _sweep(self) -> None:
-        began_s = time.monotonic()
-        arrived = 0
-        for task_id, answer in self._collector.ready(list(self._window)):
-            self._note(self._window.settle(task_id), answer)
-            self._written.append(task_id)
-            arrived += 1
-        now_s = time.monotonic()
-        if arrived:
-            self._heard_s, self._hinted = now_s, False
-        if now_s - self._flushed_s >= FLUSH_S:
+    def _take(self, ended: Iterable[tuple[str, Answer]]) -> None:
+        for task_id, answer in ended:
+            if self._note(task_id, self._window.settle(task_id), answer):
+                self._written.append(task_id)
+            self._heard_s, self._hinted = time.monotonic(), False
+        if time.monotonic() - self._flushed_s >= FLUSH_S:
             self._flush()
-        pause_s = self._pace.pause_s(
-            in_flight=len(self._window),
-            arrived=arrived,
-            since_s=began_s - self._swept_s,
-            sweep_s=now_s - began_s,
-        )
-        self._swept_s = began_s
-        self._sweep_at_s = time.monotonic() + pause_s
 
-    def _note(self, place: Place, answer: Answer) -> None:
-        if answer.error is None:
-            self._succeeded += 1
-            self._output.result(place.id, place.line, answer.value)
+    def _note(self, task_id: str, place: Place, answer: Answer) -> bool:
+        """Adds an answer to the output; says whether the backend may forget it."""
+        if place.pack:
+            answer = joined(answer, place.pack)
+        if answer.error is not None:
+            self._fail(place, *answer.error)
+        elif refused := self._output.result(place, answer.value):
+            where = f"the result backend keeps it under {task_id} until it expires"
+            self._fail(place, RESULT_TOO_LARGE, f"{refused}; {where}")
+            return False
         else:
-            self._failed += 1
-            self._output.failure(place.id, place.line, *answer.error)
+            self._succeeded += 1
+        return True
+
+    def _fail(self, place: Place, type_: str, message: str) -> None:
+        self._failed += 1
+        self._output.failure(place, type_, message)
+        if self._stop_at_failure:
+            self._stopped_by = self._stopped_by or (place, f"{type_}: {message}")
 
     def _flush(self) -> None:
         """Writes first and forgets then: a result is always in one of the two places."""

@@ -5,8 +5,39 @@ from typing import Any
 
 from celery import Celery
 
+from batchery.errors import SettingsError
+
 #: How long workers may take to answer, in seconds. All that answer in this time are heard.
 ASK_S = 1.0
+
+#: Tasks that a message names at most.
+MOST_NAMED = 8
+
+
+def check_workers(app: Celery, task: str, queue: str) -> None:
+    """Makes sure that somebody knows a task, as far as workers answer.
+
+    Takes a moment if one that knows it is quick to say so, otherwise a few seconds.
+
+    Raises:
+        SettingsError: Workers consume the queue, and none of them has the task.
+    """
+    try:
+        first = app.control.inspect(limit=1, timeout=ASK_S).registered() or {}
+        if not first or any(task in tasks for tasks in first.values()):
+            return
+        queues = app.control.inspect(timeout=ASK_S).active_queues() or {}
+        takers = _takers(queues, queue)
+        known = app.control.inspect(takers, timeout=ASK_S).registered() if takers else None
+    except Exception:  # noqa: BLE001 (every transport has its own; some cannot ask at all)
+        return
+    if known and not any(task in tasks for tasks in known.values()):
+        has = sorted({name for tasks in known.values() for name in tasks})
+        more = f" and {len(has) - MOST_NAMED} more" if len(has) > MOST_NAMED else ""
+        raise SettingsError(
+            f"task {task!r}: {_list(takers)} consumes queue {queue!r} and has no such task;"
+            f" it has {', '.join(has[:MOST_NAMED]) or 'none'}{more}"
+        )
 
 
 def explain_silence(app: Celery, task: str, queue: str) -> str:
@@ -39,9 +70,7 @@ def _workers(
             "no worker answers (none runs, all are too busy, or they use another broker):"
             f" start one with `celery -A YOUR_APP worker -Q {queue}`"
         )
-    takers = sorted(
-        name for name, queues in workers.items() if any(each["name"] == queue for each in queues)
-    )
+    takers = _takers(workers, queue)
     if not takers:
         return (
             f"{_list(sorted(workers))} answers, but consumes another queue:"
@@ -51,6 +80,13 @@ def _workers(
     if known and not any(task in tasks for tasks in known.values()):
         return f"{_list(takers)} consumes it, but has no task {task!r}"
     return f"{_list(takers)} consumes it and answers, so it is busy, or the jobs left no result"
+
+
+def _takers(workers: Mapping[str, Sequence[Mapping[str, Any]]], queue: str) -> list[str]:
+    """Names of the workers that consume a queue."""
+    return sorted(
+        name for name, queues in workers.items() if any(each["name"] == queue for each in queues)
+    )
 
 
 def _list(names: list[str]) -> str:

@@ -13,20 +13,26 @@ from rich.console import Console
 from batchery.cli import main, one_line_errors
 from batchery.named_app import app_options, load_app
 from batchery_producer.bulk import WINDOW, submit_file
-from batchery_producer.dataset import STANDARD_STREAM
+from batchery_producer.dry_run import describe_dry_run, try_file
 from batchery_producer.interrupt import Interrupt
 from batchery_producer.progress import LineDisplay, LiveDisplay, display_on, duration
-from batchery_producer.rows import FORMATS
+from batchery_producer.source import FORMATS, STANDARD_STREAM
 from batchery_producer.summary import Summary
 
 HELP = """Submit every row of SOURCE as one job, and write every result to a file.
 
-SOURCE is JSON lines, CSV, TSV or plain text (one item per line), or - for standard input; gzip is
-recognised. Blank lines are passed over.
+SOURCE is one or many files or patterns ('data/*.jsonl'), or - for standard input: JSON lines, CSV,
+TSV, plain text (one item per line), Parquet, Arrow, or requests of OpenAI's batch API for
+embeddings. gzip and zstd are recognised. Blank lines are passed over.
 
-Results are JSON lines {"id", "line", "result"} in the order in which they are completed. Jobs that
-fail, and lines that cannot be read, go to the file of failures as {"id", "line", "error"}; there is
-no such file without a failure.
+Results are JSON lines {"id", "line", "result"} in the order in which they are completed; or CSV,
+TSV, Parquet or Arrow, as OUTPUT ends, written when all are there. Jobs that fail, and lines that
+cannot be read, go to the file of failures as {"id", "line", "error"}; there is no such file without
+a failure. Requests of OpenAI's form get output and error files of that form.
+
+A run that ended early, even by kill -9, goes on with --resume: only what has neither a result nor a
+failure is submitted, and jobs that are still on their way are awaited. OUTPUT.journal, which is
+removed at the end, says what it was; without it, or with another input, nothing is resumed.
 
 The first Ctrl-C ends the run cleanly: results that are ready are written, jobs in flight stay in
 the queue, where workers still run them. The second ends it at once.
@@ -34,8 +40,8 @@ the queue, where workers still run them. The second ends it at once.
 \b
 Exit codes:
   0    every row has a result
-  1    some rows failed; they are in the file of failures
-  2    could not start, or the output cannot be written any more
+  1    some rows failed, or --on-error=stop met the first; they are in the file of failures
+  2    could not start, or the output cannot be written any more: the disk is full, for example
   3    gave up: no result for --timeout, or Redis stayed away for two minutes
   130  interrupted
 """
@@ -69,15 +75,27 @@ def _options(
 
 
 @click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("source")
-@click.option("--task", required=True, metavar="NAME", help="Task that runs the jobs.")
+@click.argument("source", nargs=-1, required=True)
+@click.option("--task", metavar="NAME", help="Task that runs the jobs.")
 @click.option("-o", "--output", required=True, metavar="FILE", help="Results; - for stdout.")
 @click.option("--errors", metavar="FILE", help="Failures; default: OUTPUT's stem.errors.jsonl.")
+@click.option("--ordered", is_flag=True, help="Keep SOURCE's order; the output comes at the end.")
 @click.option("--overwrite", is_flag=True, help="Replace an output that is already there.")
+@click.option("--resume", is_flag=True, help="Finish an output that is already there.")
+@click.option(
+    "--on-error",
+    type=click.Choice(["continue", "stop"]),
+    default="continue",
+    show_default=True,
+    help="What a failure does to the run.",
+)
 @click.option("--format", type=click.Choice(list(FORMATS)), help="Default: by SOURCE's extension.")
 @click.option("--field", metavar="FIELD", help="The item; default: text, or the only string.")
 @click.option("--id-field", metavar="FIELD", help="Default: id, custom_id, or the line number.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
+@click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Only N rows at random.")
+@click.option("--retry-failed", metavar="FILE", help="Only rows that this file of failures names.")
+@click.option("--dry-run", is_flag=True, help="Check everything, try some rows, write nothing.")
 @click.option(
     "--queue", metavar="NAME", help="Default: as the app routes it, else the task's name."
 )
@@ -128,6 +146,8 @@ def submit(
     redis_url: str | None,
     keywords: dict[str, Any],
     options: dict[str, Any],
+    on_error: str,
+    dry_run: bool,
     quiet: bool,
     as_json: bool,
     **rest: Any,
@@ -138,13 +158,22 @@ def submit(
     console = Console(stderr=True)
     with Interrupt() as interrupt, one_line_errors():
         app = load_app(app_path, redis_url)
+        keywords = {**keywords, **options}
+        if dry_run:
+            tried = try_file(app=app, keywords=keywords, stop=interrupt, **rest)
+            click.echo(describe_dry_run(tried, " ".join(rest["source"])), err=True)
+            sys.exit(tried.ending.value)
         display: AbstractContextManager[LiveDisplay | LineDisplay | None] = (
-            nullcontext() if quiet else display_on(console, rest["task"])
+            nullcontext() if quiet else display_on(console, rest["task"] or "submit")
         )
         with display as shown:
             hooks = {"progress": shown.show, "notice": shown.note} if shown else {}
             summary = submit_file(
-                app=app, keywords={**keywords, **options}, stop=interrupt, **{**hooks, **rest}
+                app=app,
+                keywords=keywords,
+                stop=interrupt,
+                stop_at_failure=on_error == "stop",
+                **{**hooks, **rest},
             )
     if as_json:
         click.echo(json.dumps(as_dict(summary)))
@@ -173,6 +202,8 @@ def describe(summary: Summary, output: str) -> str:
     if output != STANDARD_STREAM:
         first += f"; results in {output}"
     lines = [f"batchery: {summary.message}", first] if summary.message else [first]
+    if summary.before:
+        lines.append(f"{summary.before:,} were done before")
     if summary.in_flight:
         lines.append(
             f"{summary.in_flight:,} jobs still in flight in queue {summary.queue!r}:"

@@ -61,6 +61,7 @@ class Summary:
         seconds: How long it took.
         queue: Where the jobs went.
         message: Why it ended early; empty if it did not.
+        before: Lines that an earlier process of the same run had finished.
     """
 
     ending: Ending
@@ -71,6 +72,7 @@ class Summary:
     seconds: float
     queue: str
     message: str = ""
+    before: int = 0
 
     @property
     def rate(self) -> float:

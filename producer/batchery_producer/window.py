@@ -12,10 +12,14 @@ class Place:
     Attributes:
         line: Of the input, from 1.
         id: The caller's.
+        source: Number of the input's file that the line is in, from 0.
+        pack: How many items the job has; 0 if it is not packed.
     """
 
     line: int
     id: Any
+    source: int = 0
+    pack: int = 0
 
 
 class Window:

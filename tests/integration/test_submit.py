@@ -1,12 +1,10 @@
 """`batchery submit` against a real Redis and real workers: what comes out."""
 
-import contextlib
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import redis
 from celery import Celery
 
@@ -15,17 +13,6 @@ from bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from harness import Worker, wait_for
 
 StartWorker = Callable[..., Worker]
-
-
-@pytest.fixture(scope="module")
-def worker(start_module_worker: StartWorker) -> Worker:
-    return start_module_worker(APP)
-
-
-@pytest.fixture
-def store(redis_url: str) -> Iterator["redis.Redis"]:
-    with contextlib.closing(redis.Redis.from_url(redis_url)) as connection:
-        yield connection
 
 
 def test_every_row_gets_its_own_result_and_nothing_stays_behind(

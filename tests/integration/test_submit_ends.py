@@ -20,17 +20,6 @@ from harness import Worker, wait_for
 StartWorker = Callable[..., Worker]
 
 
-@pytest.fixture(scope="module")
-def worker(start_module_worker: StartWorker) -> Worker:
-    return start_module_worker(APP)
-
-
-@pytest.fixture
-def store(redis_url: str) -> Iterator["redis.Redis"]:
-    with contextlib.closing(redis.Redis.from_url(redis_url)) as connection:
-        yield connection
-
-
 @pytest.fixture
 def empty_queue(store: "redis.Redis") -> Iterator[str]:
     """A queue that nobody consumes; its jobs are gone after the test."""
@@ -117,20 +106,13 @@ def test_without_a_worker_it_gives_up_and_says_why(
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_a_task_that_no_worker_has_fails_job_by_job(
-    tmp_path: Path, client: Celery, worker: Worker
+def test_a_task_that_no_worker_has_is_refused_at_once(
+    tmp_path: Path, client: Celery, worker: Worker, store: "redis.Redis"
 ) -> None:
-    summary = submit_file(
-        write_rows(tmp_path / "in.jsonl", 3),
-        "no.such.task",
-        tmp_path / "out.jsonl",
-        app=client,
-        queue=QUEUE,
-        timeout_s=30,
-    )
-    assert summary.ending is Ending.SOME_FAILED
-    errors = [row["error"] for row in read_rows(tmp_path / "out.errors.jsonl")]
-    assert errors == [{"type": "NotRegistered", "message": "no.such.task"}] * 3
+    source = write_rows(tmp_path / "in.jsonl", 3)
+    with pytest.raises(SettingsError, match=r"'no\.such\.task': .* has no such task; it has apps"):
+        submit_file(source, "no.such.task", tmp_path / "out.jsonl", app=client, queue=QUEUE)
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_an_app_without_results_is_refused(tmp_path: Path, redis_url: str) -> None:

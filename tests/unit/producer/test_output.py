@@ -7,7 +7,11 @@ import pytest
 
 from batchery import DatasetError
 from batchery_producer.dataset import Dataset
-from batchery_producer.output import BUFFER_BYTES, JsonLines, Output
+from batchery_producer.journal import Journal
+from batchery_producer.jsonlines import BUFFER_BYTES, JsonLines
+from batchery_producer.output import Output
+from batchery_producer.rows import MAX_LINE_BYTES
+from batchery_producer.window import Place
 
 
 @pytest.fixture
@@ -17,14 +21,19 @@ def source(tmp_path: Path) -> Dataset:
     return Dataset(path)
 
 
+def journal(source: Dataset) -> Journal:
+    return Journal.of(source.sources, "embed", {}, 16)
+
+
 def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_results_and_failures_go_to_a_file_each(tmp_path: Path, source: Dataset) -> None:
     with Output(source, tmp_path / "out.jsonl") as output:
-        output.result("a", 1, {"vector": [1.0]})
-        output.failure(2, 2, "ValueError", "größer")
+        output.open(journal(source))
+        output.result(Place(1, "a"), {"vector": [1.0]})
+        output.failure(Place(2, 2), "ValueError", "größer")
         output.flush()
     assert lines(tmp_path / "out.jsonl") == [{"id": "a", "line": 1, "result": {"vector": [1.0]}}]
     assert lines(tmp_path / "out.errors.jsonl") == [
@@ -36,6 +45,7 @@ def test_without_a_failure_there_is_no_file_of_failures(tmp_path: Path, source: 
     stale = tmp_path / "out.errors.jsonl"
     stale.write_text("old\n")
     with Output(source, tmp_path / "out.jsonl", overwrite=True) as output:
+        output.open(journal(source))
         output.flush()
     assert (tmp_path / "out.jsonl").exists()
     assert not stale.exists()
@@ -105,7 +115,8 @@ def test_an_empty_output_may_be_there_and_a_full_one_be_replaced(
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "full.jsonl").write_text("something\n")
     Output(source, tmp_path / "empty.jsonl")
-    with Output(source, tmp_path / "full.jsonl", overwrite=True):
+    with Output(source, tmp_path / "full.jsonl", overwrite=True) as output:
+        output.open(journal(source))
         assert (tmp_path / "full.jsonl").read_text() == ""
 
 
@@ -121,3 +132,12 @@ def test_a_full_disk_is_one_clear_error() -> None:
     with pytest.raises(DatasetError, match="/dev/full: cannot be written: No space left"):
         file.flush()
     file.close()
+
+
+def test_a_result_that_fits_no_line_is_refused(tmp_path: Path, source: Dataset) -> None:
+    with Output(source, tmp_path / "out.jsonl") as output:
+        output.open(journal(source))
+        refused = output.result(Place(1, 1), "x" * MAX_LINE_BYTES)
+        assert refused is not None
+        assert "16,777,216 fit in a line" in refused
+        assert output.result(Place(1, 1), "x") is None

@@ -6,8 +6,9 @@ import pytest
 from celery import Celery
 
 from batchery import Model, SettingsError, install, register
+from batchery_producer.collect import collector_for
 from batchery_producer.patience import Patience
-from batchery_producer.publish import Publisher
+from batchery_producer.publish import PUSH_BYTES, Publisher, _parts
 
 
 def make_app(**conf: Any) -> Celery:
@@ -53,3 +54,21 @@ def test_a_queue_that_the_app_does_not_create_is_refused() -> None:
     app = make_app(task_create_missing_queues=False)
     with pytest.raises(SettingsError, match="nowhere"):
         Publisher(app, "any", queue="nowhere", patience=Patience(lambda: False))
+
+
+def test_large_messages_are_pushed_few_at_a_time() -> None:
+    half = "x" * (PUSH_BYTES // 2)
+    assert [len(part) for part in _parts([half, half, "y", half, "z"])] == [2, 3]
+    assert list(_parts([])) == []
+
+
+def test_an_app_that_runs_its_tasks_itself_sends_nothing() -> None:
+    app = make_app(task_always_eager=True)
+    register(app, "vectors-eager", Model)
+    with pytest.raises(SettingsError, match="task_always_eager"):
+        Publisher(app, "vectors-eager")
+
+
+def test_an_app_without_results_has_nothing_to_collect() -> None:
+    with pytest.raises(SettingsError, match="has no result backend"):
+        collector_for(make_app(), Patience())

@@ -64,6 +64,7 @@ def test_the_summary_is_json_and_text() -> None:
         "queue": "embed",
         "message": "no result for 5 s",
         "rate": 2.0,
+        "before": 0,
     }
     text = describe(summary, "out.jsonl")
     assert "no result for 5 s" in text

@@ -2,7 +2,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_producer.collect import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, Pace
 from batchery_producer.rate import Rate
 from batchery_producer.window import Place, Window
 
@@ -43,37 +42,6 @@ def test_a_job_is_settled_once() -> None:
     window.settle("a")
     with pytest.raises(KeyError):
         window.settle("a")
-
-
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 100_000), st.integers(0, 5000), st.floats(0, 10), st.floats(0, 5))
-    )
-)
-def test_pauses_stay_between_their_limits_whatever_happens(
-    sweeps: list[tuple[int, int, float, float]],
-) -> None:
-    pace = Pace()
-    for in_flight, arrived, since_s, sweep_s in sweeps:
-        pause_s = pace.pause_s(
-            in_flight=in_flight, arrived=arrived, since_s=since_s, sweep_s=sweep_s
-        )
-        assert SHORTEST_PAUSE_S <= pause_s <= max(LONGEST_PAUSE_S, sweep_s)
-
-
-def test_a_fast_queue_is_asked_often_enough_to_stay_full() -> None:
-    pace = Pace()
-    for _ in range(20):  # 10,000 results per second, 1,000 jobs in flight.
-        pause_s = pace.pause_s(in_flight=1000, arrived=100, since_s=0.01, sweep_s=0.001)
-    assert pause_s == pytest.approx(1000 / 8 / 10_000)
-
-
-def test_pauses_grow_while_nothing_comes_and_shrink_when_something_does() -> None:
-    pace = Pace()
-    pauses = [pace.pause_s(in_flight=10, arrived=0, since_s=1, sweep_s=0) for _ in range(30)]
-    assert pauses == sorted(pauses)
-    assert pauses[-1] == LONGEST_PAUSE_S
-    assert pace.pause_s(in_flight=8, arrived=100, since_s=0.1, sweep_s=0) == SHORTEST_PAUSE_S
 
 
 def test_the_rate_is_that_of_the_last_seconds() -> None:

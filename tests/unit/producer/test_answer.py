@@ -1,7 +1,7 @@
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from batchery_producer.collect import Answer, answer_of, describe
+from batchery_producer.answer import Answer, answer_of, describe
 
 
 @pytest.mark.parametrize("status", ["PENDING", "STARTED", "RETRY", "RECEIVED", "PROGRESS", None])

@@ -1,0 +1,219 @@
+"""`batchery submit --resume` after the producer, a worker or Redis was killed."""
+
+import contextlib
+import resource
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from celery import Celery
+
+from batchery import DatasetError
+from batchery_producer import Ending, Snapshot, submit_file
+from bulk_runs import Command, read_rows, write_rows
+from harness import Worker, wait_for
+
+StartWorker = Callable[..., Worker]
+
+APP = "apps.tally"
+TASK = f"{APP}.tally"
+QUEUE = "celery"
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker) -> Worker:
+    return start_module_worker(APP)
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator["redis.Redis"]:
+    with contextlib.closing(redis.Redis.from_url(redis_url)) as connection:
+        yield connection
+
+
+def lines_of(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def assert_each_row_once(output: Path, count: int) -> None:
+    rows = read_rows(output)
+    assert sorted(row["line"] for row in rows) == list(range(1, count + 1))
+    assert all(row["result"] == f"TEXT {row['line'] - 1}" for row in rows)
+    assert all(row["id"] == f"row-{row['line'] - 1}" for row in rows)
+
+
+def recomputed(trace: Path) -> int:
+    return sum(count - 1 for count in Counter(trace.read_text().splitlines()).values())
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz"])
+def test_a_killed_producer_s_run_is_finished_and_nothing_is_computed_twice(
+    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis", name: str
+) -> None:
+    count = 1500
+    source, output = write_rows(tmp_path / "in.jsonl", count), tmp_path / name
+    trace = tmp_path / "trace"
+    arguments = [
+        *[str(source), "-A", APP, "--task", TASK, "--queue", QUEUE, "-o", str(output)],
+        *["--option", f'path="{trace}"', "--option", "pause_s=0.02", "--window", "128", "--resume"],
+    ]
+    first = Command(tmp_path, redis_url, *arguments)
+    wait_for(lambda: lines_of(trace) > 0.3 * count and output.stat().st_size, "30 %")
+    first.process.kill()
+    first.end()
+    code, _, stderr = Command(tmp_path, redis_url, *arguments).end()
+    assert (code, "were done before" in stderr) == (0, True), stderr
+    assert_each_row_once(output, count)
+    assert recomputed(trace) == 0
+    assert not (tmp_path / f"{name}.journal").exists()
+    # Once more: there is nothing to do, and nothing is sent.
+    code, _, stderr = Command(tmp_path, redis_url, *arguments).end()
+    assert (code, f"{count:,} were done before" in stderr) == (0, True), stderr
+    assert recomputed(trace) == 0
+
+
+def test_a_full_disk_loses_nothing(tmp_path: Path, redis_url: str, worker: Worker) -> None:
+    count = 400
+    source, output = write_rows(tmp_path / "in.jsonl", count), tmp_path / "out.jsonl"
+    gate, trace = tmp_path / "gate", tmp_path / "trace"
+    arguments = [str(source), "-A", APP, "--task", TASK, "--queue", QUEUE, "-o", str(output)]
+    arguments += ["--option", f'path="{trace}"', "--window", "64", "--option", f'gate="{gate}"']
+    command = Command(tmp_path, redis_url, *arguments)
+    wait_for(output.exists, "the run to begin")
+    resource.prlimit(command.process.pid, resource.RLIMIT_FSIZE, (3000, 3000))
+    gate.touch()
+    code, _, stderr = command.end()
+    assert code == 2
+    assert "out.jsonl: cannot be written: File too large" in stderr
+    assert stderr.count("\n") <= 2, stderr
+    assert len(read_rows(output)) < count
+    code, _, stderr = Command(tmp_path, redis_url, *arguments, "--resume").end()
+    assert code == 0, stderr
+    assert_each_row_once(output, count)
+    assert recomputed(trace) == 0
+
+
+def test_jobs_that_wait_run_or_have_ended_are_not_sent_again(
+    tmp_path: Path, redis_url: str, client: Celery, worker: Worker, store: "redis.Redis"
+) -> None:
+    gate, trace, output = tmp_path / "gate", tmp_path / "trace", tmp_path / "out.jsonl"
+    source = tmp_path / "in.txt"
+    source.write_text(f"{gate}\n" + "".join(f"text {n}\n" for n in range(99)))
+    arguments = [str(source), "-A", APP, "--task", TASK, "--queue", QUEUE, "-o", str(output)]
+    first = Command(tmp_path, redis_url, *arguments, "--option", f'path="{trace}"')
+    wait_for(lambda: str(gate) in (trace.read_text() if trace.exists() else ""), "a busy device")
+    wait_for(lambda: not store.llen(QUEUE) or lines_of(trace), "the jobs to be sent")
+    first.process.kill()
+    first.end()
+    seen: list[int] = []
+
+    def open_gate(run: Snapshot) -> None:
+        seen.append(run.in_flight)
+        if run.in_flight == 100:
+            gate.touch()
+
+    summary = submit_file(
+        source,
+        TASK,
+        output,
+        app=client,
+        queue=QUEUE,
+        keywords={"path": str(trace)},
+        resume=True,
+        timeout_s=60,
+        progress=open_gate,
+    )
+    assert (summary.ending, summary.submitted, summary.succeeded) == (Ending.SUCCEEDED, 0, 100)
+    assert recomputed(trace) == 0
+    assert sorted(row["line"] for row in read_rows(output)) == list(range(1, 101))
+
+
+def test_an_ordinary_task_s_jobs_are_found_where_they_run(
+    tmp_path: Path, redis_url: str, client: Celery, worker: Worker, store: "redis.Redis"
+) -> None:
+    """Stock tasks are acknowledged before they run: while they do, no queue knows them."""
+    gate, trace, output = tmp_path / "gate", tmp_path / "trace", tmp_path / "out.jsonl"
+    source = tmp_path / "in.txt"
+    source.write_text(f"{gate}\n")
+    task = f"{APP}.plainly"
+    arguments = [str(source), "-A", APP, "--task", task, "--queue", QUEUE, "-o", str(output)]
+    first = Command(tmp_path, redis_url, *arguments, "--option", f'path="{trace}"')
+    wait_for(trace.exists, "the job to run")
+    first.process.kill()
+    first.end()
+
+    def open_gate(run: Snapshot) -> None:
+        if run.in_flight:
+            gate.touch()
+
+    summary = submit_file(
+        source,
+        task,
+        output,
+        app=client,
+        queue=QUEUE,
+        keywords={"path": str(trace)},
+        resume=True,
+        timeout_s=60,
+        progress=open_gate,
+    )
+    assert (summary.submitted, summary.succeeded) == (0, 1)
+
+
+@pytest.fixture
+def begun(tmp_path: Path, redis_url: str, store: "redis.Redis") -> Iterator[list[str]]:
+    """The arguments of a run that was killed before it had a result; nobody consumes its queue."""
+    source, output = write_rows(tmp_path / "in.jsonl", 3), tmp_path / "out.jsonl"
+    arguments = [str(source), "--redis", redis_url, "--queue", "nobody", "-o", str(output)]
+    first = Command(tmp_path, redis_url, *arguments, "--task", TASK)
+    wait_for(lambda: store.llen("nobody") == 3, "the jobs to be sent")
+    first.process.kill()
+    first.end()
+    yield arguments
+    store.delete("nobody")
+
+
+@pytest.mark.parametrize(
+    ("change", "more", "why"),
+    [
+        ("text", ["--task", TASK], "in.jsonl: has changed since the run began"),
+        ("", ["--task", "other"], "task: 'other' now, 'apps.tally.tally' when the run began"),
+        ("", ["--task", TASK, "--option", "n=1"], "kwargs: {'n': 1} now, {} when the run began"),
+        ("", ["--task", TASK, "--overwrite"], "--resume keeps what is there and --overwrite does"),
+    ],
+    ids=["input", "task", "keywords", "overwrite"],
+)
+def test_another_run_is_not_resumed(
+    tmp_path: Path,
+    redis_url: str,
+    begun: list[str],
+    store: "redis.Redis",
+    change: str,
+    more: list[str],
+    why: str,
+) -> None:
+    if change:
+        source = tmp_path / "in.jsonl"
+        source.write_text(source.read_text().replace("text 1", "text 9"))
+    code, _, stderr = Command(tmp_path, redis_url, *begun, *more, "--resume").end()
+    assert code == 2
+    assert why in stderr
+    assert store.llen("nobody") == 3
+
+
+def test_without_resume_the_output_stays_and_resume_is_named(
+    tmp_path: Path, redis_url: str, begun: list[str]
+) -> None:
+    (tmp_path / "out.jsonl").write_text('{"id": "row-0", "line": 1, "result": "TEXT 0"}\n')
+    code, _, stderr = Command(tmp_path, redis_url, *begun, "--task", TASK).end()
+    assert code == 2
+    assert "already there; --resume finishes what is missing in it" in stderr
+
+
+def test_an_output_without_a_journal_is_not_added_to(tmp_path: Path, client: Celery) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", 2), tmp_path / "out.jsonl"
+    output.write_text('{"id": "row-0", "line": 1, "result": "TEXT 0"}\n')
+    with pytest.raises(DatasetError, match=r"has nothing for .*in\.jsonl, line 2, and no journal"):
+        submit_file(source, TASK, output, app=client, queue="nobody", resume=True)

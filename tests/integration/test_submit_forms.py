@@ -1,0 +1,207 @@
+"""`batchery submit`: files of other forms, parts of them, and a look before the leap."""
+
+import contextlib
+import csv
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import redis
+from celery import Celery
+
+from batchery import DatasetError
+from batchery_producer import Ending, submit_file
+from bulk_runs import APP, QUEUE, Command, read_rows, write_rows
+from harness import Worker
+
+StartWorker = Callable[..., Worker]
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker) -> Worker:
+    return start_module_worker(APP)
+
+
+@pytest.fixture
+def store(redis_url: str) -> Iterator["redis.Redis"]:
+    with contextlib.closing(redis.Redis.from_url(redis_url)) as connection:
+        yield connection
+
+
+def request(custom_id: Any, item: Any) -> dict[str, Any]:
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/embeddings",
+        "body": {"model": "apps.shop.nasty", "input": item},
+    }
+
+
+def test_openai_s_requests_become_openai_s_responses(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    rows = [request("a", "one"), request("b", "raise"), request("c", 5), request("d", ["two"])]
+    rows += [request("e", ["three", "four"]), request("f", ["fine", "raise"])]
+    source = tmp_path / "batch.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = Command(
+        tmp_path,
+        redis_url,
+        *["batch.jsonl", "-A", APP, "--queue", QUEUE, "-o", "out.jsonl", "--ordered"],
+    )
+    code, _, stderr = command.end()
+    assert code == 1, stderr
+    results = read_rows(tmp_path / "out.jsonl")
+    assert [(each["custom_id"], each["error"]) for each in results] == [
+        (custom_id, None) for custom_id in "ade"
+    ]
+    assert results[0]["response"]["body"] == {"result": "ONE"}
+    assert results[2]["response"]["body"] == {"result": ["THREE", "FOUR"]}
+    errors = {each["custom_id"]: each for each in read_rows(tmp_path / "out.errors.jsonl")}
+    assert errors["b"]["response"]["status_code"] == 500
+    assert errors["b"]["response"]["body"]["error"]["code"] == "KeyError"
+    assert "item 1: " in errors["f"]["response"]["body"]["error"]["message"]
+    assert "batch.jsonl, line 3: body: input" in errors["c"]["error"]["message"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "batch.jsonl",
+        "out.errors.jsonl",
+        "out.jsonl",
+    ]
+
+
+def test_many_parquet_files_become_one_csv_file_in_their_order(
+    tmp_path: Path, client: Celery, worker: Worker
+) -> None:
+    for part in range(3):
+        rows = [{"key": f"{part}-{n}", "title": f"text {part} {n}"} for n in range(40)]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / f"{part}.parquet")
+    summary = submit_file(
+        str(tmp_path / "*.parquet"),
+        f"{APP}.shout",
+        tmp_path / "out.csv.gz",
+        app=client,
+        queue=QUEUE,
+        field="title",
+        id_field="key",
+        ordered=True,
+        timeout_s=30,
+    )
+    assert (summary.ending, summary.succeeded) == (Ending.SUCCEEDED, 120)
+    with gzip.open(tmp_path / "out.csv.gz", "rt", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["id"], row["result"]) for row in rows] == [
+        (f"{part}-{n}", f"TEXT {part} {n}") for part in range(3) for n in range(40)
+    ]
+    assert rows[-1]["file"].endswith("2.parquet")
+
+
+def test_standard_output_can_be_ordered(tmp_path: Path, redis_url: str, worker: Worker) -> None:
+    arguments = ["-", "-A", APP, "--task", f"{APP}.shout", "-o", "-", "--format", "text"]
+    command = Command(tmp_path, redis_url, *arguments, "--ordered", "--window", "3")
+    code, stdout, _ = command.end(b"".join(b"%d\n" % n for n in range(50)))
+    assert code == 0
+    assert [json.loads(line)["result"] for line in stdout.splitlines()] == [
+        str(n) for n in range(50)
+    ]
+
+
+def test_failures_can_be_tried_again(tmp_path: Path, client: Celery, worker: Worker) -> None:
+    source = tmp_path / "in.jsonl"
+    items = ["one", "raise", "two", "raise"]
+    source.write_text("".join(json.dumps({"text": item}) + "\n" for item in items))
+    options: dict[str, Any] = {"app": client, "queue": QUEUE, "timeout_s": 30}
+    first = submit_file(source, f"{APP}.nasty", tmp_path / "a.jsonl", **options)
+    assert (first.succeeded, first.failed) == (2, 2)
+    again = submit_file(
+        source,
+        f"{APP}.shout",
+        tmp_path / "b.jsonl",
+        retry_failed=tmp_path / "a.errors.jsonl",
+        **options,
+    )
+    assert (again.ending, again.submitted) == (Ending.SUCCEEDED, 2)
+    rows = sorted(read_rows(tmp_path / "b.jsonl"), key=lambda row: row["line"])
+    assert [(row["line"], row["result"]) for row in rows] == [(2, "RAISE"), (4, "RAISE")]
+
+
+@pytest.mark.parametrize("bad", ['{"id": 3}', '{"text": "raise"}'], ids=["line", "job"])
+def test_the_first_failure_can_end_the_run(
+    tmp_path: Path, redis_url: str, worker: Worker, bad: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    good = '{"text": "fine"}\n'
+    source.write_text(good * 2 + bad + "\n" + good * 2000)
+    arguments = [str(source), "-A", APP, "--task", f"{APP}.nasty", "-o", "out.jsonl"]
+    command = Command(tmp_path, redis_url, *arguments, "--on-error", "stop", "--window", "8")
+    code, _, stderr = command.end()
+    assert code == 1
+    assert f"stopped at {source}, line 3: " in stderr
+    assert len(read_rows(tmp_path / "out.errors.jsonl")) == 1
+    assert len(read_rows(tmp_path / "out.jsonl")) < 2000
+    code, _, stderr = Command(tmp_path, redis_url, *arguments, "--resume").end()
+    assert code == 1, stderr
+    assert len(read_rows(tmp_path / "out.jsonl")) == 2002
+
+
+def test_a_dry_run_writes_nothing_and_says_how_long_it_takes(
+    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 2000)
+    with source.open("a") as file:
+        file.write("{broken\n")
+    arguments = [str(source), "-A", APP, "--task", f"{APP}.shout", "-o", "out.jsonl", "--dry-run"]
+    before = set(store.scan_iter("celery-task-meta-*"))
+    code, _, stderr = Command(tmp_path, redis_url, *arguments).end()
+    assert code == 1
+    assert "2,000 rows can be sent, 1 cannot" in stderr
+    assert f"{source}, line 2001: not JSON" in stderr
+    assert "probe: 512 jobs in" in stderr
+    assert "all rows would take about" in stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert set(store.scan_iter("celery-task-meta-*")) == before
+
+
+def test_a_dry_run_refuses_what_the_run_would_refuse(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 1)
+    for task, output, why in (
+        ("no.such", "out.jsonl", "has no such task"),
+        (f"{APP}.shout", "nowhere/out.jsonl", "there is no directory"),
+    ):
+        arguments = [str(source), "-A", APP, "--task", task, "--queue", QUEUE, "-o", output]
+        code, _, stderr = Command(tmp_path, redis_url, *arguments, "--dry-run").end()
+        assert (code, why in stderr) == (2, True), stderr
+
+
+def test_without_a_task_the_options_that_name_one_are_told(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 1)
+    code, _, stderr = Command(tmp_path, redis_url, str(source), "-A", APP, "-o", "o.jsonl").end()
+    assert (code, "no task; name one with --task" in stderr) == (2, True), stderr
+
+
+def test_an_output_that_vanishes_ends_the_run_and_says_so(
+    tmp_path: Path, client: Celery, worker: Worker
+) -> None:
+    output = tmp_path / "out.jsonl"
+
+    def remove(run: Any) -> None:
+        output.unlink(missing_ok=True)
+
+    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: somebody has removed"):
+        submit_file(
+            write_rows(tmp_path / "in.jsonl", 50),
+            f"{APP}.shout",
+            output,
+            app=client,
+            queue=QUEUE,
+            timeout_s=30,
+            progress=remove,
+        )
