@@ -16,6 +16,10 @@ ARGS ?=
 # How many test processes at a time. Most tests wait for processes that they have started.
 PROCESSES ?= 3
 
+# What `make bench` measures: what the queue costs, what the engine leaves of a model's own speed,
+# single requests, or bulk clients. `make bench BENCH=engine ARGS=--help` lists the options.
+BENCH ?= queue
+
 # `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C.
 KEEP ?=
 
@@ -41,8 +45,8 @@ lint: $(INSTALLED) ## check style, format and types
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-bench: $(INSTALLED) ## measure what the queue costs, against Celery's own pools
-	$(PY) benchmarks/queue_overhead.py $(ARGS)
+bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, requests or bulk)
+	$(VENV)/bin/batchery bench $(BENCH) $(ARGS)
 
 constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
 	{ echo "# What was tested. To renew: remove the pins, then make clean constraints."; \

@@ -280,7 +280,8 @@ class Ledger:
         Returns:
             A number for `ended`.
         """
-        return self._running.began(self.worker, jobs, alone=alone)
+        cleared = self._notes.take_cleared()
+        return self._running.began(self.worker, jobs, alone=alone, cleared=cleared)
 
     def ended(self, batch: int) -> None:
         """The batch is back, or its device died: that is counted elsewhere."""

@@ -39,6 +39,12 @@ class Notes:
         """The job is settled: nobody needs to know any more who died with it."""
         self._cleared.append(suspect)
 
+    def take_cleared(self) -> list[str]:
+        """Who is cleared and was not told; somebody else tells it."""
+        cleared = list(self._cleared.copy())
+        _drop_oldest(self._cleared, len(cleared))
+        return cleared
+
     def completed(self, token: str, publish_tag: str) -> None:
         """The message is acknowledged, and what its job has sent need not be remembered."""
         self._completed.append((token, self._keys.sent(publish_tag)))

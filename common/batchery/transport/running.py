@@ -7,7 +7,7 @@ process. An answer costs a tenth of a millisecond, and the event loop pays for e
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -42,13 +42,24 @@ class Running:
         #: Not worth a message: recovery looks only at jobs whose leases are still there.
         self._ended: list[int] = []
 
-    def began(self, worker: str, jobs: Mapping[str, str], *, alone: bool) -> int:
-        """Notes a batch that is about to run; see `Ledger.began`."""
+    def began(
+        self, worker: str, jobs: Mapping[str, str], *, alone: bool, cleared: Sequence[str] = ()
+    ) -> int:
+        """Notes a batch that is about to run; see `Ledger.began`.
+
+        Args:
+            worker: Its id.
+            jobs: Task id by token.
+            alone: Whether there is no other job beside.
+            cleared: Suspects that are none any more. Told now, as this batch may end the worker.
+        """
         batch = next(self._numbers)
         words = ["alone" if alone else "shared"]
         for token, task_id in jobs.items():
             words += (token, spell_id(task_id))
         key = self._keys.running(worker)
+        if cleared:
+            self._waiting.append(("HDEL", self._keys.suspects, *cleared))
         if self._ended:
             self._waiting.append(("HDEL", key, *self._ended))
             self._ended = []

@@ -168,6 +168,16 @@ def test_notes_of_running_batches_come_and_go(ledger: Ledger, bare: Any) -> None
     told(b"alone 3 b")
 
 
+def test_who_is_cleared_is_told_with_the_next_batch(ledger: Ledger, bare: Any) -> None:
+    bare.hset("shop:batchery:suspects", mapping={"innocent": 0, "another": 0})
+    token = hold(ledger, 1, b"{}")
+    ledger.suspect(token, "innocent", 0)
+    ledger.settled([token])
+    # This batch may kill the worker, and nothing else is told before.
+    ledger.began({"2": "killer"}, alone=True)
+    wait_for(lambda: bare.hkeys("shop:batchery:suspects") == [b"another"], "it is told")
+
+
 def test_notes_survive_a_lost_connection_and_a_redis_that_refuses(
     ledger: Ledger, bare: Any
 ) -> None:
