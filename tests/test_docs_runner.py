@@ -31,7 +31,7 @@ WRONG = {
     "```bash\nls | no-such-command -x\n```": "no-such-command: no such command",
     "```bash\nbatchery nothing\n```": "no subcommand 'nothing'",
     "```bash\nbatchery submit a.txt --task t -o b --nothing\n```": "--nothing",
-    "```bash\nbatchery submit a.txt -o b.jsonl\n```": "--task is missing",
+    "```bash\nbatchery submit a.txt --task t\n```": "-o is missing",
     "```bash\nbatchery submit a --task t -o b --format xml\n```": "'xml' is none of",
     "```bash\ncelery -A nowhere worker\n```": "no block '# nowhere.py'",
     "```bash\ncelery -A batchery.app worker --nothing\n```": "--nothing",

@@ -1,0 +1,54 @@
+"""What NVIDIA's own tool says of a GPU; nothing where there is none."""
+
+import contextlib
+import shutil
+import statistics
+import subprocess
+from collections.abc import Iterator
+
+TOOL = "nvidia-smi"
+
+#: Pause between two looks at the GPU, in ms. NVML itself averages over a sixth of a second or more.
+LOOK_MS = 200
+
+
+def gpu_name(device: str) -> str | None:
+    """What the GPU is called; None for a CPU."""
+    if not device.startswith("cuda") or shutil.which(TOOL) is None:
+        return None
+    return _ask(device, "name").splitlines()[0].strip()
+
+
+@contextlib.contextmanager
+def utilisation(device: str) -> Iterator[list[float]]:
+    """Shares of time in which a kernel ran, 0 to 1, as NVML counts them: one per look.
+
+    The list is filled when the block ends, and stays empty on a CPU.
+    """
+    shares: list[float] = []
+    if gpu_name(device) is None:
+        yield shares
+        return
+    command = [*_command(device, "utilization.gpu"), f"--loop-ms={LOOK_MS}"]
+    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        yield shares
+    finally:
+        watcher.terminate()
+        text, _ = watcher.communicate()
+        shares += [float(line) / 100 for line in text.split() if line.isdigit()]
+
+
+def mean(shares: list[float]) -> float | None:
+    """The mean of what was seen; None if nothing was."""
+    return round(statistics.mean(shares), 3) if shares else None
+
+
+def _ask(device: str, what: str) -> str:
+    done = subprocess.run(_command(device, what), capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def _command(device: str, what: str) -> list[str]:
+    number = device.partition(":")[2] or "0"
+    return [TOOL, f"--id={number}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]

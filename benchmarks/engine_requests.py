@@ -1,0 +1,175 @@
+"""Requests at several concurrencies: one by one, against batched, through the whole system.
+
+So many callers at a time, each of which waits for its result before it sends the next text. Both
+rows are the same worker and the same model; one queue has batches of one. The bare row is a loop
+over transformers with no queue: tokenize, compute, encode one text, then the next.
+
+    python benchmarks/engine_requests.py --model bert-base --device cuda:0 --json requests.json
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from engine_child import Child
+from engine_client import Client
+from engine_gpu import gpu_name
+from engine_models import MODELS, model_folder
+from engine_target import Target, configure, target_of
+from engine_texts import WORKLOADS, texts_of
+from engine_worker import WholeSystem
+from hardware import hardware
+from queue_report import WIDTH
+
+#: Name of a row -> its queue.
+QUEUES = {"one by one": "embed_one", "batched": "embed"}
+
+#: Callers at a time.
+CONCURRENCIES = (1, 5, 100, 150)
+
+BARE = "bare forward"
+
+#: What each figure is of the latencies of all rounds.
+PERCENTS = (50, 95, 99)
+
+HEADS = ("", "concurrency", "texts/s", "spread", "of one by one", "p50", "p95", "p99")
+
+
+def main() -> None:
+    """Measures all concurrencies of one model, prints a table; writes JSON if asked to."""
+    options = parse()
+    console = Console(highlight=False, width=WIDTH)
+    if options.threads:
+        # All systems inherit it.
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
+        folder = model_folder(options.model, Path(temporary))
+        target = target_of(folder, options.device, options.dtype, options.batch_size)
+        configure(target, {"embed": target.batch_size, "embed_one": 1})
+        texts = texts_of(options.workload, options.requests, folder)
+        rows = measure(console, target, texts, options)
+    report = {
+        "hardware": {**hardware(), "gpu": gpu_name(options.device)},
+        "model": options.model,
+        "device": options.device,
+        "dtype": target.dtype,
+        "threads": options.threads,
+        "texts": options.workload,
+        "rounds": options.rounds,
+        "rows": rows,
+    }
+    console.print(report["hardware"])
+    print_rows(console, rows)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="bert-base")
+    parser.add_argument("--device", default="cpu", help="as torch spells it: cpu, cuda:0")
+    parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--workload", choices=list(WORKLOADS), default="log-normal")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCIES))
+    parser.add_argument("--requests", type=int, default=300, help="per row and round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--threads", type=int, help="of torch in every system; its own choice else")
+    parser.add_argument("--json", type=Path, help="write the rows to this file")
+    return parser.parse_args()
+
+
+def measure(
+    console: Console, target: Target, texts: Sequence[str], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Runs every concurrency on both queues in turn, and the bare loop before them."""
+    cases = [(name, count) for count in options.concurrency for name in QUEUES]
+    taken: dict[tuple[str, int], list[list[float]]] = {}
+    rates: dict[tuple[str, int], list[float]] = {}
+    child = Child(Path(sys.executable), "offline_loops", target)
+    system = WholeSystem(target)
+    try:
+        child.wait_ready()
+        system.wait_ready()
+        message = system.message()
+        for number in range(-1, options.rounds):
+            for name, count in [(BARE, 1), *cases]:
+                console.print(f"round {number + 1} of {options.rounds}: {name}, {count} at a time")
+                started_s = time.perf_counter()
+                if name == BARE:
+                    times = child.ask({"loop": "single", "texts": texts})["latencies_s"]
+                else:
+                    times = asyncio.run(flood(system.url, message, QUEUES[name], texts, count))
+                seconds = time.perf_counter() - started_s
+                # The first round warms up.
+                if number >= 0:
+                    taken.setdefault((name, count), []).append(times)
+                    rates.setdefault((name, count), []).append(len(texts) / seconds)
+    finally:
+        child.stop()
+        system.stop()
+    return [row_of(options.workload, case, taken[case], rates) for case in taken]
+
+
+async def flood(
+    url: str, message: bytes, queue: str, texts: Sequence[str], concurrency: int
+) -> list[float]:
+    """Sends all texts by a client of its own; see `Client.flood`."""
+    async with Client(url, message) as client:
+        return await client.flood(queue, texts, concurrency)
+
+
+def row_of(
+    workload: str,
+    case: tuple[str, int],
+    taken: Sequence[Sequence[float]],
+    rates: Mapping[tuple[str, int], Sequence[float]],
+) -> dict[str, Any]:
+    """Median and spread of one row, percentiles of all its requests."""
+    name, count = case
+    cuts = statistics.quantiles([each for times in taken for each in times], n=100)
+    own, single = rates[case], rates.get(("one by one", count))
+    row: dict[str, Any] = {
+        "system": name,
+        "workload": workload,
+        "concurrency": count,
+        "texts_per_s": round(statistics.median(own), 1),
+        "spread": [round(min(own), 1), round(max(own), 1)],
+        **{f"p{percent}_ms": round(cuts[percent - 1] * 1e3, 2) for percent in PERCENTS},
+    }
+    if single:
+        ratios = [mine / other for mine, other in zip(own, single, strict=True)]
+        row["of_one_by_one"] = round(statistics.median(ratios), 2)
+    return row
+
+
+def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the rows, ready for a page of docs."""
+    table = Table(*HEADS, box=box.MARKDOWN)
+    for row in rows:
+        table.add_row(
+            row["system"],
+            str(row["concurrency"]),
+            f"{row['texts_per_s']:,}",
+            f"{row['spread'][0]:,} to {row['spread'][1]:,}",
+            f"{row['of_one_by_one']:.1f}" if "of_one_by_one" in row else "",
+            *(f"{row[f'p{percent}_ms']:,} ms" for percent in PERCENTS),
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

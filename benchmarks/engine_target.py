@@ -1,0 +1,72 @@
+"""What all systems of the engine benchmarks run: one model, on one device."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine_texts import LONGEST
+
+#: Tokens of a batch of the loops that have a budget, padded and packed, by kind of device. On a CPU
+#: the best of 128 to 1,024 and of 256 to 4,096 for MiniLM and log-normal lengths, on one thread;
+#: for other models, and on a GPU, where these are guesses, look for the best by `--loop-tokens`.
+LOOP_TOKENS = {"cpu": (384, 1_024), "cuda": (16_384, 16_384)}
+
+#: Number format where none is asked for.
+DTYPES = {"cpu": "fp32", "cuda": "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One model, on one device."""
+
+    #: Files of the model.
+    folder: Path
+    #: As torch spells it: `cpu`, `cuda:0`.
+    device: str
+    #: `fp32`, `bf16` or `fp16`.
+    dtype: str
+    #: Most texts of a batch in our worker.
+    batch_size: int
+    #: Most tokens of a batch in the loops that have a budget, padded and packed. Our device has its
+    #: own default.
+    loop_tokens: tuple[int, int]
+
+
+def target_of(
+    folder: Path,
+    device: str,
+    dtype: str | None,
+    batch_size: int,
+    loop_tokens: int | None = None,
+) -> Target:
+    """Fills in what depends on the device."""
+    kind = device.partition(":")[0]
+    return Target(
+        folder=folder,
+        device=device,
+        dtype=dtype or DTYPES.get(kind, "fp32"),
+        batch_size=batch_size,
+        loop_tokens=(
+            (loop_tokens, loop_tokens) if loop_tokens else LOOP_TOKENS.get(kind, LOOP_TOKENS["cpu"])
+        ),
+    )
+
+
+def configure(target: Target, queues: Mapping[str, int]) -> None:
+    """Tells our processes, which inherit the environment, of the model.
+
+    Args:
+        target: The model.
+        queues: Name of each queue and task, and the size of its batches.
+    """
+    model = {
+        "kind": "embedding",
+        "model": str(target.folder),
+        "max_length": LONGEST,
+        "dtype": target.dtype,
+    }
+    os.environ["BATCHERY_MODELS"] = json.dumps(
+        {name: {**model, "max_batch_size": size} for name, size in queues.items()}
+    )

@@ -1,0 +1,223 @@
+"""Loops over transformers and torch that anyone could write: the measure for everything else.
+
+Each tokenizes, computes, and encodes the same results as a worker stores. Nothing of Batchery.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModel, AutoTokenizer
+
+from peers import offline_packed
+from peers.offline_packed import Layout
+from peers.text_peer import arguments, encode, serve
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: What MiniLM's makers cut its texts at, in tokens.
+MAX_LENGTH = 256
+
+#: Texts of a batch that is not cut by tokens.
+BATCH_SIZE = 64
+
+#: Texts that may share a batch that is cut by tokens.
+UNLIMITED = 1 << 30
+
+
+@dataclass(slots=True)
+class Tally:
+    """What one pass over all texts took."""
+
+    tokens: int = 0
+    computed_tokens: int = 0
+    stages_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, stage: str, since_s: float) -> float:
+        """Counts the time since then; returns now."""
+        now_s = time.perf_counter()
+        self.stages_s[stage] = self.stages_s.get(stage, 0.0) + now_s - since_s
+        return now_s
+
+
+class Loops:
+    """One tokenizer and one model, on one device."""
+
+    def __init__(self, model: str, device: str, dtype: str, budgets: Mapping[str, int]) -> None:
+        """Loads the model.
+
+        Args:
+            model: Folder with its files.
+            device: As torch spells it.
+            dtype: One of `DTYPES`.
+            budgets: Tokens of a batch, by the loops that have a budget.
+        """
+        self._budgets = budgets
+        self.device = torch.device(device)
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.model: Any = AutoModel.from_pretrained(model, dtype=DTYPES[dtype])
+        self.model.to(self.device).eval()
+
+    def run(self, loop: str, texts: Sequence[str]) -> tuple[list[bytes], Tally]:
+        """Embeds all texts.
+
+        Args:
+            loop: One of `LOOPS`.
+            texts: In the order of their results.
+        """
+        forward = LOOPS[loop]
+        packs = forward is Loops.packed
+        self.model.set_attn_implementation(offline_packed.NAME if packs else "sdpa")
+        tally = Tally()
+        results: list[bytes] = [b""] * len(texts)
+        waiting: tuple[list[int], list[int], Tensor, Any] | None = None
+
+        def finish(batch: tuple[list[int], list[int], Tensor, Any]) -> None:
+            places, lengths, vectors, event = batch
+            began_s = time.perf_counter()
+            if event is not None:
+                event.synchronize()
+            began_s = tally.add("forward", began_s)
+            for place, result in zip(places, encode(vectors.numpy(), lengths), strict=True):
+                results[place] = result
+            tally.add("encode", began_s)
+
+        for places, ids in self._batches(loop, texts, tally):
+            began_s = time.perf_counter()
+            lengths = [len(each) for each in ids]
+            tally.tokens += sum(lengths)
+            tally.computed_tokens += sum(lengths) if packs else max(lengths) * len(lengths)
+            vectors, event = self._fetch(forward(self, ids))
+            tally.add("forward", began_s)
+            # On a GPU the one before is encoded while this one is computed.
+            if waiting is not None:
+                finish(waiting)
+            waiting = (places, lengths, vectors, event)
+        if waiting is not None:
+            finish(waiting)
+        return results, tally
+
+    def single(self, text: str) -> float:
+        """How long one text takes by itself, in seconds."""
+        started_s = time.perf_counter()
+        self.run("naive", [text])
+        return time.perf_counter() - started_s
+
+    def _fetch(self, vectors: Tensor) -> tuple[Tensor, Any]:
+        if self.device.type != "cuda":
+            return vectors, None
+        there = torch.empty(vectors.shape, dtype=vectors.dtype, pin_memory=True)
+        there.copy_(vectors, non_blocking=True)
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return there, event
+
+    def _batches(
+        self, loop: str, texts: Sequence[str], tally: Tally
+    ) -> Iterator[tuple[list[int], list[list[int]]]]:
+        if loop == "naive":
+            for start in range(0, len(texts), BATCH_SIZE):
+                ids = self._tokenize(texts[start : start + BATCH_SIZE], tally)
+                yield list(range(start, start + len(ids))), ids
+            return
+        ids = self._tokenize(texts, tally)
+        order = sorted(range(len(ids)), key=lambda place: len(ids[place]), reverse=True)
+        size, most = (
+            (BATCH_SIZE, UNLIMITED) if loop == "sorted" else (UNLIMITED, self._budgets[loop])
+        )
+        places: list[int] = []
+        room = 0
+        for place in order:
+            # Packed, a text takes its own tokens; padded, as many as the longest, which is first.
+            takes = len(ids[place] if loop == "packed" or not places else ids[places[0]])
+            if places and (takes > room or len(places) == size):
+                yield places, [ids[each] for each in places]
+                places = []
+            if not places:
+                room, takes = most, len(ids[place])
+            places.append(place)
+            room -= takes
+        if places:
+            yield places, [ids[each] for each in places]
+
+    def _tokenize(self, texts: Sequence[str], tally: Tally) -> list[list[int]]:
+        began_s = time.perf_counter()
+        ids: list[list[int]] = self.tokenizer(
+            list(texts),
+            truncation=True,
+            max_length=MAX_LENGTH,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )["input_ids"]
+        tally.add("tokenize", began_s)
+        return ids
+
+    def padded(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """Vectors of one batch, (B, D) float32, through a padded shape."""
+        tokens = pad_sequence([torch.tensor(each) for each in ids], batch_first=True)
+        mask = pad_sequence([torch.ones(len(each)) for each in ids], batch_first=True)
+        tokens, mask = self._to_device(tokens), self._to_device(mask)
+        hidden = self.model(input_ids=tokens, attention_mask=mask.long()).last_hidden_state
+        weights = mask.unsqueeze(-1)
+        return normalize((hidden.float() * weights).sum(1) / weights.sum(1))
+
+    def packed(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        """Vectors of one batch, (B, D) float32, with the texts one behind the other."""
+        lengths = [len(each) for each in ids]
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        offline_packed.attention.layout = Layout(self._to_device(offsets), lengths)
+        tokens = self._to_device(torch.tensor([token for each in ids for token in each]))
+        places = self._to_device(torch.cat([torch.arange(length) for length in lengths]))
+        hidden = self.model(input_ids=tokens[None], position_ids=places[None]).last_hidden_state
+        means = torch.segment_reduce(
+            hidden[0].float(), "mean", lengths=self._to_device(torch.tensor(lengths)), unsafe=True
+        )
+        return normalize(means)
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+
+#: Name of a loop -> its forward pass. naive: in the order of arrival, 64 at a time; sorted: by
+#: length, 64 at a time; budget: sorted, within so many tokens; packed: the same without padding.
+LOOPS: Mapping[str, Callable[[Loops, Sequence[Sequence[int]]], Tensor]] = {
+    "naive": Loops.padded,
+    "sorted": Loops.padded,
+    "budget": Loops.padded,
+    "packed": Loops.packed,
+}
+
+
+def main() -> None:
+    """Answers runs, and questions for the speed of a matrix product."""
+    options = arguments()
+    budgets = {"budget": options.padded_tokens, "packed": options.packed_tokens}
+    loops = Loops(options.model, options.device, options.dtype, budgets)
+
+    @torch.inference_mode()
+    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        if request["loop"] == "single":
+            return {"latencies_s": [loops.single(text) for text in request["texts"]]}
+        started_s, used_s = time.perf_counter(), time.process_time()
+        results, tally = loops.run(request["loop"], request["texts"])
+        return {
+            "seconds": time.perf_counter() - started_s,
+            "cpu_s": time.process_time() - used_s,
+            "tokens": tally.tokens,
+            "computed_tokens": tally.computed_tokens,
+            "stages_s": tally.stages_s,
+            "results": [each.decode() for each in results] if request.get("keep") else [],
+        }
+
+    serve(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""What all peers that compute in their own process share: texts in, JSON of vectors out.
+
+Nothing but the standard library and numpy. One line of JSON on standard input is one run, and one
+line on standard output answers it.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+
+class Embedder(Protocol):
+    """One system, loaded."""
+
+    def embed(self, texts: Sequence[str]) -> Any:
+        """Embeds all texts; returns their vectors, as arrays, in order."""
+
+
+def encode(vectors: Any, tokens: Sequence[int]) -> list[bytes]:
+    """Writes results as a worker stores them.
+
+    Args:
+        vectors: (N, D), float32, of numpy.
+        tokens: Of each text; 0 where a system does not say.
+    """
+    # Nine digits tell any two float32 apart; Python would write all seventeen of a float64.
+    exact = vectors.astype(np.float64)
+    scale = 10.0 ** (8 - np.floor(np.log10(np.maximum(np.abs(exact), 1e-30))))
+    return [
+        json.dumps({"tokens": count, "vector": vector}).encode()
+        for count, vector in zip(tokens, (np.rint(exact * scale) / scale).tolist(), strict=True)
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    """What every peer is told."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16", "fp16"])
+    parser.add_argument("--padded-tokens", type=int, default=384, help="of a batch, of one loop")
+    parser.add_argument("--packed-tokens", type=int, default=1024, help="of a batch, of one loop")
+    return parser.parse_args()
+
+
+def serve(answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
+    """Answers one request after the other until the input ends.
+
+    Args:
+        answer: Takes a request, returns plain JSON.
+    """
+    # Whatever a library prints must not get among the answers.
+    with os.fdopen(os.dup(1), "w") as out:
+        os.dup2(2, 1)
+        print(json.dumps({"ready": os.getpid()}), file=out, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(answer(json.loads(line))), file=out, flush=True)
+
+
+def timed(embedder: Embedder) -> Callable[[Mapping[str, Any]], Mapping[str, Any]]:
+    """Makes an answer of a system: how long all texts took, encoded results included."""
+
+    def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
+        started_s, used_s = time.perf_counter(), time.process_time()
+        vectors = np.stack(embedder.embed(request["texts"])).astype(np.float32, copy=False)
+        results = encode(vectors, [0] * len(vectors))
+        return {
+            "seconds": time.perf_counter() - started_s,
+            "cpu_s": time.process_time() - used_s,
+            "results": [each.decode() for each in results] if request.get("keep") else [],
+        }
+
+    return answer
