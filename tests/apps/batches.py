@@ -33,3 +33,8 @@ TRACKED = make("tracked", track_started=True)
 @app.task(shared=False)
 def double(number: int) -> int:
     return 2 * number
+
+
+@app.task(shared=False, acks_late=True)
+def late(number: int) -> int:
+    return number

@@ -23,6 +23,7 @@ from celery.states import STARTED
 from batchery.task import Computed, computed
 from batchery.transport.sending import sending_once
 from batchery_worker.patience import is_away, make_patient
+from batchery_worker.request import give_back
 from batchery_worker.ticket import Ticket
 
 logger = logging.getLogger("batchery.pool")
@@ -201,7 +202,7 @@ def _is_fenced(ticket: Ticket) -> bool:
 def _give_back(ticket: Ticket) -> None:
     # The one of now: the message may have come again while the result waited.
     if ticket.request is not None:
-        ticket.request.give_back()
+        give_back(ticket.request)
 
 
 def _raised(info: ExceptionInfo) -> Any:

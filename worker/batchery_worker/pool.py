@@ -10,15 +10,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery.concurrency.thread import TaskPool as ThreadPool
+from celery.worker.request import Request
 
 from batchery.errors import StartError
 from batchery.install import installation_of
 from batchery.task import BatchTask
 from batchery_worker.dispatcher import Dispatcher, is_cold_shutdown
 from batchery_worker.locate import task_modules
+from batchery_worker.patience import is_away
 from batchery_worker.private_hub import PrivateHub
 from batchery_worker.renewal import ChildLimits
-from batchery_worker.request import BatchRequest
+from batchery_worker.request import BatchRequest, give_back
 from batchery_worker.setups import device_setups
 from batchery_worker.ticket import Ticket
 
@@ -84,7 +86,8 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         if self._dispatcher is None or not isinstance(task, BatchTask):
             result = super().on_apply(target, args, kwargs, callback, accept_callback, **options)
             self._futures.add(result.f)
-            result.f.add_done_callback(self._futures.discard)
+            request = getattr(callback, "__self__", None)
+            result.f.add_done_callback(partial(self._on_thread_done, request))
             return result
         request = getattr(callback, "__self__", None)
         ticket = Ticket(
@@ -105,6 +108,23 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         else:
             self._dispatcher.deliver(partial(self._dispatcher.admit, ticket, task, limits))
         return None
+
+    def _on_thread_done(self, request: Any, future: Future[Any]) -> None:
+        """An ordinary job has left its thread; one whose result found no backend is given back.
+
+        Celery forgets such a job, and with a lease, which a living worker never loses, so would the
+        queue.
+        """
+        self._futures.discard(future)
+        error = None if future.cancelled() else future.exception()
+        if error is None:
+            return
+        away = is_away(self.app.backend, error)
+        if away and isinstance(request, Request) and request.task.acks_late:
+            logger.warning("%s[%s] is given back: %r", request.name, request.id, error)
+            give_back(request)
+        else:
+            logger.error("a job ended without an outcome", exc_info=error)
 
     def flush(self) -> None:
         """The broker's connection is gone: drops what was not accepted, it will come again."""

@@ -38,6 +38,12 @@ def ledger_of(leases: Iterable[Lease | None]) -> Ledger | None:
     return next((lease.ledger for lease in leases if lease is not None), None)
 
 
+def give_back(request: Any) -> None:
+    """Returns the message of a request to its queue: the job has run, and nothing is stored."""
+    worker_state.task_ready(request)
+    request.reject(requeue=True)
+
+
 class BatchRequest(_Request):  # type: ignore[misc]
     """A request of a batch task, on any pool."""
 
@@ -84,11 +90,6 @@ class BatchRequest(_Request):  # type: ignore[misc]
             finish()
         if self in worker_state.active_requests:
             super().cancel(pool, signal, emit_retry)
-
-    def give_back(self) -> None:
-        """Returns the message to its queue: the job has run, but its result cannot be stored."""
-        worker_state.task_ready(self)
-        self.reject(requeue=True)
 
     def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 - Celery's name
         """Sends a task event, with the facts of the batch where it succeeded."""

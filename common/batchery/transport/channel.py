@@ -14,7 +14,7 @@ from typing import Any
 import redis
 from kombu.transport import redis as kombu_redis
 
-from batchery.transport.drain import Drain, Fenced, refusals
+from batchery.transport.drain import Drain, leave_fenced, refusals
 from batchery.transport.heart import Heart
 from batchery.transport.inbox import Inbox
 from batchery.transport.ledger import Ledger
@@ -177,8 +177,7 @@ class LeasingChannel(SendingChannel):
 
     def _raise_if_fenced(self) -> None:
         if self.ledger is not None and self.ledger.fenced:
-            lost = self.ledger.rejoin()
-            raise Fenced(f"{lost} jobs were handed on to other workers")
+            leave_fenced(self.ledger)
 
     def _brpop_read(self, **options: Any) -> bool:
         if self.ledger is None or (self._in_poll and not (self._draining or self._waiting)):

@@ -1,9 +1,10 @@
 """How a channel asks for messages, and how it makes Redis tell when there are some."""
 
 import contextlib
+import logging
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import redis
 from kombu.utils.encoding import bytes_to_str
@@ -12,12 +13,26 @@ from batchery.transport.inbox import Inbox
 from batchery.transport.ledger import Ledger
 from batchery.transport.scripts import source
 
+logger = logging.getLogger("batchery.transport")
+
 #: Most bytes that one drain takes, in bytes; Redis answers nobody else while it copies them.
 DRAIN_BYTES = 16 * 2**20
 
 
 class Fenced(redis.ConnectionError):
     """Another worker took this one's leases over; Celery starts its consumer anew."""
+
+
+def leave_fenced(ledger: Ledger) -> NoReturn:
+    """Begins anew as another worker.
+
+    Raises:
+        Fenced: Always.
+        redis.RedisError: Redis does not answer.
+    """
+    lost = ledger.rejoin()
+    logger.warning("this worker was silent for too long: its leases were handed on, %d jobs", lost)
+    raise Fenced(f"{lost} jobs were handed on to other workers")
 
 
 @contextlib.contextmanager

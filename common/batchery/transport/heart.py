@@ -75,7 +75,6 @@ class Heart:
         if flat is None:
             if worker == ledger.worker and ledger.is_open:
                 ledger.fenced = True
-                logger.warning("this worker was silent for too long: its leases were handed on")
             return
         ledger.flush()
         beats = {

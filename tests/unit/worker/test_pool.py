@@ -1,9 +1,10 @@
 """What a reconnect, a restart and the end of a worker do to its jobs."""
 
 import pytest
+from celery.backends.cache import CacheBackend
 from celery.worker import state as worker_state
 
-from apps.batches import LIMITED, PATIENT, app, double
+from apps.batches import LIMITED, PATIENT, app, double, late
 from batchery_worker.fleet import MAX_FAILED_STARTS
 from fake_worker import StartPool
 
@@ -177,3 +178,18 @@ def test_an_ordinary_task_runs_beside_on_a_thread(start_pool: StartPool) -> None
     ordinary = worker.receive(21, task=double.name)
     assert worker.result(ordinary.id) == 42
     assert worker.works() == []
+
+
+def test_an_ordinary_job_whose_result_finds_no_backend_is_given_back(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(*_: object, **__: object) -> None:
+        raise ConnectionError("as told")
+
+    monkeypatch.setattr(CacheBackend, "mark_as_done", cut_off)
+    monkeypatch.setattr(CacheBackend, "exception_safe_to_retry", lambda *_: True)
+    worker = start_pool()
+    ordinary = worker.receive(21, task=late.name)
+    worker.loop.until(lambda: worker.channel.rejected, "it is given back")
+    assert worker.channel.rejected == [(ordinary.message.delivery_tag, True)]
+    assert ordinary not in worker_state.active_requests
