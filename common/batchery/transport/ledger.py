@@ -205,10 +205,9 @@ class Ledger:
             tokens = list(itertools.islice(self._acks.copy(), TOKENS_PER_COMMAND))
             if tokens:
                 pipe.hdel(self.lease_key, *tokens)
-            notes = self._notes.write(pipe)
-            # At maxmemory Redis refuses to note a batch, which must not hold up the rest.
-            answers = pipe.execute(raise_on_error=False)
-            self._notes.sent(notes)
+            with self._notes.told_by(pipe):
+                # A refusal of anything else must not hold up the acknowledgements.
+                answers = pipe.execute(raise_on_error=False)
             if tokens:
                 if isinstance(answers[0], Exception):
                     raise answers[0]

@@ -3,7 +3,8 @@
 import json
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +14,6 @@ from batchery.transport.scripts import Scripts
 
 #: Ids that are written as they are; that of almost every job is one.
 PLAIN_ID = re.compile(r"[\w.-]+", re.ASCII)
-
 
 #: Most jobs of one script; Redis answers nobody else meanwhile.
 COMPLETED_PER_SCRIPT = 500
@@ -40,10 +40,12 @@ class Notes:
         self._cleared.append(suspect)
 
     def take_cleared(self) -> list[str]:
-        """Who is cleared and was not told; somebody else tells it."""
-        cleared = list(self._cleared.copy())
-        _drop_oldest(self._cleared, len(cleared))
-        return cleared
+        """Who is cleared and was not told; whoever takes them tells it."""
+        taken = []
+        with suppress(IndexError):
+            while True:
+                taken.append(self._cleared.popleft())
+        return taken
 
     def completed(self, token: str, publish_tag: str) -> None:
         """The message is acknowledged, and what its job has sent need not be remembered."""
@@ -59,16 +61,17 @@ class Notes:
         self._completed.clear()
         self._burials.clear()
 
-    def write(self, pipe: Any) -> int:
-        """Adds a command to a pipeline; returns how many notes are in it, for `sent`."""
-        cleared = self._cleared.copy()
+    @contextmanager
+    def told_by(self, pipe: Any) -> Iterator[None]:
+        """Adds a command to a pipeline that is run within; what does not arrive goes on waiting."""
+        cleared = self.take_cleared()
         if cleared:
             pipe.hdel(self._keys.suspects, *cleared)
-        return len(cleared)
-
-    def sent(self, notes: int) -> None:
-        """Forgets the oldest notes, which have arrived."""
-        _drop_oldest(self._cleared, notes)
+        try:
+            yield
+        except BaseException:
+            self._cleared.extend(cleared)
+            raise
 
     def complete(self, scripts: Scripts, lease_key: str) -> None:
         """Acknowledges what waits for it with its marks.
@@ -79,7 +82,8 @@ class Notes:
         while some := list(islice(self._completed.copy(), COMPLETED_PER_SCRIPT)):
             tokens, marks = zip(*some, strict=True)
             scripts.run("complete", [lease_key, *marks], *tokens)
-            _drop_oldest(self._completed, len(some))
+            for _ in some:
+                self._completed.popleft()
 
     def bury(self, scripts: Scripts, lease_key: str) -> None:
         """Moves what is condemned to the dead letters.
@@ -92,12 +96,6 @@ class Notes:
             token, letter = self._burials[0]
             scripts.run("bury", keys, token, json.dumps(letter))
             self._burials.popleft()
-
-
-def _drop_oldest(queue: deque[Any], number: int) -> None:
-    # Fewer may be left, if all were dropped meanwhile.
-    for _ in range(min(number, len(queue))):
-        queue.popleft()
 
 
 def spell_id(task_id: str) -> str:

@@ -315,6 +315,37 @@ def test_marks_of_what_a_job_has_sent_go_with_its_lease_and_only_then(
     assert leased(ledger) == 0
 
 
+def test_who_is_cleared_during_a_flush_is_told_with_the_next(
+    ledger: Ledger, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger.client.hset(KEYS.suspects, mapping={"first": 0, "second": 0})
+    tokens = drain(ledger, owner, "1", "2")
+    for token, suspect in zip(tokens, ("first", "second"), strict=True):
+        ledger.suspect(token, suspect, 0)
+    ledger.settled(tokens[:1])
+    stock = ledger.client.pipeline
+
+    def held_up(**options: bool) -> Any:
+        pipe = stock(**options)
+        execute = pipe.execute
+
+        def meanwhile(**more: bool) -> Any:
+            # On the event loop's thread, while the heart's waits for Redis.
+            taken = ledger._notes.take_cleared()
+            ledger.settled(tokens[1:])
+            assert taken == []
+            return execute(**more)
+
+        monkeypatch.setattr(pipe, "execute", meanwhile)
+        return pipe
+
+    monkeypatch.setattr(ledger.client, "pipeline", held_up)
+    ledger._flush_some()
+    monkeypatch.undo()
+    ledger.flush()
+    assert ledger.client.hgetall(KEYS.suspects) == {}
+
+
 def test_still_held(ledger: Ledger, owner: Owner) -> None:
     tokens = drain(ledger, owner, "1", "2")
     ledger.client.hdel(ledger.lease_key, tokens[0])
