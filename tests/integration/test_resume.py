@@ -1,9 +1,8 @@
 """`batchery submit --resume` after the producer, a worker or Redis was killed."""
 
-import contextlib
 import resource
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ from celery import Celery
 from batchery import DatasetError
 from batchery_producer import Ending, Snapshot, submit_file
 from bulk_runs import Command, read_rows, write_rows
+from conftest import StartWorker
 from harness import Worker, wait_for
-
-StartWorker = Callable[..., Worker]
 
 APP = "apps.tally"
 TASK = f"{APP}.tally"
@@ -25,12 +23,6 @@ QUEUE = "celery"
 @pytest.fixture(scope="module")
 def worker(start_module_worker: StartWorker) -> Worker:
     return start_module_worker(APP)
-
-
-@pytest.fixture
-def store(redis_url: str) -> Iterator["redis.Redis"]:
-    with contextlib.closing(redis.Redis.from_url(redis_url)) as connection:
-        yield connection
 
 
 def lines_of(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import redis
@@ -10,9 +9,8 @@ from celery import Celery
 
 from batchery_producer import Ending, Snapshot, submit_file
 from bulk_runs import APP, QUEUE, Command, read_rows, write_rows
+from conftest import StartWorker
 from harness import Worker, wait_for
-
-StartWorker = Callable[..., Worker]
 
 
 def test_every_row_gets_its_own_result_and_nothing_stays_behind(

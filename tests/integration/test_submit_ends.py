@@ -4,7 +4,7 @@ import contextlib
 import json
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,8 @@ from batchery import DatasetError, SettingsError
 from batchery.embedded import free_port
 from batchery_producer import Ending, Snapshot, submit_file
 from bulk_runs import APP, QUEUE, Command, RestartableRedis, read_rows, write_rows
+from conftest import StartWorker
 from harness import Worker, wait_for
-
-StartWorker = Callable[..., Worker]
 
 
 @pytest.fixture

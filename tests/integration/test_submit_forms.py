@@ -1,10 +1,8 @@
 """`batchery submit`: files of other forms, parts of them, and a look before the leap."""
 
-import contextlib
 import csv
 import gzip
 import json
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +16,6 @@ from batchery import DatasetError
 from batchery_producer import Ending, submit_file
 from bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from harness import Worker
-
-StartWorker = Callable[..., Worker]
-
-
-@pytest.fixture(scope="module")
-def worker(start_module_worker: StartWorker) -> Worker:
-    return start_module_worker(APP)
-
-
-@pytest.fixture
-def store(redis_url: str) -> Iterator["redis.Redis"]:
-    with contextlib.closing(redis.Redis.from_url(redis_url)) as connection:
-        yield connection
 
 
 def request(custom_id: Any, item: Any) -> dict[str, Any]:

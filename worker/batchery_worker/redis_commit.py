@@ -236,8 +236,6 @@ def _verdict(entry: _Entry, verdict: Verdict, tries: int) -> Verdict:
 
 def is_away(error: Exception) -> bool:
     """Whether Redis cannot be reached, or cannot write; and not whether it does not want to."""
-    if isinstance(
-        error, redis.ConnectionError | redis.TimeoutError | redis.ReadOnlyError | OSError
-    ):
+    if isinstance(error, AWAY):
         return True
     return str(error).startswith(CANNOT_WRITE)
