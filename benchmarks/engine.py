@@ -24,9 +24,8 @@ from engine_models import MODELS, model_folder, shape_of
 from engine_rows import print_rows, rows_of
 from engine_sample import Sample, System
 from engine_systems import NAMES, running
-from engine_target import Target, configure, target_of
+from engine_target import Target, about, configure, target_of
 from engine_texts import WORKLOADS, lengths_of, texts_of
-from hardware import hardware
 from queue_overhead import plot
 from queue_report import WIDTH
 
@@ -57,11 +56,7 @@ def main() -> None:
                 rows += measure(console, systems, target, workload, options)
                 print_rows(console, [row for row in rows if row["workload"] == workload])
     report = {
-        "hardware": {**hardware(), "gpu": gpu_name(options.device)},
-        "model": options.model,
-        "device": options.device,
-        "dtype": target.dtype,
-        "threads": options.threads,
+        **about(target, options),
         "texts": options.texts,
         "rounds": options.rounds,
         "max_batch_size": target.batch_size,

@@ -25,12 +25,10 @@ from rich.table import Table
 
 from engine_child import Child
 from engine_client import Client
-from engine_gpu import gpu_name
 from engine_models import MODELS, model_folder
-from engine_target import Target, configure, target_of
+from engine_target import Target, about, configure, target_of
 from engine_texts import WORKLOADS, texts_of
 from engine_worker import WholeSystem
-from hardware import hardware
 from queue_report import WIDTH
 
 #: Name of a row -> its queue.
@@ -61,11 +59,7 @@ def main() -> None:
         texts = texts_of(options.workload, options.requests, folder)
         rows = measure(console, target, texts, options)
     report = {
-        "hardware": {**hardware(), "gpu": gpu_name(options.device)},
-        "model": options.model,
-        "device": options.device,
-        "dtype": target.dtype,
-        "threads": options.threads,
+        **about(target, options),
         "texts": options.workload,
         "rounds": options.rounds,
         "rows": rows,

@@ -1,12 +1,16 @@
 """What all systems of the engine benchmarks run: one model, on one device."""
 
+import argparse
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from engine_gpu import gpu_name
 from engine_texts import LONGEST
+from hardware import hardware
 
 #: Tokens of a batch of the loops that have a budget, padded and packed, by kind of device. On a CPU
 #: the best of 128 to 1,024 and of 256 to 4,096 for MiniLM and log-normal lengths, on one thread;
@@ -70,3 +74,14 @@ def configure(target: Target, queues: Mapping[str, int]) -> None:
     os.environ["BATCHERY_MODELS"] = json.dumps(
         {name: {**model, "max_batch_size": size} for name, size in queues.items()}
     )
+
+
+def about(target: Target, options: argparse.Namespace) -> dict[str, Any]:
+    """What both benchmarks write beside their rows; the options are those of either."""
+    return {
+        "hardware": {**hardware(), "gpu": gpu_name(options.device)},
+        "model": options.model,
+        "device": options.device,
+        "dtype": target.dtype,
+        "threads": options.threads,
+    }

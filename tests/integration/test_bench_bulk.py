@@ -1,22 +1,15 @@
 """The bulk benchmark works; what it measures is not a matter for tests."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from bench_command import bench
 
 
 def test_the_bulk_benchmark_measures_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
-    batchery = str(Path(sys.executable).with_name("batchery"))
     options = ["--items=300", "--rounds=1", "--what=publish", f"--json={target}"]
-    answer = subprocess.run(
-        [batchery, "bench", "bulk", *options],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    answer = bench("bulk", *options)
     assert answer.returncode == 0, answer.stderr
     report = json.loads(target.read_text())
     assert [row["how"] for row in report["rows"]] == [

@@ -1,23 +1,18 @@
 """The engine's benchmarks work; what they measure is not a matter for tests."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench_command import bench
+
 #: Four processes that load torch, on a machine that may be busy; a quiet one needs ten seconds.
 pytestmark = pytest.mark.timeout(400)
 
-BATCHERY = str(Path(sys.executable).with_name("batchery"))
-
-
-def bench(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [BATCHERY, "bench", *arguments], capture_output=True, text=True, timeout=380, check=False
-    )
+#: Longest run of the command, in seconds.
+TIMEOUT_S = 380
 
 
 def rows_of(target: Path) -> list[dict[str, Any]]:
@@ -34,7 +29,15 @@ def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: P
     target = tmp_path / "rows.json"
     options = ["--model=tiny", "--threads=1", "--texts=40", "--rounds=1", f"--json={target}"]
     answer = bench(
-        "engine", *options, "--workloads", "bimodal", "--systems", "loop", "device", "whole"
+        "engine",
+        *options,
+        "--workloads",
+        "bimodal",
+        "--systems",
+        "loop",
+        "device",
+        "whole",
+        timeout_s=TIMEOUT_S,
     )
     assert answer.returncode == 0, answer.stderr
     rows = {row["system"]: row for row in rows_of(target)}
@@ -57,7 +60,7 @@ def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: P
 def test_the_table_of_requests_has_a_row_for_each_concurrency(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
     options = ["--model=tiny", "--threads=1", "--requests=20", "--rounds=1", f"--json={target}"]
-    answer = bench("requests", *options, "--concurrency", "1", "10")
+    answer = bench("requests", *options, "--concurrency", "1", "10", timeout_s=TIMEOUT_S)
     assert answer.returncode == 0, answer.stderr
     rows = rows_of(target)
     assert [(row["system"], row["concurrency"]) for row in rows] == [
@@ -71,6 +74,6 @@ def test_the_table_of_requests_has_a_row_for_each_concurrency(tmp_path: Path) ->
 
 
 def test_the_engine_benchmark_names_its_rows_when_asked_for_another() -> None:
-    answer = bench("engine", "--systems", "nonsense")
+    answer = bench("engine", "--systems", "nonsense", timeout_s=TIMEOUT_S)
     assert answer.returncode == 1
     assert "choose from loop: arrival order, " in answer.stderr

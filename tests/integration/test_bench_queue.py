@@ -1,23 +1,16 @@
 """The queue benchmark works; what it measures is not a matter for tests."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from bench_command import bench
 
 
 def test_the_queue_benchmark_measures_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
-    batchery = str(Path(sys.executable).with_name("batchery"))
     options = ["--jobs=400", "--rounds=1", "--calls=2", f"--json={target}"]
     rows = ["celery threads", "Redis alone, 64"]
-    answer = subprocess.run(
-        [batchery, "bench", "queue", *options, "--systems", *rows],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    answer = bench("queue", *options, "--systems", *rows)
     assert answer.returncode == 0, answer.stderr
     report = json.loads(target.read_text())
     assert [row["system"] for row in report["rows"]] == [
@@ -32,13 +25,6 @@ def test_the_queue_benchmark_measures_the_rows_that_are_asked_for(tmp_path: Path
 
 
 def test_the_queue_benchmark_names_its_rows_when_asked_for_another() -> None:
-    batchery = str(Path(sys.executable).with_name("batchery"))
-    answer = subprocess.run(
-        [batchery, "bench", "queue", "--systems", "nonsense"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    answer = bench("queue", "--systems", "nonsense", timeout_s=60)
     assert answer.returncode == 1
     assert "choose from batchery, " in answer.stderr
