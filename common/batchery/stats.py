@@ -1,7 +1,10 @@
 """`batchery stats`: what the batches of all workers look like, live."""
 
 import json
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import click
 from celery import Celery
@@ -73,11 +76,33 @@ def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_
     check_broker(app)
     if once:
         return _show_once(app, as_json, timeout_s)
-    if as_json:
-        _print_lines(app, timeout_s)
-    else:
-        _live(app, timeout_s)
+    with _ctrl_c() as check:
+        if as_json:
+            _print_lines(app, timeout_s, check)
+        else:
+            _live(app, timeout_s, check)
     return 0
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Callable[[], None]]:
+    """Remembers Ctrl-C; Python drops what is raised while a destructor happens to run."""
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
@@ -98,18 +123,20 @@ def _print_tables(now: Survey, before: Survey) -> None:
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n"))
 
 
-def _print_lines(app: Celery, timeout_s: float) -> None:
+def _print_lines(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
     before: Survey | None = None
     while True:
         now = survey(app, timeout_s)
+        check()
         click.echo(json.dumps(now.report(before)))
         before = now
 
 
-def _live(app: Celery, timeout_s: float) -> None:
+def _live(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
     before: Survey | None = None
     with Live("asking the workers ...", auto_refresh=False) as live:
         while True:
+            check()
             try:
                 now = survey(app, timeout_s)
             except StartError as error:
