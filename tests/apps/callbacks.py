@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from celery import Celery
+from celery import Celery, signals
 
 from batchery import BatchTask, RetryAfter, install
 
@@ -57,7 +57,14 @@ retried = app.register_task(Retried())
 
 
 @app.task(shared=False, base=BatchTask)
-def note(items: list[Any], *, book: str) -> list[Any]:
+def note(items: list[Any], *, book: str, hold: str | None = None) -> list[Any]:  # noqa: ARG001
     for item in items:
         write_down(book, str(item))
     return items
+
+
+@signals.before_task_publish.connect(sender=note.name)
+def hold_back(body: Any, **_: Any) -> None:
+    """Waits at the gate `hold` before the message is sent."""
+    if hold := body[1].get("hold"):
+        wait_at(hold)

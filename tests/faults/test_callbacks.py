@@ -1,17 +1,18 @@
-"""A worker is killed after a job has sent what follows it, and before it is acknowledged.
+"""What follows a job is sent once: though its worker is killed, or Redis is away meanwhile."""
 
-The job runs again, and what follows it does not.
-"""
-
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from celery import Celery, chord
 from redis import Redis
 
 from apps import callbacks
 from conftest import StartWorker
 from harness import queue_length, unsettled, wait_for
+from own_redis import OwnRedis
 
 TIMEOUT_S = 60.0
 
@@ -30,6 +31,13 @@ def chained(gate: str, book: str) -> None:
 def linked(gate: str, book: str) -> None:
     note = callbacks.note.s(book=book)
     callbacks.gated.apply_async(("item",), {"gate": gate}, link=note)
+
+
+def stored(url: str, task_id: str) -> Any:
+    """What is stored of a job; None if nothing is."""
+    with Redis.from_url(url) as redis:
+        found: Any = redis.get(f"celery-task-meta-{task_id}")
+    return json.loads(found) if found else None
 
 
 def retried(gate: str, book: str) -> None:
@@ -61,3 +69,48 @@ def test_what_follows_a_job_is_sent_once(
     assert book.read_text().split() == [noted]
     with Redis.from_url(redis_url) as redis:
         wait_for(lambda: not redis.keys("batchery:sent:*"), "no mark is left")
+
+
+def test_the_body_of_a_chord_is_sent_though_its_last_part_dies_before(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    """Celery's claim to send it stands for some twenty seconds, longer than recovery takes."""
+    gate, hold, book = tmp_path / "gate", tmp_path / "hold", tmp_path / "book"
+    gate.touch()
+    first = start_worker("apps.callbacks")
+    header = [callbacks.gated.s(name, gate=str(gate)) for name in ("a", "b")]
+    chord(header)(callbacks.note.s(book=str(book), hold=str(hold)))
+    wait_for(Path(f"{hold}.passed").exists, "the body is about to be sent")
+    first.process.kill()
+    first.wait_exit()
+    hold.touch()
+    start_worker("apps.callbacks")
+    wait_for(book.exists, "the body has run", TIMEOUT_S)
+    wait_for(lambda: unsettled(redis_url) == 0 and not queue_length(redis_url), "all is done")
+    assert book.read_text().splitlines() in ([str(["a", "b"])], [str(["b", "a"])])
+
+
+def test_a_callback_waits_while_redis_is_away(start_worker: StartWorker, tmp_path: Path) -> None:
+    """Celery gives up after half a second, and says that a job failed that has succeeded."""
+    gate, hold, book = tmp_path / "gate", tmp_path / "hold", tmp_path / "book"
+    gate.touch()
+    redis = OwnRedis(tmp_path / "redis")
+    redis.start()
+    env = {"CELERY_BROKER_URL": redis.url, "CELERY_RESULT_BACKEND": redis.url}
+    worker = start_worker("apps.callbacks", env=env)
+    # Celery tries once, and its client for some seconds.
+    note = callbacks.note.s(book=str(book), hold=str(hold)).set(retry=False)
+    with Celery("sender", broker=redis.url, backend=redis.url, set_as_current=False) as app:
+        keywords = {"gate": str(gate)}
+        sent = app.send_task(callbacks.gated.name, ["item"], keywords, link=note).id
+    wait_for(Path(f"{hold}.passed").exists, "the callback is about to be sent")
+    redis.kill()
+    hold.touch()
+    wait_for(lambda: "a job's completion waits" in worker.log, "Celery has given up")
+    redis.start()
+    wait_for(book.exists, "the callback has run", TIMEOUT_S)
+    wait_for(lambda: stored(redis.url, sent), "the result is stored")
+    assert stored(redis.url, sent)["status"] == "SUCCESS"
+    wait_for(lambda: unsettled(redis.url) == 0 and not queue_length(redis.url), "all is done")
+    assert book.read_text().split() == ["item"]
+    redis.kill()

@@ -109,7 +109,7 @@ def test_results_wait_for_a_backend_that_is_away(
     own_redis.kill()
     jobs = send(redis_url, "lengths", ["x" * number for number in range(100)])
     # In the device, or on the threads of the main process: wherever they would be stored.
-    says = ("results wait for Redis", "Failed operation _store_result")
+    says = ("results wait for Redis", "a job's completion waits")
     wait_for(lambda: any(text in worker.log for text in says), "results wait")
     # The main process does not wait with them: it answers.
     wait_for(lambda: held(redis_url, worker) == 100, "the worker has them all")

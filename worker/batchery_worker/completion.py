@@ -22,7 +22,15 @@ from celery.states import STARTED
 
 from batchery.task import Computed, computed
 from batchery.transport.sending import sending_once
-from batchery_worker.patience import is_away, make_patient
+from batchery_worker.chords import share_claims
+from batchery_worker.patience import (
+    Patience,
+    RanOut,
+    is_away,
+    make_patient,
+    patient,
+    publish_patiently,
+)
 from batchery_worker.request import give_back
 from batchery_worker.ticket import Ticket
 
@@ -59,6 +67,7 @@ class Completion:
         self._deliver = deliver
         self._on_fenced = on_fenced
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="batchery-completion")
+        publish_patiently(app)
 
     def submit(
         self,
@@ -99,8 +108,10 @@ class Completion:
         request = Context(dict(ticket.message))
         meta = {"pid": pid, "hostname": request.hostname}
         try:
-            task.backend.store_result(ticket.task_id, meta, STARTED, request=request)
-        except Exception:
+            with patient(Patience()):
+                make_patient(task.backend)
+                task.backend.store_result(ticket.task_id, meta, STARTED, request=request)
+        except (Exception, RanOut):
             logger.exception("%s[%s] is not seen as started", ticket.task_name, ticket.task_id)
 
     def _complete(
@@ -120,10 +131,12 @@ class Completion:
             backend = self._app.backend
             _tag_results(backend)
             make_patient(backend)
+            share_claims(backend)
             self._time_device(ticket)
             computed.set(Computed(ticket.task_id, outcome(backend)))
             _facts.set(facts)
-            is_error, value = self._trace(ticket)
+            with patient(Patience()):
+                is_error, value = self._trace(ticket)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the job must be settled
             logger.error("%s[%s] cannot be completed: %r", ticket.task_name, ticket.task_id, error)
             if ticket.request is not None and is_away(self._app.backend, error):

@@ -10,7 +10,7 @@ from celery.app.task import Context
 
 from batchery.errors import InvalidItem
 from batchery.transport import dead
-from batchery_worker.patience import make_patient
+from batchery_worker.patience import Patience, RanOut, make_patient, patient
 
 logger = logging.getLogger("batchery.worker")
 
@@ -63,14 +63,19 @@ def tell_caller(app: Celery, headers: Mapping[str, Any], error: Exception) -> No
 def _store(app: Celery, headers: dict[str, Any], error: Exception) -> None:
     backend = app.backend
     make_patient(backend)
+    try:
+        with patient(Patience()):
+            _mark(backend, headers, error)
+    except (Exception, RanOut):
+        logger.exception("the failure of %s cannot be stored", headers["id"])
+
+
+def _mark(backend: Any, headers: dict[str, Any], error: Exception) -> None:
     wanted = not headers.get("ignore_result")
     try:
         request = Context(headers)
         backend.mark_as_failure(headers["id"], error, request=request, store_result=wanted)
     except Exception:
         logger.warning("%s: its headers are of no use", headers["id"], exc_info=True)
-        try:
-            # Without a chord to count, or a chain to fail.
-            backend.mark_as_failure(headers["id"], error)
-        except Exception:
-            logger.exception("the failure of %s cannot be stored", headers["id"])
+        # Without a chord to count, or a chain to fail.
+        backend.mark_as_failure(headers["id"], error)

@@ -94,6 +94,12 @@ def sending_once(publish_tag: str | None, known: Mapping[str, Any]) -> Iterator[
         _sending.reset(token)
 
 
+def sending_tag() -> str | None:
+    """The tag of the job whose completion sends on this thread; None where there is none."""
+    sending = _sending.get()
+    return sending.publish_tag if sending is not None else None
+
+
 class SendingChannel(_Channel):  # type: ignore[misc]
     """Mixed into kombu's Redis channels."""
 

@@ -3,11 +3,20 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from celery import Celery
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
 
-from batchery_worker.patience import STORE_RETRIES, is_away, make_patient
+from batchery_worker.patience import (
+    STORE_RETRIES,
+    Patience,
+    RanOut,
+    has_run_out,
+    is_away,
+    make_patient,
+    patient,
+)
 
 backend: Any = Celery("patient", backend="redis://127.0.0.1:1/0", set_as_current=False).backend
 
@@ -45,3 +54,36 @@ def test_a_redis_that_is_full_is_waited_for() -> None:
     assert is_away(full, OutOfMemoryError("maxmemory"))
     assert not is_away(full, ResponseError("too large"))
     assert full.connection_errors.count(OutOfMemoryError) == 1
+
+
+def test_patience_begins_with_the_first_failure_and_ends() -> None:
+    now_s = 100.0
+    pauses: list[float] = []
+
+    def sleep(pause_s: float) -> None:
+        nonlocal now_s
+        now_s += pause_s
+        pauses.append(pause_s)
+
+    patience = Patience(5.0, lambda: now_s, sleep)
+    now_s += 60.0
+    with pytest.raises(RanOut, match="away for 5 s"):
+        for failures in range(1, 100):
+            patience.wait(failures, "refused")
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 1])
+    assert patience.ran_out
+
+
+def test_patience_that_ran_out_is_seen_by_its_thread_alone() -> None:
+    assert not has_run_out()
+    with patient(impatient := Patience(0)):
+        with pytest.raises(RanOut):
+            impatient.wait(1, "refused")
+        assert has_run_out()
+        with patient(Patience()):
+            assert not has_run_out()
+    assert not has_run_out()
+
+
+def test_a_job_whose_patience_ran_out_is_given_back() -> None:
+    assert is_away(backend, RanOut("for 30 s"))

@@ -1,0 +1,139 @@
+"""The completion of a job meets a Redis that is away: it waits, or its job is given back whole."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, signals
+from celery.app.task import Context
+
+from batchery import install
+from batchery.transport.sending import sending_once
+from batchery_worker.chords import share_claims
+from batchery_worker.patience import Patience, RanOut, make_patient, patient, publish_patiently
+from harness import queue_length
+from own_redis import OwnRedis
+
+BODY = {"task": "outage.body", "args": [], "kwargs": {}, "options": {"task_id": "the-body"}}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[OwnRedis]:
+    made = OwnRedis(tmp_path / "redis")
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def app(server: OwnRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
+    # Celery, kombu and redis-py each wait for some seconds on their own, before patience begins.
+    monkeypatch.setattr("redis.retry.sleep", lambda _: None)
+    with install(
+        Celery("outage", broker=server.url, backend=server.url, set_as_current=False)
+    ) as made:
+
+        @made.task(shared=False, name="outage.body")
+        def body(items: list[Any]) -> list[Any]:
+            return items
+
+        made.conf.task_publish_retry = False
+        made.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0}
+        # So that Celery's claim stands for as long as the test.
+        made.conf.broker_connection_timeout = 120
+        publish_patiently(made)
+        make_patient(made.backend)
+        share_claims(made.backend)
+        made.backend.set_chord_size("the-group", 1)
+        yield made
+
+
+def until(server: OwnRedis, pauses: int) -> Callable[[float], None]:
+    """Sleeps not at all; in one of the pauses the server comes back."""
+    left = [pauses]
+
+    def sleep(_: float) -> None:
+        left[0] -= 1
+        if not left[0]:
+            server.start()
+
+    return sleep
+
+
+def count_part(app: Celery, tag: str, patience: Patience) -> None:
+    """As the completion of a chord's only part does."""
+    backend: Any = app.backend
+    request = Context(id="the-part", group="the-group", group_index=0, chord=BODY)
+    with sending_once(tag, {"next": {"chord": BODY}}), patient(patience):
+        backend.on_chord_part_return(request, "SUCCESS", 7)
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex")
+def test_a_result_waits_until_redis_is_back(app: Celery, server: OwnRedis) -> None:
+    server.kill()
+    with patient(Patience(sleep=until(server, 3))):
+        app.backend.store_result("job", 42, "SUCCESS")
+    assert app.backend.get_task_meta("job")["result"] == 42
+
+
+def test_a_message_waits_until_redis_is_back_and_is_sent_once(
+    app: Celery, server: OwnRedis
+) -> None:
+    with app.connection_for_write() as connection:
+        connection.ensure_connection(max_retries=1)
+    server.kill()
+    with sending_once("tag", {}), patient(Patience(sleep=until(server, 2))):
+        app.send_task("outage.body", [[1]], retry=False)
+    assert queue_length(server.url) == 1
+
+
+def test_what_waited_for_too_long_is_no_failure_of_the_job(app: Celery, server: OwnRedis) -> None:
+    server.kill()
+    with pytest.raises(RanOut, match="away for 0 s"), patient(Patience(0)):
+        app.backend.store_result("job", 42, "SUCCESS")
+    with pytest.raises(RanOut, match="away for 0 s"), patient(Patience(0)):
+        app.send_task("outage.body", [[1]], retry=False)
+
+
+def test_outside_a_completion_nobody_waits(app: Celery, server: OwnRedis) -> None:
+    backend: Any = app.backend
+    server.kill()
+    with pytest.raises(app.connection().recoverable_connection_errors):
+        backend.client.get("key")
+
+
+def test_a_chord_is_joined_though_redis_goes_away_meanwhile(app: Celery, server: OwnRedis) -> None:
+    backend: Any = app.backend
+    claim = backend._chord_part_return_script
+
+    def claim_and_lose(**arguments: Any) -> Any:
+        answer = claim(**arguments)
+        server.kill()
+        return answer
+
+    backend._chord_part_return_script = claim_and_lose
+    count_part(app, "tag", Patience(sleep=until(server, 2)))
+    assert queue_length(server.url) == 1
+    assert app.backend.get_state("the-body") == "PENDING"
+
+
+def test_the_next_attempt_of_a_chord_s_last_part_sends_the_body(
+    app: Celery, server: OwnRedis
+) -> None:
+    def lose(**_: Any) -> None:
+        server.kill()
+
+    signals.before_task_publish.connect(lose, sender=BODY["task"])
+    with pytest.raises(RanOut):
+        count_part(app, "tag", Patience(0))
+    signals.before_task_publish.disconnect(lose, sender=BODY["task"])
+    server.start()
+    assert queue_length(server.url) == 0
+    # Not that of another job: whoever has the claim may be about to send it.
+    count_part(app, "another", Patience())
+    assert queue_length(server.url) == 0
+    for _ in range(2):
+        count_part(app, "tag", Patience())
+        assert queue_length(server.url) == 1
+    assert app.backend.get_state("the-body") == "PENDING"
