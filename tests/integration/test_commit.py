@@ -126,6 +126,27 @@ def test_each_job_of_a_mixed_batch_gets_what_it_needs(
     assert counts(worker)["fenced_jobs"] == before["fenced_jobs"]
 
 
+def test_jobs_with_callbacks_are_finished_together(
+    worker: Worker, redis: Any, tmp_path: Path
+) -> None:
+    link = commits.remember.s("nowhere").set(queue="nobody")
+    with one_batch(worker, tmp_path, 50):
+        jobs = [commits.shout.apply_async((f"n{n}",), link=link, priority=n % 2) for n in range(50)]
+        redis.config_resetstat()
+    answers = [job.get(timeout=TIMEOUT_S) for job in jobs]
+    assert answers == [f"N{n} of 50" for n in range(50)]
+    wait_for(lambda: not leases(redis), "no lease is left")
+    # Celery stores a result by this command, one by one.
+    assert "cmdstat_setex" not in redis.info("commandstats")
+    sent = [json.loads(each)["headers"] for each in redis.lrange("nobody", 0, -1)]
+    assert {each["parent_id"] for each in sent} == {job.id for job in jobs}
+    assert sorted(each["id"] for each in sent) == sorted(
+        child[0][0] for job in jobs for child in stored(redis, job.id)["children"]
+    )
+    assert not redis.keys("batchery:sent:*")
+    redis.delete("nobody")
+
+
 def test_what_is_stored_is_what_celery_stores_and_the_batch(worker: Worker, redis: Any) -> None:
     job = commits.shout.apply_async(("me",), {})
     job.get(timeout=TIMEOUT_S)

@@ -1,28 +1,26 @@
-"""Completes jobs through Celery's own tracer, with the outcome that a device has computed.
+"""Completes jobs on threads, as every step of Celery's tracer may wait for Redis.
 
-The tracer stores the result, calls the hooks, sends the signals, publishes callbacks and the next
-step of a chain, and counts chord parts: all of it Celery's own code. The task answers at once, from
-the context that is set around it here. Threads do this, as every step may wait for Redis.
+What the tracer writes for a job of which nothing but messages and a result is left in the end is
+held back, and written for many jobs in one step.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextvars import ContextVar
-from time import monotonic
+from contextlib import contextmanager
 from typing import Any
 
 import redis
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery import Celery
-from celery.app import trace
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
 from celery.states import STARTED
 
-from batchery.task import Computed, computed
-from batchery.transport.sending import sending_once
-from batchery_worker.chords import share_claims
+from batchery_worker.commit import Verdict
+from batchery_worker.finish import Finish, Finisher
 from batchery_worker.patience import (
     Patience,
     RanOut,
@@ -33,14 +31,16 @@ from batchery_worker.patience import (
 )
 from batchery_worker.request import give_back
 from batchery_worker.ticket import Ticket
+from batchery_worker.tracing import Job, Tracing, is_fenced
 
 logger = logging.getLogger("batchery.pool")
 
 #: What the tracer reports like an error, and is none.
 NOT_FAILURES = (Retry, Ignore, Reject)
 
-#: Facts of the batch of the job that this thread is completing.
-_facts: ContextVar[Mapping[str, Any] | None] = ContextVar("batchery_facts", default=None)
+#: Most jobs whose messages and results are written in one step. More of them save little, and
+#: their callers wait for the last one.
+MOST_TOGETHER = 32
 
 
 class Completion:
@@ -62,10 +62,12 @@ class Completion:
             on_fenced: Drops a job that another worker has now; called on the pool's thread.
         """
         self._app = app
-        #: By name of the task; Celery makes new ones after each reconnect to the broker.
-        self._tracers: dict[str, Any] = {}
         self._deliver = deliver
         self._on_fenced = on_fenced
+        self._tracing = Tracing(app)
+        self._waiting: deque[Job] = deque()
+        self._lock = threading.Lock()
+        self._local = threading.local()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="batchery-completion")
         publish_patiently(app)
 
@@ -85,7 +87,8 @@ class Completion:
             facts: Of the batch; stored with the result, None for a job that was never in one.
             settled: Called at the end, on the pool's thread, with whether the job failed.
         """
-        self._threads.submit(self._complete, ticket, outcome, facts, settled)
+        self._waiting.append(Job(ticket, outcome, facts, settled, self._tracing.may_wait(ticket)))
+        self._threads.submit(self._complete_next)
 
     def tell_started(self, ticket: Ticket, pid: int) -> None:
         """Stores that a job runs, for a task that is tracked; before its outcome, if it can.
@@ -114,102 +117,106 @@ class Completion:
         except (Exception, RanOut):
             logger.exception("%s[%s] is not seen as started", ticket.task_name, ticket.task_id)
 
-    def _complete(
-        self,
-        ticket: Ticket,
-        outcome: Callable[[Any], Any],
-        facts: Mapping[str, Any] | None,
-        settled: Callable[[bool], None],
-    ) -> None:
+    def _complete_next(self) -> None:
+        """Completes the job that waits longest, with others that may be completed together."""
+        jobs = self._take()
+        for job in jobs:
+            self._complete(job)
+        held_back = [(job, job.finish) for job in jobs if job.finish is not None]
+        if held_back:
+            self._finish_all(held_back)
+
+    def _take(self) -> list[Job]:
+        jobs: list[Job] = []
+        with self._lock:
+            while self._waiting and len(jobs) < MOST_TOGETHER:
+                if jobs and not (jobs[0].may_wait and self._waiting[0].may_wait):
+                    break
+                jobs.append(self._waiting.popleft())
+        return jobs
+
+    def _complete(self, job: Job) -> None:
+        """Runs the tracer; tells of the end, unless what was to be written is held back."""
+        ticket = job.ticket
         if ticket.started is not None:
             # It was submitted before, so that a thread has it; the last state must come last.
             wait([ticket.started])
-        if _is_fenced(ticket):
-            self._deliver(lambda: _finish(lambda _: self._on_fenced(ticket), None, settled, False))
+        if not job.may_wait and is_fenced(ticket):
+            self._drop(job)
             return
+        with self._settling(job):
+            self._tracing.run(job)
+            if job.finish is None:
+                self._tell(job)
+
+    def _finish_all(self, jobs: Sequence[tuple[Job, Finish]]) -> None:
+        """Writes what was held back, and tells of the jobs' ends."""
         try:
-            backend = self._app.backend
-            _tag_results(backend)
-            make_patient(backend)
-            share_claims(backend)
-            self._time_device(ticket)
-            computed.set(Computed(ticket.task_id, outcome(backend)))
-            _facts.set(facts)
             with patient(Patience()):
-                is_error, value = self._trace(ticket)
+                verdicts = self._finisher().finish([finish for _, finish in jobs])
+        except (redis.RedisError, RanOut):
+            for job, _ in jobs:
+                with self._settling(job):
+                    raise
+            return
+        for (job, finish), verdict in zip(jobs, verdicts, strict=True):
+            if verdict is Verdict.COMMITTED:
+                self._tell(job, finish)
+            elif verdict is Verdict.FENCED or is_fenced(job.ticket):
+                self._drop(job)
+            else:
+                with self._settling(job):
+                    self._tracing.replay(job)
+                    self._tell(job)
+
+    @contextmanager
+    def _settling(self, job: Job) -> Iterator[None]:
+        """Settles a job also if its completion breaks off."""
+        ticket = job.ticket
+        try:
+            yield
         except BaseException as error:  # noqa: BLE001 - whatever it is, the job must be settled
+            job.finish = None
             logger.error("%s[%s] cannot be completed: %r", ticket.task_name, ticket.task_id, error)
             if ticket.request is not None and is_away(self._app.backend, error):
-                self._deliver(lambda: _finish(lambda _: _give_back(ticket), None, settled, False))
+                self._deliver(lambda: _end(lambda _: _give_back(ticket), None, job, failed=False))
                 return
             info = ExceptionInfo()
-            self._deliver(lambda: _finish(ticket.error_callback, info, settled, True))
-        else:
-            # Without the tracer's own time.
-            runtime_s = facts["forward_ms"] / 1e3 if facts else 0.0
-            failed = bool(is_error) and not isinstance(_raised(value), NOT_FAILURES)
-            result = (is_error, value, runtime_s)
-            self._deliver(lambda: _finish(ticket.callback, result, settled, failed))
-        finally:
-            computed.set(None)
-            _facts.set(None)
+            self._deliver(lambda: _end(ticket.error_callback, info, job, failed=True))
 
-    def _trace(self, ticket: Ticket) -> tuple[Any, Any]:
-        """Runs the tracer, whose messages are sent once: a worker may die before it is done."""
-        request, lease = ticket.request, ticket.lease
-        if request is None or lease is None:
-            return ticket.target(*ticket.args)[:2]
-        tag = request.message.properties.get("publish_tag")
-        with sending_once(tag, {"job": ticket.task_id, "next": request.embed}) as sending:
-            try:
-                return ticket.target(*ticket.args)[:2]
-            finally:
-                if sending is not None and sending.is_marked:
-                    lease.ledger.sent(lease.token, sending.publish_tag)
+    def _tell(self, job: Job, finish: Finish | None = None) -> None:
+        """Tells Celery of a job's end; of one that is finished, the message as well."""
+        is_error, value = job.answer
+        # Without the tracer's own time.
+        runtime_s = job.facts["forward_ms"] / 1e3 if job.facts else 0.0
+        failed = bool(is_error) and not isinstance(_raised(value), NOT_FAILURES)
+        result = (is_error, value, runtime_s)
 
-    def _time_device(self, ticket: Ticket) -> None:
-        """Gives the task a tracer that counts the device's time as the task's run time."""
-        task: Any = self._app.tasks[ticket.task_name]
-        if task.__trace__ is None or task.__trace__ is not self._tracers.get(task.name):
-            tracer = trace.build_tracer(
-                task.name,
-                task,
-                app=self._app,
-                hostname=ticket.message.get("hostname"),
-                monotonic=_clock,
-            )
-            self._tracers[task.name] = task.__trace__ = tracer
+        def tell() -> None:
+            request = job.ticket.request
+            if finish is not None and request is not None:
+                finish.lease.ledger.settled([finish.lease.token])
+                # Celery's own code follows, which shall not acknowledge once more.
+                request.acknowledged = True
+            _end(job.ticket.callback, result, job, failed=failed)
+
+        self._deliver(tell)
+
+    def _drop(self, job: Job) -> None:
+        self._deliver(lambda: _end(lambda _: self._on_fenced(job.ticket), None, job, failed=False))
+
+    def _finisher(self) -> Finisher:
+        if not hasattr(self._local, "finisher"):
+            self._local.finisher = Finisher(self._app.backend)
+        finisher: Finisher = self._local.finisher
+        return finisher
 
 
-def _clock() -> float:
-    """The tracer's clock: once the task has answered, the device's time has passed as well."""
-    facts = _facts.get()
-    answered = facts is not None and computed.get() is None
-    return monotonic() + (facts["forward_ms"] / 1e3 if facts and answered else 0.0)
-
-
-def _finish(
-    callback: Callable[[Any], None], result: Any, settled: Callable[[bool], None], failed: bool
-) -> None:
+def _end(callback: Callable[[Any], None], result: Any, job: Job, *, failed: bool) -> None:
     try:
         callback(result)
     finally:
-        settled(failed)
-
-
-def _is_fenced(ticket: Ticket) -> bool:
-    """Whether another worker has the job now; asked just before its result is stored.
-
-    In between somebody may still take it. Where Redis does not answer, the job counts as ours: at
-    worst its result is stored twice.
-    """
-    lease = ticket.lease
-    if lease is None:
-        return False
-    try:
-        return lease.token not in lease.ledger.still_held([lease.token])
-    except (redis.RedisError, OSError):
-        return False
+        job.settled(failed)
 
 
 def _give_back(ticket: Ticket) -> None:
@@ -222,23 +229,3 @@ def _raised(info: ExceptionInfo) -> Any:
     """The exception itself; billiard wraps it together with its traceback."""
     error = info.exception
     return error.exc if isinstance(error, ExceptionWithTraceback) else error
-
-
-def _tag_results(backend: Any) -> None:
-    """Lets a backend write the facts of the batch into each result, as the field `batch`.
-
-    Celery gives each thread a backend of its own; it has no public way to add a field.
-    """
-    if getattr(backend, "batchery_tagged", False):
-        return
-    stock = backend._get_result_meta
-
-    def with_facts(*args: Any, **keywords: Any) -> dict[str, Any]:
-        meta: dict[str, Any] = stock(*args, **keywords)
-        facts = _facts.get()
-        if facts is not None:
-            meta["batch"] = dict(facts)
-        return meta
-
-    backend._get_result_meta = with_facts
-    backend.batchery_tagged = True

@@ -50,6 +50,10 @@ class TracerNeeds:
             message: The headers of its message.
             embed: The third part of the message's body.
         """
+        return self.why_all(task) or request_needs_tracer(message, embed)
+
+    def why_all(self, task: BatchTask) -> str | None:
+        """Says why all jobs of a task need the tracer as of now; None if they do not."""
         name = task.name
         if name not in self._tasks:
             self._tasks[name] = task_needs_tracer(self._app, task)
@@ -59,7 +63,7 @@ class TracerNeeds:
             self._receivers.clear()
         if name not in self._receivers:
             self._receivers[name] = receivers_need_tracer(task)
-        return self._tasks[name] or self._receivers[name] or request_needs_tracer(message, embed)
+        return self._tasks[name] or self._receivers[name]
 
 
 def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:

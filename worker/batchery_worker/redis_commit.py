@@ -22,7 +22,7 @@ from batchery_worker.terms import JobTerms, Terms
 
 logger = logging.getLogger("batchery.device")
 
-COMMIT_LUA = Path(__file__).parent / "lua" / "commit.lua"
+LUA = Path(__file__).parent / "lua"
 
 #: Most jobs of one script, and most bytes after which no further result is added to it: Redis
 #: serves nobody else meanwhile.
@@ -44,7 +44,7 @@ AWAY = (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError, OSError)
 CANNOT_WRITE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 
 #: Kinds of outcomes, as `encode_outcome` spells them, that are results.
-STORABLE = ("value", "json")
+STORABLE = ("value", "json", "encoded")
 
 #: As commit.lua numbers them.
 VERDICTS = (Verdict.FENCED, Verdict.COMMITTED, Verdict.NEEDS_TRACER)
@@ -113,8 +113,7 @@ class RedisCommitter:
             key = self._backend.get_key_for_task(job.task_id)
             value = b""
             if fields is not None:
-                result = content.encode() if kind == "json" else plain_json(content)
-                value = writer.write(job.task_id, result, waited_ms, fields)
+                value = writer.write(job.task_id, _json(kind, content), waited_ms, fields)
         except (TypeError, ValueError, RecursionError):
             # Arguments that were never JSON, for instance. The tracer says so to the caller.
             return None
@@ -206,7 +205,20 @@ class RedisCommitter:
 
     @cached_property
     def _script(self) -> Any:
-        return self._client.register_script(COMMIT_LUA.read_text())
+        return self._client.register_script(script_text("commit"))
+
+
+def _json(kind: str, content: Any) -> bytes:
+    """The JSON of a result that `encode_outcome` spelled as one of `STORABLE`."""
+    if kind == "encoded":
+        encoded: bytes = content
+        return encoded
+    return content.encode() if kind == "json" else plain_json(content)
+
+
+def script_text(name: str) -> str:
+    """Text of a script that writes results; `name` without ending."""
+    return (LUA / "result.lua").read_text() + (LUA / f"{name}.lua").read_text()
 
 
 def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,8 @@ class Sending:
         self._marks: dict[str, str] = {}
         #: Whether there are marks.
         self.is_marked = False
+        #: Messages that somebody else will send, all at once; None where each is sent at once.
+        self.outbox: list[Unsent] | None = None
 
     def mark(self, message: Mapping[str, Any]) -> str:
         """Names a message so that it has the same name when the job runs again, and only then.
@@ -73,6 +76,25 @@ class Sending:
     @cached_property
     def _ids(self) -> str:
         return json.dumps(self._known, default=str)
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """A message that waits in an outbox."""
+
+    channel: "SendingChannel"
+    #: Of the queue, or of one of its priority steps.
+    queue_key: str
+    message: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The message as it stands in a queue."""
+        return str(dumps(self.message))
+
+    def send(self, sending: Sending) -> None:
+        """Sends it after all, marked as the job's that is being completed."""
+        self.channel.send_marked(sending, self.queue_key, self.message)
 
 
 _sending: ContextVar[Sending | None] = ContextVar("batchery_sending", default=None)
@@ -109,11 +131,24 @@ class SendingChannel(_Channel):  # type: ignore[misc]
         if sending is None or not is_plain:
             super()._put(queue, message, **kwargs)
             return
-        keys = Keys(self.global_keyprefix)
         priority = self._get_message_priority(message, reverse=False)
+        key = Keys(self.global_keyprefix).queue(self._q_for_pri(queue, priority))
+        if sending.outbox is None:
+            self.send_marked(sending, key, message)
+        else:
+            sending.outbox.append(Unsent(self, key, message))
+
+    def send_marked(self, sending: Sending, key: str, message: Mapping[str, Any]) -> None:
+        """Puts a message into a queue, unless its mark says that it was there before.
+
+        Args:
+            sending: Of the job that sends.
+            key: Of the queue.
+            message: As kombu makes it.
+        """
         self._senders.run(
             "send",
-            [keys.sent(sending.publish_tag), keys.queue(self._q_for_pri(queue, priority))],
+            [Keys(self.global_keyprefix).sent(sending.publish_tag), key],
             *[sending.mark(message), MARKS_TTL_S, dumps(message)],
         )
         sending.is_marked = True

@@ -1,4 +1,5 @@
 -- Commits results of a batch: each one is stored, announced and acknowledged while its lease is held.
+-- Follows result.lua.
 --
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
 --                   transport's register and renew; a member goes with release or recovery.
@@ -34,34 +35,6 @@ local function use(database)
   end
 end
 
--- Whether a result may be written: 0 no, as a SUCCESS is stored; 1 yes; 2 unsure.
-local function may_write(key)
-  local head = redis.pcall('GETRANGE', key, 0, 63)
-  if type(head) ~= 'string' then
-    return 2
-  end
-  if head == '' then
-    return 1
-  end
-  -- Both spellings that JSON libraries have begin like this: {"status": "X" and {"status":"X".
-  -- Anything else (compressed, another serializer, another order of fields) is left to Celery's
-  -- own decoders, as a SUCCESS may hide in it.
-  local status = string.match(head, '^{%s*"status"%s*:%s*"([^"]*)"')
-  if not status then
-    return 2
-  end
-  return status == 'SUCCESS' and 0 or 1
-end
-
-local function write(key, value)
-  if expires_s > 0 then
-    redis.call('SET', key, value, 'EX', expires_s)
-  else
-    redis.call('SET', key, value)
-  end
-  redis.call('PUBLISH', key, value)
-end
-
 use(broker)
 if not redis.call('ZSCORE', workers, worker) then
   return false
@@ -81,9 +54,7 @@ local verdicts, settled, written = {}, {}, {}
 for i = 1, count do
   local token, key, value = ARGV[2 * i + 4], KEYS[i + 2], ARGV[2 * i + 5]
   if not held[i] then
-    -- Sent again, as the answer was lost: then what is stored is ours to the last byte. It says when
-    -- the job was done, to the microsecond, and in which batch.
-    verdicts[i] = value ~= '' and redis.pcall('GET', key) == value and 1 or 0
+    verdicts[i] = is_written(key, value) and 1 or 0
   else
     local may = 0
     -- A message that was published twice may be in one batch twice.
@@ -91,7 +62,7 @@ for i = 1, count do
       may = fresh and 1 or may_write(key)
     end
     if may == 1 then
-      write(key, value)
+      write(key, value, expires_s)
       written[key] = true
     end
     if may == 2 then

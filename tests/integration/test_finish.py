@@ -1,0 +1,188 @@
+"""What the tracer would write for a job is held back, and written at once."""
+
+import json
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+from celery.exceptions import BackendStoreError
+
+from batchery.install import install
+from batchery.transport.keys import Keys
+from batchery.transport.sending import Sending, Unsent, sending_once
+from batchery_worker.capture import Capture, capturing, make_capturable
+from batchery_worker.commit import Verdict
+from batchery_worker.finish import Finish, Finisher
+from batchery_worker.request import Lease
+from harness import queue_length
+
+COMMITTED, FENCED, NEEDS_TRACER = Verdict.COMMITTED, Verdict.FENCED, Verdict.NEEDS_TRACER
+
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
+
+
+class House:
+    """An app whose results are in database 0, and leases in a database of choice."""
+
+    def __init__(self, url: str, bare: Any, broker_db: int) -> None:
+        self.app = install(Celery("finish", broker=url, backend=url, set_as_current=False))
+        self.backend: Any = self.app.backend
+        make_capturable(self.backend)
+        self.bare = bare
+        self.broker = redis.Redis.from_url(f"{url[:-1]}{broker_db}", decode_responses=True)
+        self.broker.flushdb()
+        self.keys = Keys()
+        self.ledger: Any = SimpleNamespace(
+            worker="me", keys=self.keys, lease_key=self.keys.lease("me"), db=broker_db
+        )
+        self.broker.zadd(self.keys.workers, {"me": 1})
+        self.finisher = Finisher(self.backend)
+
+    def job(
+        self, token: str, value: Any = None, sends: tuple[str, ...] = (), held: bool = True
+    ) -> Finish:
+        """A job that the tracer has completed; each message goes to the queue of its name."""
+        if held:
+            self.broker.hset(self.ledger.lease_key, token, "celery\0message")
+        capture = Capture(f"t{token}", Sending(f"tag-{token}", {}))
+        with capturing(capture):
+            if value is not None:
+                self.backend.store_result(f"t{token}", value, "SUCCESS")
+        capture.messages += [Unsent(SimpleNamespace(), each, {"to": each}) for each in sends]  # type: ignore[arg-type]
+        return Finish(f"t{token}", Lease(self.ledger, token), f"tag-{token}", capture)
+
+    def leased(self) -> set[str]:
+        tokens: Any = self.broker.hkeys(self.ledger.lease_key)
+        return set(tokens)
+
+    def stored(self, task_id: str) -> Any:
+        content = self.bare.get(f"celery-task-meta-{task_id}")
+        return content and json.loads(content)["result"]
+
+    def queue(self, name: str) -> list[Any]:
+        """What is in a queue, oldest first."""
+        found: Any = self.broker.lrange(name, 0, -1)
+        return [json.loads(each) for each in reversed(found)]
+
+    def close(self) -> None:
+        self.broker.flushdb()
+        self.broker.close()
+        self.app.close()
+
+
+@pytest.fixture(params=[0, 3], ids=["one database", "two databases"])
+def house(request: pytest.FixtureRequest, url: str, bare: Any) -> Iterator[House]:
+    made = House(url, bare, request.param)
+    yield made
+    made.close()
+
+
+def test_jobs_are_finished_each_with_its_own_messages(house: House) -> None:
+    with house.bare.pubsub() as channel:
+        channel.subscribe("celery-task-meta-t1")
+        channel.get_message(timeout=5)
+        jobs = [house.job("1", "A", ("next", "other", "next")), house.job("2", [2.5])]
+        late, ignored = house.job("3", "late", ("next",), held=False), house.job("4", sends=("x",))
+        assert house.finisher.finish([*jobs, late, ignored]) == [
+            *[COMMITTED, COMMITTED, FENCED, COMMITTED]
+        ]
+        said = channel.get_message(timeout=5)
+    assert json.loads(said["data"])["result"] == "A"
+    assert (house.stored("t1"), house.stored("t2"), house.stored("t3")) == ("A", [2.5], None)
+    assert house.bare.ttl("celery-task-meta-t1") > 3600
+    assert house.queue("next") == [{"to": "next"}] * 2
+    assert house.queue("other") == [{"to": "other"}]
+    assert house.queue("x") == [{"to": "x"}]
+    assert house.leased() == set()
+
+
+def test_an_answer_that_is_lost_finishes_nothing_twice(house: House) -> None:
+    jobs = [house.job("1", "A", ("next",)), house.job("2", "B", ("next",))]
+    for _ in range(2):
+        assert house.finisher.finish(jobs) == [COMMITTED, COMMITTED]
+    assert len(house.queue("next")) == 2
+
+
+def test_a_success_that_is_stored_is_kept(house: House) -> None:
+    job = house.job("1", "later", ("next",))
+    house.backend.store_result("t1", "first", "SUCCESS")
+    assert house.finisher.finish([job]) == [COMMITTED]
+    assert house.stored("t1") == "first"
+    assert len(house.queue("next")) == 1
+
+
+def unreadable(house: House) -> None:
+    house.bare.set("celery-task-meta-t1", b"\x80pickle")
+
+
+def begun(house: House) -> None:
+    house.broker.sadd(house.keys.sent("tag-1"), "a mark")
+
+
+def wrong_type(house: House) -> None:
+    house.broker.set("next", "no list")
+
+
+@pytest.mark.parametrize("prepare", [unreadable, begun, wrong_type])
+def test_what_the_script_cannot_judge_is_left_as_it_is(
+    house: House, prepare: Callable[[House], None]
+) -> None:
+    prepare(house)
+    before = house.bare.get("celery-task-meta-t1")
+    jobs = [house.job("1", "A", ("next",)), house.job("2", "B")]
+    assert house.finisher.finish(jobs) == [NEEDS_TRACER, COMMITTED]
+    assert house.bare.get("celery-task-meta-t1") == before
+    assert house.broker.type("next") in ("none", "string")
+    assert house.leased() == {"1"}
+
+
+def test_a_worker_that_redis_does_not_know_finishes_nothing(house: House) -> None:
+    house.broker.zrem(house.keys.workers, "me")
+    job = house.job("1", "A", ("next",))
+    assert house.finisher.finish([job]) == [NEEDS_TRACER]
+    # Nor is it asked again: the broker is another server.
+    house.broker.zadd(house.keys.workers, {"me": 1})
+    assert house.finisher.finish([job]) == [NEEDS_TRACER]
+    house.ledger.worker = "another"
+    house.broker.zadd(house.keys.workers, {"another": 1})
+    assert house.finisher.finish([job]) == [COMMITTED]
+
+
+def test_a_redis_that_has_forgotten_the_script_or_is_full_finishes_jobs(house: House) -> None:
+    assert house.finisher.finish([house.job("1", "A", ("next",))]) == [COMMITTED]
+    house.bare.script_flush()
+    jobs = [house.job("2", "B", ("next",)), house.job("3", "C", ("next",))]
+    house.bare.config_set("maxmemory", 1)
+    assert house.finisher.finish(jobs) == [COMMITTED, COMMITTED]
+    assert len(house.queue("next")) == 3
+
+
+def test_only_a_job_s_own_result_is_held_back(house: House) -> None:
+    capture = Capture("mine", Sending("tag", {}))
+    with capturing(capture):
+        house.backend.store_result("another", 1, "FAILURE")
+        house.backend.save_group("group", house.app.GroupResult("group", []))
+        house.backend.store_result("mine", 2, "SUCCESS")
+        house.backend._MAX_STR_VALUE_SIZE = 10
+        with pytest.raises(BackendStoreError, match="too large"):
+            house.backend.store_result("mine", "x" * 100, "SUCCESS")
+    assert (house.stored("another"), house.stored("mine")) == (1, None)
+    assert house.bare.exists("celery-taskset-meta-group")
+    assert json.loads(capture.value)["result"] == 2
+
+
+def test_what_was_held_back_can_be_written_after_all(house: House, url: str) -> None:
+    for _ in range(2):
+        with sending_once("tag", {}) as sending:
+            assert sending is not None
+            capture = Capture("mine", sending)
+            with capturing(capture):
+                house.app.send_task("some.task", queue="next")
+                house.backend.store_result("mine", 2, "SUCCESS")
+            capture.replay()
+    # The same message, told by its mark.
+    assert queue_length(url, "next") == 1
+    assert house.stored("mine") == 2
