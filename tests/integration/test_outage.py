@@ -1,17 +1,26 @@
 """The completion of a job meets a Redis that is away: it waits, or its job is given back whole."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery, signals
 from celery.app.task import Context
+from kombu.exceptions import OperationalError
 
 from batchery import install
 from batchery.transport.sending import sending_once
 from batchery_worker.chords import share_claims
-from batchery_worker.patience import Patience, RanOut, make_patient, patient, publish_patiently
+from batchery_worker.patience import (
+    Patience,
+    RanOut,
+    make_enduring,
+    make_patient,
+    patient,
+    publish_patiently,
+)
 from harness import queue_length
 from own_redis import OwnRedis
 
@@ -86,6 +95,38 @@ def test_a_message_waits_until_redis_is_back_and_is_sent_once(
     with sending_once("tag", {}), patient(Patience(sleep=until(server, 2))):
         app.send_task("outage.body", [[1]], retry=False)
     assert queue_length(server.url) == 1
+
+
+@pytest.mark.filterwarnings("ignore:Call to deprecated setex")
+def test_the_end_of_an_ordinary_job_waits_and_its_function_does_not(
+    app: Celery, server: OwnRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = app.backend
+    make_enduring(backend)
+    server.kill()
+    with pytest.raises(OperationalError):
+        app.send_task("outage.body", [[1]], ignore_result=True)
+    patience = partial(Patience, sleep=until(server, 2))
+    monkeypatch.setattr("batchery_worker.patience.Patience", patience)
+    backend.mark_as_done("job", 42, Context(id="job"))
+    assert backend.get_task_meta("job")["result"] == 42
+    server.kill()
+    monkeypatch.setattr(
+        "batchery_worker.patience.Patience", partial(Patience, sleep=until(server, 2))
+    )
+    messages: Any = app.amqp
+    messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
+    assert queue_length(server.url) == 1
+
+
+def test_what_follows_an_ordinary_job_fails_in_celery_s_way_if_that_cannot_come_again(
+    app: Celery, server: OwnRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.kill()
+    monkeypatch.setattr("batchery_worker.patience.Patience", partial(Patience, 0))
+    messages: Any = app.amqp
+    with pytest.raises(OperationalError):
+        messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
 
 
 def test_what_waited_for_too_long_is_no_failure_of_the_job(app: Celery, server: OwnRedis) -> None:

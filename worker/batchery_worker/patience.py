@@ -14,6 +14,8 @@ from typing import Any
 
 import redis
 from celery import Celery
+from celery._state import get_current_task
+from celery.app import amqp
 from celery.backends.redis import RedisBackend
 from kombu.exceptions import OperationalError
 from redis.backoff import AbstractBackoff, NoBackoff
@@ -42,6 +44,9 @@ class RanOut(BaseException):
 
     No `Exception`: as one, Celery would store it as the failure of a job that succeeded.
     """
+
+    def __init__(self, limit_s: float, error: object = None) -> None:
+        super().__init__(f"Redis was away for {limit_s:g} s: {error}")
 
 
 class Patience:
@@ -84,11 +89,16 @@ class Patience:
         pause_s = min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), LONGEST_PAUSE_S)
         if now_s + pause_s > self._ends_s:
             self.ran_out = True
-            raise RanOut(f"Redis was away for {self._limit_s:g} s")
+            raise RanOut(self._limit_s, error)
         self._sleep(pause_s)
 
 
 _patience: ContextVar[Patience | None] = ContextVar("batchery_patience", default=None)
+
+#: Celery's own: set while its tracer publishes callbacks and the next step of a chain.
+_follows_a_job: ContextVar[bool] = getattr(
+    amqp, "_callback_publish_retry", ContextVar("batchery_unknown", default=False)
+)
 
 
 @contextmanager
@@ -147,21 +157,44 @@ def make_patient(backend: Any) -> None:
         client.set_retry(_PatientRetry(client.get_retry()))
 
 
+def make_enduring(backend: Any) -> None:
+    """Lets what Celery's tracer writes at the end of a job wait by itself.
+
+    For ordinary jobs: their functions run in the same thread, and shall not wait.
+
+    Args:
+        backend: Of a thread of its own; after `make_patient`.
+    """
+    for name in ("mark_as_done", "mark_as_failure", "mark_as_retry"):
+        stock = getattr(backend, name)
+        if not isinstance(stock, partial):
+            setattr(backend, name, partial(_endure, stock))
+
+
+def _endure(stock: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    if _patience.get() is not None:
+        return stock(*args, **options)
+    with patient(Patience()):
+        return stock(*args, **options)
+
+
 def publish_patiently(app: Celery) -> None:
-    """Lets what a thread publishes inside `patient` wait as its results do.
+    """Lets what a thread publishes inside `patient`, and what follows any job, wait as results do.
 
     Args:
         app: Whose messages; once is enough, and twice does no harm.
     """
-    amqp: Any = app.amqp
-    if not isinstance(amqp.send_task_message, partial):
-        amqp.send_task_message = partial(_send, amqp.send_task_message)
+    messages: Any = app.amqp
+    if not isinstance(messages.send_task_message, partial):
+        messages.send_task_message = partial(_send, messages.send_task_message)
 
 
 def _send(stock: Callable[..., Any], producer: Any, *args: Any, **options: Any) -> Any:
     patience = _patience.get()
     if patience is None:
-        return stock(producer, *args, **options)
+        if not _follows_a_job.get():
+            return stock(producer, *args, **options)
+        patience = Patience()
     failures = 0
     while True:
         connection = producer.connection
@@ -169,8 +202,18 @@ def _send(stock: Callable[..., Any], producer: Any, *args: Any, **options: Any) 
             return stock(producer, *args, **options)
         except (OperationalError, *connection.recoverable_connection_errors, *REFUSALS) as error:
             failures += 1
-            patience.wait(failures, error)
+            try:
+                patience.wait(failures, error)
+            except RanOut:
+                if _may_come_again():
+                    raise
+                raise error from None
             producer.revive(connection)
+
+
+def _may_come_again() -> bool:
+    """Whether the message of this thread's job is not acknowledged yet."""
+    return _patience.get() is not None or bool(getattr(get_current_task(), "acks_late", False))
 
 
 def is_away(backend: Any, error: BaseException) -> bool:

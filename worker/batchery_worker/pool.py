@@ -17,7 +17,7 @@ from batchery.install import installation_of
 from batchery.task import BatchTask
 from batchery_worker.dispatcher import Dispatcher, is_cold_shutdown
 from batchery_worker.locate import task_modules
-from batchery_worker.patience import is_away
+from batchery_worker.patience import is_away, make_enduring, make_patient
 from batchery_worker.private_hub import PrivateHub
 from batchery_worker.renewal import ChildLimits
 from batchery_worker.request import BatchRequest, give_back
@@ -84,7 +84,8 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         """Takes a job from Celery: batch tasks wait for a device, the rest run on threads."""
         task = self.app.tasks.get(args[0]) if len(args) > 2 else None
         if self._dispatcher is None or not isinstance(task, BatchTask):
-            result = super().on_apply(target, args, kwargs, callback, accept_callback, **options)
+            run = partial(self._run_ordinary, target)
+            result = super().on_apply(run, args, kwargs, callback, accept_callback, **options)
             self._futures.add(result.f)
             request = getattr(callback, "__self__", None)
             result.f.add_done_callback(partial(self._on_thread_done, request))
@@ -108,6 +109,13 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         else:
             self._dispatcher.deliver(partial(self._dispatcher.admit, ticket, task, limits))
         return None
+
+    def _run_ordinary(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs an ordinary job, whose result waits while its backend is away."""
+        backend = self.app.backend
+        make_patient(backend)
+        make_enduring(backend)
+        return target(*args, **kwargs)
 
     def _on_thread_done(self, request: Any, future: Future[Any]) -> None:
         """An ordinary job has left its thread; one whose result found no backend is given back.

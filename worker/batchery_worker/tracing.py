@@ -113,7 +113,8 @@ class Tracing:
         if lease is None:
             job.answer = ticket.target(*ticket.args)[:2]
             return
-        with sending_once(_tag_of(ticket), _known(ticket)) as sending:
+        here = lease if self._one_broker else None
+        with sending_once(_tag_of(ticket), _known(ticket), here) as sending:
             try:
                 capture = Capture(ticket.task_id, sending) if sending and holds_back else None
                 with capturing(capture):

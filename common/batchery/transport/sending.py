@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import redis
 from kombu.utils.json import dumps
@@ -32,10 +32,23 @@ else:
 MARKS_TTL_S = 3600
 
 
+class Holder(Protocol):
+    """A worker that holds leases."""
+
+    @property
+    def lease_key(self) -> str:
+        """HASH of its leases; another one after a fence."""
+
+
 class Sending:
     """Messages that the completion of one job has sent so far."""
 
-    def __init__(self, publish_tag: str, known: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        publish_tag: str,
+        known: Mapping[str, Any],
+        lease: tuple[Holder, str] | None = None,
+    ) -> None:
         """Nothing is sent yet.
 
         Args:
@@ -43,8 +56,11 @@ class Sending:
                 where somebody submits the job once more.
             known: The job's headers and what follows it (callbacks, chain, chord), in which ids
                 that are given already can be found.
+            lease: Holder and token of the job's lease, without which nothing is sent; None where it
+                is not on the server that the messages go to.
         """
         self.publish_tag = publish_tag
+        self.lease = lease
         self._known = known
         self._bodies: Counter[str] = Counter()
         self._marks: dict[str, str] = {}
@@ -101,14 +117,19 @@ _sending: ContextVar[Sending | None] = ContextVar("batchery_sending", default=No
 
 
 @contextmanager
-def sending_once(publish_tag: str | None, known: Mapping[str, Any]) -> Iterator[Sending | None]:
+def sending_once(
+    publish_tag: str | None,
+    known: Mapping[str, Any],
+    lease: tuple[Holder, str] | None = None,
+) -> Iterator[Sending | None]:
     """Has every message that this thread puts into a queue sent once, however often it comes here.
 
     Args:
         publish_tag: Of the job that sends; None for one that another transport brought.
         known: As for `Sending`.
+        lease: As for `Sending`.
     """
-    sending = Sending(publish_tag, known) if publish_tag else None
+    sending = Sending(publish_tag, known, lease) if publish_tag else None
     token = _sending.set(sending)
     try:
         yield sending
@@ -146,11 +167,13 @@ class SendingChannel(_Channel):  # type: ignore[misc]
             key: Of the queue.
             message: As kombu makes it.
         """
-        self._senders.run(
-            "send",
-            [Keys(self.global_keyprefix).sent(sending.publish_tag), key],
-            *[sending.mark(message), MARKS_TTL_S, dumps(message)],
-        )
+        keys = [Keys(self.global_keyprefix).sent(sending.publish_tag), key]
+        args = [sending.mark(message), MARKS_TTL_S, dumps(message)]
+        if sending.lease is not None:
+            holder, token = sending.lease
+            keys.append(holder.lease_key)
+            args.append(token)
+        self._senders.run("send", keys, *args)
         sending.is_marked = True
 
     @cached_property

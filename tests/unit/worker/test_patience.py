@@ -86,4 +86,4 @@ def test_patience_that_ran_out_is_seen_by_its_thread_alone() -> None:
 
 
 def test_a_job_whose_patience_ran_out_is_given_back() -> None:
-    assert is_away(backend, RanOut("for 30 s"))
+    assert is_away(backend, RanOut(30))

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import kombu
@@ -106,3 +107,14 @@ def test_what_redis_refuses_leaves_no_mark(send: Send, bare: Any, prefix: str) -
     with sending_once("tag", KNOWN):
         send("step")
     assert bare.llen(f"{prefix}q") == 1
+
+
+def test_who_has_lost_the_job_sends_nothing(send: Send, bare: Any, prefix: str) -> None:
+    lease = (SimpleNamespace(lease_key=Keys(prefix).lease("me")), "7")
+    for held in (True, False):
+        bare.delete(Keys(prefix).sent("tag"), Keys(prefix).lease("me"))
+        if held:
+            bare.hset(Keys(prefix).lease("me"), "7", "the job's message")
+        with sending_once("tag", KNOWN, lease):
+            send("step")
+        assert bare.llen(f"{prefix}q") == 1
