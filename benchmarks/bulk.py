@@ -1,20 +1,22 @@
-"""What bulk clients cost: publish only, collect only, and both, beside Celery's own ways.
+"""What bulk clients cost: publish only, collect only, and both, beside Celery's and others' ways.
 
 No-op jobs on a private redis-server, results stored, one worker: Celery's solo pool for Celery's
-rows, Batchery's for ours and wherever results are only collected.
+rows, Batchery's for ours and wherever Celery's results are only collected, its own for any other
+system, which is installed by pip when it is first needed, into an environment of its own.
 
-    python benchmarks/bulk.py --items 100000 --json benchmarks/results/bulk.json
+    python benchmarks/bulk.py --items 100000 --most 1000000 --json benchmarks/results/bulk.json
 """
 
 import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +27,16 @@ from rich.table import Table
 
 from batchery.embedded import EmbeddedRedis
 from hardware import hardware
+from queue_systems import OTHERS, System, batchery, celery
+from venvs import python_of
 
 #: Longest time for one row, in seconds.
 TIMEOUT_S = 1800.0
 
-STOCK = ("peers.celery_stock", "-P", "solo")
-OURS = ("peers.batchery_tasks",)
+KINDS = PUBLISH, COLLECT, WHOLE = "publish", "collect", "end to end"
+
+STOCK = celery("celery", "-P", "solo").worker
+OURS = batchery("batchery", transport="batchery").worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +45,78 @@ class Row:
 
     what: str
     name: str
-    #: Function in bulk_rows.py.
+    #: Function in bulk_rows.py; of another system, what its module in peers shall do.
     function: str
-    #: App of the worker, and its options; none means that no worker runs.
+    #: Arguments of Python that start the worker; none means that no worker runs.
     worker: Sequence[str] = ()
     #: Items, as a part of what was asked for: slow ways shall take seconds, not minutes.
     weight: float = 1.0
+    #: None is Celery, with or without Batchery.
+    system: System | None = field(default=None, compare=False)
+
+    @property
+    def python(self) -> Path:
+        """In whose environment client and worker run."""
+        if self.system:
+            return python_of(self.system.venv, self.system.requirements)
+        return Path(sys.executable)
+
+    @property
+    def client(self) -> Sequence[str]:
+        """Arguments of Python that start the client, without the number of items."""
+        if self.system:
+            return ["-m", self.system.module, self.function]
+        return [str(Path(__file__).with_name("bulk_rows.py")), self.function]
+
+
+#: Other systems, and what of theirs is measured: calls for many jobs, where there are any.
+PEERS = {
+    "Dramatiq 2.2": ("group.run", "get_results", "group"),
+    "RQ 3.0 SimpleWorker": ("enqueue_many", "latest_result", "enqueue_many + latest_result"),
+    "SAQ 0.26": ("enqueue, 200 at a time", "Queue.jobs", "Queue.map"),
+    "taskiq 0.13": ("kiq, 200 at a time", "gather", "kiq + gather"),
+}
+
+
+def others(what: str) -> Iterator[Row]:
+    """Rows of other systems."""
+    kind = KINDS.index(what)
+    for system in OTHERS:
+        if calls := PEERS.get(system.name):
+            worker = () if what == PUBLISH else system.worker
+            name = f"{system.name}, {calls[kind]}"
+            yield Row(what, name, ("publish", "collect", "whole")[kind], worker, 0.05, system)
 
 
 #: The first row of each kind is what the others are compared with.
 ROWS = (
-    Row("publish", "delay", "publish_delay", weight=0.05),
-    Row("publish", "Producer.batch", "publish_batch", weight=0.05),
-    Row("publish", "Producer.batch, results ignored", "publish_batch_ignoring", weight=0.1),
-    Row("publish", "batchery", "publish_batchery"),
-    Row("collect", "get", "collect_get", OURS, 0.05),
-    Row("collect", "join_native", "collect_join", OURS, 0.05),
-    Row("collect", "batchery", "collect_batchery", OURS),
-    Row("end to end", "delay + get, solo worker", "whole_get", STOCK, 0.05),
-    Row("end to end", "group + join_native, solo worker", "whole_group", STOCK, 0.05),
-    Row("end to end", "delay + get, batchery worker", "whole_get", OURS, 0.05),
-    Row("end to end", "map", "whole_map", OURS),
-    Row("end to end", "map, 64 items per job", "whole_packed", OURS, 5.0),
-    Row("end to end", "await, 1,000 at a time", "whole_await", OURS, 0.5),
+    Row(PUBLISH, "delay", "publish_delay", weight=0.05),
+    Row(PUBLISH, "Producer.batch", "publish_batch", weight=0.05),
+    Row(PUBLISH, "Producer.batch, results ignored", "publish_batch_ignoring", weight=0.1),
+    *others(PUBLISH),
+    Row(PUBLISH, "batchery", "publish_batchery"),
+    Row(COLLECT, "get", "collect_get", OURS, 0.05),
+    Row(COLLECT, "join_native", "collect_join", OURS, 0.05),
+    *others(COLLECT),
+    Row(COLLECT, "batchery", "collect_batchery", OURS),
+    Row(WHOLE, "delay + get, solo worker", "whole_get", STOCK, 0.05),
+    Row(WHOLE, "group + join_native, solo worker", "whole_group", STOCK, 0.05),
+    Row(WHOLE, "delay + get, batchery worker", "whole_get", OURS, 0.05),
+    *others(WHOLE),
+    Row(WHOLE, "map", "whole_map", OURS),
+    Row(WHOLE, "map, 8 items per job", "whole_packed_8", OURS, 2.0),
+    Row(WHOLE, "map, 64 items per job", "whole_packed_64", OURS, 5.0),
+    Row(WHOLE, "await, 1,000 at a time", "whole_await", OURS, 0.5),
 )
 
 
 def main() -> None:
     """Runs all rows in turn, prints a table; writes JSON if asked to."""
     options = parse()
-    console = Console(highlight=False, width=120)
-    rows = [each for each in ROWS if options.what is None or each.what in options.what]
+    console = Console(highlight=False, width=140)
+    rows = choose(options.what, options.systems)
+    for row in rows:
+        assert row.python.is_file()  # Installed now, and not between two rows.
     samples: dict[Row, list[dict[str, Any]]] = {row: [] for row in rows}
     with EmbeddedRedis() as server:
         for number in range(options.rounds):
@@ -77,6 +124,10 @@ def main() -> None:
             for row in rows if number % 2 == 0 else reversed(rows):
                 console.print(f"round {number + 1} of {options.rounds}: {row.what}, {row.name}")
                 samples[row].append(run(row, server.url, max(int(options.items * row.weight), 100)))
+        if options.most:
+            row = Row(WHOLE, f"map, {options.most:,} jobs", "whole_map", OURS)
+            console.print(f"once: {row.what}, {row.name}")
+            samples[row] = [run(row, server.url, options.most)]
     report = {
         "hardware": hardware(),
         "items": options.items,
@@ -94,10 +145,24 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--items", type=int, default=20_000, help="of our rows; others get fewer")
     parser.add_argument("--rounds", type=int, default=3)
-    kinds = sorted({row.what for row in ROWS})
-    parser.add_argument("--what", nargs="+", choices=kinds, help="only these rows")
+    parser.add_argument(
+        "--most", type=int, default=0, metavar="N", help="once more `map`, with so many items"
+    )
+    parser.add_argument("--what", nargs="+", choices=KINDS, help="only these rows")
+    parser.add_argument(
+        "--systems", nargs="+", metavar="NAME", help="only rows whose name begins with one of these"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
+
+
+def choose(kinds: Sequence[str] | None, names: Sequence[str] | None) -> list[Row]:
+    """The rows that are of one of these kinds and have a name that begins with one of these."""
+    rows = [each for each in ROWS if kinds is None or each.what in kinds]
+    found = [each for each in rows if names is None or each.name.startswith(tuple(names))]
+    if not found:
+        raise SystemExit(f"--systems: choose from {', '.join(each.name for each in rows)}")
+    return found
 
 
 def run(row: Row, url: str, items: int) -> dict[str, Any]:
@@ -109,10 +174,9 @@ def run(row: Row, url: str, items: int) -> dict[str, Any]:
     with Redis.from_url(url) as redis:
         redis.flushall()
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PEER_URL": url}
-    script = Path(__file__).with_name("bulk_rows.py")
-    with worker(row.worker, environment):
+    with worker(row, url, environment):
         answer = subprocess.run(
-            [sys.executable, "-W", "ignore", script, row.function, str(items)],
+            [row.python, "-W", "ignore", *row.client, str(items)],
             env=environment,
             capture_output=True,
             text=True,
@@ -121,28 +185,28 @@ def run(row: Row, url: str, items: int) -> dict[str, Any]:
         )
     if answer.returncode:
         raise SystemExit(f"{row.what}, {row.name}: {answer.stderr}")
-    sample: dict[str, Any] = json.loads(answer.stdout)
+    sample: dict[str, Any] = json.loads(answer.stdout.strip().rpartition("\n")[2])
     return sample
 
 
 @contextlib.contextmanager
-def worker(row: Sequence[str], environment: dict[str, str]) -> Iterator[None]:
+def worker(row: Row, url: str, environment: dict[str, str]) -> Iterator[None]:
     """Runs a worker, if one is wanted; the first jobs wait until it is there."""
-    if not row:
+    if not row.worker:
         yield
         return
-    app, *options = row
-    common = ["-l", "ERROR", "--without-mingle", "--without-gossip"]
     process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "celery", "-A", app, "worker", *common, *options],
+        [row.python, "-W", "ignore", *(each.format(url=url) for each in row.worker)],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
     try:
         yield
     finally:
-        process.kill()
+        # Some have children.
+        os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

@@ -4,8 +4,6 @@ Prints one line of JSON. The clock runs without imports, connections and the fir
 """
 
 import asyncio
-import json
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from batchery_producer.collect import collector_for
 from batchery_producer.patience import Patience
 from batchery_producer.template import uuids
 from peers.celery_stock import app, noop
-from peers.peer import URL
+from peers.peer import URL, report
 
 #: Jobs before the clock starts.
 WARM = 200
@@ -176,7 +174,12 @@ def whole_map(count: int, per_job: int | None = None) -> float:
         return timed(work, count)
 
 
-def whole_packed(count: int) -> float:
+def whole_packed_8(count: int) -> float:
+    """Ours, 8 items in each message."""
+    return whole_map(count, 8)
+
+
+def whole_packed_64(count: int) -> float:
     """Ours, 64 items in each message."""
     return whole_map(count, 64)
 
@@ -202,8 +205,7 @@ def main() -> None:
     """Runs the row that is named."""
     name, count = sys.argv[1], int(sys.argv[2])
     seconds = globals()[name](count)
-    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"items": count, "seconds": seconds, "peak_mib": round(peak_kib / 1024)}))
+    report(count, seconds)
     sys.stdout.flush()
 
 

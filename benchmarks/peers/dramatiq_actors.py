@@ -20,11 +20,16 @@ def noop(item: Any) -> Any:
     return item
 
 
-def fill(count: int) -> None:
+def send(count: int) -> dramatiq.group:
     """Puts jobs into the queue."""
-    for _ in range(count):
-        noop.send(0)
+    return dramatiq.group(noop.message(0) for _ in range(count)).run()
+
+
+def collect(jobs: dramatiq.group) -> None:
+    """Waits for all results."""
+    for _ in jobs.get_results(block=True, timeout=600_000):
+        pass
 
 
 if __name__ == "__main__":
-    main(fill, lambda: noop.send(0).get_result(block=True, timeout=60_000))
+    main(send, lambda: noop.send(0).get_result(block=True, timeout=60_000), collect)

@@ -4,6 +4,7 @@ from typing import Any
 
 from redis import Redis
 from rq import Queue
+from rq.job import Job
 
 from peers.peer import URL, main
 
@@ -16,13 +17,21 @@ def noop(item: Any) -> Any:
     return item
 
 
-def fill(count: int) -> None:
+def send(count: int) -> list[Job]:
     """Puts jobs into the queue."""
     queue = Queue(connection=Redis.from_url(URL))
+    jobs: list[Job] = []
     for start in range(0, count, CHUNK):
         some = range(start, min(start + CHUNK, count))
         job = Queue.prepare_data("peers.rq_jobs.noop", (0,), result_ttl=3600)
-        queue.enqueue_many([job for _ in some])
+        jobs += queue.enqueue_many([job for _ in some])
+    return jobs
+
+
+def collect(jobs: list[Job]) -> None:
+    """Waits for all results: RQ has no call for many."""
+    for job in jobs:
+        job.latest_result(timeout=600)
 
 
 def call() -> None:
@@ -32,4 +41,4 @@ def call() -> None:
 
 
 if __name__ == "__main__":
-    main(fill, call)
+    main(send, call, collect)

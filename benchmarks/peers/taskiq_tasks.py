@@ -3,12 +3,19 @@
 import asyncio
 from typing import Any
 
+import taskiq
 from taskiq_redis import RedisAsyncResultBackend, RedisStreamBroker
 
 from peers.peer import URL, main
 
 #: Pause between two looks for a result, in seconds; the default of 0.2 would be all there is.
 LOOK_S = 0.001
+
+#: The same for many results.
+LOOK_FOR_MANY_S = 0.05
+
+#: Jobs sent, and results asked for, at the same time: each takes a connection.
+CHUNK = 200
 
 results: Any = RedisAsyncResultBackend(redis_url=URL, result_ex_time=3600)
 # Jobs are there before the worker is: by default it would only see those that come later.
@@ -21,11 +28,20 @@ async def noop(item: Any) -> Any:
     return item
 
 
-async def send(count: int) -> None:
+async def send(count: int) -> list[Any]:
     """Puts jobs into the queue."""
     await broker.startup()
-    for _ in range(count):
-        await noop.kiq(0)
+    jobs: list[Any] = []
+    for start in range(0, count, CHUNK):
+        some = range(start, min(start + CHUNK, count))
+        jobs += await asyncio.gather(*(noop.kiq(each) for each in some))
+    return jobs
+
+
+async def collect(jobs: list[Any]) -> None:
+    """Waits for all results."""
+    for start in range(0, len(jobs), CHUNK):
+        await taskiq.gather(*jobs[start : start + CHUNK], periodicity=LOOK_FOR_MANY_S)
 
 
 async def call() -> None:
@@ -37,5 +53,7 @@ async def call() -> None:
 if __name__ == "__main__":
     loop = asyncio.new_event_loop()
     main(
-        lambda count: loop.run_until_complete(send(count)), lambda: loop.run_until_complete(call())
+        lambda count: loop.run_until_complete(send(count)),
+        lambda: loop.run_until_complete(call()),
+        lambda jobs: loop.run_until_complete(collect(jobs)),
     )

@@ -85,7 +85,9 @@ def check_broker(app: Celery) -> None:
     with app.connection_for_read() as broker:
         url = broker.as_uri(include_password=True)
         if url.startswith(REDIS_SCHEMES):
-            check_redis(url)
+            # Celery has taken these out of the URL, or found them in a setting.
+            tls = broker.ssl if isinstance(broker.ssl, dict) else {}
+            check_redis(_with_tls(url, tls), tls=tls)
             return
         try:
             broker.ensure_connection(max_retries=1, timeout=int(TIMEOUT_S))
@@ -106,4 +108,11 @@ def check_backend(app: Celery) -> None:
         )
     url = str(getattr(app.backend, "url", None) or "")
     if url.startswith(REDIS_SCHEMES):
-        check_redis(url)
+        known: dict[str, Any] = getattr(app.backend, "connparams", {})
+        tls = {name: value for name, value in known.items() if name.startswith("ssl_")}
+        check_redis(_with_tls(url, tls), tls=tls)
+
+
+def _with_tls(url: str, tls: dict[str, Any]) -> str:
+    """To Celery, a setting for TLS outranks the scheme; and it spells options in its own way."""
+    return url.partition("?")[0].replace("redis://", "rediss://", 1) if tls else url

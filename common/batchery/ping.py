@@ -1,6 +1,8 @@
 """Is there a Redis? Asked before anything is started or sent, so that a wrong URL is one line."""
 
 import re
+from collections.abc import Mapping
+from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from redis import Redis
@@ -14,13 +16,16 @@ from batchery.errors import RedisUnavailable
 TIMEOUT_S = 5.0
 
 
-def check_redis(url: str, timeout_s: float = TIMEOUT_S) -> None:
+def check_redis(
+    url: str, timeout_s: float = TIMEOUT_S, tls: Mapping[str, Any] | None = None
+) -> None:
     """Makes sure that a Redis answers.
 
     Args:
         url: As Celery understands it: `redis://`, `rediss://`, `redis+socket://` or `unix://`. The
             choice behind `sentinel://` is left to Celery: such a URL is not checked.
         timeout_s: How long the Redis may take to answer.
+        tls: Options of the Redis client, such as `ssl_ca_certs`, that the URL does not say.
 
     Raises:
         RedisUnavailable: It does not; names the URL without its password and what to do.
@@ -28,7 +33,7 @@ def check_redis(url: str, timeout_s: float = TIMEOUT_S) -> None:
     if url.startswith("sentinel://"):
         return
     try:
-        with connect(url, timeout_s) as client:
+        with connect(url, timeout_s, tls) as client:
             client.ping()
     except BusyLoadingError:
         return  # It is there, and serves as soon as it has read its data.
@@ -43,7 +48,7 @@ def masked(url: str) -> str:
     return re.sub(r"(password=)[^&]*", r"\1**", re.sub(r"(://[^:@/]*):.*@", r"\1:**@", url))
 
 
-def connect(url: str, timeout_s: float = TIMEOUT_S) -> Redis:
+def connect(url: str, timeout_s: float = TIMEOUT_S, tls: Mapping[str, Any] | None = None) -> Redis:
     """A client that answers or fails at once, without the library's usual retries.
 
     Raises:
@@ -54,6 +59,7 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> Redis:
         socket_connect_timeout=timeout_s,
         socket_timeout=timeout_s,
         retry=Retry(NoBackoff(), 0),
+        **(tls or {}),
     )
 
 

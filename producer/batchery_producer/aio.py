@@ -59,6 +59,8 @@ class AsyncClient:
             name: Of the task; a model's is its name in the settings.
             options: Of `apply_async`, for all its jobs: `queue`, `priority`, `expires`, `headers`.
                 By default jobs go where the app routes them, else to a queue of the task's name.
+                Besides, `most_waiting` and `wait_s` as for a `Publisher`; say `wait_s=0`: a call
+                that waits for room holds up those after it.
         """
         return AsyncTask(self, name, options)
 
@@ -157,6 +159,7 @@ class AsyncTask:
         """The result of one item. Cancelling the call revokes its job, if it was not begun.
 
         Raises:
+            QueueFull: There was no room for it in the queue.
             Exception: What the worker raised, or why the job could not be sent.
         """
         answer = await self._client.call(self.name, item, 0, keywords, self._options)

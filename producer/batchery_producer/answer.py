@@ -15,27 +15,32 @@ class Answer:
         value: What it returned; None if it failed.
         error: None if it succeeded, otherwise the name of the error's type and its text.
         stored: Of a failure, what is stored: an exception, or Celery's mapping for one.
+        batch_size: How many items shared its batch; 0 if nobody has said so.
     """
 
     value: Any = None
     error: tuple[str, str] | None = None
     stored: Any = field(default=None, compare=False)
+    batch_size: int = field(default=0, compare=False)
 
 
-def answer_of(status: str | None, result: Any) -> Answer | None:
+def answer_of(status: str | None, result: Any, batch: Any = None) -> Answer | None:
     """Reads a stored result.
 
     Args:
         status: Celery's name of the state.
         result: The value; of a failure the exception, or the mapping that is stored for one.
+        batch: What is stored about the batch, if anything.
 
     Returns:
         None while the job has not ended.
     """
+    size = batch.get("size", 0) if isinstance(batch, Mapping) else 0
+    size = size if isinstance(size, int) else 0
     if status == states.SUCCESS:
-        return Answer(value=result)
+        return Answer(value=result, batch_size=size)
     if status in states.EXCEPTION_STATES and status in states.READY_STATES:
-        return Answer(error=describe(result), stored=result)
+        return Answer(error=describe(result), stored=result, batch_size=size)
     return None
 
 

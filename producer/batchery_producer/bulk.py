@@ -12,6 +12,7 @@ from batchery.errors import DatasetError
 from batchery_producer.dataset import Dataset
 from batchery_producer.journal import Done, Journal
 from batchery_producer.output import Output
+from batchery_producer.report import Report
 from batchery_producer.sending import Sending
 from batchery_producer.summary import Ending, Snapshot, Summary
 
@@ -38,6 +39,7 @@ def submit_file(
     window: int = WINDOW,
     expires_s: float | None = None,
     timeout_s: float | None = None,
+    report: str | Path | None = None,
     progress: Callable[[Snapshot], None] = lambda _: None,
     stop: Callable[[], bool] = lambda: False,
     notice: Callable[[str], None] = logger.warning,
@@ -66,6 +68,7 @@ def submit_file(
         window: Most jobs in flight.
         expires_s: Jobs not begun by then, in seconds, fail as revoked.
         timeout_s: Give up when no result has come for so long, in seconds.
+        report: Gets figures and plots of the run when it has ended, as one HTML page.
         progress: Called several times a second, on this thread.
         stop: Asked several times a second; True ends the run. Jobs in flight stay where they are.
         notice: Gets lines for the user; one when nothing comes for a while.
@@ -84,10 +87,12 @@ def submit_file(
         ValueError: The window is less than 1.
     """
     dataset = Dataset(source, **reading)
+    files = Output(dataset, output, errors, ordered=ordered, overwrite=overwrite, resume=resume)
+    page = Report(report, dataset, output, errors) if report else None
     sending: dict[str, Any] = {"window": window, "queue": queue, "expires_s": expires_s}
     run: dict[str, Any] = {"progress": progress, "notice": notice, "timeout_s": timeout_s}
     run |= {"keep_results": keep_results, "stop_at_failure": stop_at_failure}
-    files = Output(dataset, output, errors, ordered=ordered, overwrite=overwrite, resume=resume)
+    run |= {"figures": page.figures if page else None}
     name = task_of(dataset, task)
     jobs = Sending(app, name, keywords=keywords, stop=stop, **sending)
     settings = {"kwargs": dict(keywords or {}), **dataset.settings, "ordered": ordered}
@@ -95,7 +100,10 @@ def submit_file(
         journal = files.open(Journal.of(dataset.sources, name, settings, window))
         total = lambda: _less(dataset.total, len(files.done))  # noqa: E731 (asked again and again)
         summary = jobs.run(files.missing(dataset), files, journal, total=total, **run)
-    return _with_earlier(summary, files.done)
+    summary = _with_earlier(summary, files.done)
+    if page:
+        page.write(name, summary)
+    return summary
 
 
 def task_of(dataset: Dataset, task: str | None) -> str:

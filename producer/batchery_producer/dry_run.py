@@ -17,6 +17,7 @@ from batchery_producer.journal import Journal
 from batchery_producer.output import Output
 from batchery_producer.progress import duration
 from batchery_producer.records import Broken, Record
+from batchery_producer.report import Report
 from batchery_producer.sending import Sending
 from batchery_producer.summary import Ending, Summary
 
@@ -71,6 +72,7 @@ def try_file(
     ordered: bool = False,
     overwrite: bool = False,
     resume: bool = False,
+    report: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
     **reading: Any,
 ) -> DryRun:
@@ -85,6 +87,8 @@ def try_file(
         reading.pop(name, None)
     dataset, end_s = Dataset(source, **reading), float("inf")
     Output(dataset, output, errors, ordered=ordered, overwrite=overwrite, resume=resume)
+    if report:
+        Report(report, dataset, output, errors)
     jobs = Sending(
         app,
         task_of(dataset, task),

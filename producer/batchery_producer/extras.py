@@ -1,12 +1,17 @@
-"""Libraries that only some files need: they come with the extra `datasets`."""
+"""Libraries that only some files need: they come with an extra."""
 
 from importlib import import_module
 from typing import Any
 
 from batchery.errors import DatasetError
 
-#: What each of them is for, in messages.
-USES = {"pyarrow": "Parquet and Arrow files", "zstandard": "zstd files"}
+#: What each of them is for, in messages, and the extra that it comes with.
+USES = {
+    "jinja2": ("reports", "report"),
+    "matplotlib": ("reports", "report"),
+    "pyarrow": ("Parquet and Arrow files", "datasets"),
+    "zstandard": ("zstd files", "datasets"),
+}
 
 
 def extra(name: str) -> Any:
@@ -19,6 +24,7 @@ def extra(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         library = name.partition(".")[0]
+        things, name = USES[library]
         raise DatasetError(
-            f"{USES[library]} need {library}: pip install 'batchery[datasets]' ({error})"
+            f"{things} need {library}: pip install 'batchery[{name}]' ({error})"
         ) from None

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -73,7 +73,10 @@ class Feed(Generic[T]):
         try:
             for entry in entries:
                 if not self._hand_over(entry):
-                    return
+                    break
+            if isinstance(entries, Generator):
+                # Not wherever the last reference goes: what it has open belongs to this thread.
+                entries.close()
         except BaseException as error:  # noqa: BLE001 (raised again where it is taken)
             self._error = error
         finally:

@@ -12,6 +12,7 @@ from batchery_producer.journal import Done, Journal
 from batchery_producer.jsonlines import JsonLines, TooLong
 from batchery_producer.openai_batch import Model, Spelling
 from batchery_producer.places import (
+    check_name,
     check_place,
     errors_beside,
     holds_something,
@@ -64,6 +65,8 @@ class Output:
         """
         path = None if str(results) == STANDARD_STREAM else Path(results)
         errors = Path(errors) if errors else errors_beside(source, results)
+        for file in (path, errors):
+            check_name(file)
         self.done = Done(source.names)
         self.journal: Journal | None = None
         self.is_resumed = False

@@ -33,6 +33,21 @@ def holds_something(path: Path | None) -> bool:
     return path is not None and path.is_file() and path.stat().st_size > 0
 
 
+def check_name(path: Path | None) -> None:
+    """Makes sure that one can look whether there is such a file, and a journal beside it.
+
+    Raises:
+        DatasetError: The name is too long, or the directory is closed to this user.
+    """
+    for name in () if path is None else (path, Path(f"{path}{JOURNAL_SUFFIX}")):
+        try:
+            name.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # Somebody else says so.
+        except OSError as error:
+            raise DatasetError(f"{path}: cannot be written: {error.strerror}") from None
+
+
 def check_place(path: Path | None, source: Dataset, *, replace: bool, hint: str) -> None:
     """Makes sure that a file may be written.
 

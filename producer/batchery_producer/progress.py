@@ -2,6 +2,7 @@
 
 import time
 from contextlib import AbstractContextManager
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -12,6 +13,9 @@ from batchery_producer.summary import Snapshot
 
 #: Time between two lines where there is no terminal, in seconds.
 LINE_EVERY_S = 5.0
+
+#: Kinds of failures that are named.
+MOST_KINDS = 3
 
 
 def display_on(console: Console, title: str) -> "LiveDisplay | LineDisplay":
@@ -81,16 +85,26 @@ class LineDisplay(AbstractContextManager["LineDisplay"]):
 
 
 def figures(run: Snapshot) -> str:
-    """The state of a run in one line: `1,200 done, 3 failed, 64 in flight, 410/s, 0:42 left`."""
+    """The state of a run in one line: `1,200 done, 3 failed, 64 in flight, 410/s, 0:42 left`.
+
+    With the kinds of the failures, and the size of the batches, as far as they are known.
+    """
     parts = [
         f"{run.succeeded:,} done",
-        f"{run.failed:,} failed",
+        f"{run.failed:,} failed{_kinds(run)}",
         f"{run.in_flight:,} in flight",
+        *([f"in batches of {run.batch_size:.0f}"] if run.batch_size else []),
         f"{run.rate:,.0f}/s" if run.rate >= 10 else f"{run.rate:.1f}/s",
     ]
     if run.left_s is not None:
         parts.append(f"{duration(run.left_s)} left")
     return ", ".join(parts)
+
+
+def _kinds(run: Snapshot) -> str:
+    named = [f"{count:,} {name}" for name, count in islice(run.kinds.items(), MOST_KINDS)]
+    named += ["..."] if len(run.kinds) > MOST_KINDS else []
+    return f" ({', '.join(named)})" if named else ""
 
 
 def duration(seconds: float) -> str:

@@ -12,6 +12,7 @@ from batchery.errors import BatcheryError
 from batchery_producer.answer import Answer
 from batchery_producer.collect import Collector
 from batchery_producer.feed import Feed
+from batchery_producer.figures import Figures
 from batchery_producer.output import Output
 from batchery_producer.packs import header_of, joined
 from batchery_producer.patience import GaveUp, Interrupted
@@ -74,6 +75,7 @@ class Run:
         progress: Callable[[Snapshot], None] = lambda _: None,
         explain: Callable[[], str] = lambda: "",
         notice: Callable[[str], None] = logger.warning,
+        figures: Figures | None = None,
     ) -> None:
         """Prepares.
 
@@ -93,6 +95,7 @@ class Run:
             progress: Called several times a second.
             explain: Says why nothing may be coming.
             notice: Gets a line for the user.
+            figures: Of the run, for whoever wants them.
         """
         self._feed = feed
         self._publisher = publisher
@@ -109,6 +112,7 @@ class Run:
         self._progress = progress
         self._explain = explain
         self._notice = notice
+        self._figures = figures or Figures()
         self._submitted = self._succeeded = self._failed = 0
         self._written: list[str] = []
         self._began_s = self._flushed_s = self._heard_s = time.monotonic()
@@ -149,7 +153,7 @@ class Run:
             self._succeeded,
             self._failed,
             len(self._window),
-            time.monotonic() - self._began_s,
+            self._elapsed_s(),
             self._publisher.queue,
             message,
         )
@@ -203,6 +207,9 @@ class Run:
         self._collector.expect(jobs)
         lost = self._lost(list(jobs))
         self._submitted += len(lost)
+        for record in records:
+            self._figures.read(record.item if record.pack else [record.item])
+        self._figures.sent(self._elapsed_s(), lost)
         for pack, ids in groupby(lost, key=lambda id_: jobs[id_].pack):
             headers = header_of(pack, self._collector.headers) if pack else None
             self._publisher.send([(id_, jobs[id_].item) for id_ in ids], headers)
@@ -217,6 +224,7 @@ class Run:
 
     def _note(self, task_id: str, place: Place, answer: Answer) -> bool:
         """Adds an answer to the output; says whether the backend may forget it."""
+        self._figures.ended(self._elapsed_s(), task_id, answer.batch_size)
         if place.pack:
             answer = joined(answer, place.pack)
         if answer.error is not None:
@@ -227,11 +235,14 @@ class Run:
             return False
         else:
             self._succeeded += 1
+            self._figures.succeeded(self._elapsed_s())
         return True
 
     def _fail(self, place: Place, type_: str, message: str) -> None:
         self._failed += 1
         self._output.failure(place, type_, message)
+        where = self._output.place(place)
+        self._figures.failed(self._elapsed_s(), where, type_, message)
         if self._stop_at_failure:
             self._stopped_by = self._stopped_by or (place, f"{type_}: {message}")
 
@@ -253,6 +264,9 @@ class Run:
             self._hinted = True
             self._notice(f"no result for {silent_s:.0f} s: {self._explain()}")
 
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began_s
+
     def _snapshot(self) -> Snapshot:
         now_s = time.monotonic()
         done = self._succeeded + self._failed
@@ -264,4 +278,6 @@ class Run:
             now_s - self._began_s,
             self._rate.per_second(now_s, done),
             self._total(),
+            self._figures.batch_sizes.mean,
+            {kind.name: kind.count for kind in self._figures.kinds},
         )

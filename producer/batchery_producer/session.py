@@ -134,7 +134,7 @@ class Session:
 
     def _send_alone(self, group: Sequence[Call], error: Exception) -> None:
         """One job may have spoilt it for all; what was sent by then is sent again, with its id."""
-        for call in group:
+        for call in group[getattr(error, "sent", 0) :]:  # A queue may have had room for some.
             problem: Exception | None = error
             if len(group) > 1 and not isinstance(error, BatcheryError):
                 try:

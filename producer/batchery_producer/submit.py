@@ -137,6 +137,7 @@ def _options(
     metavar="SECONDS",
     help="Fail jobs that no worker has begun by then.",
 )
+@click.option("--report", metavar="FILE.html", help="A page with figures and plots of the run.")
 @click.option("--keep-results", is_flag=True, help="Leave results in the result backend, too.")
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
 @click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")

@@ -1,6 +1,7 @@
 """What is told of a run: how it is going, and how it ended."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -25,6 +26,8 @@ class Snapshot:
         elapsed_s: Since the run began, in seconds.
         rate: Results and failures per second, over the last seconds.
         total: Lines of the input; an estimate by bytes until it is read, None where it is a pipe.
+        batch_size: How many items shared the batch of a job, in the mean; 0 while nobody knows.
+        kinds: How many failures there are of each kind, the most frequent first.
     """
 
     submitted: int
@@ -34,6 +37,8 @@ class Snapshot:
     elapsed_s: float
     rate: float
     total: int | None
+    batch_size: float = 0.0
+    kinds: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def done(self) -> int:

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 from kombu.exceptions import EncodeError
 
-from batchery import ItemFailed, NoResult
+from batchery import ItemFailed, NoResult, QueueFull
 from batchery_producer import AsyncClient
 from harness import Worker, wait_for
 
@@ -115,6 +115,21 @@ def test_an_item_that_json_cannot_write_fails_alone(play: Scene) -> None:
     first, odd, last = play(scene)
     assert (first, last) == ("A", "B")
     assert isinstance(odd, EncodeError)
+
+
+def test_a_full_queue_refuses_those_for_which_there_is_no_room(play: Scene, store: Any) -> None:
+    async def scene(client: AsyncClient) -> Any:
+        nobody = client.task("nobody", most_waiting=3, wait_s=0)
+        calls = [asyncio.create_task(nobody(number)) for number in range(5)]
+        refused = await asyncio.gather(*calls[3:], return_exceptions=True)
+        assert not any(call.done() for call in calls[:3])
+        return refused, store.llen("nobody")
+
+    refused, waiting = play(scene)
+    assert [type(each) for each in refused] == [QueueFull, QueueFull]
+    assert all(each.retry_after_s > 0 for each in refused)
+    assert waiting == 3
+    store.delete("nobody")
 
 
 @pytest.mark.parametrize("per_job", [None, 7], ids=["single", "packed"])

@@ -1,5 +1,8 @@
 """The app that a command line names."""
 
+import ssl
+from pathlib import Path
+
 import pytest
 from celery import Celery
 
@@ -7,6 +10,8 @@ from apps import shop
 from batchery.embedded import free_port
 from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError
 from batchery.named_app import check_backend, check_broker, load_app, use_redis
+from own_redis import OwnRedis
+from redis_places import behind_tls, make_certificate
 
 
 def test_an_app_is_found_as_celery_finds_it() -> None:
@@ -46,3 +51,28 @@ def test_other_brokers_and_backends_are_left_to_celery() -> None:
     app = Celery(broker="memory://", backend="cache+memory://", set_as_current=False)
     check_broker(app)
     check_backend(app)
+
+
+def test_a_redis_behind_tls_is_asked_as_celery_asks_it(
+    tmp_path: Path, every_redis: OwnRedis
+) -> None:
+    certificate = make_certificate(tmp_path)
+    authority = str(certificate.authority)
+    with behind_tls(every_redis.port, certificate) as url:
+        bare = url.partition("?")[0]
+        spelled = f"{bare}?ssl_cert_reqs=CERT_REQUIRED&ssl_ca_certs={authority}"
+        apps = [Celery(broker=each, backend=each, set_as_current=False) for each in (url, spelled)]
+        for each in (bare, bare.replace("rediss", "redis")):
+            apps.append(Celery(broker=each, backend=each, set_as_current=False))
+            options = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": authority}
+            apps[-1].conf.update(broker_use_ssl=options, redis_backend_use_ssl=options)
+        for app in apps:
+            check_broker(app)
+            check_backend(app)
+        (tmp_path / "other").mkdir()
+        other = make_certificate(tmp_path / "other").authority
+        wrong = f"{bare}?ssl_cert_reqs=required&ssl_ca_certs={other}"
+        stranger = Celery(broker=wrong, backend=wrong, set_as_current=False)
+        for check in (check_broker, check_backend):
+            with pytest.raises(RedisUnavailable, match="CERTIFICATE_VERIFY_FAILED"):
+                check(stranger)

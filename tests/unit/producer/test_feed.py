@@ -63,3 +63,23 @@ def test_an_error_comes_after_what_was_read_before_it() -> None:
     assert feed.take(1, wait_s=10) == [1]
     with pytest.raises(OSError, match="the disk is gone"):
         take_all(feed)
+
+
+def test_a_source_is_closed_on_the_thread_that_read_it() -> None:
+    threads: list[int] = []
+    closed = threading.Event()
+
+    def source() -> Iterator[int]:
+        threads.append(threading.get_ident())
+        try:
+            yield from range(100)
+        finally:
+            threads.append(threading.get_ident())
+            closed.set()
+
+    held = source()
+    feed = Feed(held, ahead=5)
+    assert feed.take(1, wait_s=10) == [0]
+    feed.close()
+    assert closed.wait(20)
+    assert threads[0] == threads[1] != threading.get_ident()

@@ -97,6 +97,9 @@ def test_many_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
         ("out.jsonl", "full.jsonl", "already there"),
         ("out.jsonl", "in.txt", "this is the input"),
         ("out.jsonl", "out.jsonl", "a file each"),
+        pytest.param("x" * 300, None, "cannot be written: File name too long", id="long"),
+        pytest.param("x" * 250, None, "cannot be written: File name too long", id="journal"),
+        pytest.param("out.jsonl", "x" * 300, "cannot be written: File name too long", id="errors"),
     ],
 )
 def test_an_output_that_cannot_be_used_is_refused_at_once(

@@ -1,0 +1,68 @@
+"""A web service in front of a model: requests that come together share a forward pass.
+
+README.md says how to start it.
+"""
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from pydantic import BaseModel, Field
+
+from batchery import InvalidItem, QueueFull
+from batchery_producer import AsyncClient
+
+
+class Question(BaseModel):
+    """What a caller sends."""
+
+    text: str
+    timeout_s: float = Field(30.0, gt=0, le=60)
+
+
+@asynccontextmanager
+async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """Opens and closes the client: a few connections, however many requests there are."""
+    redis_url = os.environ.get("BATCHERY_REDIS_URL", "redis://localhost:6379/0")
+    async with AsyncClient(redis_url) as client:
+        # Without room in the queue, callers are sent away at once, and told when to come again.
+        app.state.embed = client.task("embed", most_waiting=10_000, wait_s=0)
+        yield
+
+
+app = FastAPI(lifespan=lifespan)
+
+
+@app.post("/embed")
+async def embed(question: Question, request: Request) -> Any:
+    """Embeds one text: one job, which is revoked if nobody waits for it any more."""
+    try:
+        async with asyncio.timeout(question.timeout_s):
+            return await unless_gone(request, app.state.embed(question.text))
+    except TimeoutError:
+        raise HTTPException(504, f"no answer within {question.timeout_s:g} s") from None
+    except QueueFull as error:
+        after = {"Retry-After": str(math.ceil(error.retry_after_s))}
+        raise HTTPException(503, "too many are waiting", after) from None
+    except InvalidItem as error:
+        raise HTTPException(422, str(error)) from None
+    except Exception as error:  # noqa: BLE001 - whatever the worker has raised
+        raise HTTPException(502, f"{type(error).__name__}: {error}") from None
+
+
+async def unless_gone(request: Request, call: Awaitable[Any]) -> Any:
+    """Awaits a call, and cancels it when its caller hangs up."""
+    answer = asyncio.ensure_future(call)
+    # All of the request was read, so that nothing else can come.
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        # Nobody reads the None.
+        return answer.result() if answer.done() else None
+    finally:
+        answer.cancel()
+        gone.cancel()

@@ -1,0 +1,89 @@
+"""The clients for many jobs, where Redis is behind TLS or a Sentinel: whole ways, with a worker."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, uuid
+
+from batchery_producer import AsyncClient, Client, Ending, Publisher, Snapshot, submit_file
+from batchery_producer.client import close_app
+from bulk_runs import QUEUE, read_rows, write_rows
+from harness import Worker, wait_for
+from own_redis import OwnRedis
+from redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
+
+TASK = "apps.elsewhere.shout"
+TEXTS = [f"text {number}" for number in range(300)]
+SHOUTED = [text.upper() for text in TEXTS]
+
+
+@pytest.fixture(scope="module", params=["tls", "sentinel"])
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Celery]:
+    """An app whose Redis is there, and a worker beside it."""
+    folder = tmp_path_factory.mktemp("place")
+    server = OwnRedis(folder / "redis", appendonly="no")
+    server.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.kill)
+        options: dict[str, str] = {}
+        if request.param == "tls":
+            url = stack.enter_context(behind_tls(server.port, make_certificate(folder)))
+        else:
+            url = stack.enter_context(behind_sentinel(folder / "sentinel", server.port))
+            options = {"master_name": MASTER}
+        environment = {"MASTER": options.get("master_name", "")}
+        worker = Worker(folder, url, "apps.elsewhere", env=environment)
+        stack.callback(worker.kill)
+        app = Celery("client", broker=url, backend=url, set_as_current=False)
+        app.conf.update(broker_transport_options=options, result_backend_transport_options=options)
+        stack.callback(close_app, app)
+        worker.wait_ready()
+        yield app
+
+
+@pytest.mark.parametrize("per_job", [None, 64], ids=["single", "packed"])
+def test_items_are_mapped(place: Celery, per_job: int | None) -> None:
+    shout = Client(place).task(TASK, queue=QUEUE)
+    assert list(shout.map(TEXTS, per_job=per_job, timeout_s=60)) == SHOUTED
+
+
+def test_calls_are_awaited(place: Celery) -> None:
+    async def scene() -> Any:
+        async with AsyncClient(place) as client:
+            shout = client.task(TASK, queue=QUEUE)
+            return await asyncio.wait_for(asyncio.gather(*map(shout, TEXTS)), 60)
+
+    assert asyncio.run(scene()) == SHOUTED
+
+
+def test_what_is_published_is_computed(place: Celery) -> None:
+    ids = [uuid() for _ in TEXTS]
+    with Publisher(place, TASK, queue=QUEUE, most_waiting=1000) as publisher:
+        publisher.send(list(zip(ids, TEXTS, strict=True)))
+        assert publisher.sent == len(TEXTS)
+    wait_for(lambda: all(place.AsyncResult(each).ready() for each in ids), "all are done")
+    assert [place.AsyncResult(each).result for each in ids] == SHOUTED
+
+
+def test_a_file_is_submitted_and_resumed(place: Celery, tmp_path: Path) -> None:
+    source, output = write_rows(tmp_path / "in.jsonl", 1000), tmp_path / "out.jsonl"
+    seen: list[Snapshot] = []
+    options: dict[str, Any] = {"app": place, "queue": QUEUE, "window": 50, "timeout_s": 60}
+    first = submit_file(
+        source,
+        TASK,
+        output,
+        progress=seen.append,
+        stop=lambda: bool(seen) and seen[-1].done > 0,
+        **options,
+    )
+    assert first.ending is Ending.INTERRUPTED
+    second = submit_file(source, TASK, output, resume=True, **options)
+    assert (second.ending, second.before) == (Ending.SUCCEEDED, first.succeeded)
+    assert sorted(row["line"] for row in read_rows(output)) == list(range(1, 1001))
