@@ -174,6 +174,27 @@ def test_only_a_job_s_own_result_is_held_back(house: House) -> None:
     assert json.loads(capture.value)["result"] == 2
 
 
+def test_a_success_that_comes_between_looking_and_writing_is_kept(house: House) -> None:
+    look = house.backend._get_task_meta_for
+
+    def look_and_lose(task_id: str) -> Any:
+        known = look(task_id)
+        house.bare.set("celery-task-meta-t1", '{"status": "SUCCESS", "result": "done"}')
+        return known
+
+    house.backend._get_task_meta_for = look_and_lose
+    house.backend.store_result("t1", ValueError("again"), "RETRY")
+    assert house.stored("t1") == "done"
+
+
+def test_a_result_that_no_script_can_read_is_judged_by_celery(house: House) -> None:
+    house.bare.set("celery-task-meta-t1", '{"result": "done", "status": "SUCCESS"}')
+    house.bare.set("celery-task-meta-t2", '{"result": "again", "status": "STARTED"}')
+    for task_id in ("t1", "t2"):
+        house.backend.store_result(task_id, "late", "SUCCESS")
+    assert (house.stored("t1"), house.stored("t2")) == ("done", "late")
+
+
 def test_what_was_held_back_can_be_written_after_all(house: House, url: str) -> None:
     for _ in range(2):
         with sending_once("tag", {}) as sending:

@@ -9,6 +9,10 @@ from typing import Any
 from celery.states import PENDING, SUCCESS
 
 from batchery.transport.sending import Sending, Unsent
+from batchery_worker.redis_commit import script_text
+
+#: What store.lua says of a stored result that it cannot read.
+UNSURE = 2
 
 
 class Capture:
@@ -63,14 +67,18 @@ def capturing(capture: Capture | None) -> Iterator[None]:
 def make_capturable(backend: Any) -> None:
     """Lets results of Celery's Redis backend be held back; it has no public way to do so.
 
+    What is not held back is written without a gap between looking for a SUCCESS and writing: into
+    that gap of Celery's falls the SUCCESS of a retry which was sent before RETRY is stored.
+
     Args:
         backend: Of a thread of its own.
     """
     if isinstance(backend._set_with_state, partial):
         return
     look, store = backend._get_task_meta_for, backend._set_with_state
+    script = backend.client.register_script(script_text("store"))
     backend._get_task_meta_for = partial(_look, look)
-    backend._set_with_state = partial(_store, backend, look, store)
+    backend._set_with_state = partial(_store, backend, partial(_write, backend, script, store))
 
 
 def _look(stock: Callable[..., Any], task_id: str) -> Any:
@@ -82,24 +90,39 @@ def _look(stock: Callable[..., Any], task_id: str) -> Any:
 
 
 def _store(
+    backend: Any, write: Callable[..., None], key: Any, value: bytes | str, state: str
+) -> None:
+    capture = _capture.get()
+    fits = len(value) <= backend._MAX_STR_VALUE_SIZE
+    if capture is None or not fits or key != backend.get_key_for_task(capture.task_id):
+        write(key, value, state)
+    else:
+        capture.hold(value, partial(write, key, value, state))
+
+
+def _write(
     backend: Any,
-    look: Callable[..., Any],
+    script: Any,
     stock: Callable[..., None],
     key: Any,
     value: bytes | str,
     state: str,
 ) -> None:
-    capture = _capture.get()
-    fits = len(value) <= backend._MAX_STR_VALUE_SIZE
-    if capture is None or not fits or key != backend.get_key_for_task(capture.task_id):
+    is_result = backend.key_t(key).startswith(backend.task_keyprefix)
+    if not is_result or len(value) > backend._MAX_STR_VALUE_SIZE:
         stock(key, value, state)
-        return
+    elif script(keys=[key], args=[value, int(backend.expires or 0)]) == UNSURE:
+        _write_carefully(backend, stock, key, value, state)
 
-    def store() -> None:
-        if look(capture.task_id)["status"] != SUCCESS:
-            stock(key, value, state)
 
-    capture.hold(value, store)
+def _write_carefully(
+    backend: Any, stock: Callable[..., None], key: Any, value: bytes | str, state: str
+) -> None:
+    """Looks with Celery's own decoders; for results that no script can read."""
+    with capturing(None):
+        known = backend._get_task_meta_for(backend._strip_prefix(key))
+    if known["status"] != SUCCESS:
+        stock(key, value, state)
 
 
 def _nothing() -> None:

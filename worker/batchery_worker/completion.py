@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import redis
-from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
+from billiard.einfo import ExceptionInfo
 from celery import Celery
 from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
@@ -31,7 +31,7 @@ from batchery_worker.patience import (
 )
 from batchery_worker.request import give_back
 from batchery_worker.ticket import Ticket
-from batchery_worker.tracing import Job, Tracing, is_fenced
+from batchery_worker.tracing import Job, Tracing, is_fenced, raised
 
 logger = logging.getLogger("batchery.pool")
 
@@ -189,7 +189,7 @@ class Completion:
         is_error, value = job.answer
         # Without the tracer's own time.
         runtime_s = job.facts["forward_ms"] / 1e3 if job.facts else 0.0
-        failed = bool(is_error) and not isinstance(_raised(value), NOT_FAILURES)
+        failed = bool(is_error) and not isinstance(raised(value), NOT_FAILURES)
         result = (is_error, value, runtime_s)
 
         def tell() -> None:
@@ -223,9 +223,3 @@ def _give_back(ticket: Ticket) -> None:
     # The one of now: the message may have come again while the result waited.
     if ticket.request is not None:
         give_back(ticket.request)
-
-
-def _raised(info: ExceptionInfo) -> Any:
-    """The exception itself; billiard wraps it together with its traceback."""
-    error = info.exception
-    return error.exc if isinstance(error, ExceptionWithTraceback) else error

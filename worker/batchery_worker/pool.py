@@ -9,12 +9,14 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from celery.backends.redis import RedisBackend
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker.request import Request
 
 from batchery.errors import StartError
 from batchery.install import installation_of
 from batchery.task import BatchTask
+from batchery_worker.capture import make_capturable
 from batchery_worker.dispatcher import Dispatcher, is_cold_shutdown
 from batchery_worker.locate import task_modules
 from batchery_worker.patience import is_away, make_enduring, make_patient
@@ -115,6 +117,8 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         backend = self.app.backend
         make_patient(backend)
         make_enduring(backend)
+        if isinstance(backend, RedisBackend):
+            make_capturable(backend)
         return target(*args, **kwargs)
 
     def _on_thread_done(self, request: Any, future: Future[Any]) -> None:

@@ -11,12 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import redis
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery import Celery
 from celery.app import trace
 from celery.backends.redis import RedisBackend
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
 
-from batchery.outcome import Failed, Replace, RetryAfter
+from batchery.outcome import Failed, Replace
 from batchery.task import Computed, computed
 from batchery.transport.sending import Sending, sending_once
 from batchery_worker.capture import Capture, capturing, make_capturable
@@ -28,8 +29,8 @@ from batchery_worker.patience import Patience, make_patient, patient
 from batchery_worker.request import Lease
 from batchery_worker.ticket import Ticket
 
-#: Outcomes that are no results.
-NO_VALUES = (Failed, RetryAfter, Replace, Ignore, Reject)
+#: Outcomes after which Celery has its own ways to go on.
+NO_VALUES = (Failed, Replace, Ignore, Reject)
 
 
 @dataclass(slots=True)
@@ -121,8 +122,9 @@ class Tracing:
                     job.answer = ticket.target(*ticket.args)[:2]
                 if capture is None or sending is None:
                     return
-                if job.answer[0]:
-                    # It has not succeeded in the end, and Celery has its own ways to go on.
+                is_error, value = job.answer
+                if is_error and not isinstance(raised(value), Retry):
+                    # A result that cannot be encoded, or no retries left.
                     capture.replay()
                 else:
                     job.finish = Finish(ticket.task_id, lease, sending.publish_tag, capture)
@@ -174,6 +176,12 @@ def is_fenced(ticket: Ticket) -> bool:
         return lease.token not in lease.ledger.still_held([lease.token])
     except (redis.RedisError, OSError):
         return False
+
+
+def raised(info: ExceptionInfo) -> Any:
+    """The exception that the tracer reports; billiard wraps it together with its traceback."""
+    error = info.exception
+    return error.exc if isinstance(error, ExceptionWithTraceback) else error
 
 
 def _known(ticket: Ticket) -> Mapping[str, Any]:
