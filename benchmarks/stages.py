@@ -49,10 +49,12 @@ MAIN = {
     "began (batchery/transport/ledger.py": "note what runs",
     "send (batchery_worker/fleet.py": "send the batch",
     "add (batchery_worker/accepted.py": "accept: Celery's state, events",
-    "read (batchery_worker/fleet.py": "read the device's answer",
+    "_on_readable (batchery_worker/fleet.py": "read the device's answer",
     "_on_done (batchery_worker/dispatcher.py": "settle",
     "on_success (celery/worker/request.py": "succeed: Celery's state, events",
+    "_publish (batchery_worker/event_buffer.py": "send events",
 }
+WAITING = "poll (kombu/utils/eventio.py"
 DEVICE = {
     "read_frame (batchery_worker/link.py": "read the batch",
     "_prepare (batchery_worker/device.py": "prepare",
@@ -89,7 +91,9 @@ class Profile(Bench):
             for at, (_, name, table) in enumerate(processes):
                 profilers[at].send_signal(signal.SIGINT)
                 profilers[at].wait()
-                samples = classify(stacks[at].read_text().splitlines(), table)
+                # The profiler does not stop what it reads: a name may be half of another one.
+                text = stacks[at].read_text(encoding="utf-8", errors="replace")
+                samples = classify(text.splitlines(), table)
                 us = (used[at] - begun[at]) / counted * 1e6
                 rows += shares(name, samples, us)
         return rows
@@ -113,8 +117,10 @@ def classify(lines: Iterable[str], table: dict[str, str]) -> Counter[str]:
     samples: Counter[str] = Counter()
     for line in lines:
         stack, _, count = line.rpartition(" ")
-        if not count.isdigit():
-            continue  # A word of the profiler's own.
+        if not (stack and count.isdigit()):
+            continue  # A word of the profiler's own, or nothing that it could read.
+        if stack.rpartition(";")[2].startswith(WAITING):
+            continue  # No processor time, though the profiler may not see that.
         for frame in reversed(stack.split(";")):
             stage = next((table[key] for key in table if frame.startswith(key)), None)
             if stage:

@@ -210,7 +210,6 @@ def test_inspect_knows_where_every_job_is(worker: Worker) -> None:
     active = busy(worker, 2.0)
     reserved = more.echo.delay("waits")
     scheduled = more.echo.apply_async(("later",), countdown=600)
-    more.app.control.revoke(scheduled.id, reply=True, timeout=10, limit=1)
 
     def known() -> bool:
         asked: Any = more.app.control.inspect([worker.name], timeout=20).query_task(
@@ -222,8 +221,14 @@ def test_inspect_knows_where_every_job_is(worker: Worker) -> None:
     wait_for(known, "both are known")
     assert [each["id"] for each in worker.inspect(more.app, "active")] == [active.id]
     assert reserved.id in {each["id"] for each in worker.inspect(more.app, "reserved")}
-    planned = worker.inspect(more.app, "scheduled")
-    assert scheduled.id in {each["request"]["id"] for each in planned}
+
+    def is_planned() -> bool:
+        planned = worker.inspect(more.app, "scheduled")
+        return scheduled.id in {each["request"]["id"] for each in planned}
+
+    wait_for(is_planned, "its message has come: revoked before, it would be dropped at once")
+    more.app.control.revoke(scheduled.id, reply=True, timeout=10, limit=1)
+    assert is_planned()
     assert scheduled.id in worker.inspect(more.app, "revoked")
     assert reserved.get(timeout=TIMEOUT_S) == "waits"
 
@@ -263,6 +268,8 @@ def test_events_are_switched_on_and_off_at_run_time(worker: Worker) -> None:
             while not beats:
                 listening.drain_events(timeout=TIMEOUT_S)
             assert more.echo.delay("unseen").get(timeout=TIMEOUT_S) == "unseen"
+            # The result is there before the worker has settled the job, which sends the event.
+            wait_for(lambda: not worker.inspect(more.app, "active"), "the job is settled")
             (on,) = control.enable_events(**options)
             assert on == {worker.name: {"ok": "task events enabled"}}
             job = more.echo.delay("seen")

@@ -282,6 +282,14 @@ class LostAnswers:
         return answer
 
 
+def test_scripts_may_be_flushed(house: House) -> None:
+    house.lease(1, 2)
+    assert house.commit(("t1", "x")) == [COMMITTED]
+    house.results.script_flush()
+    assert house.commit(("t2", "x")) == [COMMITTED]
+    assert house.leased() == set()
+
+
 def test_a_lost_answer_is_told_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')

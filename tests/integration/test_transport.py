@@ -35,6 +35,50 @@ def test_an_idle_consumer_is_woken(both: StartConsumer, url: str) -> None:
     assert consumer.texts == list("12345")
 
 
+def test_it_waits_again_as_soon_as_it_has_taken_all(both: StartConsumer, url: str) -> None:
+    consumer = both("q", "other")
+    for count in range(1, 4):
+        consumer.until_waiting()
+        send(url, "q", str(count))
+        consumer.get(count)
+        # Without another look: that would cost an idle worker's caller a round trip.
+        assert consumer.channel._waiting
+    send(url, "other", "4")
+    assert consumer.get(4) == list("1234")
+
+
+def test_a_drain_that_was_full_is_followed_by_another(both: StartConsumer, url: str) -> None:
+    send(url, "q", *"12345")
+    consumer = both("q", drain_messages=2)
+    assert consumer.get(5) == list("12345")
+    consumer.until_waiting()
+    send(url, "q", *"678")
+    assert consumer.get(8) == list("12345678")
+    consumer.until_waiting()
+
+
+def test_a_wake_up_for_what_another_took_leaves_it_waiting(both: StartConsumer, url: str) -> None:
+    first, second = both("q"), both("q")
+    for count in range(1, 4):
+        first.until_waiting()
+        second.until_waiting()
+        send(url, "q", str(count))
+        first.get(count)
+        second.turn()
+    second.until_waiting()
+    assert second.messages == []
+    first.close()
+    assert second.get(3) == list("123")
+
+
+def test_commands_share_a_client_until_the_pool_is_another(consume: StartConsumer) -> None:
+    channel = consume("q").channel
+    client = channel._create_client()
+    assert channel._create_client() is client
+    channel._disconnect_pools()
+    assert channel._create_client() is not client
+
+
 def test_a_waiter_that_pops_is_still_served(consume: StartConsumer, url: str, bare: Any) -> None:
     stock = consume("q", transport="kombu.transport.redis:Transport")
     stock.turn()

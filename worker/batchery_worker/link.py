@@ -6,11 +6,15 @@ The parent's end never blocks. The device's end blocks, on threads that have not
 import socket
 import struct
 from collections import deque
+from itertools import islice
 
 _LENGTH = struct.Struct(">Q")
 
 #: Bytes read at once; a frame of a full batch of short texts fits.
 _CHUNK_BYTES = 1 << 18
+
+#: Parts written at once, lengths and frames; every system takes more.
+_MAX_PARTS = 16
 
 
 class Link:
@@ -47,11 +51,12 @@ class Link:
         """
         try:
             while self._unsent:
-                sent = self._writing.send(self._unsent[0])
-                if sent < len(self._unsent[0]):
+                # Length and frame at once: the device would wake up for the length alone.
+                sent = self._writing.sendmsg(list(islice(self._unsent, _MAX_PARTS)))
+                while self._unsent and sent >= len(self._unsent[0]):
+                    sent -= len(self._unsent.popleft())
+                if sent:
                     self._unsent[0] = self._unsent[0][sent:]
-                else:
-                    self._unsent.popleft()
         except BlockingIOError:
             return False
         except OSError:
@@ -68,7 +73,10 @@ class Link:
         try:
             while chunk := self._reading.recv(_CHUNK_BYTES):
                 self._received += chunk
-            closed = True
+                if len(chunk) < _CHUNK_BYTES:
+                    break
+            else:
+                closed = True
         except BlockingIOError:
             pass
         except OSError:

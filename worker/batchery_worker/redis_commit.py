@@ -205,7 +205,26 @@ class RedisCommitter:
 
     @cached_property
     def _script(self) -> Any:
-        return self._client.register_script(script_text("commit"))
+        return _Script(self._client, script_text("commit"))
+
+
+class _Script:
+    """A script, sent as directly as can be: redis-py's own way takes 20 us more of each commit."""
+
+    def __init__(self, client: Any, text: str) -> None:
+        self._pool = client.connection_pool
+        self._script = client.register_script(text)
+
+    def __call__(self, keys: Sequence[Any], args: Sequence[Any]) -> Any:
+        connection = self._pool.get_connection()
+        try:
+            connection.send_command("EVALSHA", self._script.sha, len(keys), *keys, *args)
+            return connection.read_response()
+        except redis.exceptions.NoScriptError:
+            pass  # It is loaded below.
+        finally:
+            self._pool.release(connection)
+        return self._script(keys=keys, args=args)
 
 
 def _json(kind: str, content: Any) -> bytes:

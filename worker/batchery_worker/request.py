@@ -93,6 +93,9 @@ class BatchRequest(_Request):  # type: ignore[misc]
 
     def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 - Celery's name
         """Sends a task event, with the facts of the batch where it succeeded."""
+        # Most workers send none, and are asked for each job all the same.
+        if not self._eventer or not self._eventer.enabled:
+            return
         if type == "task-succeeded" and self.batch is not None:
             fields["batch"] = self.batch
         super().send_event(type, **fields)
@@ -104,10 +107,10 @@ def _check(body: Any, time_limits: Any) -> None:
     if not (
         isinstance(args, list | tuple)
         and isinstance(keywords, Mapping)
-        and isinstance(embed, Mapping | None)
+        and (embed is None or isinstance(embed, Mapping))
     ):
         raise TypeError("the body is not a list of arguments, a mapping of keywords and a mapping")
     hard, soft = time_limits
     for limit in (hard, soft):
-        if not isinstance(limit, Real | None):
+        if limit is not None and not isinstance(limit, Real):
             raise TypeError(f"time limit {limit!r} is not a number")

@@ -14,29 +14,28 @@ from typing import Any
 import redis
 from kombu.transport import redis as kombu_redis
 
+from batchery.transport.clients import ConnectingChannel
 from batchery.transport.drain import Drain, leave_fenced, refusals
 from batchery.transport.heart import Heart
 from batchery.transport.inbox import Inbox
 from batchery.transport.ledger import Ledger
 from batchery.transport.ledgers import lend, retire
+from batchery.transport.message import Message
 from batchery.transport.qos import QoS
 from batchery.transport.sending import SendingChannel
-
-#: How long an answer of Redis may take, in seconds, where the transport options say nothing: the
-#: event loop waits for it, and a connection may be dead without telling.
-SOCKET_TIMEOUT_S = 10.0
 
 #: Transport options beside kombu's.
 OPTIONS = ("leases", "lease_expiry_s", "queue_prefetch", "drain_messages")
 
 
-class LeasingChannel(SendingChannel):
+class LeasingChannel(ConnectingChannel, SendingChannel):
     """Mixed into kombu's Redis channels.
 
     A channel that never consumes with acknowledgements, as that of a client does, is kombu's own.
     """
 
     QoS = QoS
+    Message = Message
 
     #: Transport option: False makes this kombu's own channel.
     leases = True
@@ -66,17 +65,6 @@ class LeasingChannel(SendingChannel):
     has_room = False
     #: Whether the last drain brought nothing although a key was there.
     _fruitless = False
-
-    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
-        if self.connection is None or self.connection.client is None:
-            # Kombu itself stumbles over that, with an error that ends Celery's worker.
-            raise redis.ConnectionError("the channel is closed")
-        params: dict[str, Any] = super()._connparams(asynchronous)
-        if params.get("socket_timeout") is None:
-            params["socket_timeout"] = SOCKET_TIMEOUT_S
-        if asynchronous:
-            params["protocol"] = 3  # Pushes need RESP3.
-        return params
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any
@@ -133,20 +121,6 @@ class LeasingChannel(SendingChannel):
         self.drain = Drain(self, ledger, self.inbox)
         self.ledger = ledger
 
-    def _place(self) -> tuple[Any, ...]:
-        """Identity of the broker's database."""
-        params = self._connparams()
-        names = [str(params.get(name)) for name in ("host", "port", "path", "db")]
-        # Behind one Sentinel there may be several masters.
-        return (*names, getattr(self, "master_name", None), self.global_keyprefix)
-
-    def _client_of_its_own(self, timeout_s: float) -> Any:
-        """With a pool of its own: it outlives the channel, and waits for nobody."""
-        pool = self._get_pool()
-        given = pool.connection_kwargs.get("socket_timeout") or timeout_s
-        pool.connection_kwargs["socket_timeout"] = min(given, timeout_s)
-        return redis.Redis(connection_pool=pool)
-
     # Taking
 
     def _brpop_start(self, timeout: float | None = None) -> None:
@@ -174,6 +148,7 @@ class LeasingChannel(SendingChannel):
     def prepare_anew(self) -> None:
         """Compares leases with Redis before more is taken, as with a new connection."""
         self._prepared = None
+        self.rouse()
 
     def _raise_if_fenced(self) -> None:
         if self.ledger is not None and self.ledger.fenced:
@@ -188,13 +163,12 @@ class LeasingChannel(SendingChannel):
         self._in_poll = None
         try:
             with refusals():
-                answer = connection.read_response(push_request=not draining)
-                if not draining:
+                if not draining and not self._ask_at_once(connection):
                     raise Empty
-                if not answer:
-                    self._on_no_messages(answer, connection)
-                    raise Empty
-            self._fruitless = False
+                answer = self.drain.read(connection)
+                self._on_answer(answer, connection)
+            if not answer:
+                raise Empty
         except redis.exceptions.NoScriptError:
             self.prepare_anew()  # Somebody flushed the scripts.
             raise Empty from None
@@ -206,15 +180,27 @@ class LeasingChannel(SendingChannel):
         self.inbox.take_in(answer, self.drain.keys)
         return True
 
-    def _on_no_messages(self, answer: Any, connection: Any) -> None:
+    def _ask_at_once(self, connection: Any) -> bool:
+        """Drains as a push has come; returns whether an answer is to be read.
+
+        It is waited for, as Redis answers sooner than the loop turns. The push is in front of it.
+        """
+        self._fruitless = False
+        self._brpop_start()
+        is_asked = self._draining
+        self._draining, self._in_poll = False, None
+        if not is_asked:
+            connection.read_response(push_request=True)
+        return is_asked
+
+    def _on_answer(self, answer: Any, connection: Any) -> None:
         assert self.ledger is not None
         if answer is None:
             self.ledger.fenced = True
-        elif self.drain.nothing_came(connection) or self._fruitless:
+        elif self.drain.took_all or (self._fruitless and not answer):
             self._wait(connection)
-        else:
-            # Once more; if that brings nothing either, the key is no list: the next sweep.
-            self._fruitless = True
+        # Else once more; if that brings nothing either, the key is no list: the next sweep.
+        self._fruitless = self.drain.watches and not answer and not self.drain.took_all
 
     def _wait(self, connection: Any) -> None:
         self._waiting = True

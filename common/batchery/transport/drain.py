@@ -57,11 +57,20 @@ class Drain:
         self._ledger = ledger
         self._inbox = inbox
         self._sha = ""
+        self._commands: tuple[Any, ...] = ()
+        self._packed: list[bytes] = []
         #: What the last one asked, in order.
         self.keys: tuple[str, ...] = ()
         #: Whether the last one left out queues that had their share.
         self.left_some_out = False
         self._queues: frozenset[str] = frozenset()
+        #: Whether the last one also asked to be told of changes, and how many messages it wanted.
+        self.watches = False
+        self._wanted = 0
+        #: Whether the last one left its queues empty; then Redis tells when one of them changes.
+        self.took_all = False
+        #: Whether the last one brought as much as it wanted: then there is more, most likely.
+        self._brought_much = False
 
     def prepare(self, connection: Any) -> None:
         """Makes a fresh connection ready: it shall be told of changes, and know the script."""
@@ -88,14 +97,45 @@ class Drain:
             for queue in queues
         )
         fixed = [keys.workers, self._ledger.lease_key, keys.token, keys.suspects]
-        connection.send_command(
-            *["EVALSHA", self._sha, len(fixed) + len(self.keys)],
+        script = (
+            *("EVALSHA", self._sha, len(fixed) + len(self.keys)),
             *fixed,
             *self.keys,
-            *[self._ledger.worker, free, DRAIN_BYTES, len(queues)],
-            *[limits[queue] for queue in queues],
+            *(self._ledger.worker, free, DRAIN_BYTES, len(queues)),
+            *(limits[queue] for queue in queues),
         )
+        self._wanted = min(free, sum(limits[queue] for queue in queues))
+        self.watches = not self._brought_much
+        # In one round trip: a lonely job's worker waits again before the job is on its device.
+        commands = (script, *self._watching()) if self.watches else (script,)
+        if commands != self._commands:
+            # An idle worker asks the same again and again, each time in a hurry.
+            self._commands, self._packed = commands, connection.pack_commands(commands)
+        connection.send_packed_command(self._packed)
         return True
+
+    def _watching(self) -> list[tuple[str, ...]]:
+        return [("CLIENT", "CACHING", "YES"), ("EXISTS", *self.keys)]
+
+    def read(self, connection: Any) -> Any:
+        """The script's answer: messages, an empty list, or None if this worker is fenced.
+
+        Raises:
+            redis.ResponseError: Redis refuses the script.
+            redis.ConnectionError: The connection broke.
+        """
+        answer: Any = None
+        refusal: redis.ResponseError | None = None
+        try:
+            answer = connection.read_response()
+        except redis.ResponseError as error:
+            # The other answers come all the same.
+            refusal = error
+        self._brought_much = len(answer or ()) // 2 - 1 >= self._wanted
+        self.took_all = self.watches and self._is_watched(connection)
+        if refusal is not None:
+            raise refusal
+        return answer
 
     def _limits(self, free: int) -> dict[str, int]:
         """How many messages each queue may give, in the order in which they take turns."""
@@ -111,12 +151,12 @@ class Drain:
 
     def nothing_came(self, connection: Any) -> bool:
         """Whether all queues are empty; from now on Redis tells when one of them changes."""
-        if self._queues != set(self._channel.active_queues):
-            return False
-        commands = [("CLIENT", "CACHING", "YES"), ("EXISTS", *self.keys)]
-        connection.send_packed_command(connection.pack_commands(commands))
+        connection.send_packed_command(connection.pack_commands(self._watching()))
+        return self._is_watched(connection)
+
+    def _is_watched(self, connection: Any) -> bool:
         connection.read_response()
-        if connection.read_response():
+        if connection.read_response() or self._queues != set(self._channel.active_queues):
             return False
         # What was pushed behind the answer may sit in the parser already: no event would come.
         return not connection.can_read(timeout=0)

@@ -1,19 +1,15 @@
 """What a channel has leased: read, recognised and handed to its consumers."""
 
 import contextlib
-import json
 import sys
 from typing import Any
 
 import redis
-from kombu.utils.json import loads
 
 from batchery.transport.dead import bury_malformed
 from batchery.transport.ledger import Ledger
+from batchery.transport.message import read_json
 from batchery.transport.notes import suspect_of
-
-#: Marks a value that JSON has no type for, as kombu writes it.
-TAG = '"__type__"'
 
 #: What reading a message raises that is not one: anybody can push anything into a list.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
@@ -112,9 +108,7 @@ class Inbox:
         payloads = []
         for token, key, raw in taken:
             try:
-                text = raw.decode()
-                # Kombu's decoder looks at each mapping for a tagged value: twice the time.
-                payload = loads(text) if TAG in text else json.loads(text)
+                payload = read_json(raw)
                 properties = payload["properties"]
                 # The token is another one each time; this stays, and tells a message sent twice.
                 properties["publish_tag"] = properties.get("delivery_tag")

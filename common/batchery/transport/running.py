@@ -76,6 +76,9 @@ class Running:
     def ended(self, batch: int) -> None:
         """The batch is on no device any more; told with the next one."""
         self._ended.append(batch)
+        # Now, as the next batch is in a hurry.
+        if self._connection is not None and not self._is_well():
+            self.drop_connection()
 
     def drop(self) -> None:
         """Forgets what was not sent: its worker is no more."""
