@@ -17,7 +17,8 @@ ARGS ?=
 PROCESSES ?= 3
 
 # What `make bench` measures: what the queue costs, what the engine leaves of a model's own speed,
-# single requests, or bulk clients. `make bench BENCH=engine ARGS=--help` lists the options.
+# single requests, waits under load, or bulk clients. `make bench BENCH=engine ARGS=--help` lists
+# the options.
 BENCH ?= queue
 
 # `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C.
@@ -45,7 +46,7 @@ lint: $(INSTALLED) ## check style, format and types
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 
-bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, requests or bulk)
+bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, requests, load or bulk)
 	$(VENV)/bin/batchery bench $(BENCH) $(ARGS)
 
 constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
@@ -57,7 +58,7 @@ constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
 
 clean: ## remove .venv, caches and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find common producer worker tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find common producer worker tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: its builds differ in size by gigabytes, and the choice shall be yours.
 $(INSTALLED): pyproject.toml constraints.txt

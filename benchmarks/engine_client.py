@@ -9,7 +9,7 @@ import base64
 import json
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from redis.asyncio import Redis
@@ -22,6 +22,20 @@ MAX_CONNECTIONS = 1000
 
 #: Longest time for one answer, in seconds.
 TIMEOUT_S = 600.0
+
+
+def job_of(message: Mapping[str, Any], task_id: str, queue: str, text: str) -> str:
+    """A message as it stands in a queue, made of another one: with other ids and another item."""
+    embed = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+    body = base64.b64encode(json.dumps([[text], {}, embed]).encode()).decode()
+    headers = {**message["headers"], "id": task_id, "root_id": task_id, "task": queue}
+    properties = {
+        **message["properties"],
+        "correlation_id": task_id,
+        "delivery_tag": task_id,
+        "delivery_info": {"exchange": "", "routing_key": queue},
+    }
+    return json.dumps({**message, "body": body, "headers": headers, "properties": properties})
 
 
 class Client:
@@ -65,23 +79,10 @@ class Client:
         task_id = str(uuid.uuid4())
         future = asyncio.get_running_loop().create_future()
         self._pending[f"{RESULT}{task_id}".encode()] = future
-        await self._redis.lpush(queue, self._job(task_id, queue, text))
+        await self._redis.lpush(queue, job_of(self._message, task_id, queue, text))
         answer = json.loads(await asyncio.wait_for(future, TIMEOUT_S))
         if answer["status"] != "SUCCESS":
             raise SystemExit(f"{queue}: {answer['result']}")
-
-    def _job(self, task_id: str, queue: str, text: str) -> str:
-        embed = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
-        body = base64.b64encode(json.dumps([[text], {}, embed]).encode()).decode()
-        headers = {**self._message["headers"], "id": task_id, "root_id": task_id, "task": queue}
-        properties = {
-            **self._message["properties"],
-            "correlation_id": task_id,
-            "delivery_tag": task_id,
-            "delivery_info": {"exchange": "", "routing_key": queue},
-        }
-        message = {**self._message, "body": body, "headers": headers, "properties": properties}
-        return json.dumps(message)
 
     async def flood(self, queue: str, texts: Sequence[str], concurrency: int) -> list[float]:
         """Sends all texts, so many at a time: whoever has an answer sends the next.

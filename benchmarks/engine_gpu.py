@@ -26,17 +26,32 @@ def utilisation(device: str) -> Iterator[list[float]]:
     The list is filled when the block ends, and stays empty on a CPU.
     """
     shares: list[float] = []
-    if gpu_name(device) is None:
+    with _watched(device, "utilization.gpu", LOOK_MS) as percents:
         yield shares
+    shares += [each / 100 for each in percents]
+
+
+@contextlib.contextmanager
+def used_mib(device: str) -> Iterator[list[float]]:
+    """Memory of the GPU that is in use, by whomever, in MiB: once a second; as `utilisation`."""
+    with _watched(device, "memory.used", 1000) as used:
+        yield used
+
+
+@contextlib.contextmanager
+def _watched(device: str, what: str, pause_ms: int) -> Iterator[list[float]]:
+    seen: list[float] = []
+    if gpu_name(device) is None:
+        yield seen
         return
-    command = [*_command(device, "utilization.gpu"), f"--loop-ms={LOOK_MS}"]
+    command = [*_command(device, what), f"--loop-ms={pause_ms}"]
     watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        yield shares
+        yield seen
     finally:
         watcher.terminate()
         text, _ = watcher.communicate()
-        shares += [float(line) / 100 for line in text.split() if line.isdigit()]
+        seen += [float(line) for line in text.split() if line.isdigit()]
 
 
 def mean(shares: list[float]) -> float | None:

@@ -71,18 +71,19 @@ class WholeSystem:
         worker = psutil.Process(self._worker.pid)
         (device,) = worker.children()
         redis = psutil.Process(self._server.pid)
-        self._processes = {"worker": worker, "device": device, "redis": redis}
+        #: By what they are for.
+        self.processes = {"worker": worker, "device": device, "redis": redis}
 
     def run(self, texts: Sequence[str], *, keep: bool = False) -> Sample:
         """Embeds all texts, each one a job."""
         staged = "staged"
         ids = self.publish(staged, texts)
         before = self._batches(0)
-        used, began_s = cpu_by_name(self._processes), time.perf_counter()
+        used, began_s = cpu_by_name(self.processes), time.perf_counter()
         self.redis.rename(staged, "embed")
         self._wait("embed")
         seconds = time.perf_counter() - began_s
-        cpu_s = cpu_since(used, self._processes)
+        cpu_s = cpu_since(used, self.processes)
         after = self._batches(before["jobs"] + len(texts))
         keys = [f"celery-task-meta-{each}" for each in ids]
         metas = [json.loads(each) for each in self.redis.mget(keys)] if keep else []

@@ -1,5 +1,7 @@
 """Which forward pass and token budget suit a CPU: MiniLM, no queue, one process.
 
+And what it costs when the budget is not told but found: above some tokens there is no memory.
+
 python benchmarks/token_budget.py --json benchmarks/results/token_budget.json
 """
 
@@ -7,6 +9,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +25,7 @@ from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.planner import plan
 from batchery_worker.sample_texts import paragraphs
 from hardware import hardware
+from limited_memory import FITS_TOKENS, limited_rows
 
 #: Items of a batch, and tokens of a micro-batch.
 WINDOWS = (64, 256)
@@ -113,6 +117,14 @@ def rows(options: argparse.Namespace, prepared: list[Any]) -> list[dict[str, Any
     ]
 
 
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """A column for each key."""
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    return table
+
+
 def main() -> None:
     """Measures all cases; prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -122,8 +134,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    prepared = prepare(load("padded"), paragraphs()[: options.texts], {})
-    lengths = sorted(len(each["input_ids"]) for each in prepared)
+    model = load("padded")
+    prepared = prepare(model, paragraphs()[: options.texts], {})
+    lengths = sorted(map(model.tokens, prepared))
     texts = {
         "count": len(lengths),
         "tokens_median": statistics.median(lengths),
@@ -131,15 +144,16 @@ def main() -> None:
         "tokens_longest": lengths[-1],
     }
     found = rows(options, prepared)
+    fit = [each for each in prepared if model.tokens(each) <= FITS_TOKENS]
+    limited = limited_rows(fit, options.rounds)
     report = {
         "hardware": {**hardware(), "torch_threads": options.threads},
         "texts": texts,
         "rows": found,
+        "limited": limited,
     }
-    table = Table(*found[0])
-    for row in found:
-        table.add_row(*map(str, row.values()))
-    Console(highlight=False).print(report["hardware"], texts, table)
+    console = Console(highlight=False)
+    console.print(report["hardware"], texts, table_of(found), table_of(limited))
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

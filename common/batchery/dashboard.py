@@ -63,6 +63,8 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         table.add_row(f"memory of {device}", _memory(state))
         for model, facts in state.get("models", {}).items():
             table.add_row(f"{model} on {device}", _model(facts))
+            if "token_us" in facts:
+                table.add_row("", _costs(facts))
     batches = figures["batches"]
     oldest = _number(figures["oldest_waiting_s"], "s")
     rows = {
@@ -78,6 +80,9 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         "failed jobs": f"{batches['failed_jobs']:,}",
         "device restarts": f"{batches['device_restarts']:,}",
     }
+    # A worker of an earlier version does not say.
+    for task, cache in batches.get("caches", {}).items():
+        rows[f"cache of {task}"] = _cache(cache)
     for label, text in rows.items():
         table.add_row(label, text)
     return table
@@ -124,6 +129,26 @@ def _model(facts: Mapping[str, Any]) -> str:
     return (
         f"max_batch_tokens {facts['max_batch_tokens']:,}, chosen by {facts['chosen_by']}"
         f"{f', out of memory {failed:,} times' if failed else ''}{peak}"
+    )
+
+
+def _cache(cache: Mapping[str, Any]) -> str:
+    error = f"; {cache['errors']:,} errors, {cache['error']}" if cache["errors"] else ""
+    return (
+        f"{percent(cache['hit_rate'])} of {cache['items']:,} items not computed:"
+        f" {cache['hits']:,} hits, {cache['folded']:,} folded;"
+        f" {cache['results']:,} results, {_mib(cache['bytes'])}{error}"
+    )
+
+
+def _costs(facts: Mapping[str, Any]) -> str:
+    """What a forward pass costs, as it was measured at the start or by recent batches."""
+    batches, useful = facts.get("fitted_batches"), facts.get("useful_items")
+    source = f"by {batches:,} batches" if batches else "as measured at the start"
+    enough = f"; {useful:,} items fill one" if useful else ""
+    return (
+        f"{facts['token_us']:,.1f} µs per token, {facts['item_us']:,.1f} µs per item,"
+        f" {facts['pass_ms']:,.2f} ms per pass, {source}{enough}"
     )
 
 

@@ -11,11 +11,12 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol
 
 from kombu.utils.compat import detect_environment
 
+from batchery.early import Early
 from batchery.isolate import SETTLED, as_failed, is_out_of_memory, isolate
 from batchery.model import Model
 
@@ -91,8 +92,12 @@ def compute(
     *,
     limit: Limit = nullcontext,
     memory: Memory | None = None,
+    early: Early | None = None,
+    following: Callable[[], None] = lambda: None,
 ) -> tuple[list[Any], int, int]:
     """Runs the forward passes of a prepared batch.
+
+    Each pass is begun before the results of the last one are awaited, if the model allows it.
 
     Args:
         model: Loaded.
@@ -102,18 +107,23 @@ def compute(
             it may know better by then.
         limit: Entered around each forward pass.
         memory: Told of each forward pass.
+        early: Where the first pass may have been begun.
+        following: Called while the last pass runs, if it returns early, to begin what comes
+            behind this batch.
 
     Returns:
         One outcome per item, in order; then the tokens that were needed and the tokens that were
         computed, padding included.
     """
-    passes = _Passes(model, prepared, keywords, limit, memory)
+    passes = _Passes(model, prepared, keywords, limit, memory, early or Early(model))
     lengths = passes.lengths
     name = f"{type(model).__name__}.forward"
     computed_tokens = 0
     ahead = _cut(plan, lengths, list(lengths))
     while ahead:
         places = ahead.popleft()
+        if model.returns_early:
+            passes.begin_next = partial(passes.begin, ahead[0]) if ahead else following
         failures = passes.failures
         results = isolate(passes.run, places, name=name)
         for place, result in zip(places, results, strict=True):
@@ -122,6 +132,17 @@ def compute(
         if ahead and passes.failures > failures:
             ahead = _cut(plan, lengths, [place for part in ahead for place in part])
     return passes.outcomes, sum(lengths.values()), computed_tokens
+
+
+def first_pass(model: Model, prepared: Sequence[Any], plan: Plan) -> list[Any]:
+    """The items of the pass that `compute` begins with; none if nothing is fit to run."""
+    lengths = {
+        place: length
+        for place, length in enumerate(_lengths(model, prepared))
+        if not isinstance(length, SETTLED)
+    }
+    ahead = _cut(plan, lengths, list(lengths))
+    return [prepared[place] for place in ahead[0]] if ahead else []
 
 
 class _Passes:
@@ -134,8 +155,10 @@ class _Passes:
         keywords: Mapping[str, Any],
         limit: Limit,
         memory: Memory | None,
+        early: Early,
     ) -> None:
         self._model = model
+        self._early = early
         self._prepared = prepared
         self._keywords = keywords
         self._limit = limit
@@ -145,19 +168,25 @@ class _Passes:
         self.lengths: dict[int, int] = {}
         #: How often memory ran out.
         self.failures = 0
+        #: Called between a pass and its results.
+        self.begin_next: Callable[[], None] = lambda: None
         for place, length in enumerate(_lengths(model, prepared)):
             if isinstance(length, SETTLED):
                 self.outcomes[place] = length
             else:
                 self.lengths[place] = length
 
+    def begin(self, places: Sequence[int]) -> None:
+        """Begins a pass over what stands at these places, which is likely the next one."""
+        self._early.begin(self._items(places), self._keywords)
+
     def run(self, places: Sequence[int]) -> Any:
         """One pass, over what stands at these places."""
         tokens = _computed(self._model, self.lengths, places)
         try:
             with self._limit():
-                items = [self._prepared[place] for place in places]
-                outputs = self._model.forward(items, **self._keywords)
+                outputs = self._early.forward(self._items(places), self._keywords)
+                self.begin_next()
                 answer = self._model.postprocess(outputs, **self._keywords)
         except BaseException as error:
             if is_out_of_memory(error):
@@ -168,6 +197,9 @@ class _Passes:
         if self._memory is not None:
             self._memory.passed(tokens)
         return answer
+
+    def _items(self, places: Sequence[int]) -> list[Any]:
+        return [self._prepared[place] for place in places]
 
 
 def _cut(plan: Plan, lengths: Mapping[int, int], places: Sequence[int]) -> deque[Sequence[int]]:

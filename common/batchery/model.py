@@ -27,9 +27,12 @@ class Model:
     Attributes:
         pads: Whether `forward` fills items up to the longest of a micro-batch, so that it costs as
             many tokens as that one has, times the items. Without, it costs the sum of them.
+        returns_early: Whether `forward` returns before the device has computed, so that only
+            `postprocess` waits. The next pass is then begun before `postprocess` of the last one.
     """
 
     pads = True
+    returns_early = False
 
     def load(self, device: str) -> None:
         """Loads weights onto the device; called once, before any batch.
@@ -40,6 +43,14 @@ class Model:
         Raises:
             ModelLoadError: With what to do about it; the worker stops with exit code 2.
         """
+
+    def identity(self) -> str:
+        """What its results depend on, besides item, keywords and `cache`: its weights, its options.
+
+        Asked once, after `load`, and only if the task has a `cache`. Results are shared by all
+        models of one task and one `cache` that say the same here.
+        """
+        return ""
 
     def warm_up(self) -> Sequence[Any]:
         """Items that are run once after `load`, before the worker says that it is ready."""

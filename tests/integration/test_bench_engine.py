@@ -73,6 +73,28 @@ def test_the_table_of_requests_has_a_row_for_each_concurrency(tmp_path: Path) ->
     assert all(row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"] for row in rows)
 
 
+def test_the_load_benchmark_says_how_long_jobs_waited_and_what_memory_did(tmp_path: Path) -> None:
+    target = tmp_path / "load.json"
+    options = ["--model=tiny", "--threads=1", "--capacity=50", "--seconds=4", f"--json={target}"]
+    answer = bench("load", *options, timeout_s=TIMEOUT_S)
+    assert answer.returncode == 0, answer.stderr
+    report = json.loads(target.read_text())
+    # 40 a second, by chance; the seed decides.
+    assert 100 < report["jobs"] < 220
+    assert report["failed_jobs"] == 0
+    rows = {row["what"]: row for row in report["rows"]}
+    assert rows["queue wait, at most"]["count"] == report["jobs"]
+    assert 1 <= rows["forward, by batch"]["count"] <= report["jobs"]
+    for row in rows.values():
+        assert row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"] <= row["longest_ms"]
+    assert set(report["memory"]) == {"worker", "device", "redis"}
+    assert report["memory_rows"]
+    claims = {verdict["claim"]: verdict["holds"] for verdict in report["verdicts"]}
+    assert claims["every job succeeds"]
+    assert len(claims) == 6
+    assert "two forward times" in answer.stdout
+
+
 def test_the_engine_benchmark_names_its_rows_when_asked_for_another() -> None:
     answer = bench("engine", "--systems", "nonsense", timeout_s=TIMEOUT_S)
     assert answer.returncode == 1

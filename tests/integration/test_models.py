@@ -55,8 +55,11 @@ def worker(
     redis_url: str,
 ) -> Worker:
     folder = tmp_path_factory.mktemp("settings")
+    classifier = f'kind = "classification"\nmodel = "{classifier_path}"\n'
+    cached = f'{classifier}forward = "padded"\ncache = true\n'
     (folder / "batchery.toml").write_text(
-        f'{model_toml}[models.mood]\nkind = "classification"\nmodel = "{classifier_path}"\n'
+        f"{model_toml}[models.mood]\n{classifier}"
+        f"[models.kept]\n{cached}[models.spread]\n{cached}multi_label = true\n"
     )
     models.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     return start_module_worker("apps.models", "-E", cwd=folder)
@@ -122,6 +125,40 @@ def test_two_models_answer_from_one_worker(worker: Worker, client: Celery) -> No
     for embedding, mood in jobs:
         assert len(embedding.get(timeout=TIMEOUT_S)["vector"]) == 384
         assert mood.get(timeout=TIMEOUT_S)["label"] in LABELS
+
+
+def cache_of(client: Celery, worker: Worker, name: str) -> dict[str, Any]:
+    """What the worker says of a model's cache; empty before it has said anything."""
+    found: dict[str, Any] = batches_of(client, worker)["caches"].get(name, {})
+    return found
+
+
+def test_equal_texts_are_computed_once_and_never_by_another_model(
+    worker: Worker, client: Celery
+) -> None:
+    texts = [f"text {number % 10}" for number in range(100)]
+    kept = [send(client, "kept", text) for text in texts]
+    results = [job.get(timeout=TIMEOUT_S) for job in kept]
+    # To the last digit.
+    assert results == results[:10] * 10
+    wait_for(lambda: cache_of(client, worker, "kept").get("items") == 100, "all are counted")
+    found = cache_of(client, worker, "kept")
+    assert (found["computed"], found["hit_rate"]) == (10, 0.9)
+
+    # The same texts of a model that keeps nothing, of one that differs in a setting, and with
+    # another keyword.
+    others = [[send(client, name, text) for text in texts[:10]] for name in ("mood", "spread")]
+    plain, spread = ([job.get(timeout=TIMEOUT_S) for job in jobs] for jobs in others)
+    for result, other in zip(results, plain, strict=False):
+        assert result["label"] == other["label"]
+        assert abs(result["score"] - other["score"]) < 1e-5
+    assert results[:10] != spread
+    scores = [send(client, "kept", text, top_k=2) for text in texts[:10]]
+    assert all(len(job.get(timeout=TIMEOUT_S)["scores"]) == 2 for job in scores)
+    wait_for(lambda: cache_of(client, worker, "kept").get("items") == 110, "all are counted")
+    assert cache_of(client, worker, "kept")["computed"] == 20
+    assert cache_of(client, worker, "spread")["computed"] == 10
+    assert not cache_of(client, worker, "mood")
 
 
 def test_keywords_reach_the_model(worker: Worker, client: Celery) -> None:

@@ -7,7 +7,9 @@ how many tokens are worth one pass.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from typing import NamedTuple
+
+from batchery_worker.least_squares import Sums
 
 #: Share of the highest throughput that a calibrated budget may give away: a pass of 19 times what
 #: it costs beside its tokens reaches 95 %.
@@ -25,6 +27,18 @@ MIN_POINTS = 4
 #: Largest error of the fit at any point, as a share of what was measured; beyond that the machine
 #: was busy with something else, and no budget follows from it.
 MAX_ERROR = 0.5
+
+
+class Costs(NamedTuple):
+    """What forward passes cost: for each token, for each item, and for each pass beside them."""
+
+    token_ms: float
+    item_ms: float
+    pass_ms: float
+
+    def expected_ms(self, tokens: int, items: int, passes: int = 1) -> float:
+        """What so much takes; never negative."""
+        return self.token_ms * tokens + self.item_ms * items + self.pass_ms * passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,11 @@ class Calibration:
     token_bytes: float
     #: Most tokens of a pass that was measured, and fitted.
     measured_tokens: int
+
+    @property
+    def costs(self) -> Costs:
+        """The three of them together."""
+        return Costs(self.token_ms, self.item_ms, self.pass_ms)
 
     @property
     def pass_tokens(self) -> float:
@@ -79,65 +98,18 @@ def calibrate(points: Sequence[Point]) -> Calibration | None:
     """
     if len(points) < MIN_POINTS:
         return None
-    rows = [(point.tokens / point.ms, point.items / point.ms, 1 / point.ms) for point in points]
-    costs = _least_squares(rows)
-    if costs is None or costs[0] <= 0:
+    sums = Sums(len(Costs._fields))
+    for point in points:
+        sums.add((point.tokens / point.ms, point.items / point.ms, 1 / point.ms))
+    found = sums.solve()
+    if found is None or found[0] <= 0:
         return None
-    errors = [abs(sum(map(_product, zip(row, costs, strict=True))) - 1) for row in rows]
+    costs = Costs(*found)
+    errors = [abs(costs.expected_ms(each.tokens, each.items) / each.ms - 1) for each in points]
     if max(errors) > MAX_ERROR:
         return None
-    token_ms, item_ms, pass_ms = costs
     return Calibration(
-        token_ms,
-        item_ms,
-        pass_ms,
+        *costs,
         token_bytes=max(point.peak_bytes / point.tokens for point in points[len(points) // 2 :]),
         measured_tokens=max(point.tokens for point in points),
     )
-
-
-def _least_squares(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...] | None:
-    """The non-negative x for which all rows times x come closest to 1."""
-    width = len(rows[0])
-    best: tuple[float, tuple[float, ...]] | None = None
-    # A negative cost is noise that another term should have had: which one is tried, as three
-    # unknowns have few subsets.
-    for size in range(1, width + 1):
-        for kept in combinations(range(width), size):
-            found = _solve([[row[column] for column in kept] for row in rows])
-            if found is None or min(found) < 0:
-                continue
-            full = [0.0] * width
-            for column, value in zip(kept, found, strict=True):
-                full[column] = value
-            error = sum((sum(map(_product, zip(row, full, strict=True))) - 1) ** 2 for row in rows)
-            if best is None or error < best[0]:
-                best = error, tuple(full)
-    return best and best[1]
-
-
-def _solve(rows: Sequence[Sequence[float]]) -> list[float] | None:
-    """Least squares by the normal equations; None where the columns are not independent."""
-    width = len(rows[0])
-    columns = range(width)
-    matrix = [
-        [*(sum(row[i] * row[j] for row in rows) for j in columns), sum(row[i] for row in rows)]
-        for i in columns
-    ]
-    scale = [matrix[i][i] for i in columns]
-    for i in columns:
-        pivot = matrix[i][i]
-        # What is left of a column that the others make up.
-        if pivot <= 1e-9 * scale[i]:
-            return None
-        matrix[i] = [value / pivot for value in matrix[i]]
-        for j in columns:
-            if j != i:
-                factor = matrix[j][i]
-                pairs = zip(matrix[j], matrix[i], strict=True)
-                matrix[j] = [value - factor * other for value, other in pairs]
-    return [row[-1] for row in matrix]
-
-
-def _product(pair: tuple[float, float]) -> float:
-    return pair[0] * pair[1]

@@ -70,15 +70,18 @@ def cache_key(name: str, model: Model, device: Mapping[str, Any]) -> str:
         model: Loaded.
         device: What there is to say of the device: its kind, its memory, the size of the weights.
     """
-    torch = sys.modules.get("torch")
+    libraries = [sys.modules.get(each) for each in ("torch", "torchao")]
     known = {
         "name": name,
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
-        # Of built-in models: which one, its number format, its forward pass.
+        # Of built-in models: which one, its number format, its bits, its forward pass.
         "settings": repr(getattr(model, "settings", None)),
         "pads": model.pads,
         "device": {**device},
-        "versions": [version("batchery"), getattr(torch, "__version__", None)],
+        "versions": [
+            version("batchery"),
+            *(getattr(each, "__version__", None) for each in libraries),
+        ],
     }
     spelled = json.dumps(known, sort_keys=True, default=repr)
     return f"calibration-{hashlib.sha256(spelled.encode()).hexdigest()[:32]}.json"

@@ -47,6 +47,23 @@ def load_model(task: ModelTask, device: str) -> Model:
     return model
 
 
+def identity_of(task: ModelTask, model: Model) -> str:
+    """What the results of a model depend on; empty where none of them is kept.
+
+    Raises:
+        ModelLoadError: The model cannot say.
+    """
+    if task.cache is None:
+        return ""
+    try:
+        return str(model.identity())
+    except Exception as error:
+        raise ModelLoadError(
+            f"model {task.name!r}: its results cannot be kept, as it does not say what they depend"
+            f" on: {type(error).__name__}: {error}"
+        ) from error
+
+
 def check_device(device: str) -> None:
     """Makes sure that torch can use a device.
 

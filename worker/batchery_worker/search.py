@@ -1,9 +1,11 @@
 """Which `max_batch_size` and `max_batch_tokens` suit a model: measured over texts, case by case."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from batchery.execute import compute
@@ -15,8 +17,11 @@ from batchery_worker.planner import PASS_TOKENS, plan
 SIZES = (1, 16, 64, 256)
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 
-#: Fewest items of a round, for which a rate means something.
-MIN_ITEMS = 64
+#: How often there is time for each case: the median of fewer says little.
+ROUNDS = 3
+
+#: Items of the pass that warms up.
+WARM_UP = 16
 
 #: Share of the best rate that is given away for smaller batches, which take less memory, and in
 #: which each job waits for fewer others.
@@ -40,7 +45,9 @@ class Case:
     #: 0 for batches of one, which it cannot divide.
     max_batch_tokens: int
     rates: list[float] = field(default_factory=list)
-    padding_waste: float = 0.0
+    #: Of all rounds: tokens of the items, and with padding.
+    tokens: int = 0
+    computed_tokens: int = 0
     #: Largest forward pass, in tokens; smaller than the budget where the batches are too small.
     largest_pass: int = 0
     out_of_memory: bool = False
@@ -49,6 +56,11 @@ class Case:
     def items_per_s(self) -> float:
         """Median of all rounds; 0 where memory ran out."""
         return 0.0 if self.out_of_memory or not self.rates else statistics.median(self.rates)
+
+    @property
+    def padding_waste(self) -> float:
+        """Share of the computed tokens that carried nothing."""
+        return 1 - self.tokens / self.computed_tokens if self.computed_tokens else 0.0
 
     def row(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -99,58 +111,77 @@ class Search:
             clock: Seconds, on any scale.
         """
         self._model = model
-        self._items = items
+        # A trial may end after some of them, which shall be like all of them.
+        self._items = random.Random(1).sample(list(items), len(items))
+        self._lengths = [max(1, model.tokens(each)) for each in self._items]
+        #: Pairs for which there was no time.
+        self.left_out = 0
         self._pass_tokens = PASS_TOKENS[device.partition(":")[0]]
         self._memory = memory
         self._clock = clock
 
-    def run(self, sizes: Sequence[int], tokens: Sequence[int], limit_s: float) -> list[Case]:
+    def run(
+        self,
+        sizes: Sequence[int],
+        tokens: Sequence[int],
+        limit_s: float,
+        on_case: Callable[[Case], None] = lambda _: None,
+    ) -> list[Case]:
         """Measures all cases in turn, and again, until the time is up.
+
+        No trial takes more than its part of the time, or one batch if that takes longer, however
+        slow the model or busy the machine.
 
         Args:
             sizes: Of `max_batch_size`.
             tokens: Of `max_batch_tokens`.
-            limit_s: How long it should take, roughly: each case is measured once at least.
+            limit_s: How long it takes, but for the batch that runs; each size is measured once at
+                least.
+            on_case: Called with each case after each of its trials.
 
         Returns:
             The cases that were measured, by size, then by tokens. Of each size, budgets beyond one
             that ran out of memory, or beyond two that were clearly slower, are left out.
         """
-        longest = max(map(self._model.tokens, self._items))
+        longest = max(self._lengths)
         cases = [
             Case(size, budget)
             for size in sizes
             for budget in (_useful(tokens, size * longest) if size > 1 else [0])
         ]
         end_s = self._clock() + limit_s
-        # How long one item takes shows how many of them all cases have time for, three times.
-        first = self._items[:MIN_ITEMS]
-        self._measure(Case(MIN_ITEMS, TOKENS[0]), first)
-        began_s = self._clock()
-        self._measure(Case(MIN_ITEMS, TOKENS[0]), first)
-        item_s = max(self._clock() - began_s, 1e-9) / len(first)
-        count = max(MIN_ITEMS, int(limit_s / (3 * len(cases) * item_s)))
-        items = self._items[:count]
-        for case in cases:
-            if not _is_hopeless(case, cases):
-                self._measure(case, items)
+        trial_s = limit_s / (ROUNDS * len(cases))
+        compute(self._model, self._items[:WARM_UP], {}, _in_one_pass)
+        first = _one_of_each_size(cases)
+        rest = [case for case in cases if case not in first]
+        # To and fro over all budgets: what there is no time for has neighbours on both sides.
+        for case in [*first, *rest[::2], *rest[1::2]]:
+            if case not in first and self._clock() >= end_s:
+                self.left_out += 1
+            elif not _is_hopeless(case, cases):
+                self._measure(case, trial_s)
+                on_case(case)
         cases = [case for case in cases if case.rates]
         while self._clock() < end_s and any(not case.out_of_memory for case in cases):
             for case in cases:
                 if not case.out_of_memory and self._clock() < end_s:
-                    self._measure(case, items)
+                    self._measure(case, trial_s)
+                    on_case(case)
         return cases
 
-    def largest_budget(self, fits: int, fails: int) -> int:
+    def largest_budget(self, fits: int, fails: int, limit_s: float = float("inf")) -> int:
         """Looks for the largest pass that fits, by halves; nothing that does not fit ends it.
 
         Args:
             fits: Tokens of a pass that fitted; 0 if none did.
             fails: Tokens of one that did not.
+            limit_s: How long it takes, but for the pass that runs; then it answers with what is
+                known to fit.
         """
+        end_s = self._clock() + limit_s
         longest = max(self._items, key=self._model.tokens)
         length = max(1, self._model.tokens(longest))
-        while fails - fits > max(length, int(fails * CLOSE)):
+        while fails - fits > max(length, int(fails * CLOSE)) and self._clock() < end_s:
             count = max(1, (fits + fails) // 2 // length)
             witness = _Witness()
             compute(self._model, [longest] * count, {}, _in_one_pass, memory=witness)
@@ -161,47 +192,60 @@ class Search:
                 fits = max(fits + 1, count * length)
         return fits
 
-    def _measure(self, case: Case, items: Sequence[Any]) -> None:
+    def _measure(self, case: Case, limit_s: float) -> None:
+        """One trial: all items, or as many as there is time for."""
         witness = _Witness()
-        needed = computed = 0
-
-        def cut(lengths: Sequence[int]) -> list[list[int]]:
-            budget = case.max_batch_tokens or max(lengths)
-            return plan(
-                lengths,
-                budget,
-                case.max_batch_size,
-                pads=self._model.pads,
-                pass_tokens=self._pass_tokens,
-            )
-
+        cut = partial(self._cut, case)
+        tokens = start = 0
         self._memory.wait()
         began_s = self._clock()
-        for start in range(0, len(items), case.max_batch_size):
-            part = items[start : start + case.max_batch_size]
-            _, tokens, passed = compute(self._model, part, {}, cut, memory=witness)
-            needed, computed = needed + tokens, computed + passed
+        while start == 0 or (start < len(self._items) and self._clock() < began_s + limit_s):
+            part = self._items[start : start + case.max_batch_size]
+            _, needed, computed = compute(self._model, part, {}, cut, memory=witness)
+            tokens += needed
+            case.computed_tokens += computed
+            start += case.max_batch_size
         self._memory.wait()
-        case.rates.append(len(items) / max(self._clock() - began_s, 1e-9))
-        case.padding_waste = 1 - needed / computed if computed else 0.0
+        # By tokens, as the items of one trial may be longer than those of another.
+        mean = statistics.fmean(self._lengths)
+        case.rates.append(tokens / mean / max(self._clock() - began_s, 1e-9))
+        case.tokens += tokens
         case.largest_pass = max(case.largest_pass, witness.largest)
         if witness.failed_tokens:
             case.out_of_memory = True
             case.largest_pass = witness.failed_tokens
             self._memory.release()
 
+    def _cut(self, case: Case, lengths: Sequence[int]) -> list[list[int]]:
+        return plan(
+            lengths,
+            case.max_batch_tokens or max(lengths),
+            case.max_batch_size,
+            pads=self._model.pads,
+            pass_tokens=self._pass_tokens,
+        )
+
 
 def _in_one_pass(lengths: Sequence[int]) -> list[list[int]]:
     return [list(range(len(lengths)))]
 
 
+def _one_of_each_size(cases: Sequence[Case]) -> list[Case]:
+    """The second smallest budget of each size, if there are two."""
+    first: dict[int, list[Case]] = {}
+    for case in cases:
+        first.setdefault(case.max_batch_size, []).append(case)
+    return [same[min(1, len(same) - 1)] for same in first.values()]
+
+
 def _is_hopeless(case: Case, cases: Sequence[Case]) -> bool:
     """Whether two smaller budgets in a row were clearly worse than the best of that size."""
     same = [each for each in cases if each.max_batch_size == case.max_batch_size and each.rates]
-    if any(each.out_of_memory for each in same):
+    smaller = [each for each in same if each.max_batch_tokens < case.max_batch_tokens]
+    if any(each.out_of_memory for each in smaller):
         return True
     best = max((each.items_per_s for each in same), default=0.0)
-    return len(same) > 2 and all(each.items_per_s < HOPELESS * best for each in same[-2:])
+    return len(smaller) > 2 and all(each.items_per_s < HOPELESS * best for each in smaller[-2:])
 
 
 def _useful(tokens: Sequence[int], largest: int) -> list[int]:

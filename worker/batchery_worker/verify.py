@@ -87,7 +87,8 @@ def _chosen(settings: Settings, names: Sequence[str]) -> Mapping[str, ModelSetti
 
 def _spelled(name: str, report: "Report") -> str:
     """A report as lines of text."""
-    head = f"{name} on {report.device} in {report.dtype}, {report.texts} texts"
+    bits = "" if report.quantize == "none" else f", weights in {report.quantize}"
+    head = f"{name} on {report.device} in {report.dtype}{bits}, {report.texts} texts"
     allowed = report.tolerance
     lines = [f"{head}; allowed: {allowed.difference:.0e}, cosine {allowed.cosine}"]
     for each in report.comparisons:

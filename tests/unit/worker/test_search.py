@@ -24,6 +24,8 @@ class Priced(Model):
     def __init__(self, clock: Clock, fits: int = 10**9) -> None:
         self.clock = clock
         self.fits = fits
+        #: As long as the machine is busy with something else.
+        self.slowness = 1
 
     def tokens(self, prepared: int) -> int:
         return prepared
@@ -32,7 +34,7 @@ class Priced(Model):
         tokens = max(batch) * len(batch)
         if tokens > self.fits:
             raise MemoryError
-        self.clock.now_s += 1e-5 * tokens + 1e-3
+        self.clock.now_s += self.slowness * (1e-5 * tokens + 1e-3)
         return list(batch)
 
 
@@ -47,15 +49,53 @@ def search(fits: int = 10**9, items: Sequence[int] = ITEMS) -> Search:
 
 
 def test_every_case_is_measured_and_again_while_there_is_time() -> None:
-    short = search().run(SIZES, TOKENS, limit_s=0.001)
-    assert {case.max_batch_size for case in short} == set(SIZES)
-    assert all(len(case.rates) == 1 for case in short)
-    longer = search().run(SIZES, TOKENS, limit_s=60)
-    assert min(len(case.rates) for case in longer) >= 2
+    tried = search()
+    seen: list[Case] = []
+    cases = tried.run(SIZES, TOKENS, 60, seen.append)
+    assert {case.max_batch_size for case in cases} == set(SIZES)
+    assert min(len(case.rates) for case in cases) >= 3
+    assert len(seen) == sum(len(case.rates) for case in cases)
+    assert tried.left_out == 0
+
+
+@pytest.mark.parametrize("slowness", [1, 100, 10_000])
+def test_it_ends_in_time_however_slow_the_machine(slowness: int) -> None:
+    clock = Clock()
+    model = Priced(clock)
+    tried = Search(model, ITEMS, "cpu", Memory(), clock)
+    model.slowness = slowness
+    cases = tried.run(SIZES, TOKENS, limit_s=30)
+    assert {case.max_batch_size for case in cases} == set(SIZES)
+    # One batch of each size is the least, and the last one may have just begun.
+    batch_s = slowness * (1e-5 * sum(ITEMS[:64]) * 2 + 1e-3 * 64)
+    assert clock.now_s <= 30 + len(SIZES) * batch_s
+    assert (tried.left_out == 0) if slowness == 1 else (tried.left_out > 0)
+    assert recommend(cases).rates
+
+
+def test_a_machine_that_becomes_busy_costs_no_more_time() -> None:
+    clock = Clock()
+    model = Priced(clock)
+    tried = Search(model, ITEMS, "cpu", Memory(), clock)
+
+    def slow_down(case: Case) -> None:
+        model.slowness = 50
+
+    tried.run(SIZES, TOKENS, 30, slow_down)
+    assert clock.now_s <= 40
+
+
+def test_trials_over_other_items_are_compared_by_tokens() -> None:
+    clock = Clock()
+    items = [10] * 256 + [90] * 256
+    tried = Search(Priced(clock), items, "cpu", Memory(), clock)
+    (case,) = tried.run((1,), TOKENS, limit_s=0.3)
+    for rate in case.rates:
+        assert rate == pytest.approx(1 / (1e-3 + 1e-5 * 50), rel=0.25)
 
 
 def test_batches_beat_single_items_and_rates_are_what_the_clock_says() -> None:
-    cases = search().run(SIZES, TOKENS, limit_s=1)
+    cases = search().run(SIZES, TOKENS, limit_s=30)
     single = cases[0]
     assert (single.max_batch_size, single.max_batch_tokens, single.padding_waste) == (1, 0, 0.0)
     assert single.items_per_s == pytest.approx(1 / (1e-3 + 1e-5 * 54), rel=0.1)
@@ -75,7 +115,9 @@ def test_memory_that_runs_out_ends_no_search_and_the_largest_pass_that_fits_is_f
     failed = [case for case in cases if case.out_of_memory]
     assert failed
     assert all(case.items_per_s == 0 and case.row()["spread"] is None for case in failed)
-    fits = tried.largest_budget(0, min(case.largest_pass for case in failed))
+    least = min(case.largest_pass for case in failed)
+    assert tried.largest_budget(7, least, limit_s=0) == 7
+    fits = tried.largest_budget(0, least)
     assert 2000 * 0.9 <= fits <= 2000
     best = recommend(cases, fits)
     assert not best.out_of_memory

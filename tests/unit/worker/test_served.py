@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from batchery import Failed, Model
-from batchery_worker.calibration import Calibration
+from batchery_worker.calibration import Calibration, Costs
 from batchery_worker.calibration_cache import CalibrationCache
 from batchery_worker.memory import Memory, memory_of
 from batchery_worker.served import Served
@@ -175,6 +175,83 @@ def test_a_calibrated_model_begins_with_its_own_budget(
         run(served, [10] * 4)
         assert served.figures()["max_batch_tokens"] == 16_000
     assert measured == [1]
+
+
+class Clocked(Tight):
+    """Takes exactly what its costs say, by a clock of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(Counted())
+        self.now_s = 0.0
+        self.costs = Costs(0.01, 0.0, 20.0)
+
+    def forward(self, batch: Sequence[int], *_: Any, **keywords: Any) -> Any:
+        self.now_s += self.costs.expected_ms(max(batch) * len(batch), len(batch)) / 1e3
+        return list(batch)
+
+
+def clocked(model: Clocked) -> Served:
+    return Served("clocked", model, "cpu", Memory(), clock=lambda: model.now_s)
+
+
+def run_mixed(served: Served, batches: int) -> None:
+    for number in range(batches):
+        run(served, [4 + number * 7 % 60] * (1 + number * 13 % 64))
+
+
+def test_recent_batches_tell_what_a_pass_costs_where_nothing_was_measured() -> None:
+    model = Clocked()
+    served = clocked(model)
+    assert "token_us" not in served.figures()
+    run_mixed(served, 400)
+    figures = served.figures()
+    assert figures["token_us"] == pytest.approx(10, rel=0.05)
+    assert figures["pass_ms"] == pytest.approx(20, rel=0.05)
+    assert figures["useful_items"] > 64
+    assert figures["fitted_batches"] >= 384
+    # On a CPU, where nothing was asked for, the budget is left alone.
+    assert (figures["max_batch_tokens"], figures["chosen_by"]) == (512, "default")
+
+
+def test_a_budget_that_was_measured_follows_recent_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = Calibration(0.01, 0.0, 20.0, 0.0, measured_tokens=1 << 17)
+    monkeypatch.setattr("batchery_worker.served.calibrated", lambda *_: found)
+    model = Clocked()
+    served = clocked(model)
+    served.calibrate(CalibrationCache(None))
+    assert served.figures()["max_batch_tokens"] == 38_000
+    with caplog.at_level(logging.INFO, "batchery.device"):
+        run_mixed(served, 200)
+        assert served.figures()["max_batch_tokens"] == 38_000
+        assert caplog.messages == []
+        model.costs = Costs(0.01, 0.0, 10.0)
+        run_mixed(served, 1500)
+    figures = served.figures()
+    assert figures["max_batch_tokens"] == pytest.approx(19_000, rel=0.3)
+    assert (figures["chosen_by"], figures["pass_ms"]) == ("calibration", pytest.approx(10, rel=0.1))
+    assert caplog.messages[-1].startswith("clocked on cpu: max_batch_tokens is ")
+    assert "by recent batches; it was " in caplog.messages[-1]
+    run(served, [10] * 4, max_batch_tokens=200)
+    assert (served.figures()["max_batch_tokens"], served.figures()["chosen_by"]) == (200, "setting")
+
+
+def test_batches_in_which_a_pass_failed_say_nothing_of_the_costs() -> None:
+    model = Clocked()
+    served = clocked(model)
+    whole = model.forward
+
+    def fail_once(batch: Sequence[int], *places: Any, **keywords: Any) -> Any:
+        if len(batch) > 1:
+            model.now_s += 1
+            raise ValueError("not together")
+        return whole(batch)
+
+    model.forward = fail_once  # type: ignore[method-assign]
+    run_mixed(served, 100)
+    # Only those of one item ran as they were planned.
+    assert "token_us" not in served.figures()
 
 
 def test_a_model_that_cannot_be_measured_keeps_the_default(

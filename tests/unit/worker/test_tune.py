@@ -60,18 +60,28 @@ def run(*args: str) -> Any:
 def test_the_report_is_one_json_object(texts: str) -> None:
     done = run("lengths", "--texts", texts, "--json")
     assert done.exit_code == 0, done.output
-    report = json.loads(done.output)
+    report = json.loads(done.stdout)
     assert (report["model"], report["device"], report["items"]) == ("lengths", "cpu", 300)
     assert report["fits_tokens"] is None
     assert {row["max_batch_size"] for row in report["rows"]} == {1, 16, 64, 256}
     assert all(row["items_per_s"] > 0 for row in report["rows"])
     assert report["recommended"]["max_batch_size"] in {1, 16, 64, 256}
+    assert report["left_out"] >= 0
+
+
+def test_it_says_how_far_it_is(texts: str) -> None:
+    done = run("lengths", "--texts", texts)
+    lines = done.stderr.splitlines()
+    assert lines[0] == "loading lengths on cpu"
+    assert " s of 0.1: max_batch_size 1, max_batch_tokens -: " in lines[1]
+    # One of each pair at most, as it takes less than a second; on a slow machine one a second.
+    assert len(lines) <= 1 + 22 + 60
 
 
 def test_memory_that_runs_out_is_a_figure_and_no_error(texts: str) -> None:
     done = run("narrow", "--texts", texts, "--json")
     assert done.exit_code == 0, done.output
-    report = json.loads(done.output)
+    report = json.loads(done.stdout)
     assert any(row["out_of_memory"] for row in report["rows"])
     assert 40 <= report["fits_tokens"] <= 100
 
@@ -84,6 +94,7 @@ def test_for_people_it_is_a_table_and_two_lines_for_the_settings(texts: str) -> 
         "out of memory",
         "fit into memory",
         "max_batch_size = ",
+        "█",
     ):
         assert words in done.output
 

@@ -121,3 +121,4 @@ script_command("queue", "queue_overhead.py", "Measure what the queue costs, besi
 script_command("bulk", "bulk.py", "Measure publishing and collecting, beside Celery's own ways")
 script_command("engine", "engine.py", "Measure what is left of a model's own speed")
 script_command("requests", "engine_requests.py", "Measure requests one by one against batched")
+script_command("load", "load.py", "Measure how long jobs wait under load, and memory meanwhile")

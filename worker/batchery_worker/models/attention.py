@@ -34,7 +34,6 @@ class NotPackable(Exception):
 class Run(NamedTuple):
     """Neighbours of one length, which share one call of the attention."""
 
-    start: int
     texts: int
     length: int
 
@@ -56,12 +55,10 @@ class Row:
     windows: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.runs: list[Run] = []
-        start = 0
-        for length, group in groupby(self.lengths):
-            count = len(list(group))
-            self.runs.append(Run(start, count, length))
-            start += count * length
+        groups = groupby(self.lengths)
+        self.runs = [Run(len(list(group)), length) for length, group in groups]
+        #: Tokens of each run.
+        self.sizes = [run.texts * run.length for run in self.runs]
 
 
 class Shape(NamedTuple):
@@ -138,21 +135,20 @@ def attention(
     if sliding_window is not None:
         row.windows.add(sliding_window)
     shape = Shape(scaling, bool(causal), sliding_window)
-    # Tokens first: the tokens of a text lie together then, and a run of texts is a view.
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     kernel = _text_by_text if row.ends is None else _varlen
-    return kernel(queries, keys, values, row, shape).unsqueeze(0), None
+    return kernel(query, key, value, row, shape), None
 
 
 def _text_by_text(query: Tensor, key: Tensor, value: Tensor, row: Row, shape: Shape) -> Tensor:
-    """One call for each run of texts of one length."""
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for start, texts, length in row.runs:
-        part = slice(start, start + texts * length)
-        queries, keys, values, place = (
-            tensor[part].view(texts, length, *tensor.shape[1:]).transpose(1, 2)
-            for tensor in (query, key, value, out)
-        )
+    """One call for each run of texts of one length; as `attention`."""
+    # Split at once and put together at once: slices, one by one, cost a tenth of the attention.
+    split = (torch.split(tensor, row.sizes, dim=2) for tensor in (query, key, value))
+    grouped = query.shape[1] != key.shape[1]
+    parts = []
+    for (texts, length), *run in zip(row.runs, *split, strict=True):
+        if texts > 1:
+            run = [tensor[0].unflatten(1, (texts, length)).transpose(0, 1) for tensor in run]
+        queries, keys, values = run
         narrow = shape.window is not None and length > shape.window
         seen = scaled_dot_product_attention(
             queries,
@@ -161,10 +157,11 @@ def _text_by_text(query: Tensor, key: Tensor, value: Tensor, row: Row, shape: Sh
             attn_mask=_band(length, shape).to(query.device) if narrow else None,
             is_causal=shape.causal and not narrow,
             scale=shape.scale,
-            enable_gqa=query.shape[1] != key.shape[1],
+            enable_gqa=grouped,
         )
-        place.copy_(seen)
-    return out
+        # Tokens before heads, as what comes next wants them.
+        parts.append(seen.transpose(1, 2).flatten(0, 1))
+    return torch.cat(parts).unsqueeze(0)
 
 
 def _band(length: int, shape: Shape) -> Tensor:
@@ -177,16 +174,14 @@ def _band(length: int, shape: Shape) -> Tensor:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, shape: Shape) -> Tensor:
-    """One call for all texts, by CUDA's kernel for rows of them."""
+    """One call for all texts, by CUDA's kernel for rows of them; as `attention`."""
     kernel = varlen_kernel()
     assert kernel is not None
     assert row.ends is not None
     reach = -1 if shape.window is None else shape.window - 1
     longest = max(row.lengths)
     out: Tensor = kernel(
-        query,
-        key,
-        value,
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
         row.ends,
         row.ends,
         longest,
@@ -195,7 +190,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, shape: Shape) -
         window_size=(reach, 0 if shape.causal else reach),
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out
+    return out.unsqueeze(0)
 
 
 def varlen_kernel() -> Callable[..., Any] | None:

@@ -5,21 +5,29 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import torch
+import numpy as np
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 
 from batchery.errors import InvalidItem, ModelLoadError, StartError
 from batchery.model import Model
 from batchery.outcome import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.choice import Candidate, choose
+from batchery_worker.models.capture import Capture, captured
+from batchery_worker.models.choice import TOLERANCE, Candidate, choose
+from batchery_worker.models.forward import Forward
+from batchery_worker.models.graphs import Graphed, Runs
 from batchery_worker.models.hardware import device_named, dtype_for
+from batchery_worker.models.identity import identity
+from batchery_worker.models.landing import Arrival, Landing
 from batchery_worker.models.library import quiet, reason
 from batchery_worker.models.limits import longest_text, padding_position
-from batchery_worker.models.packed import Packed
-from batchery_worker.models.padded import Padded, Prepared
+from batchery_worker.models.padded import Padded
+from batchery_worker.models.quantization import quantize, weights_bytes
+from batchery_worker.models.random_texts import RandomTexts
+from batchery_worker.models.shapes import Shape, shapes
 from batchery_worker.models.source import ModelSource
+from batchery_worker.models.tokenizer import Prepared, TextTokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +41,12 @@ class Outputs(NamedTuple):
     Attributes:
         values: One row per text, in batch order, (B, ...), float32, on the device.
         tokens: Length of each text in tokens, special ones included, in batch order.
+        arrival: The values on their way to the CPU.
     """
 
     values: Tensor
     tokens: list[int]
+    arrival: Arrival
 
 
 class TextModel(Model):
@@ -60,6 +70,8 @@ class TextModel(Model):
             DeviceUnavailable: There is no such device; names those that there are.
         """
         self._device = device_named(device)
+        self._landing = Landing(self._device)
+        self.returns_early = self._device.type == "cuda"
         try:
             with quiet():
                 self._load(ModelSource(self.settings))
@@ -69,9 +81,10 @@ class TextModel(Model):
             raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
 
     def _load(self, source: ModelSource) -> None:
+        self._source = source
         # The config comes first: what is wrong with it would only confuse the others.
         config = AutoConfig.from_pretrained(source.name, **source.options)
-        self.tokenizer = _tokenizer(source)
+        self.tokenizer = load_tokenizer(source)
         # Attention is left to transformers: it takes sdpa wherever a model supports it.
         self.model, info = self.auto_class.from_pretrained(
             source.name,
@@ -88,15 +101,36 @@ class TextModel(Model):
         self._finish_load(source, sorted(info["missing_keys"]))
         self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
         self._choose_padding()
-        self.model.to(self._device).eval()
-        self._parameters = inspect.signature(self.model.forward).parameters
-        padded = Padded(self.model, self._device, padding=self._padding, side=self._padding_side)
-        self._pass: Padded | Packed = padded
+        self._place()
+        taken = inspect.signature(self.model.forward).parameters
+        self._tokenize = TextTokenizer(
+            self.tokenizer,
+            [name for name in self._padding if name in taken],
+            vocabulary=self._vocabulary,
+            max_length=self.max_length,
+            truncate=self.settings.overflow == "truncate",
+        )
+        padding = {name: self._padding[name] for name in self._tokenize.names}
+        padded = Padded(self.model, self._device, padding=padding, side=self._padding_side)
+        self._pass: Forward = padded
         trial = self.preprocess(["a"])[0]
         if isinstance(trial, Failed):
             raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
         self._check_trial(source, self.forward([trial]))
-        self._choose_forward(source, padded, trial)
+        self._choose_forward(source, padded)
+
+    def _place(self) -> None:
+        """Brings the model to its device, in as many bits as the settings say."""
+        how = self.settings.quantize
+        if how != "none":
+            before_bytes = weights_bytes(self.model)
+            quantize(self.settings.model, self.model, how, self._device)
+            after_bytes = weights_bytes(self.model)
+            logger.info(
+                "model %s: weights in %s, %.1f MiB of %.1f",
+                *(self.settings.model, how, after_bytes / 2**20, before_bytes / 2**20),
+            )
+        self.model.to(self._device).eval()
 
     def _choose_padding(self) -> None:
         """Chooses the token to pad with and the side; decoders often have no such token."""
@@ -118,8 +152,9 @@ class TextModel(Model):
             "token_type_ids": self.tokenizer.pad_token_type_id,
         }
 
-    def _choose_forward(self, source: ModelSource, padded: Padded, trial: Prepared) -> None:
-        special = set(self.tokenizer.all_special_ids)
+    def _choose_forward(self, source: ModelSource, padded: Padded) -> None:
+        usual = np.setdiff1d(np.arange(self._vocabulary), self.tokenizer.all_special_ids)
+        texts = RandomTexts(len(self._tokenize.names), usual)
         candidate = Candidate(
             name=source.name,
             wanted=self.settings.forward,
@@ -129,13 +164,22 @@ class TextModel(Model):
             max_length=self.max_length,
             padded=padded,
             values=self._values,
-            inputs=list(trial),
-            ids=torch.tensor([each for each in range(self._vocabulary) if each not in special]),
+            inputs=self._tokenize.names,
+            texts=texts,
         )
-        self._pass, self.why_padded = choose(candidate)
+        # Graphs come first: packed, the model has another attention.
+        graphs = self._capture(padded, texts)
+        forward, self.why_padded = choose(candidate)
+        self._pass = Graphed(forward, graphs) if graphs else forward
         self.pads = self._pass.pads
         where = ", ".join(each for each in (self._device.type, self.why_padded) if each)
         logger.info("model %s: %s on %s", source.name, self._pass.name, where)
+
+    def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
+        if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
+            return {}
+        capture = Capture(padded, self._values, texts, TOLERANCE[self.model.dtype])
+        return captured(self.settings.model, self._device, capture, shapes(self.max_length))
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         """Reads what else the kind needs; `missing` weights are random. Raises ModelLoadError."""
@@ -145,7 +189,7 @@ class TextModel(Model):
         """Looks at the outputs of one text. Raises ModelLoadError."""
         raise NotImplementedError
 
-    def _values(self, forward: Padded | Packed, batch: Sequence[Prepared]) -> Tensor:
+    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         """What a forward pass makes of a batch, one row per text, before keywords have a say."""
         raise NotImplementedError
 
@@ -158,6 +202,15 @@ class TextModel(Model):
     ) -> list[dict[str, Any]]:
         """Makes one result per row of `values`, which are finite and on the CPU."""
         raise NotImplementedError
+
+    def identity(self) -> str:
+        """Which model it is, to the last byte of its files, and how it is run."""
+        run = {
+            "device": self._device.type,
+            "dtype": str(self.model.dtype),
+            "forward": self._pass.name,
+        }
+        return identity(self.settings, self._source, run, self.model)
 
     def warm_up(self) -> Sequence[str]:
         """Texts of several lengths, as far as the limits of this model admit them."""
@@ -188,48 +241,18 @@ class TextModel(Model):
             for problem in problems
         ]
 
-    def _tokenize(self, texts: list[str]) -> list[Prepared | Failed]:
-        if not texts:
-            return []
-        truncate = self.settings.overflow == "truncate" and self.max_length is not None
-        columns = self.tokenizer(
-            texts,
-            padding=False,
-            truncation=truncate,
-            max_length=self.max_length if truncate else None,
-            return_attention_mask=False,
-            verbose=False,  # it would log every long text; those are dealt with here
-        )
-        names = [name for name in self._padding if name in columns and name in self._parameters]
-        return [
-            self._fit({name: torch.tensor(columns[name][row]) for name in names})
-            for row in range(len(texts))
-        ]
-
-    def _fit(self, prepared: Prepared) -> Prepared | Failed:
-        length = self.tokens(prepared)
-        if length == 0:
-            return Failed(InvalidItem("text: has no tokens; the model's tokenizer drops all of it"))
-        if self.max_length is not None and length > self.max_length:
-            limit = f"max_length = {self.max_length} tokens"
-            return Failed(InvalidItem(f"text: {length} tokens are more than {limit}"))
-        largest = int(prepared["input_ids"].max())
-        if largest >= self._vocabulary:
-            # On CUDA it would be the end of the process, and of every batch in it.
-            token = self.tokenizer.convert_ids_to_tokens(largest)
-            return Failed(InvalidItem(f"text: token {token!r} is unknown to the model"))
-        return prepared
-
     def tokens(self, prepared: Prepared) -> int:
         """Length of a tokenized text in tokens, special ones included."""
-        return len(prepared["input_ids"])
+        return int(prepared.shape[1])
 
-    def _lengths(self, batch: Sequence[Prepared]) -> list[int]:
-        return [self.tokens(prepared) for prepared in batch]
+    def _outputs(self, values: Tensor, batch: Sequence[Prepared]) -> Outputs:
+        """Sends the values of a batch on their way."""
+        lengths = [self.tokens(prepared) for prepared in batch]
+        return Outputs(values, lengths, self._landing.begin(values))
 
     def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
-        """Copies a micro-batch to the CPU, once, and makes its results, in batch order."""
-        values = outputs.values.cpu()
+        """Waits for the values of a micro-batch and makes its results, in batch order."""
+        values = outputs.arrival.wait()
         results = self._results(values, outputs.tokens, keywords)
         finite = values.isfinite().all(dim=1).tolist()
         # JSON has no NaN, and nobody has a use for one.
@@ -252,20 +275,3 @@ def _problem(text: Any, max_chars: int) -> str | None:
     except UnicodeEncodeError as error:
         return f"is not Unicode: half a surrogate pair at character {error.start}"
     return None
-
-
-def _tokenizer(source: ModelSource) -> Any:
-    """Loads the tokenizer; transformers would make an empty one where there are no files of it."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(
-            f"model {source.name!r}: has no tokenizer, so it cannot take texts: {reason(error)}"
-        ) from error
-    files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
-    if not any(source.path(file) for file in files):
-        raise ModelLoadError(
-            f"model {source.name!r}: has no tokenizer, so it cannot take texts:"
-            f" none of {', '.join(files)} is there"
-        )
-    return tokenizer

@@ -1,7 +1,7 @@
 """Which forward pass a model gets: packed where it is proven right and pays, else padded."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.attention import HALF, NotPackable, varlen_kernel
+from batchery_worker.models.graphs import Values
 from batchery_worker.models.library import reason
 from batchery_worker.models.packed import Packed
-from batchery_worker.models.padded import Padded, Prepared
+from batchery_worker.models.padded import Padded
+from batchery_worker.models.random_texts import RandomTexts
 
 #: Lengths of the texts of the check, in tokens: neighbours of one length, one token alone, and some
 #: longer than the usual local attention, whose errors short texts would not show. All together they
@@ -29,9 +31,6 @@ MAX_CHECKED_WINDOW = 1024
 #: of two layers and MiniLM differ by 1e-6, 1.5e-3 and 1e-2, deeper ones by more; by 5e-2 at least
 #: where a single token of a neighbour leaks in, and by 0.5 where all of them do.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
-
-#: Makes the values of a batch, one row per text.
-Values = Callable[["Padded | Packed", Sequence[Prepared]], Tensor]
 
 
 class Choice(NamedTuple):
@@ -53,8 +52,8 @@ class Candidate(NamedTuple):
         max_length: Longest text in tokens; None where nothing limits it.
         padded: Its padded forward pass.
         values: What its kind makes of a batch.
-        inputs: Names of the inputs that a tokenized text has.
-        ids: Tokens that the texts of the check are made of.
+        inputs: Names of the inputs that a tokenized text has, token ids first.
+        texts: Makes the texts of the check.
     """
 
     name: str
@@ -66,7 +65,7 @@ class Candidate(NamedTuple):
     padded: Padded
     values: Values
     inputs: Sequence[str]
-    ids: Tensor
+    texts: RandomTexts
 
 
 def choose(candidate: Candidate) -> Choice:
@@ -86,6 +85,7 @@ def choose(candidate: Candidate) -> Choice:
         packed = Packed(
             candidate.model,
             candidate.device,
+            names=candidate.inputs,
             padding_position=candidate.padding_position,
             varlen=varlen,
         )
@@ -146,8 +146,8 @@ def _check_window(candidate: Candidate, packed: Packed, longest: int, attention:
 def _compare(candidate: Candidate, packed: Packed, lengths: Sequence[int]) -> str | None:
     """Compares texts in one row with each of them alone; leaves the packed attention installed."""
     most = candidate.max_length or max(lengths)
-    texts = [_random_text(candidate, min(length, most)) for length in lengths]
-    short = [text for text in texts if len(text["input_ids"]) <= SHORT_TOKENS]
+    texts = candidate.texts([min(length, most) for length in lengths])
+    short = [text for text in texts if text.shape[1] <= SHORT_TOKENS]
     padded, values = candidate.padded, candidate.values
     part = "it"
     try:
@@ -175,14 +175,6 @@ def _compare(candidate: Candidate, packed: Packed, lengths: Sequence[int]) -> st
         if not difference <= TOLERANCE[candidate.model.dtype]:
             return f"packed {what} differ by {difference:.1g} of their size, {_dtype(candidate)}"
     return None
-
-
-def _random_text(candidate: Candidate, length: int) -> Prepared:
-    """A text of so many tokens, the same at each start."""
-    numbers = torch.Generator().manual_seed(length)
-    ids = candidate.ids[torch.randint(len(candidate.ids), (length,), generator=numbers)]
-    zeros = torch.zeros_like(ids)
-    return {name: ids if name == "input_ids" else zeros for name in candidate.inputs}
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

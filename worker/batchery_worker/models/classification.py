@@ -9,10 +9,10 @@ from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.base import Outputs, TextModel
+from batchery_worker.models.forward import Forward
 from batchery_worker.models.keywords import ClassificationKeywords, read_keywords
-from batchery_worker.models.packed import Packed
-from batchery_worker.models.padded import Padded, Prepared
 from batchery_worker.models.source import ModelSource
+from batchery_worker.models.tokenizer import Prepared
 
 
 class ClassificationModel(TextModel):
@@ -60,9 +60,9 @@ class ClassificationModel(TextModel):
         """Runs the model; values are scores, (B, C) float32 on the device, in batch order."""
         with torch.inference_mode():
             scores = self._scores(self._values(self._pass, batch))
-            return Outputs(scores, self._lengths(batch))
+            return self._outputs(scores, batch)
 
-    def _values(self, forward: Padded | Packed, batch: Sequence[Prepared]) -> Tensor:
+    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         return forward.logits(batch)
 
     def _scores(self, logits: Tensor) -> Tensor:

@@ -13,11 +13,11 @@ from transformers import AutoModel
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery_worker.models.base import Outputs, TextModel
 from batchery_worker.models.digits import shortened
+from batchery_worker.models.forward import Forward
 from batchery_worker.models.keywords import EmbeddingKeywords, read_keywords
-from batchery_worker.models.packed import Packed
-from batchery_worker.models.padded import Padded, Prepared
 from batchery_worker.models.recipe import read_recipe
 from batchery_worker.models.source import ModelSource
+from batchery_worker.models.tokenizer import Prepared
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +86,9 @@ class EmbeddingModel(TextModel):
             # Slicing is harmless where there is no limit: `[:, :None]` is everything.
             vectors = vectors[:, : wanted.dimensions or self.settings.dimensions]
             scale = self.settings.normalize if wanted.normalize is None else wanted.normalize
-            return Outputs(normalize(vectors) if scale else vectors, self._lengths(batch))
+            return self._outputs(normalize(vectors) if scale else vectors, batch)
 
-    def _values(self, forward: Padded | Packed, batch: Sequence[Prepared]) -> Tensor:
+    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         return forward.vectors(batch, self.pooling)
 
     def _results(

@@ -5,13 +5,15 @@ from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from batchery_worker.models.attention import NAME, Row, register, row_of_texts
-from batchery_worker.models.padded import Prepared
 from batchery_worker.models.pooling import pool_row
 from batchery_worker.models.staging import Staging
+from batchery_worker.models.tokenizer import Prepared
 
 
 class Packed:
@@ -25,19 +27,27 @@ class Packed:
     pads = False
 
     def __init__(
-        self, model: Any, device: torch.device, *, padding_position: int | None, varlen: bool
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        names: Sequence[str],
+        padding_position: int | None,
+        varlen: bool,
     ) -> None:
         """Prepares it.
 
         Args:
             model: Loaded, on the device.
             device: Where it is.
+            names: Inputs that a tokenized text has, token ids first.
             padding_position: In the table of positions, the one that stands for padding, behind
                 which a text begins; None where texts begin at 0.
             varlen: Use CUDA's kernel for rows of texts.
         """
         self._model = model
         self._device = device
+        self._names = list(names)
         self._padding_position = padding_position
         self._varlen = varlen
         self._staging = Staging(device)
@@ -81,7 +91,7 @@ class Packed:
         """Vectors of the tokens of each text, (L, D) each, before any head, in batch order."""
         with self._row(batch) as (inputs, _):
             hidden = self._model.base_model(**inputs).last_hidden_state[0]
-        return list(hidden.split([len(prepared["input_ids"]) for prepared in batch]))
+        return list(hidden.split([prepared.shape[1] for prepared in batch]))
 
     def install(self) -> None:
         """Gives the model this attention; from now on it computes rows of texts and nothing else.
@@ -95,25 +105,28 @@ class Packed:
     @contextmanager
     def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """Model inputs, each (1, T), and the end of each text, (B,), all int64 on the device."""
-        lengths = [len(prepared["input_ids"]) for prepared in batch]
-        inputs = {
-            name: torch.cat([prepared[name] for prepared in batch]).unsqueeze(0)
-            for name in batch[0]
-        }
+        lengths = [prepared.shape[1] for prepared in batch]
+        ends = np.array([0, *accumulate(lengths)])
+        rows = np.concatenate(batch, axis=1)
+        positions = self._positions(rows[0], ends)
+        sent = self._staging.send(np.concatenate([rows.ravel(), positions, ends]))
+        tokens, ends_there = torch.split(sent, [len(sent) - len(ends), len(ends)])
+        names = [*self._names, "position_ids"]
+        inputs = dict(zip(names, tokens.view(len(names), 1, ends[-1]), strict=True))
         if self._has_types and "token_type_ids" not in inputs:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-        places = [self._positions(prepared["input_ids"]) for prepared in batch]
-        inputs["position_ids"] = torch.cat(places).unsqueeze(0)
-        inputs = self._staging.send({**inputs, "ends": torch.tensor([0, *accumulate(lengths)])})
-        ends = inputs.pop("ends")
-        self.last = Row(lengths, ends.to(torch.int32) if self._varlen else None)
+        self.last = Row(lengths, ends_there.to(torch.int32) if self._varlen else None)
         with row_of_texts(self.last):
-            yield inputs, ends[1:]
+            yield inputs, ends_there[1:]
 
-    def _positions(self, ids: Tensor) -> Tensor:
-        """Positions of a text's tokens, (L,), as the model counts them in a row of its own."""
+    def _positions(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions of all tokens, (T,), as the model counts them in a row for each text."""
+        lengths = np.diff(ends)
         if self._padding_position is None:
-            return torch.arange(len(ids))
+            return np.arange(len(ids)) - np.repeat(ends[:-1], lengths)
         # RoBERTa's family leaves out the padding token, which a text may spell.
-        counted = (ids != self._padding_position).long()
-        return counted.cumsum(0) * counted + self._padding_position
+        counted = ids != self._padding_position
+        seen = np.concatenate([[0], np.cumsum(counted)])
+        within = seen[1:] - np.repeat(seen[ends[:-1]], lengths)
+        positions: NDArray[np.int64] = within * counted + self._padding_position
+        return positions

@@ -3,15 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from batchery_worker.models.pooling import pool
+from batchery_worker.models.shapes import Shape
 from batchery_worker.models.staging import Staging
-
-#: One tokenized text: model inputs by name, each (L,) int64.
-Prepared = dict[str, Tensor]
+from batchery_worker.models.tokenizer import Prepared
 
 
 class Padded:
@@ -21,20 +21,28 @@ class Padded:
     pads = True
 
     def __init__(
-        self, model: Any, device: torch.device, *, padding: Mapping[str, int], side: str
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        padding: Mapping[str, int],
+        side: str,
+        staging: Staging | None = None,
     ) -> None:
         """Prepares it.
 
         Args:
             model: Loaded, on the device.
             device: Where it is.
-            padding: What to pad each input with, by name.
+            padding: What to pad each input with, by name, in the order of a tokenized text's rows.
             side: `left` or `right`.
+            staging: Another's way to the device, to be shared.
         """
         self._model = model
+        self._device = device
         self._padding = padding
         self._side = side
-        self._staging = Staging(device)
+        self._staging = staging or Staging(device)
 
     def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
         """Pooled token vectors, (B, D) float32, in batch order."""
@@ -53,15 +61,58 @@ class Padded:
         kept = inputs["attention_mask"].bool()
         return [row[mask] for row, mask in zip(hidden, kept, strict=True)]
 
+    def fixed(self, shape: Shape) -> "Fixed":
+        """The same for passes of one shape, whose inputs always lie in the same place."""
+        return Fixed(self, shape)
+
     def _inputs(self, batch: Sequence[Prepared]) -> dict[str, Tensor]:
         """Model inputs, each (B, L) int64, on the device."""
-        inputs = {
-            name: self._pad([prepared[name] for prepared in batch], self._padding[name])
-            for name in batch[0]
-        }
-        ones = [torch.ones_like(prepared["input_ids"]) for prepared in batch]
-        inputs["attention_mask"] = self._pad(ones, 0)
-        return self._staging.send(inputs)
+        return self._named(self._send(batch))
 
-    def _pad(self, rows: list[Tensor], value: int) -> Tensor:
-        return pad_sequence(rows, batch_first=True, padding_value=value, padding_side=self._side)
+    def _named(self, grid: Tensor) -> dict[str, Tensor]:
+        return dict(zip([*self._padding, "attention_mask"], grid, strict=True))
+
+    def _send(self, batch: Sequence[Prepared], least: int = 0) -> Tensor:
+        return self._staging.send(self._grid(batch, least))
+
+    def _grid(self, batch: Sequence[Prepared], least: int = 0) -> NDArray[np.int64]:
+        """The inputs and the mask of a batch, (I + 1, B, L), in one piece; L is `least` or more."""
+        lengths = np.array([prepared.shape[1] for prepared in batch])[:, None]
+        longest = max(least, lengths.max())
+        places = np.arange(longest)
+        mask = places < lengths if self._side == "right" else places >= longest - lengths
+        grid = np.empty((len(self._padding) + 1, *mask.shape), dtype=np.int64)
+        grid[:-1] = np.array([*self._padding.values()])[:, None, None]
+        grid[:-1, mask] = np.concatenate(batch, axis=1)
+        grid[-1] = mask
+        return grid
+
+
+class Fixed(Padded):
+    """A padded forward pass of one shape; what is computed is what `fill` has last left there."""
+
+    def __init__(self, padded: Padded, shape: Shape) -> None:
+        """Prepares it; as `Padded.fixed`."""
+        super().__init__(
+            padded._model,
+            padded._device,
+            padding=padded._padding,
+            side=padded._side,
+            staging=padded._staging,
+        )
+        self._shape = shape
+        size = (len(self._padding) + 1, *shape)
+        self._there = torch.zeros(size, dtype=torch.int64, device=self._device)
+
+    def fill(self, batch: Sequence[Prepared]) -> None:
+        """Puts a batch into its place, after what was queued on the device before.
+
+        Args:
+            batch: At most as many texts, and none of more tokens, than the shape has.
+        """
+        # A text of nothing but padding would see nothing.
+        more = [batch[-1]] * (self._shape.texts - len(batch))
+        self._there.copy_(self._send([*batch, *more], self._shape.length), non_blocking=True)
+
+    def _inputs(self, batch: Sequence[Prepared]) -> dict[str, Tensor]:  # noqa: ARG002
+        return self._named(self._there)

