@@ -41,8 +41,10 @@ class ModelSettings(BaseModel):
     ] = "auto"
     cuda_graphs: Annotated[
         Literal["auto", "never"],
-        Field(description="Small forward passes as CUDA graphs; auto where that is faster."),
-    ] = "auto"
+        Field(
+            description="Small forward passes as CUDA graphs; auto where that is faster. New: off."
+        ),
+    ] = "never"
     max_length: Annotated[
         int | None,
         Field(gt=0, description="Longest text in tokens; the model's own limit where unset."),
