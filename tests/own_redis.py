@@ -32,13 +32,13 @@ class OwnRedis:
         self._options = {name.replace("_", "-"): value for name, value in options.items()}
         self._directory = directory
         self.binary = binary or find_redis_server()
-        self._port = free_port()
-        self.url = f"redis://127.0.0.1:{self._port}/0"
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Starts it, and waits until it answers."""
-        options = {"port": self._port, "bind": "127.0.0.1", "dir": self._directory, "save": ""}
+        options = {"port": self.port, "bind": "127.0.0.1", "dir": self._directory, "save": ""}
         options |= {"appendonly": "yes", "appendfsync": "always"} | self._options
         command = [str(self.binary)]
         for name, value in options.items():

@@ -164,4 +164,8 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
         max_wait_ms=settings.max_wait_ms,
+        # The rest of the version is the model's own: see `Model.identity`.
+        cache="built-in" if settings.cache else None,
+        cache_ttl_s=settings.cache_ttl_s,
+        cache_max_bytes=settings.cache_max_bytes,
     )

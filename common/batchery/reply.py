@@ -40,8 +40,17 @@ def reply_key(backend: Any, name: str) -> bytes:
         backend: Celery's own for Redis.
         name: As `reply_of` found it.
     """
+    return backend_prefix(backend) + b"batchery:reply:" + name.encode()
+
+
+def backend_prefix(backend: Any) -> bytes:
+    """What the keys of results begin with, and so do ours beside them; mostly empty.
+
+    Args:
+        backend: Celery's own for Redis.
+    """
     prefix: bytes = backend.get_key_for_task("-").removesuffix(b"celery-task-meta--")
-    return prefix + b"batchery:reply:" + name.encode()
+    return prefix
 
 
 def ids_of(entry: Mapping[bytes, bytes]) -> list[str]:

@@ -67,6 +67,12 @@ class BatchTask(_Task):
     max_batch_tokens: int | None = None
     #: How long an idle device waits for a batch to fill, in milliseconds.
     max_wait_ms: float | None = None
+    #: Version of its results: where it is set, equal items are computed once. Another version
+    #: shares nothing with this one.
+    cache: str | None = None
+    #: How long such a result is kept, and how much of them; None takes the settings.
+    cache_ttl_s: float | None = None
+    cache_max_bytes: int | None = None
 
     # A job stays in Redis until its result is stored.
     acks_late = True

@@ -28,6 +28,7 @@ FOUR = make("four")
 PATIENT = make("patient", max_wait_ms=250)
 LIMITED = make("limited", time_limit=5)
 TRACKED = make("tracked", track_started=True)
+CACHED = make("cached", cache="1")
 
 
 @app.task(shared=False)

@@ -9,8 +9,10 @@ from batchery import packed
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.settings import Settings
 from batchery.task import BatchTask, only_item
+from batchery_worker.digests import canonical
 from batchery_worker.portable import check_portable
 from batchery_worker.scheduler import BatchKey, Job, Limits, TimeLimits
+from batchery_worker.terms import CacheTerms
 from batchery_worker.ticket import Ticket
 from batchery_worker.wire import dump_context
 
@@ -18,8 +20,9 @@ from batchery_worker.wire import dump_context
 class Admission:
     """Reads tickets; knows the limits of every task."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, several_devices: bool = False) -> None:
         self._settings = settings
+        self._several_devices = several_devices
         self._limits: dict[str, Limits] = {}
 
     def limits(self, task: BatchTask) -> Limits:
@@ -35,6 +38,16 @@ class Admission:
     def max_batch_tokens(self, task: BatchTask) -> int | None:
         """The token budget of a task; None lets the device choose."""
         return task.max_batch_tokens or self._settings.max_batch_tokens
+
+    def cache(self, task: BatchTask) -> CacheTerms | None:
+        """How results of a task are kept; None where they are not."""
+        if task.cache is None:
+            return None
+        return CacheTerms(
+            version=task.cache,
+            ttl_s=task.cache_ttl_s or self._settings.cache_ttl_s,
+            max_bytes=task.cache_max_bytes or self._settings.cache_max_bytes,
+        )
 
     def job(
         self,
@@ -74,7 +87,17 @@ class Admission:
             items=len(ticket.items),
             arrived_s=now_s,
             payload=ticket,
+            fold=None if task.cache is None else self._fold(ticket),
         )
+
+    def _fold(self, ticket: Ticket) -> bytes | None:
+        """By what a job is known whose twin shall not run on two devices at once.
+
+        One device sees for itself that items are equal; those of packed jobs it alone looks at.
+        """
+        if ticket.is_packed or not self._several_devices:
+            return None
+        return canonical(ticket.items[0])
 
 
 def _context(message: Mapping[str, Any]) -> bytes:

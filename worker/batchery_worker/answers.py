@@ -9,7 +9,10 @@ from celery.utils.saferepr import saferepr
 
 from batchery import packed
 from batchery_worker.commit import Committer, Settled, Verdict
+from batchery_worker.encoded import Encoded, encoded, joined
 from batchery_worker.facts import batch_facts
+from batchery_worker.folding import Folding
+from batchery_worker.reuse import Reuse
 from batchery_worker.wire import Done, Work, encode_outcome, sendable
 
 
@@ -30,9 +33,13 @@ class Computed:
     computed_s: float = 0.0
     #: As in `Done`.
     figures: Mapping[str, Any] | None = None
+    #: Which items were computed for others, too; None where each was computed.
+    folding: Folding | None = None
 
 
-def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> Done:
+def answer(
+    batch: Computed, device: str, committer: Committer, backend: Any, reuse: Reuse | None = None
+) -> Done:
     """Commits what can be committed, and says what became of each job.
 
     Args:
@@ -40,9 +47,12 @@ def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> 
         device: As torch spells it.
         committer: Used for jobs that have terms.
         backend: Knows how exceptions are stored.
+        reuse: Keeps the results of a batch with a folding.
     """
     started_s = time.perf_counter()
     work, terms = batch.work, batch.work.terms
+    if batch.folding is not None:
+        batch.outcomes = batch.folding.encode()
     outcomes = list(_by_job(batch))
     settled = [
         Settled(task_id, encode_outcome(outcome, backend))
@@ -63,6 +73,11 @@ def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> 
             computed_tokens=batch.computed_tokens,
         )
         verdicts = committer.commit(settled, terms, facts)
+    reused = None
+    if batch.folding is not None and reuse is not None:
+        # Not before the callers have theirs; and not after this batch is answered for, as another
+        # device may wait for what is kept.
+        reused = reuse.keep(batch.folding, work)
     return Done(
         id=work.id,
         jobs=[
@@ -76,6 +91,7 @@ def answer(batch: Computed, device: str, committer: Committer, backend: Any) -> 
         queued_ms=batch.queued_ms,
         commit_ms=(time.perf_counter() - started_s) * 1e3,
         figures=batch.figures,
+        reused=reused,
     )
 
 
@@ -95,6 +111,11 @@ def text_of(outcome: Any, chars: int) -> str:
         outcome: Plain.
         chars: Longest text, roughly.
     """
+    if isinstance(outcome, Encoded):
+        try:
+            outcome = outcome.value
+        except Exception:  # noqa: BLE001 - a type that the app had when the result was kept
+            return str(outcome.json[:chars], errors="replace")
     # One more than can be shown, of elements that take a digit, a comma and a space at least.
     most = chars // 3 + 2
     if type(outcome) is dict:
@@ -111,5 +132,23 @@ def _by_job(batch: Computed) -> Iterator[Any]:
     start = 0
     for _, items, is_packed in batch.work.jobs:
         part = batch.outcomes[start : start + len(items)]
-        yield packed.result_of(list(map(sendable, part))) if is_packed else part[0]
+        yield _packed(part) if is_packed else part[0]
         start += len(items)
+
+
+def _packed(outcomes: Sequence[Any]) -> Any:
+    """The outcome of a packed job, of its items'."""
+    if not any(type(each) is Encoded for each in outcomes):
+        return packed.result_of(list(map(sendable, outcomes)))
+    entries = [_entry(each) for each in outcomes]
+    if None not in entries:
+        return joined([entry for entry in entries if entry is not None])
+    return _packed([each.value if type(each) is Encoded else each for each in outcomes])
+
+
+def _entry(outcome: Any) -> Encoded | None:
+    """The outcome of one item of a packed job, encoded; None where that is not for us."""
+    if type(outcome) is Encoded:
+        return Encoded(b'{"ok":%b}' % outcome.json)
+    (entry,) = packed.result_of([sendable(outcome)])
+    return encoded(entry)

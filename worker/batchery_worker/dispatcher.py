@@ -43,7 +43,7 @@ class Dispatcher:
     ) -> None:
         self._app = app
         self._settings = settings
-        self._admission = Admission(settings)
+        self._admission = Admission(settings, several_devices=len(setups) > 1)
         self._grants = Grants(app)
         self._scheduler: Scheduler[Ticket] = Scheduler()
         self._fleet = Fleet(
@@ -184,7 +184,7 @@ class Dispatcher:
             device = min(devices, key=lambda each: len(each.flights))
             held = len(device.flights)
             batch = self._scheduler.next_batch(
-                held, device.alone, now_s, self._fleet.in_flight - held
+                held, device.alone, now_s, self._fleet.in_flight - held, device.name
             )
             if batch is None:
                 break
@@ -224,9 +224,12 @@ class Dispatcher:
             soft_time_limit_s=soft_limit_s,
             contexts=[job.payload.context for job in jobs] if task.sees_request else (),
             terms=self._grants.terms(task, jobs, dispatched_s),
+            cache=self._admission.cache(task),
         )
         flight = Flight(Batch(jobs, batch.alone), dispatched_s, hard_limit_s)
         flight.note = note_begin(jobs, alone=batch.alone)
+        if work.cache is not None:
+            self._scheduler.departed(jobs, device.name)
         self._fleet.send(device, work, flight)
         for job in jobs:
             self._accepted.add(job.payload, device.pid)
@@ -238,9 +241,12 @@ class Dispatcher:
     def _on_done(self, flight: Flight, done: Done, device: DeviceProcess) -> None:
         note_end(flight)
         jobs = flight.batch.jobs
+        self._scheduler.landed(jobs)
         items = flight.batch.items
         waited_ms = [(flight.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
         self._metrics.batch_done(done, items=items, waited_ms=sum(waited_ms))
+        if done.reused is not None:
+            self._metrics.reused(jobs[0].key.task, done.reused)
         facts = batch_facts(
             batch_id=done.id,
             device=device.name,
@@ -254,12 +260,14 @@ class Dispatcher:
         for job, waited, (verdict, rest) in zip(jobs, waited_ms, done.jobs, strict=True):
             own = {**facts, "waited_ms": round(waited, 3)}
             self._settlement.conclude(job.payload, verdict, rest, own)
-        self._plan_dispatch()
+        if len(self._scheduler):
+            self._plan_dispatch()
 
     def _on_death(self, flights: Sequence[Flight], how: str) -> None:
         self._metrics.device_restarts += 1
         for flight in flights:
             note_end(flight)
+            self._scheduler.landed(flight.batch.jobs)
             for job in self._settlement.left_by(flight):
                 self._blame.died_with(job, flight, how)
         self._plan_dispatch()

@@ -1,7 +1,8 @@
 """Counts what the batches of a worker looked like."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchery_worker.wire import Done
@@ -9,6 +10,41 @@ from batchery_worker.wire import Done
 #: Where a batch spends its time on a device, in order, as `Done` has it; `queued_ms` is the time
 #: between the other three.
 STAGES = ("prepare_ms", "queued_ms", "forward_ms", "commit_ms")
+
+
+@dataclass(slots=True)
+class CacheMetrics:
+    """The items of one task that has a cache, since the worker started."""
+
+    items: int = 0
+    #: Items whose result was in Redis.
+    hits: int = 0
+    #: Items that had the result of an equal one, which was computed just then.
+    folded: int = 0
+    computed: int = 0
+    #: Results that had to go for lack of room; those of other workers are theirs to count.
+    evicted: int = 0
+    #: Reads and writes that failed, and why the last one did.
+    errors: int = 0
+    error: str = ""
+    #: What the cache had when something was last put into it.
+    results: int = 0
+    bytes: int = 0
+
+    def count(self, reused: Mapping[str, Any]) -> None:
+        """Counts one batch; `reused` is what its device said, see `reuse.py`."""
+        for name in ("items", "hits", "folded", "computed", "evicted", "errors"):
+            setattr(self, name, getattr(self, name) + reused.get(name, 0))
+        for name in ("results", "bytes", "error"):
+            setattr(self, name, reused.get(name, getattr(self, name)))
+
+    def snapshot(self) -> dict[str, Any]:
+        """The sums; `hit_rate` is the share of items that were not computed, None without items."""
+        saved = self.hits + self.folded
+        return {
+            **asdict(self),
+            "hit_rate": round(saved / self.items, 4) if self.items else None,
+        }
 
 
 @dataclass(slots=True)
@@ -33,6 +69,8 @@ class Metrics:
     device_restarts: int = 0
     #: How many batches had how many items, by the next power of two.
     sizes: Counter[int] = field(default_factory=Counter)
+    #: What the caches have saved, by task.
+    caches: dict[str, CacheMetrics] = field(default_factory=dict)
 
     def batch_done(self, done: Done, *, items: int, waited_ms: float) -> None:
         """Counts one batch.
@@ -51,6 +89,10 @@ class Metrics:
         self.tokens += done.tokens
         self.computed_tokens += done.computed_tokens
         self.sizes[1 << (items - 1).bit_length()] += 1
+
+    def reused(self, task: str, reused: Mapping[str, Any]) -> None:
+        """Counts how the items of one batch got their outcomes, where its task has a cache."""
+        self.caches.setdefault(task, CacheMetrics()).count(reused)
 
     def snapshot(self) -> dict[str, Any]:
         """The sums, and the means that they give; means are None before the first batch.
@@ -79,4 +121,5 @@ class Metrics:
             "computed_tokens": self.computed_tokens,
             "padding_waste": waste,
             "batch_sizes": {f"<={size}": count for size, count in sorted(self.sizes.items())},
+            "caches": {task: cache.snapshot() for task, cache in sorted(self.caches.items())},
         }

@@ -7,13 +7,14 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
+from celery.backends.redis import RedisBackend
 
 from batchery.errors import SettingsError, StartError
 from batchery.install import installation_of
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker import inspect_command  # noqa: F401 - registers the command
-from batchery_worker.event_buffer import EventBuffer
+from batchery_worker.event_buffer import use_batch_events
 from batchery_worker.pool import BatchPool
 from batchery_worker.renewal import resident_kib
 from batchery_worker.undertaker import serve
@@ -78,7 +79,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             _warn_of_memory_limit(worker)
             _look_for_garbage_less_often()
         _consume_model_queues(worker.app, tasks)
-        worker.app.steps["consumer"].add(EventBuffer)
+        use_batch_events(worker.app)
 
 
 def _look_for_garbage_less_often() -> None:
@@ -97,6 +98,8 @@ def check_options(task: BatchTask) -> None:
         ("max_batch_size", (int,), 1),
         ("max_batch_tokens", (int,), 1),
         ("max_wait_ms", (int, float), 0),
+        ("cache_ttl_s", (int, float), 1),
+        ("cache_max_bytes", (int,), 1),
     ):
         value = getattr(task, name)
         if value is None:
@@ -105,6 +108,25 @@ def check_options(task: BatchTask) -> None:
             raise SettingsError(
                 f"task {task.name!r}: {name} = {value!r}; expected a number from {least} on"
             )
+    if task.cache is not None:
+        _check_cache(task)
+
+
+def _check_cache(task: BatchTask) -> None:
+    if not isinstance(task.cache, str) or not task.cache:
+        raise SettingsError(
+            f"task {task.name!r}: cache = {task.cache!r}; expected a version of its results, such"
+            ' as "1", that is changed whenever they are'
+        )
+    if task.sees_request:
+        raise SettingsError(
+            f"task {task.name!r}: its function sees the requests of its jobs (bind=True), so equal"
+            " items need not have equal results: take away bind=True, or cache"
+        )
+    if not isinstance(task.app.backend, RedisBackend):
+        raise SettingsError(
+            f"task {task.name!r}: cache needs Celery's result backend for Redis, in which it is"
+        )
 
 
 def prefetch_jobs(tasks: list[BatchTask], settings: Settings) -> int:

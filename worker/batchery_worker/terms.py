@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 #: What Celery stores of every job, and we of every batch. A stamp of such a name would take its
 #: place, which is left to Celery.
@@ -13,6 +13,17 @@ ALWAYS_STORED = frozenset(
 #: Of one job: token of its lease; how long it waited, in ms; further fields of the stored result,
 #: None if none is stored at all. In place of all that, None for a job that needs the tracer.
 JobTerms = tuple[str, float, Mapping[str, Any] | None] | None
+
+
+class CacheTerms(NamedTuple):
+    """What a device must know to keep results for equal items."""
+
+    #: Of the results, as the task has it.
+    version: str
+    #: How long one is kept, in seconds.
+    ttl_s: float
+    #: Most bytes of all results of the task.
+    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

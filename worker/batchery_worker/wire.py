@@ -18,8 +18,9 @@ from kombu.utils import json
 from batchery.errors import UnserialisableResult
 from batchery.isolate import SETTLED
 from batchery.outcome import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery_worker.encoded import Encoded
 from batchery_worker.plain import is_plain
-from batchery_worker.terms import Terms
+from batchery_worker.terms import CacheTerms, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,8 @@ class Work:
     contexts: Sequence[bytes] = ()
     #: For the commit of their results; None where Celery's tracer has to complete them all.
     terms: Terms | None = None
+    #: None where each item is computed, whatever was computed before.
+    cache: CacheTerms | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ class Done:
     commit_ms: float = 0.0
     #: What there is to tell of the device's models and its memory; None where nothing is new.
     figures: Mapping[str, Any] | None = None
+    #: How the items of a task with a cache got their outcomes; None for any other task.
+    reused: Mapping[str, Any] | None = None
 
 
 Reply = Ready | NotReady | Waiting | Done
@@ -167,6 +172,8 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
         A tuple that `marshal` takes and `decode_outcome` reads. What can be written neither by
         `marshal` nor as Celery's JSON becomes a failure that says so.
     """
+    if isinstance(outcome, Encoded):
+        return "encoded", outcome.json
     if isinstance(outcome, Failed):
         return "failed", _spell_exception(outcome.exception, backend), str(outcome.traceback or "")
     if isinstance(outcome, RetryAfter):
@@ -226,7 +233,7 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
     kind, content = spelled[0], spelled[1]
     if kind == "value":
         return content
-    if kind == "json":
+    if kind in ("json", "encoded"):
         return json.loads(content)
     if kind == "retry":
         return RetryAfter(content, spelled[2] and _exception(spelled[2], backend))

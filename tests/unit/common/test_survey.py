@@ -132,6 +132,20 @@ def test_models_and_memory_are_shown_where_a_device_tells_of_them() -> None:
         assert fact in text, text
 
 
+def test_the_costs_of_a_pass_are_shown_where_they_are_known() -> None:
+    model = {"max_batch_tokens": 512, "chosen_by": "default", "out_of_memory": 0}
+    costs = {"token_us": 51.25, "item_us": 0.0, "pass_ms": 1.625}
+    recent = {"fitted_batches": 1024, "useful_items": 18}
+    models = {"embed": {**model, **costs, **recent}, "new": {**model, **costs}, "other": model}
+    device = {"state": "ready", "pid": 7, "load_s": 1.5, "batches_in_flight": 0, "models": models}
+    now = survey(one={**figures(clock_s=1.0, jobs=1, items=1), "devices": {"cpu": device}})
+    text = drawn(now)
+    known = "51.2 µs per token, 0.0 µs per item, 1.62 ms per pass"
+    assert f"{known}, by 1,024 batches; 18 items fill one" in text, text
+    assert f"{known}, as measured at the start\n" in "\n".join(map(str.rstrip, text.splitlines()))
+    assert text.count("per token") == 2
+
+
 def test_a_worker_before_its_first_batch_shows_dashes() -> None:
     means = dict.fromkeys(("mean_batch_size", "mean_waited_ms", "mean_forward_ms", "padding_waste"))
     fresh = figures(clock_s=1.0, jobs=0, items=0, batch_sizes={}, **means)
@@ -156,3 +170,24 @@ def test_queue_depths_count_messages_and_create_nothing() -> None:
             "nobody-of-test": 0,
         }
         assert queue_depths(app, {"nobody-of-test"}) == {"nobody-of-test": 0}
+
+
+def test_the_tables_show_what_each_cache_has_saved() -> None:
+    cache = {
+        "hit_rate": 0.9,
+        "items": 1000,
+        "hits": 850,
+        "folded": 50,
+        "results": 1234,
+        "bytes": 3 * 2**20,
+        "errors": 0,
+        "error": "",
+    }
+    failing = {**cache, "errors": 2, "error": "cannot be written: OOM"}
+    caches = {"embed": cache, "mood": failing}
+    text = drawn(survey(one=figures(clock_s=1.0, jobs=1, items=1, caches=caches)))
+    saved = "90 % of 1,000 items not computed: 850 hits, 50 folded; 1,234 results, 3 MiB"
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"cache of embed {saved}" in rows
+    assert f"cache of mood {saved}; 2 errors, cannot be written: OOM" in " ".join(rows)
+    assert "cache of" not in drawn(NOW)

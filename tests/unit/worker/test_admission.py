@@ -25,6 +25,16 @@ def defaults(items: list[Any]) -> list[Any]:
     return items
 
 
+@app.task(base=BatchTask, shared=False, cache="7")
+def kept(items: list[Any]) -> list[Any]:
+    return items
+
+
+@app.task(base=BatchTask, shared=False, cache="8", cache_ttl_s=5, cache_max_bytes=99)
+def briefly(items: list[Any]) -> list[Any]:
+    return items
+
+
 @app.task(base=BatchTask, shared=False, bind=True)
 def looking(self: BatchTask, items: list[Any]) -> list[Any]:
     return items
@@ -167,3 +177,29 @@ def test_a_list_without_the_header_is_one_item(admission: Admission) -> None:
 def test_a_malformed_header_is_refused(admission: Admission) -> None:
     with pytest.raises(InvalidItem, match="n=4"):
         admit(admission, args=[["a"]], batchery={"v": 1, "n": 4})
+
+
+def test_a_cache_has_the_limits_of_its_task_or_else_those_of_the_settings() -> None:
+    admission = Admission(Settings(cache_ttl_s=60, cache_max_bytes=1_000))
+    assert admission.cache(own) is None
+    assert admission.cache(kept) == ("7", 60, 1_000)
+    assert admission.cache(briefly) == ("8", 5, 99)
+
+
+@pytest.mark.parametrize(
+    ("message", "fold"),
+    [
+        ({"args": ["text"]}, b"stext"),
+        ({"args": [{"b": 1, "a": 2}]}, b'j{"a":2,"b":1}'),
+        ({"args": [["a"]], "batchery": {"v": 1, "n": 1}}, None),
+        ({"args": [datetime(2026, 1, 2, tzinfo=UTC)]}, None),
+    ],
+    ids=["text", "object", "packed", "date"],
+)
+def test_between_devices_equal_items_of_a_task_with_a_cache_are_known(
+    message: dict[str, Any], fold: bytes | None
+) -> None:
+    several = Admission(Settings(), several_devices=True)
+    assert several.job(ticket(**message), kept, (None, None), 1.0).fold == fold
+    assert several.job(ticket(**message), own, (None, None), 1.0).fold is None
+    assert Admission(Settings()).job(ticket(**message), kept, (None, None), 1.0).fold is None

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from batchery import Failed
 from batchery_worker.answers import Computed, answer, text_of
 from batchery_worker.commit import Settled, Verdict
-from batchery_worker.terms import Terms
-from batchery_worker.wire import Work
+from batchery_worker.folding import Folding
+from batchery_worker.reuse import Reuse
+from batchery_worker.terms import CacheTerms, Terms
+from batchery_worker.wire import Work, decode_outcome
 
 backend = Celery("answers", broker="memory://", set_as_current=False).backend
 JOBS = [("t1", ["a"], False), ("t2", ["b", "c"], True), ("t3", ["d"], False)]
@@ -98,3 +100,60 @@ def test_the_text_of_a_vector_is_celery_s_own() -> None:
     assert text_of(result, 128) == saferepr(result, 128)
     zeros = {"vector": [0] * 384}
     assert text_of(zeros, 128) == saferepr(zeros, 128)
+
+
+class Memory:
+    """A cache in the place of Redis."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, bytes] = {}
+
+    def put(self, _: str, results: Mapping[bytes, bytes], __: CacheTerms) -> dict[str, int]:
+        self.kept.update(results)
+        return {"results": len(self.kept)}
+
+    def trouble(self) -> dict[str, Any]:
+        return {}
+
+
+def folded(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> Computed:
+    """A batch of `a`, packed `a` and `b`, and `d`: each outcome computed, or found."""
+    items = ["a", "a", "b", "d"]
+    jobs = [("t1", ["a"], False), ("t2", ["a", "b"], True), ("t3", ["d"], False)]
+    cache = CacheTerms("1", 60, 10_000)
+    work = Work(5, "task", {}, jobs, 8, None, terms=terms(100), cache=cache)
+    folding = Folding([item.encode() for item in items], found)
+    chosen = [items[place] for place in folding.places]
+    computed = folding.run(chosen, {}, lambda part: [outcomes[item] for item in part])
+    return Computed(work, computed, folding=folding)
+
+
+def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
+    judge, memory = Judge(*[Verdict.COMMITTED] * 3), Memory()
+    batch = folded({"a": {"x": 1}, "b": [2.5]}, {b"d": b'"stored"'})
+    done = answer(batch, "cpu", judge, backend, Reuse(memory))  # type: ignore[arg-type]
+    ((jobs, _, _),) = judge.asked
+    assert [job.spelled for job in jobs] == [
+        ("encoded", b'{"x":1}'),
+        ("encoded", b'[{"ok":{"x":1}},{"ok":[2.5]}]'),
+        ("encoded", b'"stored"'),
+    ]
+    assert [rest[0] for _, rest in done.jobs] == [
+        "{'x': 1}",
+        "[{'ok': {'x': 1}}, {'ok': [2.5]}]",
+        "'stored'",
+    ]
+    assert memory.kept == {b"a": b'{"x":1}', b"b": b"[2.5]"}
+    assert done.reused == {"items": 4, "hits": 1, "folded": 1, "computed": 2, "results": 2}
+
+
+def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
+    judge, memory = Judge(*[Verdict.NEEDS_TRACER] * 3), Memory()
+    batch = folded({"a": "A", "b": Failed(LookupError("b"))}, {b"d": b'{"y": null}'})
+    done = answer(batch, "cpu", judge, backend, Reuse(memory))  # type: ignore[arg-type]
+    assert [decode_outcome(rest, backend) for _, rest in done.jobs] == [
+        "A",
+        [{"ok": "A"}, {"error": {"type": "LookupError", "message": "b"}}],
+        {"y": None},
+    ]
+    assert memory.kept == {b"a": b'"A"'}

@@ -2,6 +2,7 @@
 
 import gc
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -165,6 +166,11 @@ def test_disabled_prefetch_is_refused(caplog: pytest.LogCaptureFixture) -> None:
         {"max_wait_ms": -1},
         {"max_wait_ms": "soon"},
         {"max_wait_ms": float("nan")},
+        {"cache": True},
+        {"cache": ""},
+        {"cache": 1},
+        {"cache_ttl_s": 0},
+        {"cache_max_bytes": 0.5},
     ],
 )
 def test_an_impossible_task_option_ends_the_worker(
@@ -174,6 +180,47 @@ def test_an_impossible_task_option_ends_the_worker(
     add_task(app, "odd", **option)
     (name,) = option
     assert f"task 'odd': {name} = {option[name]!r}" in refused(Worker(app), caplog)
+
+
+def add_function(app: Celery, function: Callable[..., Any], **options: Any) -> None:
+    app.finalize()
+    decorate: Any = app.task(base=BatchTask, shared=False, name="odd", **options)
+    decorate(function)
+
+
+def same(items: list[Any]) -> list[Any]:
+    return items
+
+
+def seeing(task: BatchTask, items: list[Any]) -> list[Any]:
+    return [task.name, *items]
+
+
+def test_a_cache_for_a_function_that_sees_its_requests_ends_the_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = make_app()
+    add_function(app, seeing, bind=True, cache="1")
+    assert "task 'odd': its function sees the requests" in refused(Worker(app), caplog)
+
+
+@pytest.mark.parametrize("backend", ["cache+memory://", None], ids=["memory", "none"])
+def test_a_cache_without_redis_ends_the_worker(
+    backend: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app()
+    app.conf.update(result_backend=backend)
+    add_function(app, same, cache="1")
+    assert "task 'odd': cache needs Celery's result backend for Redis" in refused(
+        Worker(app), caplog
+    )
+
+
+def test_a_cache_in_redis_is_fine() -> None:
+    app = make_app()
+    app.conf.update(result_backend="redis://localhost:1/0")
+    add_function(app, same, cache="1", cache_ttl_s=60, cache_max_bytes=1)
+    prepare(Worker(app))
 
 
 def test_autoscale_is_refused(caplog: pytest.LogCaptureFixture) -> None:

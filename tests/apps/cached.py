@@ -1,0 +1,81 @@
+"""An app whose tasks have a cache, and note in a file each item that is computed."""
+
+import os
+import time
+from typing import Any
+
+from celery import Celery
+
+from batchery import BatchTask, Failed, install
+
+app = install(Celery("cached", set_as_current=False))
+app.conf.worker_hijack_root_logger = False
+app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+
+
+def note(path: str, texts: list[Any]) -> None:
+    with open(path, "a") as file:
+        file.write("".join(f"{text}\n" for text in texts))
+
+
+def wait_for_file(path: str) -> None:
+    while path and not os.path.exists(path):
+        time.sleep(0.01)
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=32, cache="1")
+def shout(texts: list[str], *, path: str, gate: str = "", mark: str = "") -> list[str]:
+    """`gate` is a file that the function waits for, once it has noted its items."""
+    note(path, texts)
+    wait_for_file(gate)
+    return [text.upper() + mark for text in texts]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=32, cache=os.environ.get("VERSION", "1"))
+def versioned(texts: list[str], *, path: str) -> list[str]:
+    note(path, texts)
+    return [f"{text} {os.environ.get('VERSION')}" for text in texts]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=32, cache="1", cache_ttl_s=1)
+def brief(texts: list[str], *, path: str) -> list[str]:
+    note(path, texts)
+    return texts
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=32, cache="1", cache_max_bytes=40_000)
+def small(sizes: list[int], *, path: str) -> list[str]:
+    note(path, sizes)
+    return ["x" * size for size in sizes]
+
+
+@app.task(
+    shared=False,
+    base=BatchTask,
+    max_batch_size=32,
+    cache="1",
+    autoretry_for=(ConnectionError,),
+    retry_kwargs={"countdown": 0.01, "max_retries": 1},
+)
+def once_bitten(texts: list[str], *, path: str) -> list[Any]:
+    """The first computation of each text fails; of `bad`, all of them."""
+    outcomes: list[Any] = []
+    for text in texts:
+        with open(path, "a+") as file:
+            file.seek(0)
+            known = file.read().split()
+            file.write(f"{text}\n")
+        good = text in known and not text.startswith("bad")
+        error = LookupError(text) if text.startswith("bad") else ConnectionError(text)
+        outcomes.append(text.upper() if good else Failed(error))
+    return outcomes
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=32, cache="1")
+def deadly(texts: list[str], *, path: str, gate: str = "") -> list[str]:
+    """`die` ends the device."""
+    note(path, texts)
+    wait_for_file(gate)
+    if "die" in texts:
+        os._exit(13)
+    return [text.upper() for text in texts]

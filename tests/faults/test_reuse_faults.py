@@ -1,0 +1,67 @@
+"""Equal items when workers die, come back, or compute something else than before."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.result import AsyncResult
+
+from conftest import StartWorker
+from harness import queue_length, unsettled, wait_for
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "computed"
+    path.touch()
+    return path
+
+
+def computed(log: Path) -> Counter[str]:
+    return Counter(log.read_text().split("\n")[:-1])
+
+
+def send(client: Celery, task: str, *items: Any, **keywords: Any) -> list[AsyncResult[Any]]:
+    return [client.send_task(f"apps.cached.{task}", [item], keywords) for item in items]
+
+
+def answers(jobs: list[AsyncResult[Any]]) -> list[Any]:
+    return [job.get(timeout=TIMEOUT_S) for job in jobs]
+
+
+def test_when_a_worker_is_killed_twins_end_once_on_another_one(
+    start_worker: StartWorker, client: Celery, log: Path, tmp_path: Path, redis_url: str, store: Any
+) -> None:
+    gate = tmp_path / "gate"
+    worker = start_worker("apps.cached")
+    (first,) = send(client, "shout", "a", path=str(log), gate=str(gate))
+    wait_for(lambda: computed(log)["a"], "it runs")
+    twins = send(client, "shout", *"ab" * 20, path=str(log), gate=str(gate))
+    wait_for(lambda: unsettled(redis_url) == 41, "the worker has them all")
+    worker.kill()
+    start_worker("apps.cached")
+    wait_for(lambda: computed(log)["a"] == 2, "another one has it")
+    gate.touch()
+    assert answers([first, *twins]) == ["A", *"AB" * 20]
+    assert computed(log) == {"a": 2, "b": 1}
+    wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
+    assert queue_length(redis_url) == 0
+    # Whoever computed it first: there is one result for each, and nothing was left behind.
+    assert len(store.keys("celery-task-meta-*")) == 41
+
+
+def test_another_version_of_a_task_computes_anew_and_the_first_one_finds_its_own_again(
+    start_worker: StartWorker, client: Celery, log: Path, redis_url: str
+) -> None:
+    # Each is another process: what is finished is shared by all workers.
+    for version, times in (("1", 1), ("2", 2), ("1", 2)):
+        worker = start_worker("apps.cached", env={"VERSION": version})
+        found = answers(send(client, "versioned", "a", "a", path=str(log)))
+        assert found == [f"a {version}"] * 2
+        assert computed(log) == {"a": times}
+        wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
+        worker.kill()

@@ -1,0 +1,265 @@
+"""The cache of results on every Redis: what it keeps, for how long, and how much of it."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from batchery_worker.result_cache import (
+    BESIDE_BYTES,
+    MAX_RESULTS,
+    PAUSE_S,
+    SUM_BYTES,
+    ResultCache,
+)
+from batchery_worker.terms import CacheTerms
+from harness import wait_for
+from own_redis import OwnRedis
+
+#: Whatever is put there is still there at the end of the test.
+TERMS = CacheTerms("1", 3600, 10**9)
+
+#: Makes a cache in a Redis: `make_cache(url, clock, **conf)`.
+MakeCache = Callable[..., ResultCache]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def make_cache() -> Iterator[MakeCache]:
+    with contextlib.ExitStack() as stack:
+
+        def make(url: str, clock: Clock | None = None, **conf: Any) -> ResultCache:
+            app = Celery("cache", broker=url, backend=url, set_as_current=False)
+            app.conf.update(conf)
+            made = ResultCache(app.backend, clock or Clock())
+            stack.callback(lambda: made._client.connection_pool.disconnect())
+            return made
+
+        yield make
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(20, "big")
+
+
+def results(*numbers: int, size: int = 10) -> dict[bytes, bytes]:
+    return {digest(number): b"%*d" % (size, number) for number in numbers}
+
+
+def test_what_was_put_in_comes_out_and_nothing_else(make_cache: MakeCache, url: str) -> None:
+    cache = make_cache(url)
+    assert cache.put("shout", results(1, 2), TERMS) == {
+        "bytes": 2 * (10 + SUM_BYTES + BESIDE_BYTES),
+        "results": 2,
+        "evicted": 0,
+    }
+    assert cache.get("shout", [digest(2), digest(3)]) == results(2)
+    assert cache.get("embed", [digest(2)]) == {}
+    assert cache.get("shout", []) == {}
+    assert cache.trouble() == {}
+
+
+def test_any_bytes_and_any_task_name_will_do(make_cache: MakeCache, url: str) -> None:
+    cache = make_cache(url)
+    for number, task in enumerate(["a b", "ä*?[", "x:y", "x"]):
+        odd = {bytes(range(number, number + 20)): b'{"a": "\xc3\xa4\\u0000"}'}
+        cache.put(task, odd, TERMS)
+        assert cache.get(task, list(odd)) == odd
+
+
+def test_more_than_one_script_may_hold_goes_in_and_out(make_cache: MakeCache, url: str) -> None:
+    cache = make_cache(url)
+    many = results(*range(2 * MAX_RESULTS + 1))
+    assert cache.put("shout", many, TERMS)["results"] == len(many)
+    assert cache.get("shout", list(many)) == many
+
+
+def test_keys_begin_with_the_prefix_of_results(make_cache: MakeCache, url: str, bare: Any) -> None:
+    prefix = {"global_keyprefix": "shop-"}
+    cache = make_cache(url, result_backend_transport_options=prefix)
+    cache.put("shout", results(1), TERMS)
+    assert sorted(bare.keys()) == [
+        b"shop-batchery:cache-ages:shout",
+        b"shop-batchery:cache-sizes:shout",
+        b"shop-batchery:cache:shout:" + digest(1),
+    ]
+    assert cache.get("shout", [digest(1)]) == results(1)
+    assert make_cache(url).get("shout", [digest(1)]) == {}
+
+
+def test_what_is_put_in_twice_stays_as_it_was_and_counts_once(
+    make_cache: MakeCache, url: str
+) -> None:
+    cache = make_cache(url)
+    first = cache.put("shout", {digest(1): b"first"}, TERMS)
+    assert cache.put("shout", {digest(1): b"second, and longer"}, TERMS) == first
+    assert cache.get("shout", [digest(1)]) == {digest(1): b"first"}
+
+
+def test_results_expire_and_leave_nothing_behind(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
+    cache = make_cache(url)
+    cache.put("shout", results(1, 2), TERMS._replace(ttl_s=0.05))
+    wait_for(lambda: not cache.get("shout", [digest(1), digest(2)]), "they expire")
+    wait_for(lambda: not bare.keys(), "so does everything beside them")
+
+
+def test_what_has_expired_is_no_longer_counted(make_cache: MakeCache, url: str) -> None:
+    cache = make_cache(url)
+    cache.put("shout", results(*range(1500)), TERMS._replace(ttl_s=0.2))
+    cache.put("shout", results(2000), TERMS)
+    last = [digest(1499)]
+    wait_for(lambda: not cache.get("shout", last), "they expire")
+    # A thousand at a time.
+    cache.put("shout", results(2001), TERMS)
+    told = cache.put("shout", results(2002), TERMS)
+    assert told == {"bytes": 3 * (10 + SUM_BYTES + BESIDE_BYTES), "results": 3, "evicted": 0}
+
+
+def test_a_shorter_time_to_live_does_not_shorten_that_of_others(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
+    cache = make_cache(url)
+    cache.put("shout", results(1), TERMS)
+    cache.put("shout", results(2), TERMS._replace(ttl_s=1))
+    assert bare.pttl("batchery:cache-ages:shout") > 1000
+    assert bare.pttl("batchery:cache-sizes:shout") > 1000
+
+
+def test_the_oldest_go_when_there_is_no_room(make_cache: MakeCache, url: str, bare: Any) -> None:
+    cache = make_cache(url)
+    room = TERMS._replace(max_bytes=10 * (100 + SUM_BYTES + BESIDE_BYTES))
+    for number in range(10):
+        cache.put("shout", results(number, size=100), room)
+    told = cache.put("shout", results(10, 11, size=100), room)
+    assert told == {"bytes": room.max_bytes, "results": 10, "evicted": 2}
+    found = cache.get("shout", [digest(number) for number in range(12)])
+    assert len(found) == 10
+    assert set(found) >= set(results(10, 11))
+    assert bare.hget("batchery:cache-sizes:shout", "total") == b"%d" % room.max_bytes
+    # Another task has room of its own.
+    assert cache.put("embed", results(1), room)["results"] == 1
+    assert len(cache.get("shout", [digest(number) for number in range(12)])) == 10
+
+
+def test_a_limit_that_was_lowered_is_kept_at_the_next_result(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
+    cache = make_cache(url)
+    cache.put("shout", results(*range(5000)), TERMS)
+    told = cache.put(
+        "shout", results(5000), TERMS._replace(max_bytes=10 * (10 + SUM_BYTES + BESIDE_BYTES))
+    )
+    assert told == {"bytes": 10 * (10 + SUM_BYTES + BESIDE_BYTES), "results": 10, "evicted": 4991}
+    assert len(bare.keys("batchery:cache:shout:*")) == 10
+
+
+def test_a_result_that_is_larger_than_all_room_drives_nobody_out(
+    make_cache: MakeCache, url: str
+) -> None:
+    cache = make_cache(url)
+    room = TERMS._replace(max_bytes=2 * (10 + SUM_BYTES + BESIDE_BYTES))
+    cache.put("shout", results(1), room)
+    assert cache.put("shout", results(2, size=room.max_bytes), room) == {}
+    assert cache.get("shout", [digest(1), digest(2)]) == results(1)
+
+
+def test_the_memory_of_redis_is_counted_about_right(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
+    cache = make_cache(url)
+    cache.put("warm", results(0), TERMS)
+    before = bare.info("memory")["used_memory"]
+    told = cache.put("shout", results(*range(20_000), size=200), TERMS)
+    taken = bare.info("memory")["used_memory"] - before
+    assert 0.5 * taken < told["bytes"] < 2 * taken
+
+
+def test_what_redis_has_evicted_itself_may_come_again(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
+    cache = make_cache(url)
+    cache.put("shout", results(1, 2), TERMS)
+    bare.delete(b"batchery:cache:shout:" + digest(1))
+    assert cache.get("shout", [digest(1), digest(2)]) == results(2)
+    assert cache.put("shout", results(1), TERMS)["bytes"] == 2 * (10 + SUM_BYTES + BESIDE_BYTES)
+    bare.delete("batchery:cache-ages:shout", "batchery:cache-sizes:shout")
+    assert cache.put("shout", results(3), TERMS)["results"] == 1
+    assert cache.get("shout", [digest(2)]) == results(2)
+
+
+def test_at_maxmemory_results_are_read_and_none_is_written(
+    make_cache: MakeCache, url: str, bare: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    cache = make_cache(url, clock)
+    cache.put("shout", results(1), TERMS)
+    before = sorted(bare.keys())
+    bare.config_set("maxmemory", 1)
+    with caplog.at_level(logging.WARNING):
+        assert cache.put("shout", results(2), TERMS) == {}
+        assert cache.get("shout", [digest(1)]) == results(1)
+        # For a while nobody even tries.
+        bare.config_set("maxmemory", 0)
+        assert cache.put("shout", results(2), TERMS) == {}
+    told = cache.trouble()
+    assert told["errors"] == 1
+    assert told["error"].startswith("cannot be written: ")
+    assert cache.trouble() == {}
+    assert sorted(bare.keys()) == before
+    assert caplog.text.count("the cache of results cannot be written") == 1
+    clock.now_s += PAUSE_S
+    assert cache.put("shout", results(2), TERMS)["results"] == 2
+
+
+def test_a_key_of_another_type_is_no_cache_and_no_trouble_for_anybody(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
+    cache = make_cache(url)
+    bare.set("batchery:cache-ages:shout", "somebody else's")
+    assert cache.put("shout", results(1), TERMS) == {}
+    assert "WRONGTYPE" in cache.trouble()["error"]
+    bare.lpush(b"batchery:cache:shout:" + digest(2), "somebody else's")
+    assert cache.get("shout", [digest(2)]) == {}
+
+
+@pytest.mark.parametrize("value", [b"", b"abc", b'"json"', b"\0\0\0\0" + b'"json"'], ids=len)
+def test_what_somebody_else_has_put_there_is_no_result(
+    make_cache: MakeCache, url: str, bare: Any, value: bytes
+) -> None:
+    cache = make_cache(url)
+    cache.put("shout", results(1), TERMS)
+    bare.set(b"batchery:cache:shout:" + digest(1), value)
+    assert cache.get("shout", [digest(1)]) == {}
+
+
+def test_while_redis_is_away_nothing_is_found_and_then_it_is_again(
+    make_cache: MakeCache, every_redis: OwnRedis
+) -> None:
+    clock = Clock()
+    cache = make_cache(every_redis.url, clock)
+    cache.put("shout", results(1), TERMS)
+    every_redis.kill()
+    try:
+        assert cache.get("shout", [digest(1)]) == {}
+        assert cache.put("shout", results(2), TERMS) == {}
+        told = cache.trouble()
+        assert told["errors"] == 2
+    finally:
+        every_redis.start()
+    clock.now_s += PAUSE_S
+    assert cache.get("shout", [digest(1)]) == {}
+    assert cache.put("shout", results(2), TERMS)["results"] == 1
+    assert cache.get("shout", [digest(2)]) == results(2)
+    assert cache.trouble() == {}

@@ -1,0 +1,245 @@
+"""Equal items are computed once, on a real worker; each job has its own result all the same."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery, chain
+from celery.exceptions import TaskRevokedError
+from celery.result import AsyncResult
+
+from batchery import DeviceDied
+from batchery_worker.result_cache import BESIDE_BYTES
+from conftest import StartWorker
+from harness import Worker, unsettled, wait_for
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker) -> Worker:
+    return start_module_worker("apps.cached")
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """Where a task notes what it computes: a keyword, so that no test has to do with another."""
+    path = tmp_path / "computed"
+    path.touch()
+    return path
+
+
+def computed(log: Path) -> Counter[str]:
+    return Counter(log.read_text().split())
+
+
+def figures(worker: Worker, client: Celery, task: str) -> dict[str, Any]:
+    """What the worker says of a task's cache; empty before it has said anything."""
+    batches = worker.inspect(client, "stats")["pool"]["batches"]
+    found: dict[str, Any] = batches["caches"].get(f"apps.cached.{task}", {})
+    return found
+
+
+def send(client: Celery, task: str, *items: Any, **keywords: Any) -> list[AsyncResult[Any]]:
+    return [client.send_task(f"apps.cached.{task}", [item], keywords) for item in items]
+
+
+def answers(jobs: list[AsyncResult[Any]]) -> list[Any]:
+    return [job.get(timeout=TIMEOUT_S) for job in jobs]
+
+
+def test_of_a_thousand_jobs_with_a_hundred_different_items_a_hundred_are_computed(
+    worker: Worker, client: Celery, log: Path, redis_url: str
+) -> None:
+    texts = [f"text-{number % 100}" for number in range(1000)]
+    before = figures(worker, client, "shout").get("items", 0)
+    assert answers(send(client, "shout", *texts, path=str(log))) == [each.upper() for each in texts]
+    assert computed(log) == Counter(texts[:100])
+    # Those that come later find what the others have left.
+    assert answers(send(client, "shout", *texts[:10], path=str(log))) == [
+        each.upper() for each in texts[:10]
+    ]
+    assert computed(log) == Counter(texts[:100])
+    wait_for(
+        lambda: figures(worker, client, "shout").get("items", 0) >= before + 1010, "all are counted"
+    )
+    found = figures(worker, client, "shout")
+    assert found["computed"] + found["hits"] + found["folded"] == found["items"]
+    assert found["hits"] >= 10
+    assert found["hit_rate"] >= 0.8
+    assert found["results"] >= 100
+    assert found["bytes"] >= 100 * BESIDE_BYTES
+    assert found["errors"] == 0
+    assert unsettled(redis_url) == 0
+
+
+def test_other_keywords_are_another_input(worker: Worker, client: Celery, log: Path) -> None:
+    jobs = [
+        *send(client, "shout", "a", "a", path=str(log)),
+        *send(client, "shout", "a", "a", path=str(log), mark="!"),
+        *send(client, "shout", "a", "a", path=str(log), mark=""),
+    ]
+    assert answers(jobs) == ["A", "A", "A!", "A!", "A", "A"]
+    # An option that says what is the default is not known to be the same.
+    assert computed(log) == {"a": 3}
+
+
+def test_another_task_computes_for_itself(worker: Worker, client: Celery, log: Path) -> None:
+    assert answers(send(client, "shout", "same", path=str(log))) == ["SAME"]
+    assert answers(send(client, "brief", "same", path=str(log))) == ["same"]
+    assert computed(log) == {"same": 2}
+
+
+def test_a_plain_client_and_packed_jobs_share_with_all_others(
+    worker: Worker, client: Celery, log: Path
+) -> None:
+    keywords = {"path": str(log)}
+    packed = {"batchery": {"v": 1, "n": 3}}
+    jobs = [
+        client.send_task("apps.cached.shout", ["a"], keywords),
+        client.send_task("apps.cached.shout", [["a", "b", "a"]], keywords, headers=packed),
+        client.send_task("apps.cached.shout", ["b"], keywords),
+        client.send_task("apps.cached.shout", [["b", "c", "a"]], keywords, headers=packed),
+    ]
+    ok = {each: {"ok": each.upper()} for each in "abc"}
+    assert answers(jobs) == [
+        "A",
+        [ok["a"], ok["b"], ok["a"]],
+        "B",
+        [ok["b"], ok["c"], ok["a"]],
+    ]
+    assert computed(log) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_stored_result_goes_through_chains_as_a_computed_one(
+    worker: Worker, client: Celery, log: Path
+) -> None:
+    step = client.signature("apps.cached.shout", kwargs={"path": str(log)})
+    for _ in range(2):
+        found = chain(step.clone(args=("Up",)), step, step).apply_async()
+        assert found.get(timeout=TIMEOUT_S) == "UP"
+    assert computed(log) == {"Up": 1, "UP": 1}
+
+
+def test_a_result_that_was_kept_is_stored_to_the_byte_as_it_was(
+    worker: Worker, client: Celery, log: Path, store: Any
+) -> None:
+    stored = []
+    for _ in range(2):
+        (job,) = send(client, "shout", "ä", path=str(log))
+        assert job.get(timeout=TIMEOUT_S) == "Ä"
+        stored.append(json.loads(store.get(f"celery-task-meta-{job.id}")))
+    first, second = ({**each, "task_id": 0, "date_done": 0, "batch": 0} for each in stored)
+    assert first == second
+    assert set(stored[0]["batch"]) == set(stored[1]["batch"])
+
+
+def test_a_result_is_kept_no_longer_than_its_time_to_live(
+    worker: Worker, client: Celery, log: Path
+) -> None:
+    assert answers(send(client, "brief", "soon gone", path=str(log))) == ["soon gone"]
+
+    def again() -> bool:
+        answers(send(client, "brief", "soon gone", path=str(log)))
+        return log.read_text().count("soon gone") > 1
+
+    wait_for(again, "it is computed again")
+
+
+def test_results_have_no_more_room_than_they_may(
+    worker: Worker, client: Celery, log: Path, store: Any
+) -> None:
+    sizes = list(range(10_000, 10_010))
+    for size in sizes:
+        (text,) = answers(send(client, "small", size, path=str(log)))
+        assert len(text) == size
+    wait_for(lambda: figures(worker, client, "small").get("items") == len(sizes), "all are counted")
+    kept = store.keys("batchery:cache:apps.cached.small:*")
+    assert len(kept) == 3
+    assert sum(store.strlen(key) + BESIDE_BYTES for key in kept) <= 40_000
+    found = figures(worker, client, "small")
+    assert (found["results"], found["evicted"]) == (3, 7)
+    # The newest ones have stayed.
+    answers(send(client, "small", *sizes[-3:], path=str(log)))
+    assert computed(log) == {str(size): 1 for size in sizes}
+    answers(send(client, "small", sizes[0], path=str(log)))
+    assert computed(log)[str(sizes[0])] == 2
+
+
+def test_what_has_failed_is_shared_with_nobody(worker: Worker, client: Celery, log: Path) -> None:
+    jobs = send(client, "once_bitten", *["text"] * 5, *["bad"] * 3, "other", path=str(log))
+    assert answers(jobs[:5]) == ["TEXT"] * 5
+    assert answers(jobs[-1:]) == ["OTHER"]
+    for job in jobs[5:8]:
+        with pytest.raises(LookupError, match="bad"):
+            job.get(timeout=TIMEOUT_S)
+    # Each job has failed for itself, and was tried again for itself.
+    assert computed(log)["bad"] == 3
+    assert 2 <= computed(log)["text"] <= 6
+    assert computed(log)["other"] == 2
+
+
+def gated(tmp_path: Path) -> tuple[Path, Path]:
+    return tmp_path / "gate", tmp_path / "next-gate"
+
+
+def test_a_twin_gets_its_result_when_the_one_that_was_computed_is_revoked(
+    worker: Worker, client: Celery, log: Path, tmp_path: Path
+) -> None:
+    gate, next_gate = gated(tmp_path)
+    (blocker,) = send(client, "shout", "blocker", path=str(log), gate=str(gate))
+    wait_for(lambda: computed(log)["blocker"], "the device is busy")
+    first, twin = send(client, "shout", "a", "a", path=str(log), gate=str(next_gate))
+    gate.touch()
+    wait_for(lambda: computed(log)["a"], "one of them runs")
+    (late,) = send(client, "shout", "a", path=str(log), gate=str(next_gate))
+    first.revoke(terminate=True)
+    with pytest.raises(TaskRevokedError):
+        first.get(timeout=TIMEOUT_S)
+    next_gate.touch()
+    assert answers([blocker, twin, late]) == ["BLOCKER", "A", "A"]
+    assert computed(log) == {"blocker": 1, "a": 1}
+
+
+def test_a_twin_that_was_revoked_changes_nothing(
+    worker: Worker, client: Celery, log: Path, tmp_path: Path
+) -> None:
+    gate, _ = gated(tmp_path)
+    (first,) = send(client, "shout", "a", path=str(log), gate=str(gate))
+    wait_for(lambda: computed(log)["a"], "it runs")
+    twin, other = send(client, "shout", "a", "a", path=str(log), gate=str(gate))
+    twin.revoke()
+    # Workers hear of revocations in the order in which they are sent, and answer in that order.
+    worker.inspect(client, "ping")
+    gate.touch()
+    assert answers([first, other]) == ["A", "A"]
+    with pytest.raises(TaskRevokedError):
+        twin.get(timeout=TIMEOUT_S)
+    assert computed(log) == {"a": 1}
+
+
+def test_twins_of_a_job_whose_device_was_killed_have_their_results(
+    worker: Worker, client: Celery, log: Path, tmp_path: Path, redis_url: str
+) -> None:
+    gate, _ = gated(tmp_path)
+    (first,) = send(client, "deadly", "a", path=str(log), gate=str(gate))
+    wait_for(lambda: computed(log)["a"], "it runs")
+    twins = send(client, "deadly", "a", "a", "b", path=str(log), gate=str(gate))
+    worker.devices()[0].kill()
+    wait_for(lambda: computed(log)["a"] > 1, "it runs again")
+    gate.touch()
+    assert answers([first, *twins]) == ["A", "A", "A", "B"]
+    assert computed(log) == {"a": 2, "b": 1}
+    wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
+
+
+def test_of_deadly_twins_each_is_blamed_and_nobody_else(
+    worker: Worker, client: Celery, log: Path
+) -> None:
+    jobs = send(client, "deadly", "die", "a", "die", "b", "a", path=str(log))
+    for job in (jobs[0], jobs[2]):
+        with pytest.raises(DeviceDied, match="running alone"):
+            job.get(timeout=TIMEOUT_S)
+    assert answers([jobs[1], *jobs[3:]]) == ["A", "B", "A"]
