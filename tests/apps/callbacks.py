@@ -57,7 +57,7 @@ retried = app.register_task(Retried())
 
 
 @app.task(shared=False, base=BatchTask)
-def note(items: list[Any], *, book: str, hold: str | None = None) -> list[Any]:  # noqa: ARG001
+def note(items: list[Any], *, book: str, hold: str | None = None) -> list[Any]:
     for item in items:
         write_down(book, str(item))
     return items
