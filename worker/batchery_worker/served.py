@@ -24,7 +24,7 @@ logger = logging.getLogger("batchery.device")
 
 #: Tokens of one forward pass where no setting says otherwise. On a CPU small micro-batches pad
 #: less and cost no more per token (docs/benchmarks.md); a GPU wants its thousands of lanes filled.
-DEFAULT_MAX_BATCH_TOKENS = {"cpu": 512, "mps": 8_192, "cuda": 16_384}
+DEFAULT_MAX_BATCH_TOKENS = {"cpu": 1024, "mps": 8_192, "cuda": 16_384}
 
 
 #: Share by which a budget that was measured must be off until recent batches change it: what they

@@ -210,7 +210,7 @@ def test_recent_batches_tell_what_a_pass_costs_where_nothing_was_measured() -> N
     assert figures["useful_items"] > 64
     assert figures["fitted_batches"] >= 384
     # On a CPU, where nothing was asked for, the budget is left alone.
-    assert (figures["max_batch_tokens"], figures["chosen_by"]) == (512, "default")
+    assert (figures["max_batch_tokens"], figures["chosen_by"]) == (1024, "default")
 
 
 def test_a_budget_that_was_measured_follows_recent_batches(
