@@ -22,8 +22,8 @@ from batchery_worker.wire import Work
 
 logger = logging.getLogger("batchery.device")
 
-#: Tokens of one forward pass where no setting says otherwise. On a CPU small micro-batches pad
-#: less and cost no more per token (docs/benchmarks.md); a GPU wants its thousands of lanes filled.
+#: Tokens of one forward pass where no setting says otherwise. On a CPU longer ones cost no less per
+#: token (docs/benchmarks.md), and others wait for them; a GPU wants its thousands of lanes filled.
 DEFAULT_MAX_BATCH_TOKENS = {"cpu": 1024, "mps": 8_192, "cuda": 16_384}
 
 

@@ -156,7 +156,7 @@ def test_memory_that_runs_out_fails_no_job_that_fits_alone_and_teaches_the_budge
         assert isinstance(ready, Ready)
         assert ready.figures is not None
         (model,) = ready.figures["models"].values()
-        assert model["max_batch_tokens"] == 512
+        assert model["max_batch_tokens"] == 1024
         assert (model["chosen_by"], model["out_of_memory"]) == ("default", 0)
         jobs = [(str(at), ["x" * 10], False) for at in range(63)]
         done, outcomes = process.run("narrow", [("long", ["x" * 101], False), *jobs])

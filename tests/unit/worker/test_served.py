@@ -66,7 +66,8 @@ def model(memory: Counted) -> Tight:
 
 
 @pytest.fixture
-def served(model: Tight, memory: Counted) -> Served:
+def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> Served:
+    monkeypatch.setattr("batchery_worker.served.DEFAULT_MAX_BATCH_TOKENS", {"cpu": 512})
     return Served("tight", model, "cpu", memory, weights_bytes=70)
 
 
