@@ -237,10 +237,10 @@ def test_a_mixed_fleet_answers_every_job_once(
 ) -> None:
     start_worker("apps.stock")
     start_worker("apps.leases")
-    jobs = send(redis_url, "late", list(range(1000)), book=book)
+    jobs = send(redis_url, "late", list(range(10_000)), book=book)
     wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
-    assert results(bare, jobs) == list(range(1000))
-    assert Counter(executions(book)) == {str(number): 1 for number in range(1000)}
+    assert results(bare, jobs) == list(range(10_000))
+    assert Counter(executions(book)) == {str(number): 1 for number in range(10_000)}
     wait_for(lambda: held(bare) + bare.hlen("unacked") == 0, "all are acknowledged")
 
 
