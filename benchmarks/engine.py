@@ -10,8 +10,6 @@ Celery worker, results in Redis.
 
 import argparse
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,11 @@ from rich.console import Console
 
 from engine_flops import flops_of, peak_of
 from engine_gpu import gpu_name, mean, utilisation
-from engine_models import MODELS, model_folder, shape_of
+from engine_models import MODELS, shape_of
 from engine_rows import print_rows, rows_of
 from engine_sample import Sample, System
 from engine_systems import NAMES, running
-from engine_target import Target, about, configure, target_of
+from engine_target import Target, about, target_for
 from engine_texts import WORKLOADS, lengths_of, texts_of
 from queue_overhead import plot
 from queue_report import WIDTH
@@ -37,19 +35,8 @@ def main() -> None:
     """Measures all workloads, prints tables; writes JSON and a plot if asked to."""
     options = parse()
     chosen = choose(options.systems)
-    if options.threads:
-        # All systems inherit it.
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
     console = Console(highlight=False, width=WIDTH + 20)
-    with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
-        target = target_of(
-            model_folder(options.model, Path(temporary)),
-            options.device,
-            options.dtype,
-            options.batch_size,
-            options.loop_tokens,
-        )
-        configure(target, {"embed": target.batch_size})
+    with target_for(options, loop_tokens=options.loop_tokens) as target:
         rows: list[dict[str, Any]] = []
         with running(target, chosen) as systems:
             for workload in options.workloads:

@@ -10,10 +10,8 @@ over transformers with no queue: tokenize, compute, encode one text, then the ne
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,8 +23,8 @@ from rich.table import Table
 
 from engine_child import Child
 from engine_client import Client
-from engine_models import MODELS, model_folder
-from engine_target import Target, about, configure, target_of
+from engine_models import MODELS
+from engine_target import Target, about, target_for
 from engine_texts import WORKLOADS, texts_of
 from engine_worker import WholeSystem
 from queue_report import WIDTH
@@ -70,16 +68,10 @@ def main() -> None:
     """Measures all concurrencies of one model, prints a table; writes JSON if asked to."""
     options = parse()
     console = Console(highlight=False, width=WIDTH)
-    if options.threads:
-        # All systems inherit it.
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
-        folder = model_folder(options.model, Path(temporary))
-        target = target_of(folder, options.device, options.dtype, options.batch_size)
-        configure(target, {"embed": target.batch_size, "embed_one": 1})
+    with target_for(options, {"embed": options.batch_size, "embed_one": 1}) as target:
         requests = options.requests or REQUESTS[options.device.partition(":")[0]]
         most = max(requests, PER_CALLER * max(options.concurrency), WARM_UP)
-        texts = texts_of(options.workload, most, folder)
+        texts = texts_of(options.workload, most, target.folder)
         cases = {
             (name, count): texts[: max(requests, PER_CALLER * count)]
             for count in options.concurrency

@@ -3,12 +3,15 @@
 import argparse
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from engine_gpu import gpu_name
+from engine_models import model_folder
 from engine_texts import LONGEST
 from hardware import hardware
 
@@ -36,6 +39,29 @@ class Target:
     #: Most tokens of a batch in the loops that have a budget, padded and packed. Our device has its
     #: own default.
     loop_tokens: tuple[int, int]
+
+
+@contextmanager
+def target_for(
+    options: argparse.Namespace,
+    queues: Mapping[str, int] | None = None,
+    loop_tokens: int | None = None,
+) -> Iterator[Target]:
+    """The target of a benchmark, in a folder that goes with it; our processes are told of it.
+
+    Args:
+        options: With `model`, `device`, `dtype`, `batch_size` and `threads`.
+        queues: As for `configure`; `embed` alone if None.
+        loop_tokens: As for `target_of`.
+    """
+    if options.threads:
+        # All systems inherit it.
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
+        folder = model_folder(options.model, Path(temporary))
+        target = target_of(folder, options.device, options.dtype, options.batch_size, loop_tokens)
+        configure(target, queues or {"embed": target.batch_size})
+        yield target
 
 
 def target_of(

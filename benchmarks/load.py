@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from engine_gpu import used_mib
-from engine_models import MODELS, model_folder
-from engine_target import about, configure, target_of
+from engine_models import MODELS
+from engine_target import about, target_for
 from engine_texts import WORKLOADS, texts_of
 from engine_worker import WholeSystem
 from load_run import Load, Observed
@@ -45,14 +44,9 @@ def main() -> None:
     """Measures the capacity, runs the load, prints tables; writes JSON if asked to."""
     options = parse()
     console = Console(highlight=False, width=WIDTH)
-    if options.threads:
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
     os.environ["BATCHERY_MAX_WAIT_MS"] = str(options.max_wait_ms)
-    with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
-        folder = model_folder(options.model, Path(temporary))
-        target = target_of(folder, options.device, options.dtype, options.batch_size)
-        configure(target, {"embed": target.batch_size})
-        texts = texts_of(options.workload, TEXTS, folder)
+    with target_for(options) as target:
+        texts = texts_of(options.workload, TEXTS, target.folder)
         system = WholeSystem(target)
         try:
             system.wait_ready()

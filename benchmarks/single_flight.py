@@ -11,7 +11,6 @@ import json
 import os
 import random
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery import to_numpy
-from engine_models import MODELS, model_folder
+from engine_models import MODELS
 from engine_sample import Sample
-from engine_target import about, configure, target_of
+from engine_target import about, target_for
 from engine_texts import WORKLOADS, texts_of
 from engine_worker import WholeSystem
 
@@ -38,13 +37,8 @@ TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
 def main() -> None:
     """Measures, prints a table, writes JSON if asked to."""
     options = parse()
-    if options.threads:
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
-        folder = model_folder(options.model, Path(temporary))
-        target = target_of(folder, options.device, options.dtype, options.batch_size)
-        configure(target, {"embed": target.batch_size})
-        drawn = texts_of(options.workload, options.texts, folder)
+    with target_for(options) as target:
+        drawn = texts_of(options.workload, options.texts, target.folder)
         # No two are equal but those that shall be.
         texts = [f"{text} {number}" for number, text in enumerate(drawn)]
         systems = {}

@@ -134,6 +134,15 @@ def worker(start_module_worker: StartWorker) -> Worker:
 
 
 @pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
+    """A Redis that the test may kill, and start again."""
+    made = OwnRedis(tmp_path / "redis")
+    made.start()
+    yield made
+    made.kill()
+
+
+@pytest.fixture
 def store(redis_url: str) -> Iterator[Any]:
     """A client that sees what is in Redis."""
     with redis.Redis.from_url(redis_url) as made:

@@ -90,27 +90,28 @@ def test_the_body_of_a_chord_is_sent_though_its_last_part_dies_before(
     assert book.read_text().splitlines() in ([str(["a", "b"])], [str(["b", "a"])])
 
 
-def test_a_callback_waits_while_redis_is_away(start_worker: StartWorker, tmp_path: Path) -> None:
+def test_a_callback_waits_while_redis_is_away(
+    start_worker: StartWorker, tmp_path: Path, own_redis: OwnRedis
+) -> None:
     """Celery gives up after half a second, and says that a job failed that has succeeded."""
     gate, hold, book = tmp_path / "gate", tmp_path / "hold", tmp_path / "book"
     gate.touch()
-    redis = OwnRedis(tmp_path / "redis")
-    redis.start()
-    env = {"CELERY_BROKER_URL": redis.url, "CELERY_RESULT_BACKEND": redis.url}
+    env = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
     worker = start_worker("apps.callbacks", env=env)
     # Celery tries once, and its client for some seconds.
     note = callbacks.note.s(book=str(book), hold=str(hold)).set(retry=False)
-    with Celery("sender", broker=redis.url, backend=redis.url, set_as_current=False) as app:
+    with Celery("sender", broker=own_redis.url, backend=own_redis.url, set_as_current=False) as app:
         keywords = {"gate": str(gate)}
         sent = app.send_task(callbacks.gated.name, ["item"], keywords, link=note).id
     wait_for(Path(f"{hold}.passed").exists, "the callback is about to be sent")
-    redis.kill()
+    own_redis.kill()
     hold.touch()
     wait_for(lambda: "a job's completion waits" in worker.log, "Celery has given up")
-    redis.start()
+    own_redis.start()
     wait_for(book.exists, "the callback has run", TIMEOUT_S)
-    wait_for(lambda: stored(redis.url, sent), "the result is stored")
-    assert stored(redis.url, sent)["status"] == "SUCCESS"
-    wait_for(lambda: unsettled(redis.url) == 0 and not queue_length(redis.url), "all is done")
+    wait_for(lambda: stored(own_redis.url, sent), "the result is stored")
+    assert stored(own_redis.url, sent)["status"] == "SUCCESS"
+    wait_for(
+        lambda: unsettled(own_redis.url) == 0 and not queue_length(own_redis.url), "all is done"
+    )
     assert book.read_text().split() == ["item"]
-    redis.kill()

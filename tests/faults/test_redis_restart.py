@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 from celery import Celery
 from redis import Redis
 
@@ -17,14 +15,6 @@ from harness import Worker, queue_length, unsettled, wait_for
 from own_redis import OwnRedis
 
 TIMEOUT_S = 60
-
-
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
-    made = OwnRedis(tmp_path / "redis")
-    made.start()
-    yield made
-    made.kill()
 
 
 def send(url: str, task: str, items: list[Any], **keywords: Any) -> list[str]:

@@ -1,17 +1,14 @@
 """Equal items when workers die, come back, or compute something else than before."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery.result import AsyncResult
 
+from cached_jobs import answers, computed, send
 from conftest import StartWorker
 from harness import queue_length, unsettled, wait_for
-
-TIMEOUT_S = 60
 
 
 @pytest.fixture
@@ -19,18 +16,6 @@ def log(tmp_path: Path) -> Path:
     path = tmp_path / "computed"
     path.touch()
     return path
-
-
-def computed(log: Path) -> Counter[str]:
-    return Counter(log.read_text().split("\n")[:-1])
-
-
-def send(client: Celery, task: str, *items: Any, **keywords: Any) -> list[AsyncResult[Any]]:
-    return [client.send_task(f"apps.cached.{task}", [item], keywords) for item in items]
-
-
-def answers(jobs: list[AsyncResult[Any]]) -> list[Any]:
-    return [job.get(timeout=TIMEOUT_S) for job in jobs]
 
 
 def test_when_a_worker_is_killed_twins_end_once_on_another_one(

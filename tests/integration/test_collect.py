@@ -4,7 +4,6 @@ import contextlib
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -255,22 +254,20 @@ def test_a_job_that_is_dropped_is_not_awaited(app: Any, collector: Any, bare: An
     assert list(collector.sweep()) == []
 
 
-def test_a_restart_of_redis_is_survived(tmp_path: Path) -> None:
-    server = OwnRedis(tmp_path / "redis")
-    server.start()
+def test_a_restart_of_redis_is_survived(own_redis: OwnRedis) -> None:
     with (
-        bulk_app(server.url) as app,
+        bulk_app(own_redis.url) as app,
         contextlib.closing(collector_for(app, Patience(away_s=60))) as collector,
     ):
         collector.expect(["a", "b"])
-        with redis.Redis.from_url(server.url) as bare:
+        with redis.Redis.from_url(own_redis.url) as bare:
             Commits(app, bare)(["a"], {name_of(collector): [0]})
             assert collect(collector, 1).keys() == {"a"}
 
         def restart() -> None:
-            server.kill()
-            server.start()
-            with redis.Redis.from_url(server.url) as bare:
+            own_redis.kill()
+            own_redis.start()
+            with redis.Redis.from_url(own_redis.url) as bare:
                 Commits(app, bare)(["b"], {name_of(collector): [0]})
 
         without_sweeps(collector)
@@ -278,7 +275,6 @@ def test_a_restart_of_redis_is_survived(tmp_path: Path) -> None:
         thread.start()
         assert collect(collector, 1).keys() == {"b"}
         thread.join()
-    server.kill()
 
 
 def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None:

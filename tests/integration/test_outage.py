@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,19 +27,11 @@ BODY = {"task": "outage.body", "args": [], "kwargs": {}, "options": {"task_id": 
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[OwnRedis]:
-    made = OwnRedis(tmp_path / "redis")
-    made.start()
-    yield made
-    made.kill()
-
-
-@pytest.fixture
-def app(server: OwnRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
+def app(own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
     # Celery, kombu and redis-py each wait for some seconds on their own, before patience begins.
     monkeypatch.setattr("redis.retry.sleep", lambda _: None)
     with install(
-        Celery("outage", broker=server.url, backend=server.url, set_as_current=False)
+        Celery("outage", broker=own_redis.url, backend=own_redis.url, set_as_current=False)
     ) as made:
 
         @made.task(shared=False, name="outage.body")
@@ -58,14 +49,14 @@ def app(server: OwnRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
         yield made
 
 
-def until(server: OwnRedis, pauses: int) -> Callable[[float], None]:
+def until(own_redis: OwnRedis, pauses: int) -> Callable[[float], None]:
     """Sleeps not at all; in one of the pauses the server comes back."""
     left = [pauses]
 
     def sleep(_: float) -> None:
         left[0] -= 1
         if not left[0]:
-            server.start()
+            own_redis.start()
 
     return sleep
 
@@ -79,102 +70,106 @@ def count_part(app: Celery, tag: str, patience: Patience) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated setex")
-def test_a_result_waits_until_redis_is_back(app: Celery, server: OwnRedis) -> None:
-    server.kill()
-    with patient(Patience(sleep=until(server, 3))):
+def test_a_result_waits_until_redis_is_back(app: Celery, own_redis: OwnRedis) -> None:
+    own_redis.kill()
+    with patient(Patience(sleep=until(own_redis, 3))):
         app.backend.store_result("job", 42, "SUCCESS")
     assert app.backend.get_task_meta("job")["result"] == 42
 
 
 def test_a_message_waits_until_redis_is_back_and_is_sent_once(
-    app: Celery, server: OwnRedis
+    app: Celery, own_redis: OwnRedis
 ) -> None:
     with app.connection_for_write() as connection:
         connection.ensure_connection(max_retries=1)
-    server.kill()
-    with sending_once("tag", {}), patient(Patience(sleep=until(server, 2))):
+    own_redis.kill()
+    with sending_once("tag", {}), patient(Patience(sleep=until(own_redis, 2))):
         app.send_task("outage.body", [[1]], retry=False)
-    assert queue_length(server.url) == 1
+    assert queue_length(own_redis.url) == 1
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated setex")
 def test_the_end_of_an_ordinary_job_waits_and_its_function_does_not(
-    app: Celery, server: OwnRedis, monkeypatch: pytest.MonkeyPatch
+    app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = app.backend
     make_enduring(backend)
-    server.kill()
+    own_redis.kill()
     with pytest.raises(OperationalError):
         app.send_task("outage.body", [[1]], ignore_result=True)
-    patience = partial(Patience, sleep=until(server, 2))
+    patience = partial(Patience, sleep=until(own_redis, 2))
     monkeypatch.setattr("batchery_worker.patience.Patience", patience)
     backend.mark_as_done("job", 42, Context(id="job"))
     assert backend.get_task_meta("job")["result"] == 42
-    server.kill()
+    own_redis.kill()
     monkeypatch.setattr(
-        "batchery_worker.patience.Patience", partial(Patience, sleep=until(server, 2))
+        "batchery_worker.patience.Patience", partial(Patience, sleep=until(own_redis, 2))
     )
     messages: Any = app.amqp
     messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
-    assert queue_length(server.url) == 1
+    assert queue_length(own_redis.url) == 1
 
 
 def test_what_follows_an_ordinary_job_fails_in_celery_s_way_if_that_cannot_come_again(
-    app: Celery, server: OwnRedis, monkeypatch: pytest.MonkeyPatch
+    app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.kill()
+    own_redis.kill()
     monkeypatch.setattr("batchery_worker.patience.Patience", partial(Patience, 0))
     messages: Any = app.amqp
     with pytest.raises(OperationalError):
         messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
 
 
-def test_what_waited_for_too_long_is_no_failure_of_the_job(app: Celery, server: OwnRedis) -> None:
-    server.kill()
+def test_what_waited_for_too_long_is_no_failure_of_the_job(
+    app: Celery, own_redis: OwnRedis
+) -> None:
+    own_redis.kill()
     with pytest.raises(RanOut, match="away for 0 s"), patient(Patience(0)):
         app.backend.store_result("job", 42, "SUCCESS")
     with pytest.raises(RanOut, match="away for 0 s"), patient(Patience(0)):
         app.send_task("outage.body", [[1]], retry=False)
 
 
-def test_outside_a_completion_nobody_waits(app: Celery, server: OwnRedis) -> None:
+def test_outside_a_completion_nobody_waits(app: Celery, own_redis: OwnRedis) -> None:
     backend: Any = app.backend
-    server.kill()
+    own_redis.kill()
     with pytest.raises(app.connection().recoverable_connection_errors):
         backend.client.get("key")
 
 
-def test_a_chord_is_joined_though_redis_goes_away_meanwhile(app: Celery, server: OwnRedis) -> None:
+def test_a_chord_is_joined_though_redis_goes_away_meanwhile(
+    app: Celery, own_redis: OwnRedis
+) -> None:
     backend: Any = app.backend
     claim = backend._chord_part_return_script
 
     def claim_and_lose(**arguments: Any) -> Any:
         answer = claim(**arguments)
-        server.kill()
+        own_redis.kill()
         return answer
 
     backend._chord_part_return_script = claim_and_lose
-    count_part(app, "tag", Patience(sleep=until(server, 2)))
-    assert queue_length(server.url) == 1
+    count_part(app, "tag", Patience(sleep=until(own_redis, 2)))
+    assert queue_length(own_redis.url) == 1
     assert app.backend.get_state("the-body") == "PENDING"
 
 
 def test_the_next_attempt_of_a_chord_s_last_part_sends_the_body(
-    app: Celery, server: OwnRedis
+    app: Celery, own_redis: OwnRedis
 ) -> None:
     def lose(**_: Any) -> None:
-        server.kill()
+        own_redis.kill()
 
     signals.before_task_publish.connect(lose, sender=BODY["task"])
     with pytest.raises(RanOut):
         count_part(app, "tag", Patience(0))
     signals.before_task_publish.disconnect(lose, sender=BODY["task"])
-    server.start()
-    assert queue_length(server.url) == 0
+    own_redis.start()
+    assert queue_length(own_redis.url) == 0
     # Not that of another job: whoever has the claim may be about to send it.
     count_part(app, "another", Patience())
-    assert queue_length(server.url) == 0
+    assert queue_length(own_redis.url) == 0
     for _ in range(2):
         count_part(app, "tag", Patience())
-        assert queue_length(server.url) == 1
+        assert queue_length(own_redis.url) == 1
     assert app.backend.get_state("the-body") == "PENDING"

@@ -3,7 +3,6 @@
 import json
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,19 +90,16 @@ def test_a_lost_answer_does_not_hide_how_little_had_fitted(
     assert ids(bare) == ["job-0", "job-1", "job-2"]
 
 
-def test_a_restart_of_redis_in_between_loses_and_doubles_nothing(tmp_path: Path) -> None:
-    server = OwnRedis(tmp_path / "redis")
-    server.start()
-    with bulk_app(server.url) as app, Publisher(app, "same") as publisher:
+def test_a_restart_of_redis_in_between_loses_and_doubles_nothing(own_redis: OwnRedis) -> None:
+    with bulk_app(own_redis.url) as app, Publisher(app, "same") as publisher:
         publisher.send(jobs(10))
-        server.kill()
-        again = threading.Timer(0.5, server.start)
+        own_redis.kill()
+        again = threading.Timer(0.5, own_redis.start)
         again.start()
         publisher.send(jobs(10, begin=10))
         again.join()
-        with redis.Redis.from_url(server.url) as bare:
+        with redis.Redis.from_url(own_redis.url) as bare:
             assert ids(bare) == [f"job-{number}" for number in range(20)]
-    server.kill()
 
 
 def test_without_a_redis_it_gives_up_in_time() -> None:

@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 from celery import Celery, chain
 from celery.exceptions import TaskRevokedError
-from celery.result import AsyncResult
 
 from batchery import DeviceDied
 from batchery_worker.result_cache import BESIDE_BYTES
+from cached_jobs import TIMEOUT_S, answers, computed, send
 from conftest import StartWorker
 from harness import Worker, unsettled, wait_for
-
-TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +29,11 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def computed(log: Path) -> Counter[str]:
-    return Counter(log.read_text().split())
-
-
 def figures(worker: Worker, client: Celery, task: str) -> dict[str, Any]:
     """What the worker says of a task's cache; empty before it has said anything."""
     batches = worker.inspect(client, "stats")["pool"]["batches"]
     found: dict[str, Any] = batches["caches"].get(f"apps.cached.{task}", {})
     return found
-
-
-def send(client: Celery, task: str, *items: Any, **keywords: Any) -> list[AsyncResult[Any]]:
-    return [client.send_task(f"apps.cached.{task}", [item], keywords) for item in items]
-
-
-def answers(jobs: list[AsyncResult[Any]]) -> list[Any]:
-    return [job.get(timeout=TIMEOUT_S) for job in jobs]
 
 
 def test_of_a_thousand_jobs_with_a_hundred_different_items_a_hundred_are_computed(

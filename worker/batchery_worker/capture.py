@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+from celery.backends.redis import RedisBackend
 from celery.states import PENDING, SUCCESS
 
 from batchery.transport.sending import Sending, Unsent
@@ -71,9 +72,10 @@ def make_capturable(backend: Any) -> None:
     that gap of Celery's falls the SUCCESS of a retry which was sent before RETRY is stored.
 
     Args:
-        backend: Of a thread of its own.
+        backend: Of a thread of its own; another one than Celery's for Redis is left as it is.
     """
-    if isinstance(backend._set_with_state, partial):
+    is_redis = isinstance(backend, RedisBackend)
+    if not is_redis or isinstance(backend._set_with_state, partial):
         return
     look, store = backend._get_task_meta_for, backend._set_with_state
     script = backend.client.register_script(script_text("store"))

@@ -13,13 +13,6 @@ from typing import Any
 from batchery.transport.sending import sending_tag
 from batchery_worker.patience import has_run_out
 
-#: Celery's scripts, as attributes of its Redis backend; other backends count parts without them.
-SCRIPTS = {
-    "_chord_part_return_script": "_claim",
-    "_chord_claim_extend_script": "_extend",
-    "_chord_cleanup_script": "_clean_up",
-}
-
 Script = Callable[..., Any]
 
 
@@ -32,7 +25,7 @@ def share_claims(backend: Any) -> None:
     for name, ours in SCRIPTS.items():
         stock = getattr(backend, name, None)
         if stock is not None and not isinstance(stock, partial):
-            setattr(backend, name, partial(globals()[ours], stock))
+            setattr(backend, name, partial(ours, stock))
 
 
 def _claim(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
@@ -56,3 +49,12 @@ def _clean_up(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: A
         # The body was not sent; the job's next attempt needs what would be removed.
         return 1
     return stock(keys=keys, args=[sending_tag() or args[0], *args[1:]], client=client)
+
+
+#: Celery's scripts, as attributes of its Redis backend, and what takes their place; other backends
+#: count parts without them.
+SCRIPTS = {
+    "_chord_part_return_script": _claim,
+    "_chord_claim_extend_script": _extend,
+    "_chord_cleanup_script": _clean_up,
+}

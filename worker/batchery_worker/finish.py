@@ -1,6 +1,5 @@
 """Finishes jobs that the tracer has completed: messages, result and acknowledgement in one step."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,7 +9,7 @@ import redis
 
 from batchery_worker.capture import Capture
 from batchery_worker.commit import Verdict
-from batchery_worker.redis_commit import VERDICTS, script_text
+from batchery_worker.redis_commit import VERDICTS, database_of, script_text
 from batchery_worker.request import Lease
 
 
@@ -65,12 +64,12 @@ class Finisher:
         for _ in range(2):
             with self._client.pipeline(transaction=False) as pipe:
                 for keys, *rest in commands:
-                    pipe.evalsha(self._sha, keys, *rest)
+                    pipe.evalsha(self._script.sha, keys, *rest)
                 answers: list[Any] = pipe.execute(raise_on_error=False)
             if not any(isinstance(each, redis.exceptions.NoScriptError) for each in answers):
                 break
             # A new server, or one that has forgotten. What did run says so when it runs again.
-            self._client.script_load(self._text)
+            self._client.script_load(self._script.script)
         return answers
 
     def _command(self, job: Finish) -> list[Any]:
@@ -90,12 +89,8 @@ class Finisher:
 
     @cached_property
     def _db(self) -> int:
-        return int(self._client.connection_pool.connection_kwargs.get("db") or 0)
+        return database_of(self._client)
 
     @cached_property
-    def _text(self) -> str:
-        return script_text("finish")
-
-    @cached_property
-    def _sha(self) -> str:
-        return hashlib.sha1(self._text.encode(), usedforsecurity=False).hexdigest()
+    def _script(self) -> Any:
+        return self._client.register_script(script_text("finish"))

@@ -9,7 +9,6 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from celery.backends.redis import RedisBackend
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker.request import Request
 
@@ -117,8 +116,7 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         backend = self.app.backend
         make_patient(backend)
         make_enduring(backend)
-        if isinstance(backend, RedisBackend):
-            make_capturable(backend)
+        make_capturable(backend)
         return target(*args, **kwargs)
 
     def _on_thread_done(self, request: Any, future: Future[Any]) -> None:

@@ -201,7 +201,7 @@ class RedisCommitter:
 
     @cached_property
     def _db(self) -> int:
-        return int(self._client.connection_pool.connection_kwargs.get("db") or 0)
+        return database_of(self._client)
 
     @cached_property
     def _script(self) -> Any:
@@ -233,6 +233,11 @@ def _json(kind: str, content: Any) -> bytes:
         encoded: bytes = content
         return encoded
     return content.encode() if kind == "json" else plain_json(content)
+
+
+def database_of(client: Any) -> int:
+    """Number of the database that a client works in."""
+    return int(client.connection_pool.connection_kwargs.get("db") or 0)
 
 
 def script_text(name: str) -> str:

@@ -14,7 +14,6 @@ import redis
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
 from celery import Celery
 from celery.app import trace
-from celery.backends.redis import RedisBackend
 from celery.exceptions import Ignore, Reject, Retry
 
 from batchery.outcome import Failed, Replace
@@ -137,8 +136,7 @@ class Tracing:
         tag_results(backend)
         make_patient(backend)
         share_claims(backend)
-        if isinstance(backend, RedisBackend):
-            make_capturable(backend)
+        make_capturable(backend)
         return backend
 
     def _time_device(self, ticket: Ticket) -> None:

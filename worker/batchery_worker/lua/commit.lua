@@ -29,25 +29,16 @@ local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(A
 local workers, leases, replies = KEYS[1], KEYS[2], tonumber(ARGV[5])
 local count = #KEYS - 2 - replies
 
-local function use(database)
-  if backend ~= broker then
-    redis.call('SELECT', database)
-  end
-end
-
-use(broker)
-if not redis.call('ZSCORE', workers, worker) then
+use(broker, backend)
+if not is_known(workers, leases, worker) then
   return false
 end
--- Removes nothing. At maxmemory Redis refuses a script that begins with a write for which it needs
--- memory, but not one that has written before: 6.2 and 7.0.
-redis.call('HDEL', leases, '')
 local held = {}
 for i = 1, count do
   held[i] = redis.call('HEXISTS', leases, ARGV[2 * i + 4]) == 1
 end
 
-use(backend)
+use(backend, broker)
 -- Most jobs have nothing stored yet: then one question for all of them is enough.
 local fresh = redis.call('EXISTS', unpack(KEYS, 3, 2 + count)) == 0
 local verdicts, settled, written = {}, {}, {}
@@ -90,7 +81,7 @@ for i = 1, replies do
   at = last + 1
 end
 
-use(broker)
+use(broker, backend)
 if #settled > 0 then
   redis.call('HDEL', leases, unpack(settled))
 end

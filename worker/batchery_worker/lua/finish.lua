@@ -17,23 +17,15 @@ local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(A
 local token, value = ARGV[5], ARGV[6]
 local workers, leases, sent, key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 
-local function use(database)
-  if backend ~= broker then
-    redis.call('SELECT', database)
-  end
-end
-
-use(broker)
-if not redis.call('ZSCORE', workers, worker) then
+use(broker, backend)
+if not is_known(workers, leases, worker) then
   return false
 end
--- Removes nothing; see commit.lua.
-redis.call('HDEL', leases, '')
 local held = redis.call('HEXISTS', leases, token) == 1
 -- An earlier attempt has sent messages one by one: whoever knows their marks shall go on.
 local begun = redis.call('EXISTS', sent) == 1
 
-use(backend)
+use(backend, broker)
 if not held then
   return is_written(key, value) and 1 or 0
 end
@@ -42,7 +34,7 @@ if begun or may == 2 then
   return 2
 end
 
-use(broker)
+use(broker, backend)
 for i = 5, #KEYS do
   local answer = redis.pcall('LPUSH', KEYS[i], ARGV[i + 2])
   -- A queue's key of another type. Then the messages before it have been sent.
@@ -51,9 +43,9 @@ for i = 5, #KEYS do
   end
 end
 if may == 1 then
-  use(backend)
+  use(backend, broker)
   write(key, value, expires_s)
-  use(broker)
+  use(broker, backend)
 end
 redis.call('HDEL', leases, token)
 return 1

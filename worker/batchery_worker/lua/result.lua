@@ -1,4 +1,24 @@
--- What commit.lua and finish.lua, each of which follows this text, have in common. No script itself.
+-- What commit.lua, finish.lua and store.lua, each of which follows this text, have in common. No
+-- script itself.
+
+-- Enters one of the two databases that a script works in.
+local function use(database, other)
+  if database ~= other then
+    redis.call('SELECT', database)
+  end
+end
+
+-- Whether this server knows the worker; false where the broker is another one, or the worker was given
+-- up. In the broker's database, before anything else is written.
+local function is_known(workers, leases, worker)
+  if not redis.call('ZSCORE', workers, worker) then
+    return false
+  end
+  -- Removes nothing. At maxmemory Redis refuses a script that begins with a write for which it needs
+  -- memory, but not one that has written before: 6.2 and 7.0.
+  redis.call('HDEL', leases, '')
+  return true
+end
 
 -- Whether a result may be written: 0 no, as a SUCCESS is stored; 1 yes; 2 unsure.
 local function may_write(key)

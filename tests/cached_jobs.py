@@ -1,0 +1,23 @@
+"""Jobs of `apps.cached`, for tests: what was computed of them, and how often."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from celery.result import AsyncResult
+
+TIMEOUT_S = 60
+
+
+def computed(log: Path) -> Counter[str]:
+    """The items that were computed, from the file that was given to their jobs as `path`."""
+    return Counter(log.read_text().split("\n")[:-1])
+
+
+def send(client: Celery, task: str, *items: Any, **keywords: Any) -> list[AsyncResult[Any]]:
+    return [client.send_task(f"apps.cached.{task}", [item], keywords) for item in items]
+
+
+def answers(jobs: list[AsyncResult[Any]]) -> list[Any]:
+    return [job.get(timeout=TIMEOUT_S) for job in jobs]
