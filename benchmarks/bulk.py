@@ -106,6 +106,7 @@ ROWS = (
     Row(WHOLE, "map", "whole_map", OURS),
     Row(WHOLE, "map, 8 items per job", "whole_packed_8", OURS, 2.0),
     Row(WHOLE, "map, 64 items per job", "whole_packed_64", OURS, 5.0),
+    Row(WHOLE, "map, 64 items per job, batches of 1,024", "whole_packed_large", OURS, 10.0),
     Row(WHOLE, "await, 1,000 at a time", "whole_await", OURS, 0.5),
 )
 

@@ -163,12 +163,12 @@ def whole_group(count: int) -> float:
     return timed(work, count)
 
 
-def whole_map(count: int, per_job: int | None = None) -> float:
-    """Ours."""
+def whole_map(count: int, per_job: int | None = None, task: str = "noop") -> float:
+    """Ours, in batches of 64 items."""
     with Client(app) as client:
 
         def work(items: int) -> None:
-            for _ in client.task("noop").map(range(items), per_job=per_job):
+            for _ in client.task(task, queue="celery").map(range(items), per_job=per_job):
                 pass
 
         return timed(work, count)
@@ -180,8 +180,13 @@ def whole_packed_8(count: int) -> float:
 
 
 def whole_packed_64(count: int) -> float:
-    """Ours, 64 items in each message."""
+    """Ours, 64 items in each message, so that each is a batch of its own."""
     return whole_map(count, 64)
+
+
+def whole_packed_large(count: int) -> float:
+    """Ours, 64 items in each message, and up to 16 messages in a batch."""
+    return whole_map(count, 64, "noop_large")
 
 
 def whole_await(count: int) -> float:

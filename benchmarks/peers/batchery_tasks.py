@@ -19,5 +19,11 @@ def noop(items: list[Any]) -> list[Any]:
     return items
 
 
+@app.task(base=BatchTask, name="noop_large", max_batch_size=1024)
+def noop_large(items: list[Any]) -> list[Any]:
+    """Does nothing, for more items at once."""
+    return items
+
+
 if __name__ == "__main__":
     run(app, "noop")

@@ -19,6 +19,7 @@ from batchery_producer.patience import GaveUp, Interrupted
 from batchery_producer.publish import Publisher
 from batchery_producer.rate import Rate
 from batchery_producer.records import Broken, Record
+from batchery_producer.silence import HINT_S
 from batchery_producer.summary import Ending, Snapshot, Summary
 from batchery_producer.window import Place, Window
 
@@ -39,9 +40,6 @@ SLOW_INPUT_S = 0.02
 
 #: How often results are written through to the disk and removed from the backend, in seconds.
 FLUSH_S = 0.5
-
-#: Silence after which the run says once what it is waiting for, in seconds.
-HINT_S = 20.0
 
 #: Error type of lines that become no job, in the file of failures.
 INVALID_LINE = "InvalidLine"

@@ -7,6 +7,9 @@ from celery import Celery
 
 from batchery.errors import SettingsError
 
+#: Silence after which a run or a stream says once what it is waiting for, in seconds.
+HINT_S = 20.0
+
 #: How long workers may take to answer, in seconds. All that answer in this time are heard.
 ASK_S = 1.0
 

@@ -1,5 +1,6 @@
 """A stream of items through a task: some in flight, outcomes as they come or in order."""
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,8 +15,10 @@ from batchery_producer.outlet import Outlet
 from batchery_producer.packs import Outcome, header_of, outcomes_of
 from batchery_producer.patience import Patience
 from batchery_producer.publish import Publisher
-from batchery_producer.silence import explain_silence
+from batchery_producer.silence import HINT_S, explain_silence
 from batchery_producer.template import uuids
+
+logger = logging.getLogger(__name__)
 
 #: Items in flight: some batches for each of several devices, and still little memory.
 WINDOW = 8192
@@ -81,6 +84,7 @@ class Stream:
         self._exhausted = False
         self._sent = self._done = self._failed = self._yielded = 0
         self._heard_s = 0.0
+        self._hinted = False
 
     def run(self) -> Generator[Outcome, None, None]:
         """Yields one outcome per item.
@@ -172,10 +176,17 @@ class Stream:
         self._collector.forget(read)
 
     def _check_silence(self) -> None:
+        if not self._jobs:
+            return
         silent_s = time.monotonic() - self._heard_s
-        if self._jobs and self._timeout_s is not None and silent_s > self._timeout_s:
-            why = explain_silence(self._app, self._task, self._publisher.queue)
-            raise NoResult(f"no result for {self._timeout_s:g} s: {why}")
+        if self._timeout_s is not None and silent_s > self._timeout_s:
+            raise NoResult(f"no result for {self._timeout_s:g} s: {self._why()}")
+        if silent_s > HINT_S and not self._hinted:
+            self._hinted = True
+            logger.warning("no result for %.0f s: %s", silent_s, self._why())
+
+    def _why(self) -> str:
+        return explain_silence(self._app, self._task, self._publisher.queue)
 
     def _end(self) -> None:
         with suppress(BatcheryError, OSError):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_a_stream_that_is_closed_revokes_what_was_not_begun(
     assert set(ids) <= set(revoked)
     store.delete("nobody")
     assert traces(store) == before
+
+
+def test_a_stream_says_once_why_nothing_comes(
+    shop: Client, store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("batchery_producer.stream.HINT_S", 0.1)
+    with pytest.raises(NoResult):
+        next(shop.task(f"{APP}.shout", queue="nobody").map(["text"], timeout_s=3.0))
+    store.delete("nobody")
+    (said,) = [each.message for each in caplog.records if each.name == "batchery_producer.stream"]
+    assert re.match(r"no result for \d+ s: 1 waiting in queue 'nobody'; .* another queue", said)
 
 
 def test_an_empty_stream_ends_at_once(shop: Client) -> None:
