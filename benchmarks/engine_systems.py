@@ -41,6 +41,7 @@ LOOPS = [
     Row("loop: sorted", "offline_loops", {"loop": "sorted"}),
     Row("loop: token budget", "offline_loops", {"loop": "budget"}),
     Row("loop: packed", "offline_loops", {"loop": "packed"}),
+    Row("loop: packed, side by side", "offline_loops", {"loop": "side by side"}),
 ]
 
 PEERS = [

@@ -1,5 +1,6 @@
 """Attention over texts that stand one behind the other, with no padding between them."""
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -31,10 +32,10 @@ class Layout:
             start += count * length
 
 
-class PackedAttention:
+class PackedAttention(threading.local):
     """Attention as transformers calls it, within each text alone."""
 
-    #: Of the batch that is computed now; the one model of this process asks for it in every layer.
+    #: Of the batch that this thread computes now; the model asks for it in every layer.
     layout: Layout
 
     def __call__(

@@ -1,5 +1,6 @@
-"""A forward pass that is begun before its turn, so that the device never waits for the host."""
+"""Forward passes that are begun before their turn, so that the device never waits for the host."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +18,20 @@ class Begun(NamedTuple):
 
 
 class Early:
-    """The forward passes of a model, of which one may be begun early: at most one at a time."""
+    """The forward passes of a model, of which as many may be begun early as it allows."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
-        self._begun: Begun | None = None
+        #: In the order of their turns.
+        self._begun: deque[Begun] = deque()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more pass may be begun."""
+        return len(self._begun) < self._model.passes_ahead
 
     def begin(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Begins the pass that is likely next, if the model's passes return early.
+        """Begins the pass that is likely next, or next but one, if it was not begun.
 
         Whatever goes wrong is left for its turn: there the pass runs again, alone, and fails as any
         other does.
@@ -32,24 +39,29 @@ class Early:
         Raises:
             SoftTimeLimitExceeded: The limit of the batch in turn was reached meanwhile.
         """
-        if not self._model.returns_early or self._begun is not None:
+        if not self.has_room or any(_is(each, items, keywords) for each in self._begun):
             return
         try:
-            self._begun = Begun(items, keywords, self._model.forward(items, **keywords))
+            outputs = self._model.forward(items, **keywords)
         except SoftTimeLimitExceeded:
             raise
         except Exception:  # noqa: BLE001 - the code of any model
-            self._begun = None
+            return
+        self._begun.append(Begun(items, keywords, outputs))
 
     def forward(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """The outputs of a pass: of the one that was begun, if it was this one."""
-        begun, self._begun = self._begun, None
-        if begun is not None and begun.keywords == keywords and _same(begun.items, items):
-            return begun.outputs
-        # Outputs of another pass, for which the plan has changed, take memory.
-        del begun
+        while self._begun:
+            # Outputs of another pass, for which the plan has changed, take memory.
+            begun = self._begun.popleft()
+            if _is(begun, items, keywords):
+                return begun.outputs
+            del begun
         return self._model.forward(items, **keywords)
 
 
-def _same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+def _is(begun: Begun, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a pass that was begun is this one."""
+    if len(begun.items) != len(items) or begun.keywords != keywords:
+        return False
+    return all(one is other for one, other in zip(begun.items, items, strict=True))

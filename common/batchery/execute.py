@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
+from itertools import islice
 from typing import Any, Protocol
 
 from kombu.utils.compat import detect_environment
@@ -97,7 +98,7 @@ def compute(
 ) -> tuple[list[Any], int, int]:
     """Runs the forward passes of a prepared batch.
 
-    Each pass is begun before the results of the last one are awaited, if the model allows it.
+    As many passes as the model allows are begun before the results of the one in turn are awaited.
 
     Args:
         model: Loaded.
@@ -108,8 +109,8 @@ def compute(
         limit: Entered around each forward pass.
         memory: Told of each forward pass.
         early: Where the first pass may have been begun.
-        following: Called while the last pass runs, if it returns early, to begin what comes
-            behind this batch.
+        following: Called while there is room for a pass to be begun, and none left in this batch,
+            to begin what comes behind it.
 
     Returns:
         One outcome per item, in order; then the tokens that were needed and the tokens that were
@@ -122,8 +123,9 @@ def compute(
     ahead = _cut(plan, lengths, list(lengths))
     while ahead:
         places = ahead.popleft()
-        if model.returns_early:
-            passes.begin_next = partial(passes.begin, ahead[0]) if ahead else following
+        passes.begin_next = partial(
+            passes.begin, list(islice(ahead, model.passes_ahead)), following
+        )
         failures = passes.failures
         results = isolate(passes.run, places, name=name)
         for place, result in zip(places, results, strict=True):
@@ -134,15 +136,15 @@ def compute(
     return passes.outcomes, sum(lengths.values()), computed_tokens
 
 
-def first_pass(model: Model, prepared: Sequence[Any], plan: Plan) -> list[Any]:
-    """The items of the pass that `compute` begins with; none if nothing is fit to run."""
+def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list[Any]]:
+    """The items of the passes that may be begun before the first one's turn; in their order."""
     lengths = {
         place: length
         for place, length in enumerate(_lengths(model, prepared))
         if not isinstance(length, SETTLED)
     }
     ahead = _cut(plan, lengths, list(lengths))
-    return [prepared[place] for place in ahead[0]] if ahead else []
+    return [[prepared[place] for place in places] for places in islice(ahead, model.passes_ahead)]
 
 
 class _Passes:
@@ -176,9 +178,12 @@ class _Passes:
             else:
                 self.lengths[place] = length
 
-    def begin(self, places: Sequence[int]) -> None:
-        """Begins a pass over what stands at these places, which is likely the next one."""
-        self._early.begin(self._items(places), self._keywords)
+    def begin(self, passes: Sequence[Sequence[int]], following: Callable[[], None]) -> None:
+        """Begins the passes over what stands at these places, which are likely the next ones."""
+        for places in passes:
+            self._early.begin(self._items(places), self._keywords)
+        if self._early.has_room:
+            following()
 
     def run(self, places: Sequence[int]) -> Any:
         """One pass, over what stands at these places."""

@@ -27,12 +27,16 @@ class Model:
     Attributes:
         pads: Whether `forward` fills items up to the longest of a micro-batch, so that it costs as
             many tokens as that one has, times the items. Without, it costs the sum of them.
-        returns_early: Whether `forward` returns before the device has computed, so that only
-            `postprocess` waits. The next pass is then begun before `postprocess` of the last one.
+        passes_ahead: How many passes may be begun before `postprocess` of the one in turn; more
+            than 0 where `forward` returns before the device has computed, and only `postprocess`
+            waits.
+        lanes: How many passes the device computes side by side; a batch is cut into as many, if it
+            is large enough.
     """
 
     pads = True
-    returns_early = False
+    passes_ahead = 0
+    lanes = 1
 
     def load(self, device: str) -> None:
         """Loads weights onto the device; called once, before any batch.

@@ -39,6 +39,13 @@ class ModelSettings(BaseModel):
         Literal["auto", "padded", "packed"],
         Field(description="Forward pass; auto is packed, without padding, where that is right."),
     ] = "auto"
+    lanes: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="Forward passes that a CPU computes side by side; one per thread of torch.",
+        ),
+    ] = None
     cuda_graphs: Annotated[
         Literal["auto", "never"],
         Field(

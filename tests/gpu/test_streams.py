@@ -89,7 +89,7 @@ def test_passes_that_overlap_give_what_single_ones_give(forward: str) -> None:
     settings = {"kind": "embedding", "model": MINILM, "forward": forward, "dtype": "bf16"}
     model = EmbeddingModel(ModelSettings.model_validate(settings))
     model.load("cuda:0")
-    assert model.returns_early
+    assert model.passes_ahead
     texts = [f"text number {number} " * (1 + number % 9) for number in range(200)]
     prepared: list[Any] = model.preprocess(texts)
     cuts = [list(range(at, at + 8)) for at in range(0, 200, 8)]

@@ -27,7 +27,7 @@ def rows_of(target: Path) -> list[dict[str, Any]]:
 
 def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
-    options = ["--model=tiny", "--threads=1", "--texts=40", "--rounds=1", f"--json={target}"]
+    options = ["--model=tiny", "--threads=2", "--texts=40", "--rounds=1", f"--json={target}"]
     answer = bench(
         "engine",
         *options,
@@ -46,6 +46,7 @@ def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: P
         "loop: sorted",
         "loop: token budget",
         "loop: packed",
+        "loop: packed, side by side",
         "device, fed directly",
         "whole system",
     ]

@@ -6,6 +6,7 @@ comes what a pass costs however small it is, counted in tokens: many narrow pass
 wide ones cost less beside the padding.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -13,6 +14,10 @@ from itertools import pairwise
 #: for a model. On a CPU it is Python and the smallest of the matrices; a GPU computes thousands of
 #: tokens in the time that it takes to launch its kernels.
 PASS_TOKENS = {"cpu": 32, "mps": 1_024, "cuda": 4_096}
+
+#: Fewest tokens, on average, of passes that a batch is cut into only to have one for each lane:
+#: smaller ones cost more beside their tokens than is won.
+LANE_TOKENS = 128
 
 
 def plan(
@@ -22,6 +27,7 @@ def plan(
     *,
     pads: bool = True,
     pass_tokens: int = PASS_TOKENS["cpu"],
+    lanes: int = 1,
 ) -> list[list[int]]:
     """Cuts a window of items into micro-batches, at the least cost.
 
@@ -36,6 +42,8 @@ def plan(
         max_batch_size: Most items of one micro-batch.
         pads: Whether items are padded to the longest of their micro-batch.
         pass_tokens: What a forward pass costs beside its tokens, in tokens.
+        lanes: Passes that are computed side by side. With several, there are as many micro-batches
+            as keep all of them busy to the end, where each has `LANE_TOKENS`.
 
     Returns:
         Indices into `lengths`: each index exactly once, longest items first (so that memory peaks
@@ -45,10 +53,34 @@ def plan(
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     ordered = [max(1, lengths[index]) for index in order]
     if pads:
+        if lanes > 1:
+            share = max(LANE_TOKENS, -(-sum(ordered) // lanes))
+            max_batch_tokens = min(max_batch_tokens, share)
         starts = _padded_starts(ordered, max_batch_tokens, max_batch_size, pass_tokens)
+    elif lanes > 1:
+        starts = _even_starts(ordered, max_batch_tokens, max_batch_size, lanes)
     else:
         starts = _packed_starts(ordered, max_batch_tokens, max_batch_size)
     return [order[start:end] for start, end in pairwise([*starts, len(order)])]
+
+
+def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, lanes: int) -> list[int]:
+    """As few micro-batches as can be, rounded up to whole rounds of all lanes.
+
+    Of all cuts into so many, the one whose largest micro-batch is the smallest.
+    """
+    starts = _packed_starts(lengths, max_tokens, max_size)
+    total = sum(lengths)
+    rounds = -(-len(starts) // lanes)
+    wanted = max(len(starts), min(rounds * lanes, total // LANE_TOKENS))
+    if wanted < 2 or max_tokens <= lengths[0]:
+        return starts
+    # The more tokens one may have, the fewer there are.
+    limits = range(max(lengths[0], -(-total // wanted)), max_tokens)
+    least = bisect_left(
+        limits, True, key=lambda limit: len(_packed_starts(lengths, limit, max_size)) <= wanted
+    )
+    return _packed_starts(lengths, limits[least], max_size) if least < len(limits) else starts
 
 
 def _packed_starts(lengths: Sequence[int], max_tokens: int, max_size: int) -> list[int]:

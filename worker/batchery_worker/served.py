@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from batchery.early import Early
-from batchery.execute import Limit, compute, first_pass
+from batchery.execute import Limit, compute, first_passes
 from batchery.isolate import SETTLED
 from batchery.model import Model
 from batchery_worker.budget import Budget
@@ -116,15 +116,14 @@ class Served:
         return tokens
 
     def begin(self, items: Sequence[Any], work: Work) -> None:
-        """Begins the first pass of the batch that comes next, if the model's passes return early.
+        """Begins the first passes of the batch that comes next, as many as the model allows.
 
         Raises:
             SoftTimeLimitExceeded: As `Early.begin`.
         """
-        if self.model.returns_early:
+        if self._early.has_room:
             cuts = partial(self._cuts, max_batch_size=work.max_batch_size)
-            first = first_pass(self.model, items, cuts)
-            if first:
+            for first in first_passes(self.model, items, cuts):
                 self._early.begin(first, work.keywords)
 
     def compute(
@@ -235,6 +234,7 @@ class Served:
             max_batch_size,
             pads=self.model.pads,
             pass_tokens=self._pass_tokens,
+            lanes=self.model.lanes,
         )
 
     def _warn(self, allowed: int) -> None:

@@ -15,7 +15,7 @@ from batchery.outcome import Failed
 class Launched(Model):
     """Its passes return early; notes what happens when."""
 
-    returns_early = True
+    passes_ahead = 1
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -53,9 +53,22 @@ def test_the_next_pass_is_begun_before_the_results_of_the_last_one_are_awaited()
     ]
 
 
+def test_as_many_passes_are_begun_as_the_model_allows() -> None:
+    model = Launched()
+    model.passes_ahead = 2
+    outcomes, _, _ = compute(
+        model, list("abcdefg"), {}, pairs, following=lambda: model.log.append("-")
+    )
+    assert outcomes == list("ABCDEFG")
+    assert model.log == [
+        *("forward a b", "forward c d", "forward e f", "results a b"),
+        *("forward g", "results c d", "-", "results e f", "-", "results g"),
+    ]
+
+
 def test_a_model_that_does_not_return_early_runs_pass_by_pass() -> None:
     model = Launched()
-    model.returns_early = False
+    model.passes_ahead = 0
     assert compute(model, list("abc"), {}, pairs)[0] == list("ABC")
     assert model.log == ["forward a b", "results a b", "forward c", "results c"]
 

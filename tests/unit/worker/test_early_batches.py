@@ -18,7 +18,7 @@ from batchery_worker.wire import Work
 class Launched(Model):
     """Items are their own lengths; its passes return early, and it notes what happens when."""
 
-    returns_early = True
+    passes_ahead = 1
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -96,7 +96,7 @@ def test_a_batch_whose_items_may_be_known_by_then_is_not_begun(
 
 
 def test_passes_that_do_not_return_early_take_turns(device: Any, model: Launched) -> None:
-    model.returns_early = False
+    model.passes_ahead = 0
     device._prepared.put(batch(model, [9]))
     assert forward(device, batch(model, [5])) == [50]
     assert device._next is None

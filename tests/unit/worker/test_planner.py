@@ -1,7 +1,7 @@
 """The planner, for arbitrary lengths."""
 
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -114,6 +114,69 @@ def test_a_packed_micro_batch_ends_only_where_a_limit_says_so(
     parts = plan(lengths, tokens, size, pads=False)
     for part, following in pairwise(parts):
         assert len(part) == size or packed(lengths, [*part, following[0]]) > tokens
+
+
+@given(lengths=Lengths, tokens=Tokens, size=Size, pads=st.booleans(), lanes=st.integers(2, 16))
+def test_a_plan_for_several_lanes_keeps_every_promise(
+    lengths: list[int], tokens: int, size: int, pads: bool, lanes: int
+) -> None:
+    parts = plan(lengths, tokens, size, pads=pads, lanes=lanes)
+    flat = [index for part in parts for index in part]
+    assert sorted(flat) == list(range(len(lengths)))
+    assert [lengths[index] for index in flat] == sorted(lengths, reverse=True)
+    assert all(part and fits(lengths, part, tokens, size, pads=pads) for part in parts)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 900), min_size=1, max_size=9),
+    tokens=st.integers(1, 2_000),
+    size=st.integers(1, 9),
+    lanes=st.integers(2, 4),
+)
+def test_no_cut_into_so_many_has_a_smaller_largest_micro_batch(
+    lengths: list[int], tokens: int, size: int, lanes: int
+) -> None:
+    parts = plan(lengths, tokens, size, pads=False, lanes=lanes)
+    order = sorted(lengths, reverse=True)
+    largest = min(
+        max(sum(order[start:end]) for start, end in pairwise(cuts))
+        for count in range(1, len(parts) + 1)
+        for inner in combinations(range(1, len(order)), count - 1)
+        for cuts in [[0, *inner, len(order)]]
+        if all(
+            end - start == 1 or (end - start <= size and sum(order[start:end]) <= tokens)
+            for start, end in pairwise(cuts)
+        )
+    )
+    assert max(packed(lengths, part) for part in parts) == largest
+
+
+@pytest.mark.parametrize(
+    ("lengths", "lanes", "sizes"),
+    [
+        # Two passes would do, and two lanes are busy.
+        ([100] * 20, 2, [1000, 1000]),
+        # One would do, and the other lane be idle.
+        ([100] * 10, 2, [500, 500]),
+        # Three would do: four keep both lanes busy to the end.
+        ([100] * 24, 2, [600, 600, 600, 600]),
+        # So small that a second pass costs more than it wins.
+        ([100] * 2, 2, [200]),
+        # As many lanes as there is work for.
+        ([100] * 10, 16, [200, 200, 200, 200, 200]),
+        # A text longer than the limit has a pass of its own.
+        ([2000, 100, 100], 2, [2000, 200]),
+    ],
+)
+def test_a_batch_is_cut_so_that_every_lane_is_busy(
+    lengths: list[int], lanes: int, sizes: list[int]
+) -> None:
+    parts = plan(lengths, 1024, 64, pads=False, lanes=lanes)
+    assert [packed(lengths, part) for part in parts] == sizes
+
+
+def test_a_padded_batch_is_cut_for_all_lanes_too() -> None:
+    assert [len(part) for part in plan([100] * 10, 1024, 64, lanes=2)] == [5, 5]
 
 
 @given(lengths=Lengths, tokens=Tokens, size=Size, pads=st.booleans())

@@ -45,12 +45,15 @@ class Row:
     Attributes:
         lengths: Tokens of each text, in order.
         ends: For CUDA's kernel: 0, then the end of each text, (B + 1,) int32, on the device.
+        starts: For a head behind the encoder, which reads nothing else: where the texts begin,
+            (B,) int64, on the device.
         calls: How often the attention was asked, so that a model that never asks is found out.
         windows: Widths of the sliding windows that it was asked for, in tokens.
     """
 
     lengths: Sequence[int]
     ends: Tensor | None = None
+    starts: Tensor | None = None
     calls: int = 0
     windows: set[int] = field(default_factory=set)
 
@@ -86,6 +89,11 @@ def row_of_texts(row: Row) -> Iterator[Row]:
         yield row
     finally:
         _ROW.reset(token)
+
+
+def row_of_this_pass() -> Row | None:
+    """What `row_of_texts` was given; None outside it."""
+    return _ROW.get(None)
 
 
 def register() -> None:

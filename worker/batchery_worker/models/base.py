@@ -2,10 +2,11 @@
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -20,6 +21,7 @@ from batchery_worker.models.graphs import Graphed, Runs
 from batchery_worker.models.hardware import device_named, dtype_for
 from batchery_worker.models.identity import identity
 from batchery_worker.models.landing import Arrival, Landing
+from batchery_worker.models.lanes import Lanes, Passage
 from batchery_worker.models.library import quiet, reason
 from batchery_worker.models.limits import longest_text, padding_position
 from batchery_worker.models.padded import Padded
@@ -39,14 +41,13 @@ class Outputs(NamedTuple):
     """What a forward pass gives.
 
     Attributes:
-        values: One row per text, in batch order, (B, ...), float32, on the device.
         tokens: Length of each text in tokens, special ones included, in batch order.
-        arrival: The values on their way to the CPU.
+        arrival: Values on their way to the CPU: one row per text, in batch order, (B, ...),
+            float32.
     """
 
-    values: Tensor
     tokens: list[int]
-    arrival: Arrival
+    arrival: Arrival | Passage
 
 
 class TextModel(Model):
@@ -71,7 +72,11 @@ class TextModel(Model):
         """
         self._device = device_named(device)
         self._landing = Landing(self._device)
-        self.returns_early = self._device.type == "cuda"
+        self._lanes: Lanes | None = None
+        if self._device.type == "cpu":
+            self._open_lanes(torch.get_num_threads())
+        elif self._device.type == "cuda":
+            self.passes_ahead = 1
         try:
             with quiet():
                 self._load(ModelSource(self.settings))
@@ -79,6 +84,13 @@ class TextModel(Model):
             raise
         except Exception as error:
             raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+
+    def _open_lanes(self, threads: int) -> None:
+        self.lanes = self.settings.lanes or threads
+        if self.lanes > 1:
+            self._lanes = Lanes(self.lanes, threads)
+            # One more than there are lanes is begun: a lane that is free goes on at once.
+            self.passes_ahead = self.lanes
 
     def _load(self, source: ModelSource) -> None:
         self._source = source
@@ -172,7 +184,8 @@ class TextModel(Model):
         forward, self.why_padded = choose(candidate)
         self._pass = Graphed(forward, graphs) if graphs else forward
         self.pads = self._pass.pads
-        where = ", ".join(each for each in (self._device.type, self.why_padded) if each)
+        lanes = f"{self.lanes} passes side by side" if self.lanes > 1 else ""
+        where = ", ".join(each for each in (self._device.type, lanes, self.why_padded) if each)
         logger.info("model %s: %s on %s", source.name, self._pass.name, where)
 
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
@@ -245,10 +258,13 @@ class TextModel(Model):
         """Length of a tokenized text in tokens, special ones included."""
         return int(prepared.shape[1])
 
-    def _outputs(self, values: Tensor, batch: Sequence[Prepared]) -> Outputs:
-        """Sends the values of a batch on their way."""
+    def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Prepared]) -> Outputs:
+        """Begins a pass, which computes the values of a batch, and sends them on their way."""
         lengths = [self.tokens(prepared) for prepared in batch]
-        return Outputs(values, lengths, self._landing.begin(values))
+        if self._lanes is not None:
+            return Outputs(lengths, self._lanes.begin(compute))
+        with torch.inference_mode():
+            return Outputs(lengths, self._landing.begin(compute()))
 
     def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
         """Waits for the values of a micro-batch and makes its results, in batch order."""

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
@@ -46,9 +45,10 @@ class ClassificationModel(TextModel):
             self.multi_label = config.problem_type == "multi_label_classification"
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        if outputs.values.shape[1:] != (len(self.labels),):
+        shape = outputs.arrival.wait().shape[1:]
+        if shape != (len(self.labels),):
             raise ModelLoadError(
-                f"model {source.name!r}: gives {tuple(outputs.values.shape[1:])} scores for"
+                f"model {source.name!r}: gives {tuple(shape)} scores for"
                 f" {len(self.labels)} labels; it is not a text classification model"
             )
 
@@ -57,10 +57,8 @@ class ClassificationModel(TextModel):
         return ""
 
     def forward(self, batch: Sequence[Prepared], **_: Any) -> Outputs:
-        """Runs the model; values are scores, (B, C) float32 on the device, in batch order."""
-        with torch.inference_mode():
-            scores = self._scores(self._values(self._pass, batch))
-            return self._outputs(scores, batch)
+        """Runs the model; values are scores, (B, C) float32, in batch order."""
+        return self._outputs(lambda: self._scores(self._values(self._pass, batch)), batch)
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         return forward.logits(batch)

@@ -57,7 +57,7 @@ class EmbeddingModel(TextModel):
         logger.info("model %s: pooling is %s, from %s", source.name, self.pooling, where)
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        self.dimensions = outputs.values.shape[1]
+        self.dimensions = outputs.arrival.wait().shape[1]
         if (self.settings.dimensions or 1) > self.dimensions:
             raise ModelLoadError(
                 f"model {source.name!r}: dimensions = {self.settings.dimensions}, but its vectors"
@@ -79,14 +79,17 @@ class EmbeddingModel(TextModel):
         return self.prompts[name]
 
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
-        """Runs the model and pools; values are (B, D) float32 on the device, in batch order."""
+        """Runs the model and pools; values are (B, D) float32, in batch order."""
         wanted = read_keywords(EmbeddingKeywords, keywords)
-        with torch.inference_mode():
+        scale = self.settings.normalize if wanted.normalize is None else wanted.normalize
+
+        def compute() -> Tensor:
             vectors = self._values(self._pass, batch)
             # Slicing is harmless where there is no limit: `[:, :None]` is everything.
             vectors = vectors[:, : wanted.dimensions or self.settings.dimensions]
-            scale = self.settings.normalize if wanted.normalize is None else wanted.normalize
-            return self._outputs(normalize(vectors) if scale else vectors, batch)
+            return normalize(vectors) if scale else vectors
+
+        return self._outputs(compute, batch)
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         return forward.vectors(batch, self.pooling)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchery_worker.models.attention import NAME, Row, register, row_of_texts
+from batchery_worker.models.attention import NAME, Row, register, row_of_texts, row_of_this_pass
 from batchery_worker.models.pooling import pool_row
 from batchery_worker.models.staging import Staging
 from batchery_worker.models.tokenizer import Prepared
@@ -56,12 +56,13 @@ class Packed:
         self._has_types = any(
             name.endswith("token_type_embeddings") for name, _ in model.named_modules()
         )
+        self._is_watched = False
         #: Where the texts of the last forward pass were, and what was asked of the attention.
         self.last = Row(())
 
     def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
         """Pooled token vectors, (B, D) float32, in batch order."""
-        with self._row(batch) as (inputs, ends):
+        with self._row(batch) as (inputs, ends, _):
             hidden = self._model(**inputs).last_hidden_state
         return pool_row(hidden[0], ends, pooling)
 
@@ -71,25 +72,15 @@ class Packed:
         Heads read the first token of each row. So that a head sees a row for each text, the last
         layer's output is replaced by the first tokens of the texts before it gets there.
         """
-        with self._row(batch) as (inputs, ends):
-            starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-
-            def first_tokens(_: Any, __: Any, output: Any) -> Any:
-                output.last_hidden_state = output.last_hidden_state[0, starts].unsqueeze(1)
-                return output
-
-            base = self._model.base_model
-            # Where there is a pooler, it comes behind the encoder and is part of the head.
-            hook = getattr(base, "encoder", base).register_forward_hook(first_tokens)
-            try:
-                logits: Tensor = self._model(**inputs).logits
-            finally:
-                hook.remove()
+        with self._row(batch) as (inputs, ends, row):
+            self._watch_encoder()
+            row.starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            logits: Tensor = self._model(**inputs).logits
         return logits.float()
 
     def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:
         """Vectors of the tokens of each text, (L, D) each, before any head, in batch order."""
-        with self._row(batch) as (inputs, _):
+        with self._row(batch) as (inputs, _, _):
             hidden = self._model.base_model(**inputs).last_hidden_state[0]
         return list(hidden.split([prepared.shape[1] for prepared in batch]))
 
@@ -102,9 +93,16 @@ class Packed:
         register()
         self._model.set_attn_implementation(NAME)
 
+    def _watch_encoder(self) -> None:
+        if not self._is_watched:
+            base = self._model.base_model
+            # Where there is a pooler, it comes behind the encoder and is part of the head.
+            getattr(base, "encoder", base).register_forward_hook(_first_tokens)
+            self._is_watched = True
+
     @contextmanager
-    def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """Model inputs, each (1, T), and the end of each text, (B,), all int64 on the device."""
+    def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor, Row]]:
+        """Model inputs, (1, T), the end of each text, (B,), int64 on the device; and the row."""
         lengths = [prepared.shape[1] for prepared in batch]
         ends = np.array([0, *accumulate(lengths)])
         rows = np.concatenate(batch, axis=1)
@@ -115,9 +113,10 @@ class Packed:
         inputs = dict(zip(names, tokens.view(len(names), 1, ends[-1]), strict=True))
         if self._has_types and "token_type_ids" not in inputs:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-        self.last = Row(lengths, ends_there.to(torch.int32) if self._varlen else None)
-        with row_of_texts(self.last):
-            yield inputs, ends_there[1:]
+        # Others may run beside this one.
+        self.last = row = Row(lengths, ends_there.to(torch.int32) if self._varlen else None)
+        with row_of_texts(row):
+            yield inputs, ends_there[1:], row
 
     def _positions(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions of all tokens, (T,), as the model counts them in a row for each text."""
@@ -130,3 +129,11 @@ class Packed:
         within = seen[1:] - np.repeat(seen[ends[:-1]], lengths)
         positions: NDArray[np.int64] = within * counted + self._padding_position
         return positions
+
+
+def _first_tokens(_: Any, __: Any, output: Any) -> Any:
+    """Leaves of an encoder's output what a head reads, if it is one that is to come."""
+    row = row_of_this_pass()
+    if row is not None and row.starts is not None:
+        output.last_hidden_state = output.last_hidden_state[0, row.starts].unsqueeze(1)
+    return output

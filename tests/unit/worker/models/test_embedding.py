@@ -264,7 +264,7 @@ def test_a_bad_keyword_fails_the_batch_that_shares_it(
 def test_a_vector_with_nan_fails_its_text_alone(minilm: EmbeddingModel) -> None:
     prepared = minilm.preprocess(["a", "b"])
     outputs = minilm.forward([each for each in prepared if not isinstance(each, Failed)])
-    values = outputs.values.clone()
+    values = outputs.arrival.wait().clone()
     values[0, 3] = float("nan")
     bad, good = minilm.postprocess(outputs._replace(arrival=Arrival(values)))
     assert isinstance(bad, Failed)

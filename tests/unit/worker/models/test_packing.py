@@ -64,7 +64,7 @@ def test_no_forward_pass_keeps_what_only_training_needs(
         model = embedder(build("bert"), forward=forward)
     else:
         model = classifier(build("bert", labels=LABELS), forward=forward)
-    values = model.forward(model.preprocess(["the cat", "rain"])).values
+    values = model.forward(model.preprocess(["the cat", "rain"])).arrival.wait()
     assert values.is_inference()
 
 
