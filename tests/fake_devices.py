@@ -12,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -30,7 +30,15 @@ FORWARD_MS = 12.5
 class FakeDevice:
     """In the place of `subprocess.Popen`: says nothing by itself, and leaves when it is told to."""
 
-    def __init__(self, command: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        **_: Any,
+    ) -> None:
+        self.environment = env
         self.pid = next(_pids)
         self.code: int | None = None
         #: A process that ignores its orders.

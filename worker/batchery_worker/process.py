@@ -1,6 +1,7 @@
 """The parent's view of one device process: its pipe, its batches in flight, its restarts."""
 
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,11 @@ logger = logging.getLogger("batchery.pool")
 #: Pause before the first restart in a row, in seconds; doubled each time up to the other.
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 30.0
+
+#: How many of its matrix products oneDNN keeps, which computes them for torch on a CPU, by core: a
+#: few shapes for each pass that runs. It would keep 1,024, and hardly a batch has as many tokens as
+#: another: memory grew for minutes, and passes took an eighth longer (docs/performance.md).
+KEPT_PRODUCTS = 8
 
 #: How long a process may take to leave after its pipe was closed, in seconds, before it is killed.
 LEAVE_S = 5.0
@@ -126,6 +132,7 @@ class DeviceProcess:
             try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "batchery_worker.device", str(theirs.fileno())],
+                    env={**_environment(), **os.environ},
                     pass_fds=(theirs.fileno(),),
                     stdin=subprocess.DEVNULL,
                 )
@@ -220,3 +227,8 @@ class DeviceProcess:
                 process.wait()
         for each in self._dying:
             each.wait()
+
+
+def _environment() -> dict[str, str]:
+    """What a device process finds in its environment, where that does not say otherwise."""
+    return {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KEPT_PRODUCTS * (os.cpu_count() or 1))}

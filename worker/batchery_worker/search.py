@@ -223,6 +223,7 @@ class Search:
             case.max_batch_size,
             pads=self._model.pads,
             pass_tokens=self._pass_tokens,
+            lanes=self._model.lanes,
         )
 
 

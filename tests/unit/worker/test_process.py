@@ -50,6 +50,20 @@ def test_a_process_is_told_its_setup_and_then_its_batches(
     assert (done.id, done.jobs) == (7, (("needs tracer", ("value", "x")),))
 
 
+def test_a_process_keeps_few_matrix_products_unless_it_is_told_otherwise(
+    unborn: DeviceProcess, devices: FakeDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchery_worker.process.os.cpu_count", lambda: 4)
+    monkeypatch.setenv("SHOP", "open")
+    unborn.spawn()
+    assert devices.started[0].environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "32"
+    assert devices.started[0].environment["SHOP"] == "open"
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024")
+    unborn.bury()
+    unborn.spawn()
+    assert devices.started[1].environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1024"
+
+
 def test_there_is_room_for_two_batches_and_none_beside_a_suspect(device: DeviceProcess) -> None:
     assert device.has_room
     device.flights[1] = flight()

@@ -103,6 +103,14 @@ def test_batches_beat_single_items_and_rates_are_what_the_clock_says() -> None:
     assert recommend(cases).items_per_s > 1.5 * single.items_per_s
 
 
+def test_batches_are_cut_for_all_lanes_as_a_worker_would() -> None:
+    clock = Clock()
+    model = Priced(clock)
+    model.lanes = 4
+    (case,) = Search(model, [100] * 64, "cpu", Memory(), clock).run((64,), (8192,), limit_s=1)
+    assert case.largest_pass == 1600
+
+
 def test_budgets_that_make_no_difference_are_left_out() -> None:
     cases = search().run((4,), TOKENS, limit_s=1)
     # Four items have at most 400 tokens.

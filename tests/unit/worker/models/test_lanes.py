@@ -13,7 +13,7 @@ from batchery import Failed
 from batchery.execute import compute, prepare
 from batchery_worker.models.lanes import Lanes
 from batchery_worker.planner import plan
-from tiny_models import Build, Load, run
+from tiny_models import ARCHITECTURES, Build, Load, run
 
 #: Longest wait for another thread, in seconds.
 TIMEOUT_S = 30
@@ -138,6 +138,24 @@ def test_results_are_those_of_one_pass_at_a_time(
         results.append(outcomes)
     assert len(results[0]) == len(many)
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_no_architecture_mixes_up_what_it_computes_side_by_side(
+    architecture: str, build: Build, embedder: Load, texts: list[str]
+) -> None:
+    alone, beside = (embedder(build(architecture), lanes=lanes) for lanes in (1, 4))
+    many = texts * 20
+    expected, found = (
+        compute(
+            model,
+            prepare(model, many, {}),
+            {},
+            partial(plan, max_batch_tokens=64, max_batch_size=4, pads=model.pads),
+        )[0]
+        for model in (alone, beside)
+    )
+    assert found == expected
 
 
 def test_a_pass_that_has_no_room_is_halved(
