@@ -38,6 +38,7 @@ CLIENT_SIDE = {"batchery_worker.demo"}
 #: Who may touch the environment besides settings.py, and why.
 ENVIRONMENT = {
     "batchery.settings": "reads every setting",
+    "batchery_worker.process": "hands its own environment on to the processes that it starts",
     "batchery_worker.stack": "hands its own environment on to the processes that it starts",
 }
 
