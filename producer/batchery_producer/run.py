@@ -19,7 +19,7 @@ from batchery_producer.patience import GaveUp, Interrupted
 from batchery_producer.publish import Publisher
 from batchery_producer.rate import Rate
 from batchery_producer.records import Broken, Record
-from batchery_producer.silence import HINT_S
+from batchery_producer.silence import Silence
 from batchery_producer.summary import Ending, Snapshot, Summary
 from batchery_producer.window import Place, Window
 
@@ -104,18 +104,15 @@ class Run:
         self._lost = lost
         self._total = total
         self._keep_results = keep_results
-        self._timeout_s = timeout_s
         self._stop = stop
         self._stop_at_failure = stop_at_failure
         self._progress = progress
-        self._explain = explain
-        self._notice = notice
+        self._silence = Silence(explain, notice, timeout_s)
         self._figures = figures or Figures()
         self._submitted = self._succeeded = self._failed = 0
         self._written: list[str] = []
-        self._began_s = self._flushed_s = self._heard_s = time.monotonic()
+        self._began_s = self._flushed_s = time.monotonic()
         self._rate = Rate(self._began_s)
-        self._hinted = False
         self._stopped_by: tuple[Place, str] | None = None
 
     def run(self) -> Summary:
@@ -165,7 +162,8 @@ class Run:
         if self._stopped_by is not None:
             place, why = self._stopped_by
             raise Stopped(f"stopped at {self._output.place(place)}: {why}")
-        self._check_silence()
+        if self._window and (over := self._silence.check()):
+            raise GaveUp(over)
 
     def _patience_s(self) -> float:
         """How long to wait for results."""
@@ -195,7 +193,7 @@ class Run:
         if not records:
             return
         if not self._window:
-            self._heard_s = time.monotonic()
+            self._silence.heard()
         jobs = {self._task_id(record): record for record in records}
         # In flight before they are sent: an attempt that fails may have sent them all the same.
         places = {
@@ -216,7 +214,7 @@ class Run:
         for task_id, answer in ended:
             if self._note(task_id, self._window.settle(task_id), answer):
                 self._written.append(task_id)
-            self._heard_s, self._hinted = time.monotonic(), False
+            self._silence.heard()
         if time.monotonic() - self._flushed_s >= FLUSH_S:
             self._flush()
 
@@ -251,16 +249,6 @@ class Run:
         if not self._keep_results:
             self._collector.forget(self._written)
         self._written.clear()
-
-    def _check_silence(self) -> None:
-        if not self._window:
-            return
-        silent_s = time.monotonic() - self._heard_s
-        if self._timeout_s is not None and silent_s > self._timeout_s:
-            raise GaveUp(f"no result for {self._timeout_s:g} s: {self._explain()}")
-        if silent_s > HINT_S and not self._hinted:
-            self._hinted = True
-            self._notice(f"no result for {silent_s:.0f} s: {self._explain()}")
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_s

@@ -1,13 +1,14 @@
 """Why does nothing come? Asks the broker and the workers, and says it in one sentence."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from celery import Celery
 
 from batchery.errors import SettingsError
 
-#: Silence after which a run or a stream says once what it is waiting for, in seconds.
+#: Silence after which it is said once what is being waited for, in seconds.
 HINT_S = 20.0
 
 #: How long workers may take to answer, in seconds. All that answer in this time are heard.
@@ -15,6 +16,39 @@ ASK_S = 1.0
 
 #: Tasks that a message names at most.
 MOST_NAMED = 8
+
+
+class Silence:
+    """Watches that results come, and says why none may."""
+
+    def __init__(
+        self, explain: Callable[[], str], notice: Callable[[str], None], timeout_s: float | None
+    ) -> None:
+        """Begins to listen.
+
+        Args:
+            explain: Says why nothing may be coming.
+            notice: Gets a line for the user, once in each silence that lasts `HINT_S`.
+            timeout_s: Longest silence, in seconds; None for no limit.
+        """
+        self._explain = explain
+        self._notice = notice
+        self._timeout_s = timeout_s
+        self.heard()
+
+    def heard(self) -> None:
+        """A result has come, or nothing was awaited until now."""
+        self._heard_s, self._hinted = time.monotonic(), False
+
+    def check(self) -> str:
+        """Returns what to say of a silence that has lasted too long; else nothing."""
+        silent_s = time.monotonic() - self._heard_s
+        if self._timeout_s is not None and silent_s > self._timeout_s:
+            return f"no result for {self._timeout_s:g} s: {self._explain()}"
+        if silent_s > HINT_S and not self._hinted:
+            self._hinted = True
+            self._notice(f"no result for {silent_s:.0f} s: {self._explain()}")
+        return ""
 
 
 def check_workers(app: Celery, task: str, queue: str) -> None:

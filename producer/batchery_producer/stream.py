@@ -1,7 +1,6 @@
 """A stream of items through a task: some in flight, outcomes as they come or in order."""
 
 import logging
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
@@ -15,7 +14,7 @@ from batchery_producer.outlet import Outlet
 from batchery_producer.packs import Outcome, header_of, outcomes_of
 from batchery_producer.patience import Patience
 from batchery_producer.publish import Publisher
-from batchery_producer.silence import HINT_S, explain_silence
+from batchery_producer.silence import Silence, explain_silence
 from batchery_producer.template import uuids
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,6 @@ class Stream:
         self._size = per_job or 1
         self._window = window
         self._ordered = ordered
-        self._timeout_s = timeout_s
         self._keep_results = keep_results
         self._progress = progress
         self._outlet = Outlet(app, Patience(), persistent=True)
@@ -83,8 +81,7 @@ class Stream:
         self._read: list[str] = []
         self._exhausted = False
         self._sent = self._done = self._failed = self._yielded = 0
-        self._heard_s = 0.0
-        self._hinted = False
+        self._silence = Silence(self._why, logger.warning, timeout_s)
 
     def run(self) -> Generator[Outcome, None, None]:
         """Yields one outcome per item.
@@ -94,13 +91,14 @@ class Stream:
             GaveUp: Redis stays away.
             EncodeError: kombu's, for an item that cannot be serialized.
         """
-        self._heard_s = time.monotonic()
+        self._silence.heard()
         try:
             while not (self._exhausted and not self._jobs):
                 sent = self._send() if self._has_room else 0
                 yield from self._receive(0.0 if sent else WAIT_S)
                 self._progress(Progress(self._sent, self._done, self._failed))
-                self._check_silence()
+                if self._jobs and (over := self._silence.check()):
+                    raise NoResult(over)
         finally:
             self._end()
 
@@ -132,7 +130,7 @@ class Stream:
         if not items:
             return
         if not self._jobs:
-            self._heard_s = time.monotonic()
+            self._silence.heard()
         starts = range(0, len(items), size)
         ids = uuids(len(starts))
         jobs = {
@@ -148,7 +146,7 @@ class Stream:
 
     def _receive(self, wait_s: float) -> Iterator[Outcome]:
         for task_id, answer in self._collector.collect(wait_s):
-            self._heard_s = time.monotonic()
+            self._silence.heard()
             self._note_read(task_id)
             indexes = self._jobs.pop(task_id)
             for outcome in outcomes_of(answer, indexes, self._is_packed, self._app.backend):
@@ -174,16 +172,6 @@ class Stream:
     def _forget(self) -> None:
         read, self._read = self._read, []
         self._collector.forget(read)
-
-    def _check_silence(self) -> None:
-        if not self._jobs:
-            return
-        silent_s = time.monotonic() - self._heard_s
-        if self._timeout_s is not None and silent_s > self._timeout_s:
-            raise NoResult(f"no result for {self._timeout_s:g} s: {self._why()}")
-        if silent_s > HINT_S and not self._hinted:
-            self._hinted = True
-            logger.warning("no result for %.0f s: %s", silent_s, self._why())
 
     def _why(self) -> str:
         return explain_silence(self._app, self._task, self._publisher.queue)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from celery import Celery
 from redis import Redis
 
@@ -55,19 +54,11 @@ def test_two_databases_of_one_server_are_one_step(
         assert worker.stop() == 0
 
 
-@pytest.fixture
-def other(tmp_path: Path) -> Iterator[OwnRedis]:
-    server = OwnRedis(tmp_path / "other")
-    server.start()
-    yield server
-    server.kill()
-
-
 def test_with_two_servers_results_are_stored_first_and_acknowledged_then(
-    start_worker: StartWorker, redis_url: str, other: OwnRedis
+    start_worker: StartWorker, redis_url: str, own_redis: OwnRedis
 ) -> None:
-    worker = start_worker("apps.commits", env={"CELERY_RESULT_BACKEND": other.url})
-    with client(redis_url, other.url) as app:
+    worker = start_worker("apps.commits", env={"CELERY_RESULT_BACKEND": own_redis.url})
+    with client(redis_url, own_redis.url) as app:
         jobs: list[Any] = [app.send_task("apps.commits.shout", ("far",)) for _ in range(3)]
         assert {job.get(timeout=TIMEOUT_S)[:3] for job in jobs} == {"FAR"}
         wait_for(lambda: not has_leases(redis_url), "no lease is left")
@@ -76,22 +67,23 @@ def test_with_two_servers_results_are_stored_first_and_acknowledged_then(
 
 
 def test_a_time_limit_does_not_count_while_results_wait_for_redis(
-    start_worker: StartWorker, other: OwnRedis, tmp_path: Path
+    start_worker: StartWorker, own_redis: OwnRedis, tmp_path: Path
 ) -> None:
     worker = start_worker(
-        "apps.commits", env={"CELERY_BROKER_URL": other.url, "CELERY_RESULT_BACKEND": other.url}
+        "apps.commits",
+        env={"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url},
     )
     (device,) = worker.devices()
     path = tmp_path / "job"
-    with client(other.url, other.url) as app:
+    with client(own_redis.url, own_redis.url) as app:
         job: Any = app.send_task("apps.commits.hurry_at", (str(path),))
         wait_for(path.exists, "the job runs")
-        other.kill()
+        own_redis.kill()
         Path(f"{path}.go").touch()
         wait_for(lambda: "results wait for Redis" in worker.log, "the result waits")
         time.sleep(1.5)  # Longer than the limit.
-        other.start()
-        wait_for(lambda: stored(other.url, job.id), "the result is stored")
+        own_redis.start()
+        wait_for(lambda: stored(own_redis.url, job.id), "the result is stored")
         assert job.get(timeout=TIMEOUT_S) == str(path)
     assert path.read_text() == "x"
     assert device.is_running()

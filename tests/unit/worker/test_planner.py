@@ -45,16 +45,23 @@ def fits(lengths: list[int], part: list[int], tokens: int, size: int, *, pads: b
     return len(part) == 1 or (len(part) <= size and count(lengths, part) <= tokens)
 
 
-@given(lengths=Lengths, tokens=Tokens, size=Size, pads=st.booleans(), pass_tokens=Pass)
+@given(
+    lengths=Lengths,
+    tokens=Tokens,
+    size=Size,
+    pads=st.booleans(),
+    pass_tokens=Pass,
+    lanes=st.just(1) | st.integers(2, 16),
+)
 def test_a_plan_keeps_every_promise(
-    lengths: list[int], tokens: int, size: int, pads: bool, pass_tokens: int
+    lengths: list[int], tokens: int, size: int, pads: bool, pass_tokens: int, lanes: int
 ) -> None:
-    parts = plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens)
+    parts = plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens, lanes=lanes)
     flat = [index for part in parts for index in part]
     assert sorted(flat) == list(range(len(lengths)))
     assert [lengths[index] for index in flat] == sorted(lengths, reverse=True)
     assert all(part and fits(lengths, part, tokens, size, pads=pads) for part in parts)
-    assert plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens) == parts
+    assert plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens, lanes=lanes) == parts
 
 
 @given(
@@ -114,17 +121,6 @@ def test_a_packed_micro_batch_ends_only_where_a_limit_says_so(
     parts = plan(lengths, tokens, size, pads=False)
     for part, following in pairwise(parts):
         assert len(part) == size or packed(lengths, [*part, following[0]]) > tokens
-
-
-@given(lengths=Lengths, tokens=Tokens, size=Size, pads=st.booleans(), lanes=st.integers(2, 16))
-def test_a_plan_for_several_lanes_keeps_every_promise(
-    lengths: list[int], tokens: int, size: int, pads: bool, lanes: int
-) -> None:
-    parts = plan(lengths, tokens, size, pads=pads, lanes=lanes)
-    flat = [index for part in parts for index in part]
-    assert sorted(flat) == list(range(len(lengths)))
-    assert [lengths[index] for index in flat] == sorted(lengths, reverse=True)
-    assert all(part and fits(lengths, part, tokens, size, pads=pads) for part in parts)
 
 
 @given(
