@@ -36,7 +36,7 @@ from batchery.errors import (
 )
 from batchery.install import install, register
 from batchery.model import Model
-from batchery.outcome import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.results import Classification, Embedding, to_numpy
 from batchery.settings import ModelSettings, Settings
 from batchery.task import BatchTask

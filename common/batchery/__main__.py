@@ -1,6 +1,6 @@
 """`python -m batchery` is the `batchery` command."""
 
-from batchery.cli import main
+from batchery.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="batchery")

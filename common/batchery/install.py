@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 POOL = "batchery_worker.pool:BatchPool"
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
-STEP = "batchery_worker.step:BatchStep"
+STEP = "batchery_worker.bootstep:BatchStep"
 
 #: Where the built-in kinds live; a path, so that a producer never imports torch.
 KINDS = {

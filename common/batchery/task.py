@@ -4,51 +4,79 @@ import inspect
 import threading
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
-from contextvars import ContextVar
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from celery import Task, uuid
+from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.task import Context
-from celery.canvas import Signature
+from celery.canvas import Signature, maybe_signature
 from celery.result import AsyncResult, ResultSet
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
 
-from batchery import packed
-from batchery.context import BatchContext, JobContext, looking_at
-from batchery.delivery import Delivery
+from batchery.completion import current_completion
 from batchery.errors import BatchArgumentError, InvalidItem
-from batchery.execute import compute, prepare, run_function
+from batchery.execution.batch import compute, prepare, run_function
 from batchery.model import Model
-from batchery.outcome import Answered, Failed, Replace, RetryAfter
+from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.protocol import multi_item
+from batchery.request import BatchContext, JobContext, looking_at
+
+#: Threads of an ordinary pool may all want a model that is not loaded yet: one copy is enough.
+_loading = threading.Lock()
+
+#: Sends many jobs at once; a path, as the producer's package imports this one.
+SEND_MANY = "batchery_producer.submit_many:send_many"
+
+#: So many jobs are worth a connection of their own.
+MANY = 16
+
+
+class Delivery:
+    """Turns one outcome into what Celery expects of a task: a value or an exception.
+
+    Stands in for the task where Celery's own autoretry is applied, so that `autoretry_for` sees the
+    exception of one job. Everything but `run` is the task's.
+    """
+
+    def __init__(self, task: "BatchTask") -> None:
+        self.__dict__["_task"] = task
+        add_autoretry_behaviour(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_orig_run":
+            raise AttributeError(name)
+        return getattr(self._task, name)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._task, name)
+
+    def run(self, outcome: Any) -> Any:
+        """Returns a value, or raises what says that there is none."""
+        if isinstance(outcome, Failed):
+            raise outcome.exception
+        if isinstance(outcome, Ignore | Reject):
+            raise outcome
+        if isinstance(outcome, RetryAfter):
+            raise self._task.retry(countdown=outcome.seconds, exc=outcome.error)
+        if isinstance(outcome, Replace):
+            return self._replace(outcome.signature)
+        return outcome
+
+    def _replace(self, signature: Signature[Any]) -> Any:
+        # A device has sent it as plain data.
+        whole: Any = maybe_signature(signature, app=self._task.app)
+        if self._task.request.called_directly:
+            # There is no caller to wait for another job: it runs here, as this one has.
+            return whole.apply().get()
+        return self._task.replace(whole)
+
 
 if TYPE_CHECKING:
     _Task = Task[..., Any]
 else:
     _Task = Task
-
-
-class Computed(NamedTuple):
-    """An outcome that a device has computed, waiting for Celery's tracer to ask for it."""
-
-    task_id: str
-    outcome: Any
-
-
-#: Set around the tracer by the batch pool: the task then answers with it, and computes nothing.
-computed: ContextVar[Computed | None] = ContextVar("batchery_computed", default=None)
-
-
-#: Threads of an ordinary pool may all want a model that is not loaded yet: one copy is enough.
-_loading = threading.Lock()
-
-
-#: Sends many jobs at once; a path, as the producer's package imports this one.
-SEND_MANY = "batchery_producer.many:send_many"
-
-#: So many jobs are worth a connection of their own.
-MANY = 16
 
 
 class BatchTask(_Task):
@@ -96,10 +124,9 @@ class BatchTask(_Task):
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Answers for one job: with the outcome a device computed, or by running a batch of one."""
-        known = computed.get()
-        if known is not None and known.task_id == self.request.id:
-            computed.set(None)
-            outcome = known.outcome
+        completion = current_completion()
+        if completion is not None and completion.answers(self.request.id):
+            outcome = completion.answer()
         else:
             outcome = self._run_here(only_item(self.name, args), keywords)
         return self._delivery.run(outcome)
@@ -108,15 +135,15 @@ class BatchTask(_Task):
         request: Context = self.request
         own = request.args is not None and len(request.args) == 1 and request.args[0] is argument
         try:
-            header = (request.headers or {}).get(packed.HEADER) if own else None
-            items, is_packed = packed.items_of(argument, header)
+            header = (request.headers or {}).get(multi_item.HEADER) if own else None
+            items, is_packed = multi_item.items_of(argument, header)
         except InvalidItem as error:
             return Failed(error)
         # Called from inside another job, this is none: that one's request says nothing of it.
         state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
         around = partial(self._looking_at, state)
         outcomes = run_function(self.run, items, keywords, around=around)
-        return packed.result_of(outcomes) if is_packed else outcomes[0]
+        return multi_item.result_of(outcomes) if is_packed else outcomes[0]
 
     def run_batch(self, items: list[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """Runs one batch in this process; returns one outcome per item, in order."""

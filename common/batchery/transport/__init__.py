@@ -1,8 +1,8 @@
 """A kombu transport that leases messages in bulk; any Celery app on Redis can use it.
 
 `install(app)` puts it in the place of kombu's own for `redis://`, `rediss://` and `sentinel://`.
-Without Batchery's pool: `broker_transport = "batchery.transport:Transport"`. On the wire nothing
-differs: producers and workers with kombu's Redis transport share the queues.
+An app without Batchery's pool sets `broker_transport = "batchery.transport:Transport"`. Nothing
+differs on the wire: producers and workers with kombu's Redis transport share the queues.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import kombu.transport
 from kombu.transport import redis as kombu_redis
 
 from batchery.transport.channel import Channel, SentinelChannel
-from batchery.transport.poller import SWEEP_S, Poller
+from batchery.transport.poller import SWEEP_INTERVAL_S, Poller
 
 __all__ = ["SentinelTransport", "Transport", "use_leases"]
 
@@ -37,18 +37,18 @@ class Transport(_Transport):  # type: ignore[misc]
         timer = getattr(cycle, "_sweep_tref", None)
         if timer is not None:
             timer.cancel()
-        cycle._sweep_tref = loop.call_repeatedly(SWEEP_S, cycle.sweep)
+        cycle._sweep_tref = loop.call_repeatedly(SWEEP_INTERVAL_S, cycle.sweep)
         loop.on_tick.add(cycle.flush)
 
     def _collect(self, connection: Any) -> None:
-        """Kombu's name for leaving a connection that broke: its leases are kept."""
+        """Leaves a connection that broke, and keeps its leases; the name is kombu's."""
         for channel in list(self.channels):
             channel.is_broken = True
         self.close_connection(connection)
 
 
 class SentinelTransport(Transport):
-    """The same behind Redis Sentinel."""
+    """The same transport, behind Redis Sentinel."""
 
     default_port = 26379
     Channel = SentinelChannel
@@ -57,8 +57,8 @@ class SentinelTransport(Transport):
 def use_leases() -> None:
     """Makes this the transport of Redis URLs in this process.
 
-    By their schemes, not by the setting `broker_transport`: that would not survive a failover to
-    the next URL of a list, and would hold for brokers that are no Redis.
+    It goes by the URL's scheme. The setting `broker_transport` would not survive a failover to the
+    next URL of a list, and would also apply to brokers that are no Redis.
     """
     for scheme, name in (
         ("redis", "Transport"),

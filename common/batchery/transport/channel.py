@@ -1,37 +1,80 @@
-"""A kombu channel that leases messages, many at a time, instead of popping them one by one.
-
-While there is nothing to take, it waits without popping: Redis tracks the queues' keys for its
-connection and says when one of them changes.
-"""
+"""A kombu channel that leases messages, many at a time, instead of popping them one by one."""
 
 import contextlib
 from collections.abc import Mapping
 from queue import Empty
 from time import monotonic
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 from kombu.transport import redis as kombu_redis
 
-from batchery.transport.clients import ConnectingChannel
-from batchery.transport.drain import Drain, leave_fenced, refusals
-from batchery.transport.heart import Heart
-from batchery.transport.inbox import Inbox
-from batchery.transport.ledger import Ledger
-from batchery.transport.ledgers import lend, retire
-from batchery.transport.message import Message
+from batchery.transport.codec import Message
+from batchery.transport.consume import Drain, Inbox, leave_fenced, refusals_as_lost_connection
+from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
+from batchery.transport.membership import Heartbeat
+from batchery.transport.outbox import OutboxChannel
 from batchery.transport.qos import QoS
-from batchery.transport.sending import SendingChannel
 
-#: Transport options beside kombu's.
+if TYPE_CHECKING:
+    _Channel: Any
+else:
+    _Channel = object
+
+#: How long an answer of Redis may take, in seconds, unless a transport option says otherwise. The
+#: event loop waits for it, and a connection may be dead without telling.
+SOCKET_TIMEOUT_S = 10.0
+
+#: Transport options in addition to kombu's.
 OPTIONS = ("leases", "lease_expiry_s", "queue_prefetch", "drain_messages")
 
 
-class LeasingChannel(ConnectingChannel, SendingChannel):
-    """Mixed into kombu's Redis channels.
+class ConnectingChannel(_Channel):  # type: ignore[misc]
+    """How a channel connects; mixed into kombu's Redis channels."""
 
-    A channel that never consumes with acknowledgements, as that of a client does, is kombu's own.
+    #: The client for single commands.
+    _client_for_commands: Any = None
+
+    def _connparams(self, asynchronous: bool = False) -> dict[str, Any]:
+        if self.connection is None or self.connection.client is None:
+            # Kombu itself stumbles over that, with an error that ends Celery's worker.
+            raise redis.ConnectionError("the channel is closed")
+        params: dict[str, Any] = super()._connparams(asynchronous)
+        if params.get("socket_timeout") is None:
+            params["socket_timeout"] = SOCKET_TIMEOUT_S
+        if asynchronous:
+            params["protocol"] = 3  # Pushes need RESP3.
+        return params
+
+    def _create_client(self, asynchronous: bool = False) -> Any:
+        if asynchronous:
+            return super()._create_client(asynchronous=True)
+        # Kombu makes a client for each command: 0.1 ms, a tenth of what `delay` and `get` cost.
+        known = self._client_for_commands
+        if known is None or known.connection_pool is not self.pool:
+            known = self._client_for_commands = super()._create_client()
+        return known
+
+    def _make_separate_client(self, timeout_s: float) -> Any:
+        """Makes a client with its own connection pool: it outlives the channel."""
+        pool = self._get_pool()
+        given = pool.connection_kwargs.get("socket_timeout") or timeout_s
+        pool.connection_kwargs["socket_timeout"] = min(given, timeout_s)
+        return redis.Redis(connection_pool=pool)
+
+    def _database_identity(self) -> tuple[Any, ...]:
+        """What tells the broker's database from all others."""
+        params = self._connparams()
+        names = [str(params.get(name)) for name in ("host", "port", "path", "db")]
+        # Behind one Sentinel there may be several masters.
+        return (*names, getattr(self, "master_name", None), self.global_keyprefix)
+
+
+class LeasingChannel(ConnectingChannel, OutboxChannel):
+    """How a channel leases; mixed into kombu's Redis channels.
+
+    A channel that never consumes with acknowledgements, such as a client's, stays kombu's own.
     """
 
     QoS = QoS
@@ -39,25 +82,25 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
 
     #: Transport option: False makes this kombu's own channel.
     leases = True
-    #: Transport option: after which silence of a worker others take its jobs, in seconds.
+    #: Transport option: silence of a worker, in seconds, after which others take its jobs.
     lease_expiry_s = 5.0
-    #: Transport option: how many unsettled messages a queue may have here, by queue name; without
-    #: an entry as many as the prefetch allows.
+    #: Transport option: how many unsettled messages of a queue this worker may hold, by queue name;
+    #: a queue without an entry has the whole prefetch.
     queue_prefetch: Mapping[str, int] = MappingProxyType({})
-
-    #: Transport option: most messages of one drain. Other workers take theirs in between.
+    #: Transport option: maximum number of messages of one drain. Other workers drain in between.
     drain_messages = 1000
 
-    ledger: Ledger | None = None
-    #: Takes in what was leased; there with the ledger.
+    #: None until the channel consumes with acknowledgements.
+    lease_store: LeaseStore | None = None
+    #: Takes in what was leased; exists once there is a lease store.
     inbox: Inbox
-    #: Asks for messages; there with the ledger.
+    #: Asks for messages; exists once there is a lease store.
     drain: Drain
     #: Whether the connection broke, so that leases outlive the channel.
     is_broken = False
 
-    #: What kombu's `_in_poll` stands for: an answer to a drain, or a push; with neither, a BRPOP of
-    #: kombu's own, which may be under way when the channel begins to lease.
+    #: What kombu's `_in_poll` stands for: an answer to a drain, or a push. If both are False, it is
+    #: a BRPOP of kombu's, which may be under way when the channel begins to lease.
     _draining = _waiting = False
     _brpop_sent_at: float | None
     _prepared: Any = None
@@ -73,8 +116,8 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
         result = super().basic_consume(queue, no_ack, callback, consumer_tag, **kwargs)
         if not self.leases or queue in self.active_fanout_queues:
             return result
-        if self.ledger is None and not no_ack:
-            self._open_ledger()
+        if self.lease_store is None and not no_ack:
+            self._open_lease_store()
 
         def deliver(payload: Any) -> None:
             message = self._message(payload)
@@ -88,11 +131,11 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
             callback(message)
 
         self.connection._callbacks[queue] = deliver
-        self.rouse()
+        self.ask_again()
         return result
 
     def _message(self, payload: Any) -> Any:
-        """The message, or None where it was leased and is malformed: then it is buried."""
+        """The message; None if it was leased and is malformed, and became a dead letter."""
         tag = payload["properties"]["delivery_tag"]
         try:
             return self.Message(payload, channel=self)
@@ -100,34 +143,35 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
             # A message may be malformed in any way.
             if not self.qos.is_leased(tag):
                 raise
-            self.inbox.bury(tag, error)
+            self.inbox.dead_letter(tag, error)
             return None
 
-    def _open_ledger(self) -> None:
-        def make() -> Ledger:
-            client = self._client_of_its_own(self._connparams()["socket_timeout"])
-            return Ledger(client, self.global_keyprefix, self.lease_expiry_s)
+    def _open_lease_store(self) -> None:
+        def make() -> LeaseStore:
+            client = self._make_separate_client(self._connparams()["socket_timeout"])
+            return LeaseStore(client, self.global_keyprefix, self.lease_expiry_s)
 
-        ledger = lend(self._place(), self, make)
+        store = acquire_lease_store(self._database_identity(), self, make)
         try:
-            if not ledger.is_open:
-                ledger.open()
-                ledger.heart = Heart(ledger, self._client_of_its_own(ledger.expiry_s / 2))
-                ledger.heart.start()
+            if not store.is_open:
+                store.open()
+                heartbeat = Heartbeat(store, self._make_separate_client(store.expiry_s / 2))
+                heartbeat.start()
+                store.heartbeat = heartbeat
         except BaseException:
-            retire(ledger)
+            discard_lease_store(store)
             raise
-        self.inbox = Inbox(self, ledger)
-        self.drain = Drain(self, ledger, self.inbox)
-        self.ledger = ledger
+        self.inbox = Inbox(self, store)
+        self.drain = Drain(self, store, self.inbox)
+        self.lease_store = store
 
     # Taking
 
     def _brpop_start(self, timeout: float | None = None) -> None:
-        if self.ledger is None:
+        if self.lease_store is None:
             super()._brpop_start(timeout)
             return
-        with refusals():
+        with refusals_as_lost_connection():
             self._raise_if_fenced()
             connection = self.client.connection
             if self._prepared is not connection._sock:
@@ -146,23 +190,23 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
         self._prepared = connection._sock
 
     def prepare_anew(self) -> None:
-        """Compares leases with Redis before more is taken, as with a new connection."""
+        """Compares leases with Redis before more messages are taken, as with a new connection."""
         self._prepared = None
-        self.rouse()
+        self.ask_again()
 
     def _raise_if_fenced(self) -> None:
-        if self.ledger is not None and self.ledger.fenced:
-            leave_fenced(self.ledger)
+        if self.lease_store is not None and self.lease_store.fenced:
+            leave_fenced(self.lease_store)
 
     def _brpop_read(self, **options: Any) -> bool:
-        if self.ledger is None or (self._in_poll and not (self._draining or self._waiting)):
+        if self.lease_store is None or (self._in_poll and not (self._draining or self._waiting)):
             return bool(super()._brpop_read(**options))
         connection = self.client.connection
         draining = self._draining
         self._draining = self._waiting = False
         self._in_poll = None
         try:
-            with refusals():
+            with refusals_as_lost_connection():
                 if not draining and not self._ask_at_once(connection):
                     raise Empty
                 answer = self.drain.read(connection)
@@ -181,9 +225,10 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
         return True
 
     def _ask_at_once(self, connection: Any) -> bool:
-        """Drains as a push has come; returns whether an answer is to be read.
+        """Drains because a push has come; returns whether an answer must be read.
 
-        It is waited for, as Redis answers sooner than the loop turns. The push is in front of it.
+        The answer is waited for, as Redis answers sooner than the loop turns. The push is in front
+        of it.
         """
         self._fruitless = False
         self._brpop_start()
@@ -194,12 +239,13 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
         return is_asked
 
     def _on_answer(self, answer: Any, connection: Any) -> None:
-        assert self.ledger is not None
+        assert self.lease_store is not None
         if answer is None:
-            self.ledger.fenced = True
+            self.lease_store.fenced = True
         elif self.drain.took_all or (self._fruitless and not answer):
             self._wait(connection)
-        # Else once more; if that brings nothing either, the key is no list: the next sweep.
+        # Otherwise the channel asks once more. If that brings nothing either, the key is no list,
+        # and the next sweep looks again.
         self._fruitless = self.drain.watches and not answer and not self.drain.took_all
 
     def _wait(self, connection: Any) -> None:
@@ -207,38 +253,38 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
         self._in_poll = connection
         self._brpop_sent_at = None  # No answer is owed.
 
-    def rouse(self) -> None:
+    def ask_again(self) -> None:
         """Looks into the queues again in the next turn of the loop."""
         if self._waiting:
             self._waiting = self._fruitless = False
             self._in_poll = None
 
     def sweep(self) -> None:
-        """Now and then: a wake-up that got lost must not hold up a job for ever.
+        """Looks for what was missed: a wake-up that got lost must not hold up a job for ever.
 
         Raises:
-            Fenced: Others took this worker's leases; also found where no more can be taken.
+            Fenced: Other workers took this one's leases; also found where no more can be taken.
             redis.RedisError: Redis does not answer.
         """
-        if self.ledger is None:
+        if self.lease_store is None:
             return
-        with refusals():
+        with refusals_as_lost_connection():
             self._raise_if_fenced()
-            self.ledger.flush()
+            self.lease_store.flush()
             connection = self._in_poll
             is_alive = connection and connection._sock is self._prepared
             if self._waiting and is_alive and not self.drain.nothing_came(connection):
-                self.rouse()
+                self.ask_again()
 
     def look_for_room(self) -> None:
         """Drains again where a queue had its share and no longer has."""
         if self._waiting and self.drain.left_some_out and self.has_room:
-            self.rouse()
+            self.ask_again()
 
     def read_push(self) -> None:
-        """Reads a wake-up for which nobody waits, as there is no room for more messages."""
+        """Reads a wake-up that nobody waits for, as there is no room for more messages."""
         with contextlib.suppress(*self.connection_errors):
-            # Redis-py drops a broken one; it is made anew when messages are wanted.
+            # redis-py drops a broken connection; it is made anew when messages are wanted.
             self.client.connection.read_response(push_request=True)
 
     def _on_connection_disconnect(self, connection: Any) -> None:
@@ -250,26 +296,27 @@ class LeasingChannel(ConnectingChannel, SendingChannel):
 
     def close(self) -> None:
         """Closes the channel; what it holds goes back, unless the connection broke."""
-        ledger = self.ledger
-        if ledger is None or self.closed:
+        store = self.lease_store
+        if store is None or self.closed:
             super().close()
             return
         self._end_poll()
         try:
             super().close()
         finally:
-            ledger.holder = None
+            store.holder = None
         if not self.is_broken:
-            retire(ledger)
-            ledger.heart.stop()
-            ledger.close()
+            discard_lease_store(store)
+            if store.heartbeat is not None:
+                store.heartbeat.stop()
+            store.close()
 
     def _end_poll(self) -> None:
         """Leaves nothing under way; what a drain brings just now is in the leases already."""
         if self._draining:
-            # Kombu uses this connection once more, and must not read that answer for its own.
+            # Kombu uses this connection once more, and must not take that answer for its own.
             self.client.connection.disconnect()
-        self.rouse()
+        self.ask_again()
 
 
 class Channel(LeasingChannel, kombu_redis.Channel):  # type: ignore[misc]

@@ -1,32 +1,42 @@
-"""The leases that a process holds, in its memory: no I/O."""
+"""The leases that a process holds, in its memory: no input or output."""
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
+
+
+class LeaseOwner(Protocol):
+    """Counts leased messages against the prefetch of a channel."""
+
+    def adopt(self, token: str) -> None:
+        """Counts a job that still runs, whose message came over a channel that is gone."""
+
+    def forget(self, token: str) -> None:
+        """Stops counting a message; from any thread."""
 
 
 @dataclass(slots=True)
 class Lease:
     """One message that this process answers for."""
 
-    #: Told when the lease ends: the QoS of the channel that counts the message, None in between.
-    owner: Any
-    #: The key of the queue that it came from.
+    #: Is told when the lease ends; None while no channel counts the message.
+    owner: LeaseOwner | None
+    #: Key of the queue that the message came from.
     key: str = ""
-    #: Set for a job that was on a device when its worker died: how often it was there alone.
+    #: How often the job ran alone in a worker that died; None if it is no suspect.
     deaths: int | None = None
-    #: Its field among the suspects.
+    #: The job's field among the suspects; None if it is no suspect.
     suspect: str | None = None
-    #: Set for a job whose completion has sent messages: the tag of its own.
+    #: Tag of the job's message, once its completion has published messages of its own.
     publish_tag: str | None = None
-    #: Set for a message that must not be taken once more: it is buried where it would have been
-    #: acknowledged.
-    letter: Mapping[str, Any] | None = None
+    #: Set for a message that must not be taken once more. Where the message would have been
+    #: acknowledged, it becomes this dead letter.
+    dead_letter: Mapping[str, Any] | None = None
 
 
 class Leases:
-    """Leases by token; changed by the event loop's thread, ended by any."""
+    """Leases by token; changed by the event loop's thread, ended by any thread."""
 
     def __init__(self) -> None:
         self._held: dict[str, Lease] = {}
@@ -39,61 +49,61 @@ class Leases:
     def __len__(self) -> int:
         return len(self._held)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(list(self._held))
 
     def get(self, token: str) -> Lease | None:
-        """The lease, if it is held."""
+        """The lease; None if it is not held."""
         return self._held.get(token)
 
-    def take(self, token: str, owner: Any, key: str) -> None:
-        """Enters one."""
+    def take(self, token: str, owner: LeaseOwner, key: str) -> None:
+        """Enters a lease."""
         self._held[token] = Lease(owner, key)
         self.last_token = max(self.last_token, int(token))
 
     def forget(self, token: str) -> Lease | None:
-        """Removes one, and tells its owner."""
+        """Removes a lease, and tells its owner."""
         lease = self._held.pop(token, None)
         if lease is not None and lease.owner is not None:
             lease.owner.forget(token)
         return lease
 
     def clear(self) -> None:
-        """Removes all, and tells nobody."""
+        """Removes all leases, and tells nobody."""
         self._held.clear()
 
     def by_key(self) -> Counter[str]:
-        """How many there are on messages of each queue key."""
+        """The number of leases on messages of each queue key."""
         return Counter(lease.key for lease in list(self._held.values()))
 
-    def owned_by(self, owner: Any) -> list[str]:
-        """Tokens that a channel counts."""
+    def owned_by(self, owner: LeaseOwner) -> list[str]:
+        """Tokens of the leases that an owner counts."""
         return [token for token, lease in self._held.items() if lease.owner is owner]
 
-    def abandon(self, owner: Any) -> None:
-        """Leaves what a channel counts to the next one."""
+    def abandon(self, owner: LeaseOwner) -> None:
+        """Leaves all leases of an owner to the next one."""
         for lease in self._held.values():
             if lease.owner is owner:
                 lease.owner = None
 
     def disown(self, tokens: Collection[str]) -> None:
-        """Leaves some to the next reconciliation, even with the same owner."""
+        """Leaves some leases to the next reconciliation, even if the owner stays the same."""
         for token in tokens:
             if lease := self._held.get(token):
                 lease.owner = None
 
     def adopt(
-        self, known: Collection[str], owner: Any, active: Collection[str]
+        self, known: Collection[str], owner: LeaseOwner, active: Collection[str]
     ) -> tuple[list[str], list[str]]:
-        """Compares what is here with what Redis knows, for a new owner.
+        """Compares what is held here with what Redis knows, for a new owner.
 
         Args:
             known: Tokens that Redis has.
-            owner: Counts all that is still held from now on.
+            owner: Counts everything that is still held from now on.
             active: Tokens of jobs that run.
 
         Returns:
-            Tokens that Redis has no more, and tokens that are to be delivered (again).
+            Tokens that Redis no longer has, and tokens of messages that must be delivered (again).
         """
         gone = []
         again = [token for token in known if token not in self._held]
@@ -112,6 +122,6 @@ class Leases:
 
 
 def split_value(value: bytes) -> tuple[str, bytes]:
-    """Queue key and message of a lease, as Redis has them."""
+    """Splits a lease as Redis has it into queue key and message."""
     key, _, message = value.partition(b"\0")
     return key.decode(), message

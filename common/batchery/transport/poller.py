@@ -1,4 +1,4 @@
-"""What waits for the connections of all channels; with additions for those that lease."""
+"""Waits for the connections of all channels; for those that lease, it does a little more."""
 
 from queue import Empty
 from time import monotonic
@@ -6,35 +6,35 @@ from typing import TYPE_CHECKING, Any
 
 from kombu.transport.redis import MultiChannelPoller
 
-from batchery.transport.drain import refusals
+from batchery.transport.consume import refusals_as_lost_connection
 
 if TYPE_CHECKING:
     _Poller: Any
 else:
     _Poller = MultiChannelPoller
 
-#: How often an idle worker looks into its queues although nobody called, in seconds.
-SWEEP_S = 1.0
+#: How often an idle worker looks into its queues although nothing woke it, in seconds.
+SWEEP_INTERVAL_S = 1.0
 
 
 class Poller(_Poller):  # type: ignore[misc]
-    """Kombu's, for channels that may wait for a wake-up instead of an answer."""
+    """Kombu's poller, for channels that may wait for a wake-up instead of an answer."""
 
     def __init__(self) -> None:
         super().__init__()
         self._swept_s = monotonic()
 
     def on_poll_start(self) -> None:
-        """Sends what is to be sent before the loop waits."""
+        """Asks for more messages where there is room, before the loop waits."""
         for channel in self._channels:
-            if channel.ledger is not None:
+            if channel.lease_store is not None:
                 channel.look_for_room()
         super().on_poll_start()
 
     def on_readable(self, fileno: int) -> Any:
         """Reads what has come."""
         channel, kind = self._fd_to_chan.get(fileno, (None, None))
-        unasked = kind == "BRPOP" and channel.ledger is not None and not channel._in_poll
+        unasked = kind == "BRPOP" and channel.lease_store is not None and not channel._in_poll
         if unasked and fileno not in self._paused_brpop:
             # Kombu would take it for the end of the connection.
             channel.read_push()
@@ -51,23 +51,25 @@ class Poller(_Poller):  # type: ignore[misc]
             channel.sweep()
 
     def flush(self) -> None:
-        """Sends what waits; raises as `sweep` does."""
+        """Sends the acknowledgements that wait; raises as `sweep` does."""
         for channel in list(self._channels):
-            if channel.ledger is not None:
-                with refusals():
-                    channel.ledger.flush()
+            if channel.lease_store is not None:
+                with refusals_as_lost_connection():
+                    channel.lease_store.flush()
 
     def get(self, callback: Any, timeout: float | None = None) -> None:
         """Waits for messages where there is no event loop, and no timer."""
-        if not any(channel.ledger is not None for channel in self._channels):
+        if not any(channel.lease_store is not None for channel in self._channels):
             super().get(callback, timeout)
             return
         before = self._handed_over()
         self.flush()
         try:
-            super().get(callback, SWEEP_S if timeout is None else min(timeout, SWEEP_S))
+            super().get(
+                callback, SWEEP_INTERVAL_S if timeout is None else min(timeout, SWEEP_INTERVAL_S)
+            )
         except Empty:
-            if monotonic() - self._swept_s >= SWEEP_S:
+            if monotonic() - self._swept_s >= SWEEP_INTERVAL_S:
                 self._swept_s = monotonic()
                 self.sweep()
             # On a new connection, messages may have come without an event.
@@ -75,4 +77,4 @@ class Poller(_Poller):  # type: ignore[misc]
                 raise
 
     def _handed_over(self) -> int:
-        return sum(each.inbox.count for each in self._channels if each.ledger is not None)
+        return sum(each.inbox.count for each in self._channels if each.lease_store is not None)

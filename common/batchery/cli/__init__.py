@@ -1,0 +1,1 @@
+"""The command `batchery`: its group, and the subcommands that need only a client."""

@@ -1,0 +1,175 @@
+"""A survey as tables for the terminal."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from batchery.cli.survey import Survey
+
+#: What stands where there is no figure yet.
+NONE = "-"
+
+#: A full bar of the size distribution, in characters.
+BAR_WIDTH = 20
+
+#: Colour of a device's state; a state that is not here has none.
+STATE_STYLES = {"ready": "green", "starting": "yellow", "dead": "bold red"}
+
+
+def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
+    """Draws a survey.
+
+    Args:
+        now: What to draw.
+        before: An earlier survey, for rates, and to see who no longer answers.
+    """
+    silent = sorted(set(before.workers) - set(now.workers)) if before is not None else []
+    parts: list[RenderableType] = []
+    for name, figures in sorted(now.workers.items()):
+        if "batches" in figures:
+            parts += [worker_table(name, figures, now.rates(name, before)), size_table(figures)]
+        else:
+            parts.append(Text(f"{name}: {figures.get('error', 'answers with something else')}"))
+    parts += [Text(f"{name}: no answer", style="red") for name in silent]
+    if not now.workers:
+        parts.append(Text("no worker answers; start one: celery -A APP worker"))
+    if now.queues:
+        parts.append(queue_table(now.queues))
+    if now.dead_letters:
+        parts.append(Text(f"dead letters: {now.dead_letters:,}; see `batchery dead list`", "red"))
+    return Group(*parts)
+
+
+def queue_table(queues: Mapping[str, int]) -> Table:
+    """Messages in the broker, per queue."""
+    table = Table("queue", box=box.SIMPLE)
+    table.add_column("jobs waiting in the broker", justify="right")
+    for name, depth in queues.items():
+        table.add_row(name, f"{depth:,}")
+    return table
+
+
+def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, float] | None) -> Table:
+    """The figures of one worker, a row each; means are over its whole life, rates are of now."""
+    table = Table(title=name, title_justify="left", box=box.SIMPLE, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for device, state in figures["devices"].items():
+        table.add_row(f"device {device}", _device(state))
+        table.add_row(f"memory of {device}", _memory(state))
+        for model, facts in state.get("models", {}).items():
+            table.add_row(f"{model} on {device}", _model(facts))
+            if "token_us" in facts:
+                table.add_row("", _costs(facts))
+    batches = figures["batches"]
+    oldest = _number(figures["oldest_waiting_s"], "s")
+    rows = {
+        "queues": ", ".join(figures["queues"]) or NONE,
+        "waiting here": f"{figures['waiting']:,} jobs, oldest {oldest}",
+        "now": _rates(rates),
+        "done": f"{batches['jobs']:,} jobs, {batches['items']:,} items in"
+        f" {batches['batches']:,} batches, {_number(batches['mean_batch_size'], 'items')} each",
+        "waited": _number(batches["mean_waited_ms"], "ms"),
+        "forward": _number(batches["mean_forward_ms"], "ms"),
+        "other stages": _stages(batches),
+        "padding waste": percent(batches["padding_waste"]),
+        "failed jobs": f"{batches['failed_jobs']:,}",
+        "device restarts": f"{batches['device_restarts']:,}",
+    }
+    # A worker of an earlier version does not say.
+    for task, cache in batches.get("caches", {}).items():
+        rows[f"cache of {task}"] = _cache(cache)
+    for label, text in rows.items():
+        table.add_row(label, text)
+    return table
+
+
+def size_table(figures: Mapping[str, Any]) -> Table:
+    """How many batches had how many items, as bars."""
+    sizes: Mapping[str, int] = figures["batches"]["batch_sizes"]
+    table = Table(title="Items per batch", title_justify="left", box=box.SIMPLE, show_header=False)
+    most = max(sizes.values(), default=1)
+    for size, count in sizes.items():
+        width = max(1, round(BAR_WIDTH * count / most))
+        table.add_row(size.replace("<=", "up to "), f"{count:,}", Text("█" * width, style="cyan"))
+    if not sizes:
+        table.add_row("no batch yet")
+    return table
+
+
+def percent(share: float | None) -> str:
+    """A share of 1 as people say it."""
+    return NONE if share is None else f"{100 * share:.0f} %"
+
+
+def _device(state: Mapping[str, Any]) -> Text:
+    return Text.assemble(
+        (state["state"], STATE_STYLES.get(state["state"], "")),
+        f", pid {state['pid']}, loaded in {state['load_s']:.1f} s,"
+        f" batches in flight: {state['batches_in_flight']}",
+    )
+
+
+def _memory(state: Mapping[str, Any]) -> str:
+    resident_kib, device = state.get("resident_kib"), state.get("memory")
+    parts = [f"{_mib(resident_kib * 1024)} of main memory"] if resident_kib else []
+    if device:
+        held, peak = _mib(device["reserved_bytes"]), _mib(device["peak_bytes"])
+        parts.append(f"{held} of the device, peak {peak}")
+    return ", ".join(parts) or NONE
+
+
+def _model(facts: Mapping[str, Any]) -> str:
+    failed = facts["out_of_memory"]
+    peak = f", peak {_mib(facts['peak_bytes'])}" if "peak_bytes" in facts else ""
+    return (
+        f"max_batch_tokens {facts['max_batch_tokens']:,}, chosen by {facts['chosen_by']}"
+        f"{f', out of memory {failed:,} times' if failed else ''}{peak}"
+    )
+
+
+def _cache(cache: Mapping[str, Any]) -> str:
+    error = f"; {cache['errors']:,} errors, {cache['error']}" if cache["errors"] else ""
+    return (
+        f"{percent(cache['hit_rate'])} of {cache['items']:,} items not computed:"
+        f" {cache['hits']:,} hits, {cache['folded']:,} folded;"
+        f" {cache['results']:,} results, {_mib(cache['bytes'])}{error}"
+    )
+
+
+def _costs(facts: Mapping[str, Any]) -> str:
+    """What a forward pass costs, as it was measured at the start or by recent batches."""
+    batches, useful = facts.get("fitted_batches"), facts.get("useful_items")
+    source = f"by {batches:,} batches" if batches else "as measured at the start"
+    enough = f"; {useful:,} items fill one" if useful else ""
+    return (
+        f"{facts['token_us']:,.1f} µs per token, {facts['item_us']:,.1f} µs per item,"
+        f" {facts['pass_ms']:,.2f} ms per pass, {source}{enough}"
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f} MiB"
+
+
+def _stages(batches: Mapping[str, Any]) -> str:
+    shown = {"prepare": "mean_prepare_ms", "between": "mean_queued_ms", "commit": "mean_commit_ms"}
+    # A worker of an earlier version does not say.
+    means = {label: batches.get(name) for label, name in shown.items()}
+    return ", ".join(f"{label} {_number(mean, 'ms')}" for label, mean in means.items())
+
+
+def _rates(rates: Mapping[str, float] | None) -> str:
+    if rates is None:
+        return NONE
+    shown = f"{rates['jobs_per_s']:,.1f} jobs/s, {rates['items_per_s']:,.1f} items/s"
+    failed = rates["failed_jobs_per_s"]
+    return f"{shown}, {failed:,.1f} failures/s" if failed else shown
+
+
+def _number(value: float | None, unit: str) -> str:
+    return NONE if value is None else f"{value:,.1f} {unit}"

@@ -1,0 +1,241 @@
+"""`batchery dead`: messages that nobody could execute, for people to decide about."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any, NoReturn
+
+import click
+import redis
+from celery import Celery
+from kombu.exceptions import OperationalError
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from batchery.cli.app import app_options, check_broker, load_app
+from batchery.errors import RedisUnavailable, SettingsError
+from batchery.transport.dead_letters import DeadLetter, DeadLetters
+
+#: Exit code where a dead letter that was named is not there.
+NOT_FOUND = 1
+
+#: Longest message that `show` prints without `--raw`, in characters.
+SHOWN_CHARS = 4000
+
+#: Width of the table, in characters, where the terminal does not say: enough for ids and reasons.
+TABLE_WIDTH = 160
+
+HELP = """Look after dead letters: messages that could not be executed.
+
+A message that cannot be understood, that names an unknown task, or that killed its device or its
+worker too often is neither run again nor thrown away. It is kept here, with the reason.
+"""
+
+
+@click.group(help=HELP)
+def dead() -> None:
+    """The group; see `HELP`."""
+
+
+@dead.command(name="list")
+@app_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per dead letter and line.")
+def list_(*, app_path: str, redis_url: str | None, as_json: bool) -> None:
+    """List all dead letters, oldest first."""
+    with opened(load_app(app_path, redis_url)) as letters:
+        if as_json:
+            for letter in letters:
+                click.echo(json.dumps(asdict(letter)))
+        else:
+            click.echo(draw(list(letters)))
+
+
+@dead.command()
+@click.argument("token")
+@app_options
+@click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
+@click.option("--raw", is_flag=True, help="Only the message, byte for byte.")
+@click.pass_context
+def show(
+    context: click.Context,
+    *,
+    token: str,
+    app_path: str,
+    redis_url: str | None,
+    as_json: bool,
+    raw: bool,
+) -> None:
+    """Show one dead letter: the reason, its headers, its message."""
+    with opened(load_app(app_path, redis_url)) as letters:
+        found = letters.get(token)
+    if found is None:
+        _leave_without(context, [token])
+    letter, message = found
+    if raw:
+        click.echo(message, nl=False)
+    elif as_json:
+        text = message.decode(errors="backslashreplace")
+        report = {**asdict(letter), "headers": headers_of(message), "message": text}
+        click.echo(json.dumps(report))
+    else:
+        click.echo(describe(letter, message))
+
+
+def _choice(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives a command `TOKEN...` and `--all`."""
+    tokens = click.argument("tokens", nargs=-1, metavar="[TOKEN]...")
+    every = click.option(
+        "--all", "every", is_flag=True, help="All dead letters that there are now."
+    )
+    return tokens(every(command))
+
+
+@dead.command()
+@_choice
+@app_options
+@click.pass_context
+def requeue(
+    context: click.Context,
+    *,
+    tokens: Sequence[str],
+    every: bool,
+    app_path: str,
+    redis_url: str | None,
+) -> None:
+    """Put dead letters back into their queues, behind the jobs that wait there.
+
+    They run like any other job, and their deaths are counted anew.
+    """
+    with opened(load_app(app_path, redis_url)) as letters:
+        chosen = _chosen(letters, tokens, every)
+        done = letters.requeue(chosen)
+    click.echo(f"requeued: {len(done)}")
+    _check_all_were_there(context, chosen, done, every)
+
+
+@dead.command()
+@_choice
+@app_options
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.pass_context
+def purge(
+    context: click.Context,
+    *,
+    tokens: Sequence[str],
+    every: bool,
+    app_path: str,
+    redis_url: str | None,
+    yes: bool,
+) -> None:
+    """Delete dead letters for good."""
+    with opened(load_app(app_path, redis_url)) as letters:
+        chosen = _chosen(letters, tokens, every)
+        if not yes:
+            click.confirm(f"Delete {len(chosen)} dead letters for good?", abort=True)
+        there = set(letters.tokens())
+        done = [token for token in chosen if token in there]
+        click.echo(f"deleted: {letters.purge(done)}")
+    _check_all_were_there(context, chosen, done, every)
+
+
+@contextmanager
+def opened(app: Celery) -> Iterator[DeadLetters]:
+    """The dead letters of an app's broker.
+
+    Raises:
+        RedisUnavailable: It does not answer, at first or later.
+        SettingsError: The broker is no Redis.
+    """
+    try:
+        check_broker(app)
+        with app.connection_for_read() as connection:
+            letters = DeadLetters.of(connection)
+            if letters is None:
+                raise SettingsError(
+                    f"dead letters are kept in Redis, but the broker is {connection.as_uri()}"
+                )
+            yield letters
+    except (OperationalError, redis.RedisError, OSError) as error:
+        raise RedisUnavailable(f"the broker does not answer: {error}; is it up?") from error
+
+
+def draw(letters: Sequence[DeadLetter]) -> str:
+    """A table of dead letters."""
+    if not letters:
+        return "no dead letters"
+    table = Table("token", "died", "queue", "task", "id", "reason", box=box.SIMPLE)
+    for letter in letters:
+        cells = (letter.queue, letter.task or "-", letter.id or "-", letter.reason)
+        table.add_row(letter.token, moment(letter.died_s), *map(printable, cells))
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, TABLE_WIDTH)
+    with console.capture() as capture:
+        console.print(table)
+    # Tables are filled up with spaces, which are a nuisance in a file or a mail.
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+
+
+def describe(letter: DeadLetter, message: bytes) -> str:
+    """A dead letter as people read it."""
+    headers = headers_of(message)
+    text = message.decode(errors="backslashreplace")
+    if len(text) > SHOWN_CHARS:
+        text = f"{text[:SHOWN_CHARS]}... ({len(message):,} bytes; --raw prints all)"
+    lines = {
+        "token": letter.token,
+        "died": moment(letter.died_s),
+        "queue": letter.queue,
+        "task": letter.task or "-",
+        "id": letter.id or "-",
+        "args": str(headers.get("argsrepr", "-")),
+        "kwargs": str(headers.get("kwargsrepr", "-")),
+        "reason": letter.reason,
+        "headers": json.dumps(headers, indent=2),
+        "message": text,
+    }
+    return "\n".join(f"{name + ':':<9}{printable(value)}" for name, value in lines.items())
+
+
+def headers_of(message: bytes) -> Mapping[str, Any]:
+    """Headers of a message; none where they cannot be read."""
+    try:
+        headers = json.loads(message)["headers"]
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return {}
+    return headers if isinstance(headers, dict) else {}
+
+
+def printable(text: str) -> str:
+    """A text that strangers wrote, without what would move a terminal's cursor."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
+    )
+
+
+def moment(seconds: float) -> str:
+    """A time as people read it, in UTC."""
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
+
+
+def _chosen(letters: DeadLetters, tokens: Sequence[str], every: bool) -> Sequence[str]:
+    if every == bool(tokens):
+        raise click.UsageError("say either which dead letters, by TOKEN, or --all")
+    return letters.tokens() if every else list(dict.fromkeys(tokens))
+
+
+def _check_all_were_there(
+    context: click.Context, chosen: Sequence[str], done: Sequence[str], every: bool
+) -> None:
+    missing = [token for token in chosen if token not in set(done)]
+    if missing and not every:
+        _leave_without(context, missing)
+
+
+def _leave_without(context: click.Context, tokens: Sequence[str]) -> NoReturn:
+    names = ", ".join(map(printable, tokens))
+    click.echo(f"batchery: error: no dead letter {names}; `batchery dead list` has all", err=True)
+    context.exit(NOT_FOUND)

@@ -1,0 +1,207 @@
+"""`batchery explain TASK_ID`: what became of one job, in one line."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import click
+from celery import Celery
+from celery.app.control import flatten_reply
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+from batchery.cli.app import app_options, check_backend, check_broker, load_app, timeout_option
+from batchery.errors import RedisUnavailable
+
+#: Exit codes of `batchery explain`.
+SUCCEEDED, FAILED, UNFINISHED, UNKNOWN = 0, 1, 3, 4
+
+#: State in Celery's result -> exit code; a job in any other state is on its way.
+ENDS = {"SUCCESS": SUCCEEDED, "FAILURE": FAILED, "REVOKED": FAILED}
+
+#: What a worker calls the states of a job -> what it does there.
+IN_WORKER = {
+    "active": "runs on",
+    "reserved": "waits in",
+    "scheduled": "waits for its time in",
+    "ready": "has ended in",
+}
+
+HELP = """Say what became of a job, and in which batch it ran.
+
+A job with a stored result is explained by it. Of any other one the workers are asked: is it
+waiting, active or scheduled there? A job that is still in its queue cannot be told from one that
+has expired or was never sent.
+
+\b
+Exit codes:
+  0  it succeeded
+  1  it failed, or was revoked
+  2  could not start: no such app, or its Redis does not answer
+  3  it is not finished
+  4  nothing is known of it
+"""
+
+#: How long workers may take to say whether they have the job, in seconds.
+ASK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """What is known of one job.
+
+    Attributes:
+        state: Celery's state, or `WAITING`, `ACTIVE`, `SCHEDULED`, `ENDED`, `UNKNOWN` of a job that
+            has no result.
+        text: What there is to say about it.
+        exit_code: Of the command that says it.
+        batch: Facts of the batch, as they are stored with the result.
+        error: Why the job failed, or is tried again.
+        worker: Where a job without a result is.
+    """
+
+    task_id: str
+    state: str
+    text: str
+    exit_code: int
+    batch: Mapping[str, Any] | None = None
+    error: str | None = None
+    worker: str | None = None
+
+    @property
+    def line(self) -> str:
+        """For people."""
+        return f"{self.state}: {self.text}"
+
+    def report(self) -> dict[str, Any]:
+        """For programs: the same as JSON has it."""
+        return {
+            "task_id": self.task_id,
+            "state": self.state,
+            "text": self.text,
+            "batch": self.batch and {**self.batch},
+            "error": self.error,
+            "worker": self.worker,
+        }
+
+
+def from_result(task_id: str, stored: Mapping[str, Any]) -> Whereabouts:
+    """Explains a job by its stored result.
+
+    Args:
+        task_id: Of the job.
+        stored: As `backend.get_task_meta` returns it.
+    """
+    state = str(stored["status"])
+    batch = stored.get("batch")
+    result = stored.get("result")
+    error = spell_error(result) if isinstance(result, BaseException) else None
+    known = describe_batch(batch) if batch else "no facts of a batch are stored with its result"
+    return Whereabouts(
+        task_id,
+        state,
+        f"{known}; {error}" if error else known,
+        ENDS.get(state, UNFINISHED),
+        batch=batch,
+        error=error,
+    )
+
+
+def from_workers(task_id: str, answers: Mapping[str, Any]) -> Whereabouts:
+    """Explains a job without a result by what the workers say of it.
+
+    Args:
+        task_id: Of the job.
+        answers: By worker, as `celery inspect query_task` has them.
+    """
+    for worker, found in sorted(answers.items()):
+        # A worker that could not understand the question answers with another dictionary.
+        job: Sequence[Any] | None = found.get(task_id)
+        if job is not None:
+            where = str(job[0])
+            state = {"reserved": "WAITING", "ready": "ENDED"}.get(where, where.upper())
+            text = f"{IN_WORKER.get(where, 'is in')} worker {worker}"
+            return Whereabouts(task_id, state, text, UNFINISHED, worker=worker)
+    who = f"none of {len(answers)} workers has it" if answers else "no worker answers"
+    if len(answers) == 1:
+        who = f"worker {next(iter(answers))} does not have it"
+    text = f"no result, and {who}: still in its queue, expired, or never sent"
+    return Whereabouts(task_id, "UNKNOWN", text, UNKNOWN)
+
+
+def describe_batch(batch: Mapping[str, Any]) -> str:
+    """The facts of a batch as a sentence; a fact that is not there is left out."""
+    size = batch.get("size")
+    device = f" on {batch['device']}" if batch.get("device") else ""
+    waited, padding = batch.get("waited_ms"), batch.get("padding")
+    prepare, queued, forward = (batch.get(f"{key}_ms") for key in ("prepare", "queued", "forward"))
+    parts = [
+        f"waited {duration(waited)}" if waited is not None else "",
+        f"batch {batch.get('id', '?')} of {size} item{'' if size == 1 else 's'}" if size else "",
+        f"{100 * padding:.0f} % padding" if padding is not None else "",
+        f"{duration(prepare)} to prepare" if prepare is not None else "",
+        f"{duration(queued)} between stages" if queued is not None else "",
+        f"{duration(forward)} forward{device}" if forward is not None else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def duration(milliseconds: float) -> str:
+    """A time with as many digits as anybody wants to know."""
+    if milliseconds >= 10_000:
+        return f"{milliseconds / 1e3:.1f} s"
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+
+
+def spell_error(error: BaseException) -> str:
+    """An exception in one line: its type and its text."""
+    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+
+
+@click.command(help=HELP)
+@click.argument("task_id")
+@app_options
+@timeout_option(ASK_S, "How long to wait for the workers' answers.")
+@click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
+@click.pass_context
+def explain(
+    context: click.Context,
+    *,
+    task_id: str,
+    app_path: str,
+    redis_url: str | None,
+    timeout_s: float,
+    as_json: bool,
+) -> None:
+    """Runs the command; see `HELP`."""
+    found = find(load_app(app_path, redis_url), task_id, timeout_s)
+    click.echo(json.dumps(found.report()) if as_json else found.line)
+    context.exit(found.exit_code)
+
+
+def find(app: Celery, task_id: str, timeout_s: float = ASK_S) -> Whereabouts:
+    """Looks for a job: in the result backend first, then in the workers.
+
+    Args:
+        app: Whose backend and workers are asked.
+        task_id: Of the job.
+        timeout_s: How long workers may take to answer; not waited for where there is a result.
+
+    Raises:
+        RedisUnavailable: Backend or broker does not answer.
+        SettingsError: The app stores no results.
+        StartError: A broker that is no Redis does not answer.
+    """
+    check_backend(app)
+    try:
+        stored = app.backend.get_task_meta(task_id)
+        if stored["status"] != "PENDING":
+            return from_result(task_id, stored)
+        check_broker(app)
+        replies = app.control.broadcast(
+            "query_task", arguments={"ids": [task_id]}, reply=True, timeout=timeout_s
+        )
+        return from_workers(task_id, flatten_reply(replies or []))
+    except (OperationalError, RedisError, OSError) as error:
+        raise RedisUnavailable(f"Redis does not answer: {error}; is it up?") from error

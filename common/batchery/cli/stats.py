@@ -1,0 +1,148 @@
+"""`batchery stats`: what the batches of all workers look like, live."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import click
+from celery import Celery
+from rich.console import Console
+from rich.live import Live
+
+from batchery.cli.app import app_options, check_broker, load_app, timeout_option
+from batchery.cli.dashboard import dashboard
+from batchery.cli.survey import Survey, survey
+from batchery.errors import StartError
+
+#: Time between two looks, in seconds; all of it is spent on waiting for the workers' answers.
+REFRESH_S = 1.0
+
+#: Exit code where no worker with batches answers.
+NOBODY = 1
+
+HELP = """Show what the batches of all workers look like, each second.
+
+Queue depths come from the broker, everything else from the workers. Messages do not say when they
+were sent, so "oldest" is the age of the oldest job that waits in a worker; what is still in the
+queue may be older. Rates are those between two looks.
+
+\b
+Exit codes:
+  0    shown
+  1    with --once: no worker with Batchery's pool answered
+  2    could not start: no such app, or its broker does not answer
+  130  interrupted
+"""
+
+
+@click.command(help=HELP)
+@app_options
+@click.option("--once", is_flag=True, help="Look twice, for the rates, and show it once.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per look, on a line each.")
+@timeout_option(REFRESH_S, "How long a look waits for the workers' answers.")
+@click.pass_context
+def stats(
+    context: click.Context,
+    *,
+    app_path: str,
+    redis_url: str | None,
+    once: bool,
+    as_json: bool,
+    timeout_s: float,
+) -> None:
+    """Runs the command; see `HELP`."""
+    app = load_app(app_path, redis_url)
+    context.exit(watch(app, once=once, as_json=as_json, timeout_s=timeout_s))
+
+
+def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_S) -> int:
+    """Shows the figures of all workers until Ctrl-C, or once.
+
+    Args:
+        app: Whose workers and queues they are.
+        once: Look twice and show the second look.
+        as_json: JSON lines instead of tables.
+        timeout_s: How long a look lasts.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        RedisUnavailable: The broker does not answer, or no longer, with `once`.
+        StartError: The broker is no Redis and does not answer.
+    """
+    check_broker(app)
+    if once:
+        return _show_once(app, as_json, timeout_s)
+    with _ctrl_c() as check:
+        if as_json:
+            _print_lines(app, timeout_s, check)
+        else:
+            _live(app, timeout_s, check)
+    return 0
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Callable[[], None]]:
+    """Remembers Ctrl-C; Python drops what is raised while a destructor happens to run."""
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        came = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if came:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
+    first = survey(app, timeout_s)
+    second = survey(app, timeout_s)
+    if as_json:
+        click.echo(json.dumps(second.report(first)))
+    else:
+        _print_tables(second, first)
+    return 0 if any("batches" in figures for figures in second.workers.values()) else NOBODY
+
+
+def _print_tables(now: Survey, before: Survey) -> None:
+    console = Console()
+    with console.capture() as capture:
+        console.print(dashboard(now, before))
+    # Tables are filled up with spaces, which are a nuisance in a file or a mail.
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n"))
+
+
+def _print_lines(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
+    before: Survey | None = None
+    while True:
+        now = survey(app, timeout_s)
+        check()
+        click.echo(json.dumps(now.report(before)))
+        before = now
+
+
+def _live(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
+    before: Survey | None = None
+    with Live("asking the workers ...", auto_refresh=False) as live:
+        while True:
+            check()
+            try:
+                now = survey(app, timeout_s)
+            except StartError as error:
+                # It was there: whoever watches wants to see when it comes back.
+                live.update(str(error), refresh=True)
+                time.sleep(timeout_s)
+                continue
+            live.update(dashboard(now, before), refresh=True)
+            before = now

@@ -1,0 +1,120 @@
+"""What all workers say of their batches at one moment, and how long their queues are."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from celery import Celery
+from celery.app.control import flatten_reply
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+from batchery.errors import RedisUnavailable
+from batchery.transport.dead_letters import DeadLetters
+
+#: Remote-control command that the workers answer.
+COMMAND = "batchery"
+
+#: What two surveys are compared by: figures per second over the time between them.
+RATES = ("jobs", "items", "batches", "failed_jobs")
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The answers of one moment.
+
+    Attributes:
+        workers: Figures by worker, as `celery inspect batchery` has them; `{"error": why}` of one
+            that runs no batches.
+        queues: Messages waiting in the broker, by name of each queue that one of them consumes.
+        dead_letters: Messages that nobody could execute; None where the broker is no Redis.
+    """
+
+    workers: Mapping[str, Mapping[str, Any]]
+    queues: Mapping[str, int]
+    dead_letters: int | None = None
+
+    def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
+        """What a worker got done per second since an earlier survey.
+
+        The time between is taken from the worker's own clock.
+
+        Args:
+            worker: Its name.
+            before: The earlier survey.
+
+        Returns:
+            Jobs, items, batches and failed jobs per second, as `jobs_per_s` and so on; None where
+            the worker was not in both surveys, or was restarted between them.
+        """
+        now = self.workers.get(worker, {})
+        then = before.workers.get(worker, {}) if before is not None else {}
+        if "batches" not in now or "batches" not in then:
+            return None
+        seconds = now["clock_s"] - then["clock_s"]
+        gained = {name: now["batches"][name] - then["batches"][name] for name in RATES}
+        if seconds <= 0 or min(gained.values()) < 0:
+            return None
+        return {f"{name}_per_s": round(count / seconds, 3) for name, count in gained.items()}
+
+    def report(self, before: "Survey | None" = None) -> dict[str, Any]:
+        """The survey as JSON has it: `workers`, each with its `rates`, `queues`, `dead_letters`."""
+        workers = {
+            name: {**figures, "rates": self.rates(name, before)}
+            if "batches" in figures
+            else figures
+            for name, figures in sorted(self.workers.items())
+        }
+        return {
+            "workers": workers,
+            "queues": {**self.queues},
+            "dead_letters": self.dead_letters,
+        }
+
+
+def survey(app: Celery, timeout_s: float) -> Survey:
+    """Asks all workers at once, then the broker.
+
+    Nobody knows how many workers will answer, so this takes all of the time that it is given.
+
+    Args:
+        app: Whose broker is asked.
+        timeout_s: How long answers are collected.
+
+    Raises:
+        RedisUnavailable: The broker does not answer.
+    """
+    try:
+        replies = app.control.broadcast(COMMAND, reply=True, timeout=timeout_s)
+        workers: dict[str, Any] = flatten_reply(replies or [])
+        names = {name for figures in workers.values() for name in figures.get("queues", ())}
+        return Survey(workers, queue_depths(app, names), dead_letters(app))
+    except (OperationalError, RedisError, OSError) as error:
+        raise RedisUnavailable(f"the broker does not answer: {error}; is it up?") from error
+
+
+def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
+    """How many messages wait in each queue, sorted by name; those that a worker holds do not count.
+
+    Asked as every broker of Celery's understands it: a declaration that must not create the queue.
+    """
+    depths: dict[str, int] = {}
+    with app.connection_for_read() as connection:
+        for name in sorted(names):
+            channel: Any = connection.channel()
+            try:
+                with channel:
+                    declared = channel.queue_declare(queue=name, passive=True)
+            except connection.channel_errors:
+                # To Redis an empty queue is none.
+                depths[name] = 0
+            else:
+                depths[name] = declared.message_count
+    return depths
+
+
+def dead_letters(app: Celery) -> int | None:
+    """How many messages nobody could execute; None where the broker is no Redis."""
+    with app.connection_for_read() as connection:
+        letters = DeadLetters.of(connection)
+        return None if letters is None else len(letters)

@@ -1,0 +1,1 @@
+"""How a batch is run, in any process: stages, lookahead, and the search for a bad item."""

@@ -1,0 +1,252 @@
+"""Runs batch functions and models, and keeps one bad item from failing its batch mates.
+
+Everything here works on outcomes: one per item, in order. It is the same code on every pool; the
+worker's device process adds the planner between `prepare` and `compute`.
+"""
+
+import asyncio
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from itertools import islice
+from typing import Any, Protocol
+
+from kombu.utils.compat import detect_environment
+
+from batchery.execution.bisect_failures import SETTLED, as_failed, is_out_of_memory, isolate
+from batchery.execution.lookahead import Early
+from batchery.model import Model
+
+#: Makes a context that is entered around each call of the user's code.
+Limit = Callable[[], AbstractContextManager[Any]]
+
+#: Cuts prepared items, given their lengths in tokens, into micro-batches of indices.
+Plan = Callable[[Sequence[int]], Sequence[Sequence[int]]]
+
+#: Makes a context that is entered around each call with some of the items, given their positions.
+Around = Callable[[range], AbstractContextManager[Any]]
+
+
+def run_function(
+    function: Callable[..., Any],
+    items: Sequence[Any],
+    keywords: Mapping[str, Any],
+    *,
+    resolve: Callable[[Any], Any] | None = None,
+    around: Around = lambda _: nullcontext(),
+) -> list[Any]:
+    """Runs a batch function, plain or `async def`, over one batch.
+
+    Args:
+        function: Takes a list of items and the keywords.
+        items: At least one.
+        keywords: Passed once for the whole batch.
+        resolve: Drives a coroutine to its end; by default on an event loop of its own.
+        around: Entered around each call of the function.
+
+    Returns:
+        One outcome per item, in order. An exception splits the batch until it hits one item alone.
+    """
+
+    def call(part: Sequence[int]) -> Any:
+        assert isinstance(part, range)
+        with around(part):
+            answer = function([items[position] for position in part], **keywords)
+            if inspect.iscoroutine(answer):
+                answer = (resolve or _resolve)(answer)
+            # The body of a generator is the function's, too.
+            return list(answer) if inspect.isgenerator(answer) else answer
+
+    name = getattr(function, "__name__", type(function).__name__)
+    return isolate(call, range(len(items)), name=name)
+
+
+def prepare(model: Model, items: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+    """Preprocesses a batch; returns one prepared item or `Failed` per item, in order."""
+    return isolate(
+        lambda part: model.preprocess(part, **keywords),
+        items,
+        name=f"{type(model).__name__}.preprocess",
+        spell=as_failed,
+    )
+
+
+class Memory(Protocol):
+    """Learns how large a forward pass may be."""
+
+    def passed(self, tokens: int) -> None:
+        """A pass of so many tokens fitted into memory."""
+
+    def failed(self, tokens: int) -> None:
+        """A pass of so many tokens did not; it is tried again in halves."""
+
+
+def compute(
+    model: Model,
+    prepared: Sequence[Any],
+    keywords: Mapping[str, Any],
+    plan: Plan,
+    *,
+    limit: Limit = nullcontext,
+    memory: Memory | None = None,
+    early: Early | None = None,
+    following: Callable[[], None] = lambda: None,
+) -> tuple[list[Any], int, int]:
+    """Runs the forward passes of a prepared batch.
+
+    As many passes as the model allows are begun before the results of the one in turn are awaited.
+
+    Args:
+        model: Loaded.
+        prepared: As `prepare` returned it; failed items keep their place.
+        keywords: The keywords of the batch.
+        plan: Cuts it into micro-batches; asked again for what is left when memory ran out, as
+            it may know better by then.
+        limit: Entered around each forward pass.
+        memory: Told of each forward pass.
+        early: Where the first pass may have been begun.
+        following: Called while there is room for a pass to be begun, and none left in this batch,
+            to begin what comes behind it.
+
+    Returns:
+        One outcome per item, in order; then the tokens that were needed and the tokens that were
+        computed, padding included.
+    """
+    passes = _Passes(model, prepared, keywords, limit, memory, early or Early(model))
+    lengths = passes.lengths
+    name = f"{type(model).__name__}.forward"
+    computed_tokens = 0
+    ahead = _cut(plan, lengths, list(lengths))
+    while ahead:
+        places = ahead.popleft()
+        passes.begin_next = partial(
+            passes.begin, list(islice(ahead, model.passes_ahead)), following
+        )
+        failures = passes.failures
+        results = isolate(passes.run, places, name=name)
+        for place, result in zip(places, results, strict=True):
+            passes.outcomes[place] = result
+        computed_tokens += _computed(model, lengths, places)
+        if ahead and passes.failures > failures:
+            ahead = _cut(plan, lengths, [place for part in ahead for place in part])
+    return passes.outcomes, sum(lengths.values()), computed_tokens
+
+
+def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list[Any]]:
+    """The items of the passes that may be begun before the first one's turn; in their order."""
+    lengths = {
+        place: length
+        for place, length in enumerate(_lengths(model, prepared))
+        if not isinstance(length, SETTLED)
+    }
+    ahead = _cut(plan, lengths, list(lengths))
+    return [[prepared[place] for place in places] for places in islice(ahead, model.passes_ahead)]
+
+
+class _Passes:
+    """The forward passes of one prepared batch; an item is known by its place in it."""
+
+    def __init__(
+        self,
+        model: Model,
+        prepared: Sequence[Any],
+        keywords: Mapping[str, Any],
+        limit: Limit,
+        memory: Memory | None,
+        early: Early,
+    ) -> None:
+        self._model = model
+        self._early = early
+        self._prepared = prepared
+        self._keywords = keywords
+        self._limit = limit
+        self._memory = memory
+        self.outcomes = list(prepared)
+        #: Tokens of the items that are fit to run, by place.
+        self.lengths: dict[int, int] = {}
+        #: How often memory ran out.
+        self.failures = 0
+        #: Called between a pass and its results.
+        self.begin_next: Callable[[], None] = lambda: None
+        for place, length in enumerate(_lengths(model, prepared)):
+            if isinstance(length, SETTLED):
+                self.outcomes[place] = length
+            else:
+                self.lengths[place] = length
+
+    def begin(self, passes: Sequence[Sequence[int]], following: Callable[[], None]) -> None:
+        """Begins the passes over what stands at these places, which are likely the next ones."""
+        for places in passes:
+            self._early.begin(self._items(places), self._keywords)
+        if self._early.has_room:
+            following()
+
+    def run(self, places: Sequence[int]) -> Any:
+        """One pass, over what stands at these places."""
+        tokens = _computed(self._model, self.lengths, places)
+        try:
+            with self._limit():
+                outputs = self._early.forward(self._items(places), self._keywords)
+                self.begin_next()
+                answer = self._model.postprocess(outputs, **self._keywords)
+        except BaseException as error:
+            if is_out_of_memory(error):
+                self.failures += 1
+                if self._memory is not None:
+                    self._memory.failed(tokens)
+            raise
+        if self._memory is not None:
+            self._memory.passed(tokens)
+        return answer
+
+    def _items(self, places: Sequence[int]) -> list[Any]:
+        return [self._prepared[place] for place in places]
+
+
+def _cut(plan: Plan, lengths: Mapping[int, int], places: Sequence[int]) -> deque[Sequence[int]]:
+    """Micro-batches of what stands at these places."""
+    cuts = plan([lengths[place] for place in places])
+    return deque([places[each] for each in chosen] for chosen in cuts)
+
+
+def _computed(model: Model, lengths: Mapping[int, int], places: Sequence[int]) -> int:
+    """Tokens of a pass over what stands at these places, padding counted if there is any."""
+    chosen = [lengths[place] for place in places]
+    return max(chosen) * len(chosen) if model.pads else sum(chosen)
+
+
+def _lengths(model: Model, prepared: Sequence[Any]) -> list[Any]:
+    """Tokens of each prepared item as a plain number; items that have failed, or fail at it."""
+
+    def count(items: Sequence[Any]) -> list[Any]:
+        return [each if isinstance(each, SETTLED) else int(model.tokens(each)) for each in items]
+
+    return isolate(count, prepared, name=f"{type(model).__name__}.tokens", spell=_as_it_is)
+
+
+def _as_it_is(outcome: Any) -> Any:
+    return outcome
+
+
+def _resolve(coroutine: Any) -> Any:
+    """Drives a coroutine from a plain call; on another thread if this one runs an event loop."""
+    if detect_environment() != "default":
+        # All green threads share one thread, where one event loop can run at a time.
+        with _turn():
+            return asyncio.run(coroutine)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+@cache
+def _turn() -> Any:
+    # Made at its first use, when gevent or eventlet have surely put their own lock in place.
+    return threading.RLock()

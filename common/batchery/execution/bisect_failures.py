@@ -1,0 +1,121 @@
+"""Keeps one bad item from failing its batch mates: after an exception each half runs by itself."""
+
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+from typing import Any
+
+from batchery.errors import OutOfMemory, WrongLength
+from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
+
+#: Outcomes that are final before a forward pass: no value will come of them.
+SETTLED = (Failed, RetryAfter, Replace, Ignore, Reject)
+
+
+def isolate(
+    call: Callable[[Sequence[Any]], Any],
+    items: Sequence[Any],
+    *,
+    name: str,
+    spell: Callable[[Any], Any] | None = None,
+) -> list[Any]:
+    """Calls with all items; after an exception with each half, until the culprit is alone.
+
+    Args:
+        call: Returns one outcome per item; may raise.
+        items: Any number.
+        name: What to call it in errors.
+        spell: Applied to each outcome; by default, what makes a result of it.
+
+    Returns:
+        One outcome per item, in order. Where the number of outcomes was wrong, every item of that
+        call has failed: nobody can tell which outcome belongs to which item.
+    """
+    if not items:
+        return []
+    try:
+        outcomes = [(spell or _plain)(each) for each in _outcomes(call(items), len(items), name)]
+    except WrongLength as error:
+        return [Failed(error) for _ in items]
+    except BaseException as error:
+        # Whatever the user's code raises: sys.exit, cancelled coroutines, panics of Rust libraries.
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        if len(items) == 1:
+            return [_failed(error, name)]
+    else:
+        return outcomes
+    # Outside the handler, where the exception and the tensors in its frames are free again.
+    middle = len(items) // 2
+    return [
+        *isolate(call, items[:middle], name=name, spell=spell),
+        *isolate(call, items[middle:], name=name, spell=spell),
+    ]
+
+
+def _outcomes(answer: Any, expected: int, name: str) -> list[Any]:
+    """Checks that there is one outcome per item."""
+    if isinstance(answer, str | bytes | Mapping | AbstractSet) or not isinstance(answer, Iterable):
+        raise WrongLength(
+            f"{name} returned a {type(answer).__name__} for {expected} items;"
+            " return a list with one outcome per item"
+        )
+    outcomes = list(answer)
+    if len(outcomes) != expected:
+        raise WrongLength(
+            f"{name} returned {len(outcomes)} outcomes for {expected} items;"
+            " return one outcome per item, in order"
+        )
+    return outcomes
+
+
+def as_failed(outcome: Any) -> Any:
+    """Takes an exception that was returned instead of raised for what was meant."""
+    if isinstance(outcome, BaseException) and not isinstance(outcome, Ignore | Reject):
+        outcome = Failed(outcome)
+    if isinstance(outcome, Failed) and isinstance(outcome.error, BaseException):
+        return replace(outcome, error=_safe(outcome.error, "the batch function"))
+    return outcome
+
+
+def _plain(outcome: Any) -> Any:
+    """Turns rows of arrays and tensors into lists, which JSON can write."""
+    outcome = as_failed(outcome)
+    if isinstance(outcome, SETTLED):
+        return outcome
+    to_list = getattr(outcome, "tolist", None)
+    return to_list() if callable(to_list) else outcome
+
+
+def _failed(error: BaseException, name: str) -> Any:
+    if isinstance(error, Ignore | Reject):
+        return error
+    if isinstance(error, Answered):
+        return error.outcome
+    if is_out_of_memory(error):
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        error = OutOfMemory(
+            f"{name}: no memory for this item, even alone ({text});"
+            " use a shorter item, a smaller dtype or a larger device"
+        )
+        return Failed(error)
+    trace = "".join(traceback.format_exception(error))
+    return Failed(_safe(error, name).with_traceback(None), trace)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, on the host or on a device."""
+    # Known by its name, as torch is not imported here.
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
+def _safe(error: BaseException, name: str) -> BaseException:
+    """Another exception for those by which Celery's worker would feel addressed itself."""
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"{name} called sys.exit({error.code!r})")
+    if isinstance(error, MemoryError):
+        return OutOfMemory(f"{name}: no memory for this item ({error})")
+    if not isinstance(error, Exception):
+        return RuntimeError(f"{name} raised {type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,138 @@
+"""The transactional outbox: what the completion of a job publishes and stores, once.
+
+Celery's tracer publishes callbacks, the next step of a chain, and retries before it stores the
+result and acknowledges. A worker that is killed in between leaves a job that runs again, and would
+publish again. So either the outbox holds everything back until all of it can be written in one step
+with the acknowledgement. Or each message is published together with a dedupe key, under the tag of
+the job's own message; the dedupe keys go with its acknowledgement.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from kombu.utils.json import dumps
+
+
+class LeaseHolder(Protocol):
+    """A worker that holds leases."""
+
+    @property
+    def lease_key(self) -> str:
+        """HASH of its leases; another one after a fence."""
+
+
+class PublishingChannel(Protocol):
+    """A channel that can publish a message with a dedupe key."""
+
+    def publish_once(self, outbox: "Outbox", key: str, message: Mapping[str, Any]) -> None:
+        """Puts a message into the queue of a key, unless its dedupe key is there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMessage:
+    """A message that an outbox holds back."""
+
+    channel: PublishingChannel
+    #: Key of the queue, or of one of its priority steps.
+    queue_key: str
+    message: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The message as it stands in a queue."""
+        return str(dumps(self.message))
+
+
+class Outbox:
+    """What the completion of one job publishes and stores."""
+
+    def __init__(
+        self,
+        publish_tag: str,
+        known: Mapping[str, Any],
+        lease: tuple[LeaseHolder, str] | None = None,
+        *,
+        task_id: str = "",
+    ) -> None:
+        """Holds nothing back yet: messages are published at once, and results are stored.
+
+        Args:
+            publish_tag: Tag of the job's message: the same however often it is delivered, another
+                one where somebody submits the job once more.
+            known: The job's headers and what follows it (callbacks, chain, chord), in which ids
+                that are given already can be found.
+            lease: Holder and token of the job's lease, without which nothing is published; None
+                where the lease is not on the server that the messages go to.
+            task_id: The job, whose result may be held back.
+        """
+        self.publish_tag = publish_tag
+        self.lease = lease
+        self.task_id = task_id
+        self._known = known
+        self._bodies: Counter[str] = Counter()
+        self._dedupe_keys: dict[str, str] = {}
+        #: Whether Redis has dedupe keys of this job.
+        self.has_dedupe_keys = False
+        #: Whether messages and the result are held back.
+        self.holds = False
+        self.messages: list[HeldMessage] = []
+        #: The result as it is stored; empty if none is held.
+        self.result: bytes | str = b""
+        self._store: Callable[[], None] | None = None
+
+    def hold_result(self, result: bytes | str, store: Callable[[], None]) -> None:
+        """Holds a result back.
+
+        Args:
+            result: As it is stored.
+            store: Stores it in Celery's own way.
+        """
+        self.result, self._store = result, store
+
+    def holds_result_of(self, task_id: str) -> bool:
+        """Whether the result of a job must be held back."""
+        return self.holds and task_id == self.task_id
+
+    def publish(self, held: HeldMessage) -> None:
+        """Publishes a message, or holds it back."""
+        if self.holds:
+            self.messages.append(held)
+        else:
+            held.channel.publish_once(self, held.queue_key, held.message)
+
+    def replay(self) -> None:
+        """Writes what was held back as if it had not been: each message with a dedupe key."""
+        self.holds = False
+        for held in self.messages:
+            self.publish(held)
+        if self._store is not None:
+            self._store()
+
+    def dedupe_key(self, message: Mapping[str, Any]) -> str:
+        """Names a message so that it has the same name when the job runs again, and only then.
+
+        Args:
+            message: As kombu puts it into a queue; with the same id if kombu tries again.
+        """
+        headers = message.get("headers") or {}
+        task_id = str(headers.get("id"))
+        if task_id not in self._dedupe_keys:
+            self._dedupe_keys[task_id] = self._name(task_id, headers, message.get("body"))
+        return self._dedupe_keys[task_id]
+
+    def _name(self, task_id: str, headers: Mapping[str, Any], body: Any) -> str:
+        if task_id in self._known_ids:
+            return f"id {task_id} {headers.get('task')} {headers.get('retries')}"
+        # A callback, for instance, gets a new id each time. Two of them may be equal.
+        name = f"body {headers.get('task')} {hashlib.sha256(str(body).encode()).hexdigest()}"
+        self._bodies[name] += 1
+        return f"{name} {self._bodies[name]}"
+
+    @cached_property
+    def _known_ids(self) -> str:
+        return json.dumps(self._known, default=str)

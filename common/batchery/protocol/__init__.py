@@ -1,0 +1,1 @@
+"""What batchery adds to Celery's messages and results."""

@@ -1,0 +1,59 @@
+"""Replies: a stream in the result backend, on which a producer hears which of its jobs are done.
+
+The message header `batchery: {"v": 1, "reply": "<name>"}` asks for it. Workers of Batchery write to
+it in the step that stores the results; nobody else does, so that a producer must also look for
+results itself.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from batchery.protocol.multi_item import VERSION
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+#: Field of an entry of the stream: a JSON list of task ids.
+FIELD = b"ids"
+
+
+def reply_of(header: Any) -> str | None:
+    """The name of the reply that a job asks for.
+
+    Args:
+        header: The value of the `batchery` header, or None.
+
+    Returns:
+        None if it asks for none, or for something else than a name: a key in Redis is made of it.
+    """
+    if not isinstance(header, Mapping) or header.get("v") != VERSION:
+        return None
+    name = header.get("reply")
+    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
+
+
+def reply_key(backend: Any, name: str) -> bytes:
+    """The key of a reply, with the prefix that results have.
+
+    Args:
+        backend: Celery's own for Redis.
+        name: As `reply_of` found it.
+    """
+    return backend_prefix(backend) + b"batchery:reply:" + name.encode()
+
+
+def backend_prefix(backend: Any) -> bytes:
+    """What the keys of results begin with, and so do ours beside them; mostly empty.
+
+    Args:
+        backend: Celery's own for Redis.
+    """
+    prefix: bytes = backend.get_key_for_task("-").removesuffix(b"celery-task-meta--")
+    return prefix
+
+
+def ids_of(entry: Mapping[bytes, bytes]) -> list[str]:
+    """The task ids in an entry of the stream."""
+    ids: list[str] = json.loads(entry[FIELD])
+    return ids

@@ -1,0 +1,119 @@
+"""What `self.request` is while a batch function runs: the jobs whose items it was given."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from celery.app.task import Context, Task
+
+#: Attributes of Celery's request that jobs of one batch have in common.
+OF_ALL_JOBS = frozenset({"hostname", "kwargs"})
+
+#: Attributes that say something only of one job.
+OF_ONE_JOB = frozenset(
+    name
+    for name, value in vars(Context).items()
+    if not (name.startswith("_") or callable(value) or isinstance(value, property))
+) - (OF_ALL_JOBS | {"called_directly", "is_eager"})
+
+
+class JobContext(Context):
+    """One job, as Celery's own request: `id`, `retries`, `headers`, `delivery_info`, `root_id`."""
+
+    __slots__ = ("items",)
+
+    #: Where its items are in the list that the function was given: one, unless the job is packed.
+    items: range
+
+    def __init__(self, state: dict[str, Any], items: range) -> None:
+        """Looks at a request.
+
+        Args:
+            state: The attributes of one of Celery's requests: shared with it, not copied.
+            items: Positions of the job's items.
+        """
+        self.__dict__ = state
+        self.items = items
+
+    @classmethod
+    def of(cls, message: Mapping[str, Any], items: range) -> "JobContext":
+        """Makes the context of a job of which only its message is here."""
+        # Whatever the message says, no tracer of Celery's waits for an answer here.
+        return cls(vars(Context({**message, "called_directly": True})), items)
+
+
+class BatchContext(Context):
+    """`self.request` inside a batch function.
+
+    With a single job it is also that job's own request, and all of Celery's attributes are its.
+    With several, those of one job are in `jobs` only: to answer with any one's would be wrong.
+    """
+
+    __slots__ = ("_jobs", "_single")
+
+    def __init__(
+        self, jobs: Callable[[], Sequence[JobContext]], state: dict[str, Any] | None = None
+    ) -> None:
+        """Looks at jobs.
+
+        Args:
+            jobs: Makes their contexts; called at the first look.
+            state: The attributes of the request of the only job, if there is only one.
+        """
+        self._jobs = cache(jobs)
+        self._single = state is not None
+        if state is not None:
+            # Shared: what Celery's own code notes here must be in the job's request afterwards.
+            self.__dict__ = state
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OF_ALL_JOBS and not self._single:
+            return getattr(self.jobs[0], name)
+        if name in OF_ONE_JOB and not self._single:
+            raise AttributeError(
+                f"request.{name} is of one job, and a batch may have several:"
+                f" say request.jobs[i].{name}, or request.per_item[i].{name}"
+            )
+        return super().__getattribute__(name)
+
+    @property
+    def jobs(self) -> Sequence[JobContext]:
+        """The jobs that have items in the list that the function was given, in order."""
+        return self._jobs()
+
+    @property
+    def per_item(self) -> Sequence[JobContext]:
+        """For each item of the list, the job that carried it."""
+        return [job for job in self.jobs for _ in job.items]
+
+    def __repr__(self) -> str:
+        return f"<BatchContext: {vars(self)!r}>"
+
+
+@contextmanager
+def looking_at(task: "Task[..., Any]", context: BatchContext) -> Iterator[None]:
+    """Makes `task.request` this context, within the block and on this thread."""
+    task.request_stack.push(context)
+    try:
+        yield
+    finally:
+        task.request_stack.pop()
+
+
+def shares(sizes: Sequence[int], part: range) -> Iterator[tuple[int, range]]:
+    """Says which jobs have items in a part of a batch.
+
+    Args:
+        sizes: How many items each job of the batch has.
+        part: Positions of consecutive items of the batch.
+
+    Yields:
+        The index of a job, and the positions of its items within the part.
+    """
+    start = 0
+    for index, size in enumerate(sizes):
+        first, end = max(start, part.start), min(start + size, part.stop)
+        if first < end:
+            yield index, range(first - part.start, end - part.start)
+        start += size

@@ -1,0 +1,95 @@
+"""When Redis is away: which errors say so, and how long somebody waits for it to come back."""
+
+import logging
+import time
+from collections.abc import Callable
+
+import redis
+
+logger = logging.getLogger("batchery.pool")
+
+#: Errors of a Redis that answers, and takes no writes for now: it is full, or only a replica.
+REFUSALS = (redis.OutOfMemoryError, redis.ReadOnlyError)
+
+#: Errors that say that no Redis answers, or that it takes no writes for now.
+AWAY = (redis.ConnectionError, redis.TimeoutError, *REFUSALS, OSError)
+
+#: How the text of a refusal begins when Redis answers and cannot write: a full disk, a server that
+#: is not ready.
+CANNOT_WRITE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
+
+#: How long the completion of one job waits in all, in seconds. A shutdown may have to wait as long.
+COMPLETION_DEADLINE_S = 30.0
+
+#: First and longest pause between two attempts, in seconds.
+FIRST_PAUSE_S = 0.05
+MAX_PAUSE_S = 1.0
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether Redis cannot be reached, or cannot write; not whether it refused this one command."""
+    return isinstance(error, AWAY) or str(error).startswith(CANNOT_WRITE)
+
+
+def pause_s(failures: int, longest_s: float = MAX_PAUSE_S) -> float:
+    """Pause before the next attempt, in seconds: it doubles with each failure.
+
+    Args:
+        failures: How many attempts have failed in a row, 1 or more.
+        longest_s: The pause does not grow beyond this, in seconds.
+    """
+    return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), longest_s)
+
+
+class RetryDeadlineExceeded(BaseException):
+    """Redis was away for too long: nobody knows the end of the job, except that it has not come.
+
+    It is no `Exception`: Celery would store one as the failure of a job that succeeded.
+    """
+
+    def __init__(self, limit_s: float, error: object = None) -> None:
+        super().__init__(f"Redis was away for {limit_s:g} s: {error}")
+
+
+class RetryDeadline:
+    """How long one piece of work goes on trying; the time counts from its first failure."""
+
+    def __init__(
+        self,
+        limit_s: float = COMPLETION_DEADLINE_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Begins when something fails.
+
+        Args:
+            limit_s: How long it lasts from then on, in seconds.
+            clock: Monotonic time in seconds.
+            sleep: Waits for so many seconds.
+        """
+        self._limit_s = limit_s
+        self._clock = clock
+        self._sleep = sleep
+        self._ends_s: float | None = None
+        #: Whether the time did not suffice.
+        self.is_exceeded = False
+
+    def wait(self, failures: int, error: object) -> None:
+        """Waits until the next attempt.
+
+        Args:
+            failures: How many attempts have failed in a row, 1 or more.
+            error: What failed, for the log.
+
+        Raises:
+            RetryDeadlineExceeded: There is no time left for another attempt.
+        """
+        now_s = self._clock()
+        if self._ends_s is None:
+            logger.warning("Redis is away, a job's completion waits: %s", error)
+            self._ends_s = now_s + self._limit_s
+        pause = pause_s(failures)
+        if now_s + pause > self._ends_s:
+            self.is_exceeded = True
+            raise RetryDeadlineExceeded(self._limit_s, error)
+        self._sleep(pause)

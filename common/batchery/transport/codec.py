@@ -1,0 +1,58 @@
+"""Reads messages as kombu does, in a third of the time.
+
+Kombu's decoder looks into each mapping for a value of a type that JSON lacks. Hardly any message
+has such a value, and a message without one can be read by a decoder that knows only JSON.
+"""
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from kombu.serialization import registry  # type: ignore[attr-defined]
+from kombu.transport import virtual
+from kombu.utils.json import loads
+from pydantic_core import from_json
+
+if TYPE_CHECKING:
+    _Message: Any
+else:
+    _Message = virtual.Message
+
+JSON = "application/json"
+
+#: Kombu's mark of a value that JSON has no type for.
+TYPE_MARK = b'"__type__"'
+
+
+def read_json(data: bytes) -> Any:
+    """Reads what kombu's decoder reads.
+
+    Raises:
+        ValueError: The data is no JSON.
+        RecursionError: The data is nested too deeply.
+    """
+    with suppress(ValueError):
+        return _read_plain(data)
+    return loads(data)
+
+
+def _read_plain(data: bytes) -> Any:
+    """Reads JSON with only JSON's own types; anything else is a ValueError.
+
+    So is some JSON that Python's decoder reads: half a surrogate pair, or very many levels.
+    """
+    if TYPE_MARK in data:
+        raise ValueError("a value may be of another type")
+    # Names of fields come again and again, ids never.
+    return from_json(data, cache_strings="keys")
+
+
+class Message(_Message):  # type: ignore[misc]
+    """A message of a channel that leases."""
+
+    def _decode(self) -> Any:
+        is_json = self.content_type == JSON and self.accept and JSON in self.accept
+        # An app may have registered another decoder.
+        if is_json and isinstance(self.body, bytes) and registry._decoders.get(JSON) is loads:
+            with suppress(ValueError):
+                return _read_plain(self.body)
+        return super()._decode()

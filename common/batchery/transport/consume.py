@@ -1,0 +1,327 @@
+"""How a channel takes messages: asks Redis for many at once, and hands them to its consumers.
+
+While there is nothing to take, nothing is popped: Redis tracks the queues' keys for the channel's
+connection, and says when one of them changes.
+"""
+
+import contextlib
+import logging
+import sys
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import redis
+from kombu.utils.encoding import bytes_to_str
+
+from batchery.redis_scripts import script_text
+from batchery.transport.codec import read_json
+from batchery.transport.dead_letters import dead_letter_malformed
+from batchery.transport.lease_store import LeaseStore
+from batchery.transport.redis_schema import LUA
+from batchery.transport.suspects import suspect_of
+
+logger = logging.getLogger("batchery.transport")
+
+#: What is raised by reading a message that is none: anybody can push anything into a list.
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+#: A lease's token, the key of the queue, and the message as it was in the queue.
+Taken = tuple[str, str, bytes]
+
+#: Maximum number of bytes that one drain takes; Redis answers nobody else while it copies them.
+MAX_DRAIN_BYTES = 16 * 2**20
+
+
+class Fenced(redis.ConnectionError):
+    """Another worker took this one's leases over; Celery starts its consumer anew."""
+
+
+class Consumer(Protocol):
+    """A leasing channel, as far as taking messages needs it. The names are kombu's and ours."""
+
+    qos: Any
+    connection: Any
+    sep: str
+    global_keyprefix: str
+    priority_steps: Sequence[int]
+    drain_messages: int
+    queue_prefetch: Mapping[str, int]
+    _queue_cycle: Any
+
+    @property
+    def active_queues(self) -> Collection[str]:
+        """Names of the queues that are consumed."""
+
+    def _q_for_pri(self, queue: str, pri: int) -> str:
+        """Key of a queue's priority step, without the prefix."""
+
+    def prepare_anew(self) -> None:
+        """Compares leases with Redis before more messages are taken."""
+
+
+class Inbox:
+    """The messages that a channel has leased: read, checked, and handed to its consumers."""
+
+    def __init__(self, channel: Consumer, lease_store: LeaseStore) -> None:
+        self._channel = channel
+        self._lease_store = lease_store
+        #: How many messages were handed over so far.
+        self.count = 0
+
+    def take_in(self, answer: list[Any], keys: tuple[str, ...]) -> None:
+        """Hands over what a drain has brought.
+
+        Args:
+            answer: The script's answer, not empty.
+            keys: The queues that the script was given.
+        """
+        suspects, first = int(answer[0]), int(answer[1])
+        taken = [
+            (str(first + at), keys[answer[2 + 2 * at]], answer[3 + 2 * at])
+            for at in range(len(answer) // 2 - 1)
+        ]
+        self._channel._queue_cycle.rotate(self.queue_of(taken[0][1]))
+        self._hand_over(taken, with_suspects=suspects > 0)
+
+    def reconcile(self) -> None:
+        """Hands over (again) what was leased for a channel that is gone, or with a lost answer.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        taken = self._lease_store.reconcile(self._channel.qos, active_tokens())
+        self._hand_over(taken, with_suspects=True, again=True)
+
+    def dead_letter(self, token: str, error: Exception) -> None:
+        """Makes a dead letter of a message that cannot be understood.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        dead_letter_malformed(self._lease_store, token, error)
+
+    def queue_of(self, key: str) -> str:
+        """The queue of a key, which may be the key of one of its priorities."""
+        name = key.removeprefix(self._channel.global_keyprefix)
+        head, separator, step = name.rpartition(self._channel.sep)
+        return head if separator and step.isdigit() else name
+
+    def _hand_over(self, taken: list[Taken], *, with_suspects: bool, again: bool = False) -> None:
+        for token, key, _ in taken:
+            self._lease_store.take(token, self._channel.qos, key)
+        waiting = [token for token, _, _ in taken]
+        try:
+            payloads = self._read(taken)
+            if again:
+                for _, _, payload in payloads:
+                    _mark_redelivered(payload)
+            if with_suspects:
+                self._recognise_suspects(payloads)
+            waiting = [token for token, _, _ in payloads]
+            self._deliver(payloads, waiting)
+        except (redis.RedisError, OSError):
+            # The rest is handed over again with the next connection. If it went back to the queue,
+            # nobody could tell that a job has been here.
+            self._lease_store.leases.disown(waiting)
+            self._channel.prepare_anew()
+            raise
+        except BaseException:
+            # A consumer raised: the messages behind it are as good as never taken.
+            with contextlib.suppress(redis.RedisError):
+                left = [token for token in waiting if self._lease_store.holds(token)]
+                self._lease_store.requeue(left, first=True)
+            raise
+
+    def _deliver(self, payloads: list[tuple[str, str, Any]], waiting: list[str]) -> None:
+        transport = self._channel.connection
+        unwanted = []
+        for token, queue, payload in payloads:
+            waiting.pop(0)
+            if queue in transport._callbacks:
+                self.count += 1
+                transport._callbacks[queue](payload)
+            else:
+                # Its consumer was cancelled while the answer was under way.
+                unwanted.append(token)
+        self._lease_store.requeue(unwanted, first=True)
+
+    def _read(self, taken: list[Taken]) -> list[tuple[str, str, Any]]:
+        payloads = []
+        for token, key, raw in taken:
+            try:
+                payload = read_json(raw)
+                properties = payload["properties"]
+                # The token differs at each delivery; the tag stays, and tells a message sent twice.
+                properties["publish_tag"] = properties.get("delivery_tag")
+                properties["delivery_tag"] = token
+            except MALFORMED as error:
+                self.dead_letter(token, error)
+            else:
+                payloads.append((token, self.queue_of(key), payload))
+        return payloads
+
+    def _recognise_suspects(self, payloads: list[tuple[str, str, Any]]) -> None:
+        """Finds out which of the jobs were on a device when their worker died."""
+        ids = [suspect_of(payload) for _, _, payload in payloads]
+        if not ids:
+            return
+        deaths: Any = self._lease_store.client.hmget(self._lease_store.keys.suspects, ids)
+        for suspect, count, (token, _, _) in zip(ids, deaths, payloads, strict=True):
+            if count is not None:
+                self._lease_store.suspect(token, suspect, int(count))
+
+
+class Drain:
+    """The commands by which a channel asks for messages; the channel says when they are sent."""
+
+    def __init__(self, channel: Consumer, lease_store: LeaseStore, inbox: Inbox) -> None:
+        self._channel = channel
+        self._lease_store = lease_store
+        self._inbox = inbox
+        self._sha = ""
+        self._commands: tuple[Any, ...] = ()
+        self._packed: list[bytes] = []
+        #: Keys that the last drain asked, in order.
+        self.keys: tuple[str, ...] = ()
+        #: Whether the last drain left out queues that had their share.
+        self.left_some_out = False
+        self._queues: frozenset[str] = frozenset()
+        #: Whether the last drain also asked to be told of changes.
+        self.watches = False
+        #: How many messages the last drain wanted.
+        self._wanted = 0
+        #: Whether the last drain left its queues empty; then Redis tells when one of them changes.
+        self.took_all = False
+        #: Whether the last drain brought as much as it wanted; then there is probably more.
+        self._brought_much = False
+
+    def prepare(self, connection: Any) -> None:
+        """Prepares a fresh connection: Redis must tell it of changes, and know the script."""
+        # Only keys asked for by CLIENT CACHING are tracked: the script reads heartbeats as well.
+        connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
+        connection.read_response()
+        connection.send_command("SCRIPT", "LOAD", script_text(LUA, "drain"))
+        self._sha = bytes_to_str(connection.read_response())
+
+    def ask(self, connection: Any) -> bool:
+        """Sends the question, whose answer is the script's; False if no queue may give anything."""
+        channel, keys = self._channel, self._lease_store.keys
+        free = min(channel.qos.free, channel.drain_messages)
+        limits = self._limits(free)
+        queues = [queue for queue, limit in limits.items() if limit > 0]
+        if not queues:
+            return False
+        self._lease_store.flush()
+        self._queues = frozenset(channel.active_queues)
+        self.left_some_out = len(queues) < len(self._queues)
+        self.keys = tuple(
+            keys.queue(channel._q_for_pri(queue, step))
+            for step in channel.priority_steps
+            for queue in queues
+        )
+        fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects]
+        script = (
+            *("EVALSHA", self._sha, len(fixed) + len(self.keys)),
+            *fixed,
+            *self.keys,
+            *(self._lease_store.worker, free, MAX_DRAIN_BYTES, len(queues)),
+            *(limits[queue] for queue in queues),
+        )
+        self._wanted = min(free, sum(limits[queue] for queue in queues))
+        self.watches = not self._brought_much
+        # Both in one round trip: a lonely job's worker waits again before the job is on its device.
+        commands = (script, *self._watching()) if self.watches else (script,)
+        if commands != self._commands:
+            # An idle worker asks the same again and again, each time in a hurry.
+            self._commands, self._packed = commands, connection.pack_commands(commands)
+        connection.send_packed_command(self._packed)
+        return True
+
+    def read(self, connection: Any) -> Any:
+        """Reads the script's answer: messages, an empty list, or None if this worker is fenced.
+
+        Raises:
+            redis.ResponseError: Redis refuses the script.
+            redis.ConnectionError: The connection broke.
+        """
+        answer: Any = None
+        refusal: redis.ResponseError | None = None
+        try:
+            answer = connection.read_response()
+        except redis.ResponseError as error:
+            # The other answers come all the same.
+            refusal = error
+        self._brought_much = len(answer or ()) // 2 - 1 >= self._wanted
+        self.took_all = self.watches and self._is_watched(connection)
+        if refusal is not None:
+            raise refusal
+        return answer
+
+    def nothing_came(self, connection: Any) -> bool:
+        """Whether all queues are empty; from now on Redis tells when one of them changes."""
+        connection.send_packed_command(connection.pack_commands(self._watching()))
+        return self._is_watched(connection)
+
+    def _watching(self) -> list[tuple[str, ...]]:
+        return [("CLIENT", "CACHING", "YES"), ("EXISTS", *self.keys)]
+
+    def _limits(self, free: int) -> dict[str, int]:
+        """How many messages each queue may give, in the order in which queues take turns."""
+        channel = self._channel
+        held: Counter[str] = Counter()
+        if channel.queue_prefetch:
+            for key, count in self._lease_store.leases.by_key().items():
+                held[self._inbox.queue_of(key)] += count
+        return {
+            queue: min(free, channel.queue_prefetch.get(queue, free + held[queue]) - held[queue])
+            for queue in channel._queue_cycle.consume(len(channel.active_queues))
+        }
+
+    def _is_watched(self, connection: Any) -> bool:
+        connection.read_response()
+        if connection.read_response() or self._queues != set(self._channel.active_queues):
+            return False
+        # A push right behind the answer may be in the parser already: then no event would come.
+        return not connection.can_read(timeout=0)
+
+
+def leave_fenced(lease_store: LeaseStore) -> NoReturn:
+    """Begins anew as another worker.
+
+    Raises:
+        Fenced: Always.
+        redis.RedisError: Redis does not answer.
+    """
+    lost = lease_store.rejoin()
+    logger.warning("this worker was silent for too long: its leases were handed on, %d jobs", lost)
+    raise Fenced(f"{lost} jobs were handed on to other workers")
+
+
+@contextlib.contextmanager
+def refusals_as_lost_connection() -> Iterator[None]:
+    """Turns what Redis refuses into a lost connection, as a refusal would end Celery's worker.
+
+    Such a refusal passes: READONLY after a failover, or MISCONF while the disk is full.
+    """
+    try:
+        yield
+    except redis.exceptions.NoScriptError:
+        raise
+    except redis.ResponseError as error:
+        raise redis.ConnectionError(f"the broker refuses to serve: {error}") from error
+
+
+def _mark_redelivered(payload: Any) -> None:
+    """Marks a message as kombu does: whoever has seen the job before looks twice."""
+    info = payload["properties"].get("delivery_info")
+    if isinstance(info, dict):
+        info["redelivered"] = True
+
+
+def active_tokens() -> set[str]:
+    """Tokens of the jobs that Celery's worker has accepted and not settled, if there is one."""
+    state = sys.modules.get("celery.worker.state")
+    if state is None:
+        return set()
+    return {str(request.message.delivery_tag) for request in list(state.active_requests)}

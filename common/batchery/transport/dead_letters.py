@@ -1,0 +1,197 @@
+"""Dead letters: messages that nobody can execute, kept for people to look at."""
+
+import base64
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import redis
+from kombu.transport.redis import Channel, Transport
+
+from batchery.transport.lease_store import LeaseStore
+from batchery.transport.redis_schema import Keys, transport_scripts
+
+logger = logging.getLogger("batchery.transport")
+
+#: Maximum number of dead letters that one command moves: Redis serves nobody else meanwhile.
+MAX_TOKENS_PER_COMMAND = 500
+
+#: Longest reason that is kept, in characters: an error may quote a whole message.
+MAX_REASON_CHARS = 1000
+
+#: Is called with headers and reason of each message that nobody can read, when it becomes a dead
+#: letter. The headers have an id, and callbacks, chain and chord where the body has them. A worker
+#: stores the failure, so that no caller waits for ever. It is called where the worker must not
+#: wait.
+on_dead_letter: list[Callable[[Mapping[str, Any], str], None]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class DeadLetter:
+    """What is known of a dead letter, without its message."""
+
+    #: Its name: the number of its last lease, so that later dead letters have larger ones.
+    token: str
+    reason: str
+    #: When it became a dead letter, in seconds since 1970.
+    died_s: float
+    #: Id of the job; None if the message does not say it.
+    id: str | None
+    #: Name of the task; None if the message does not say it.
+    task: str | None
+    #: The queue that it was in, and goes to when it is requeued.
+    queue: str
+
+
+class DeadLetters:
+    """All dead letters of one broker database."""
+
+    def __init__(self, client: Any, prefix: str = "") -> None:
+        """Asks Redis nothing yet.
+
+        Args:
+            client: A `redis.Redis` of the broker's database, which answers with bytes.
+            prefix: Kombu's `global_keyprefix`.
+        """
+        self._client = client
+        self._prefix = prefix
+        self._keys = Keys(prefix)
+        self._scripts = transport_scripts(client)
+
+    @classmethod
+    def of(cls, connection: Any) -> "DeadLetters | None":
+        """The dead letters of an open kombu connection's broker; None if that is no Redis."""
+        if not isinstance(connection.transport, Transport):
+            return None
+        channel = connection.default_channel
+        # Kombu's own client would put the prefix before some keys and not before others.
+        return cls(redis.Redis(connection_pool=channel.pool), channel.global_keyprefix)
+
+    def __len__(self) -> int:
+        return int(self._client.hlen(self._keys.dead))
+
+    def __iter__(self) -> Iterator[DeadLetter]:
+        """All dead letters, oldest first."""
+        # A scan may find one twice.
+        found = dict(self._client.hscan_iter(self._keys.dead, count=MAX_TOKENS_PER_COMMAND))
+        for token, value in sorted(found.items(), key=lambda item: int(item[0])):
+            yield self._read(token.decode(), value)
+
+    def get(self, token: str) -> tuple[DeadLetter, bytes] | None:
+        """A dead letter with its message as it was in the queue; None if there is none."""
+        value = self._client.hget(self._keys.dead, token)
+        raw = self._client.hget(self._keys.dead_messages, token)
+        if value is None or raw is None:
+            return None
+        return self._read(token, value), raw.partition(b"\0")[2]
+
+    def tokens(self) -> list[str]:
+        """Tokens of all dead letters, oldest first."""
+        return sorted((token.decode() for token in self._client.hkeys(self._keys.dead)), key=int)
+
+    def requeue(self, tokens: Sequence[str]) -> list[str]:
+        """Puts messages back into their queues, behind those that wait there.
+
+        Each is at any time either a dead letter or in its queue.
+
+        Returns:
+            The tokens of those that were there.
+        """
+        keys = [self._keys.dead, self._keys.dead_messages]
+        done: list[str] = []
+        for part in _parts(tokens):
+            answer = self._scripts.run("requeue_dead_letters", keys, *part)
+            done += [token.decode() for token in answer]
+        return done
+
+    def purge(self, tokens: Sequence[str]) -> int:
+        """Deletes dead letters for good; returns how many of them were there."""
+        count = 0
+        for part in _parts(tokens):
+            with self._client.pipeline() as pipe:
+                pipe.hdel(self._keys.dead_messages, *part)
+                pipe.hdel(self._keys.dead, *part)
+                count += pipe.execute()[1]
+        return count
+
+    def _read(self, token: str, value: bytes) -> DeadLetter:
+        key, _, letter = value.partition(b"\0")
+        told: dict[str, Any] = json.loads(letter)
+        return DeadLetter(
+            token=token,
+            reason=told["reason"],
+            died_s=told["died_s"],
+            id=told["id"],
+            task=told["task"],
+            queue=queue_of(key.decode(errors="replace"), self._prefix),
+        )
+
+
+def queue_of(key: str, prefix: str) -> str:
+    """The queue of a key, which may be the key of one of its priorities."""
+    name = key.removeprefix(prefix)
+    head, separator, step = name.rpartition(Channel.sep)
+    return head if separator and step.isdigit() else name
+
+
+def describe(reason: str, task_id: str | None, task: str | None) -> dict[str, Any]:
+    """Describes a message that is about to become a dead letter; kept apart from the message."""
+    return {
+        "reason": reason[:MAX_REASON_CHARS],
+        "died_s": round(time.time(), 3),
+        "id": task_id,
+        "task": task,
+    }
+
+
+def dead_letter_malformed(lease_store: LeaseStore, token: str, error: Exception) -> None:
+    """Makes a dead letter of a message that cannot be understood, with the reason.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    reason = f"the message cannot be understood: {type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+    value = lease_store.client.hget(lease_store.lease_key, token)
+    headers = readable_headers((value or b"").partition(b"\0")[2])
+    task_id, task = headers.get("id"), headers.get("task")
+    letter = describe(reason, task_id, task if isinstance(task, str) else None)
+    lease_store.dead_letter(token, letter)
+    logger.error("%s; it is kept as dead letter %s", reason, token)
+    if task_id is not None:
+        for tell in on_dead_letter:
+            tell(headers, reason)
+
+
+def readable_headers(message: bytes) -> dict[str, Any]:
+    """Reads the headers of a message that is broken somewhere, and what its body says of others.
+
+    Returns:
+        An empty dictionary where no id can be read.
+    """
+    try:
+        read: Any = json.loads(message.decode("utf-8", "replace"))
+        headers = read["headers"]
+        if not isinstance(headers["id"], str):
+            return {}
+        return {**read_embed(read.get("body")), **headers}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return {}
+
+
+def read_embed(body: Any) -> dict[str, Any]:
+    """Reads callbacks, errbacks, chain and chord of a body, text or base64, if it can be read."""
+    try:
+        raw = body.encode() if isinstance(body, str) else body
+        text = raw if raw.lstrip().startswith(b"[") else base64.b64decode(raw)
+        embed: Any = json.loads(text)[2]
+        return {str(name): value for name, value in embed.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return {}
+
+
+def _parts(tokens: Sequence[str]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(tokens), MAX_TOKENS_PER_COMMAND):
+        yield tokens[start : start + MAX_TOKENS_PER_COMMAND]

@@ -1,0 +1,179 @@
+"""Which workers live: this one says so by a heartbeat, and watches the others'."""
+
+import logging
+import threading
+from collections.abc import Collection, Mapping
+from time import monotonic
+from types import MappingProxyType
+from typing import Any
+
+import redis
+
+from batchery.transport.lease_store import LeaseStore
+from batchery.transport.redis_schema import transport_scripts
+from batchery.transport.worker_registry import expiry_of
+
+logger = logging.getLogger("batchery.transport")
+
+#: Heartbeats per expiry. On a loaded machine a worker may miss some before it counts as dead.
+BEATS_PER_EXPIRY = 5
+
+
+class FailureDetector:
+    """One worker's view of all others. Pure: heartbeats and the time are arguments.
+
+    A heartbeat's own age proves nothing: after an outage of Redis, a paused machine or a jump of
+    its clock, all of them are old. What counts is that the same heartbeat was seen unchanged for a
+    full expiry, on this worker's own monotonic clock, without a gap in between.
+    """
+
+    def __init__(self, expiry_s: float, max_gap_s: float) -> None:
+        """Knows no worker yet.
+
+        Args:
+            expiry_s: How long a worker may be silent before it counts as dead, unless it says
+                otherwise.
+            max_gap_s: Longest time between two looks; after a longer one everything starts anew.
+        """
+        self._expiry_s = expiry_s
+        self._max_gap_s = max_gap_s
+        self._since: dict[str, tuple[int, float]] = {}
+        self._observed_s: float | None = None
+        # A new detector starts undisturbed. Otherwise a lone worker that replaces a dead one could
+        # never count its predecessor's death.
+        self._undisturbed_since_s: float | None = float("-inf")
+
+    def reset(self) -> None:
+        """Forgets everything: the connection was lost, and with it the proof."""
+        self._since.clear()
+        self._observed_s = None
+        self._undisturbed_since_s = None
+
+    def undisturbed_s(self, now_s: float) -> float:
+        """How long nothing has interrupted the observation, in seconds."""
+        return 0.0 if self._undisturbed_since_s is None else now_s - self._undisturbed_since_s
+
+    def observe(
+        self,
+        heartbeats: Mapping[str, int],
+        now_s: float,
+        expiries_s: Mapping[str, float] = MappingProxyType({}),
+    ) -> list[tuple[str, int]]:
+        """Takes in what Redis says now.
+
+        Args:
+            heartbeats: Last heartbeat of every worker by its id; only compared, never read as time.
+            now_s: This worker's monotonic clock.
+            expiries_s: How long each worker may be silent; the others as long as this one.
+
+        Returns:
+            The dead workers, each with the heartbeat that was seen.
+        """
+        if self._observed_s is not None and now_s - self._observed_s > self._max_gap_s:
+            self.reset()
+        if self._undisturbed_since_s is None:
+            self._undisturbed_since_s = now_s
+        self._observed_s = now_s
+        self._since = {
+            worker: (beat, now_s)
+            if (seen := self._since.get(worker)) is None or seen[0] != beat
+            else seen
+            for worker, beat in heartbeats.items()
+        }
+        return [
+            (worker, beat)
+            for worker, (beat, since_s) in self._since.items()
+            if now_s - since_s >= expiries_s.get(worker, self._expiry_s)
+        ]
+
+
+class Heartbeat:
+    """A thread that keeps this worker's leases, and gives back those of workers that died.
+
+    It has a connection of its own, so nothing that Celery's event loop does delays it.
+    """
+
+    def __init__(self, lease_store: LeaseStore, client: "redis.Redis") -> None:
+        """Does not beat yet.
+
+        Args:
+            lease_store: This worker's, which is open.
+            client: A client for this thread alone.
+        """
+        self._lease_store = lease_store
+        self._client = client
+        self._scripts = transport_scripts(client)
+        self._pause_s = lease_store.expiry_s / BEATS_PER_EXPIRY
+        self._detector = FailureDetector(lease_store.expiry_s, max_gap_s=lease_store.expiry_s / 2)
+        self._expiries_s: dict[str, float] = {}
+        self._stopped = threading.Event()
+        # A daemon, as it must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread; returns at once."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._pause_s):
+            try:
+                self.beat(monotonic())
+            except (redis.RedisError, OSError) as error:
+                logger.debug("heartbeat: %r", error)
+                self._detector.reset()
+            except Exception:
+                logger.exception("heartbeat failed")
+                self._detector.reset()
+        self._client.connection_pool.disconnect()
+
+    def beat(self, now_s: float) -> None:
+        """Sends one heartbeat, and looks once at the other workers.
+
+        Args:
+            now_s: Monotonic time.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        store = self._lease_store
+        if store.fenced:
+            return
+        worker = store.worker
+        flat = self._scripts.run("renew", [store.keys.workers], worker)
+        if flat is None:
+            if worker == store.worker and store.is_open:
+                store.fenced = True
+            return
+        store.flush()
+        beats = {
+            name.decode(): int(float(beat))
+            for name, beat in zip(flat[::2], flat[1::2], strict=True)
+        }
+        del beats[worker]
+        for name, beat in self._detector.observe(beats, now_s, self._expiries_of(beats)):
+            self._recover(name, beat, now_s)
+
+    def _expiries_of(self, workers: Collection[str]) -> Mapping[str, float]:
+        """How long other workers may be silent, as they said when they registered."""
+        unknown = [worker for worker in workers if worker not in self._expiries_s]
+        if unknown:
+            told: Any = self._client.hmget(self._lease_store.keys.worker_info, unknown)
+            for worker, about in zip(unknown, told, strict=True):
+                self._expiries_s[worker] = expiry_of(about) or self._lease_store.expiry_s
+        self._expiries_s = {worker: self._expiries_s[worker] for worker in workers}
+        return self._expiries_s
+
+    def _recover(self, worker: str, beat: int, now_s: float) -> None:
+        # Just after an outage many workers look dead that only lost their connection, as we did.
+        counts = self._detector.undisturbed_s(now_s) >= 2 * self._lease_store.expiry_s
+        count: Any = self._scripts.run(
+            "recover", self._lease_store.keys.of_recovery(worker), worker, beat, int(counts)
+        )
+        if count is not None:
+            logger.warning(
+                "worker %s is dead: %d of its jobs are back in their queues", worker, count
+            )

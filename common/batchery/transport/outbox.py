@@ -1,0 +1,59 @@
+"""The channel's side of the outbox: what a job's completion publishes goes out once."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import redis
+from kombu.utils.json import dumps
+
+from batchery.completion import current_completion
+from batchery.outbox import HeldMessage, Outbox
+from batchery.redis_scripts import RedisScripts
+from batchery.transport.redis_schema import Keys, transport_scripts
+
+if TYPE_CHECKING:
+    _Channel: Any
+else:
+    _Channel = object
+
+#: How long dedupe keys stay where no acknowledgement removes them, in seconds: until a job that was
+#: interrupted has run again. Such a job is put at the head of its queue.
+DEDUPE_TTL_S = 3600
+
+
+class OutboxChannel(_Channel):  # type: ignore[misc]
+    """Publishes through the outbox of a job's completion; mixed into kombu's Redis channels."""
+
+    def _put(self, queue: str, message: Mapping[str, Any], **kwargs: Any) -> None:
+        completion = current_completion()
+        outbox = None if completion is None else completion.outbox
+        is_plain = kwargs.get("_publish_batch") is None and queue not in (self._expires or ())
+        if outbox is None or not is_plain:
+            super()._put(queue, message, **kwargs)
+            return
+        priority = self._get_message_priority(message, reverse=False)
+        key = Keys(self.global_keyprefix).queue(self._q_for_pri(queue, priority))
+        outbox.publish(HeldMessage(self, key, message))
+
+    def publish_once(self, outbox: Outbox, key: str, message: Mapping[str, Any]) -> None:
+        """Puts a message into a queue, unless its dedupe key is there already.
+
+        Args:
+            outbox: Of the job that publishes.
+            key: Key of the queue.
+            message: As kombu makes it.
+        """
+        keys = [Keys(self.global_keyprefix).sent(outbox.publish_tag), key]
+        args = [outbox.dedupe_key(message), DEDUPE_TTL_S, dumps(message)]
+        if outbox.lease is not None:
+            holder, token = outbox.lease
+            keys.append(holder.lease_key)
+            args.append(token)
+        self._outbox_scripts.run("publish_once", keys, *args)
+        outbox.has_dedupe_keys = True
+
+    @cached_property
+    def _outbox_scripts(self) -> RedisScripts:
+        # Kombu's own client would put its prefix before the first key of a script alone.
+        return transport_scripts(redis.Redis(connection_pool=self.pool))

@@ -1,0 +1,126 @@
+"""A worker's entry in Redis, by which others know it; and what its server must be able to do."""
+
+import json
+import logging
+import os
+import platform
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import redis
+
+from batchery.errors import RedisUnavailable
+from batchery.redis_scripts import RedisScripts
+from batchery.transport.redis_schema import Keys
+
+logger = logging.getLogger("batchery.transport")
+
+#: The oldest Redis that knows RPOP with a count, and tracking over RESP3.
+OLDEST_REDIS = (6, 2)
+
+
+class Registration:
+    """Registers this worker, and unregisters it; with a new worker id each time."""
+
+    def __init__(self, client: Any, keys: Keys, scripts: RedisScripts, expiry_s: float) -> None:
+        """Asks Redis nothing yet; `expiry_s` is how long this worker may be silent."""
+        self._client = client
+        self._keys = keys
+        self._scripts = scripts
+        self._expiry_s = expiry_s
+        self._pid = os.getpid()
+        self.worker = ""
+
+    @property
+    def is_mine(self) -> bool:
+        """False in a forked child, whose parent goes on holding the leases."""
+        return self._pid == os.getpid()
+
+    def check_server(self) -> None:
+        """Looks whether the server can hold leases.
+
+        Raises:
+            RedisUnavailable: It cannot do what leases need; says what.
+            redis.RedisError: It does not answer.
+        """
+        require_supported(server_info(self._client, "server"))
+        warn_of_eviction(server_info(self._client, "memory"))
+
+    def register(self, last_token: int) -> None:
+        """Makes this worker known, under a new id.
+
+        Args:
+            last_token: No lower token must be given out again.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        self.worker = uuid.uuid4().hex
+        about = {"host": platform.node(), "pid": os.getpid(), "expiry_s": self._expiry_s}
+        self._scripts.run(
+            "register",
+            [self._keys.workers, self._keys.worker_info, self._keys.token],
+            *[self.worker, json.dumps(about), last_token],
+        )
+
+    def unregister(self) -> None:
+        """Removes this worker; what it still holds goes back to the queues, in the original order.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        keys = self._keys.of_recovery(self.worker)
+        self._scripts.run("recover", keys, self.worker, "", 0)
+
+
+def server_info(client: Any, section: str) -> Mapping[str, Any]:
+    """Reads a section of INFO; empty where this user may not see it.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    try:
+        facts: Mapping[str, Any] = client.info(section)
+    except redis.ResponseError:
+        return {}
+    return facts
+
+
+def require_supported(info: Mapping[str, Any]) -> None:
+    """Raises RedisUnavailable for a Redis that cannot hold leases; `info` is INFO server."""
+    version = str(info.get("redis_version", "6.2"))
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_REDIS:
+        raise RedisUnavailable(
+            f"the broker is Redis {version}, but leases need 6.2 or newer;"
+            " update it, or set broker_transport_options={'leases': False}"
+        )
+    if info.get("redis_mode") == "cluster":
+        raise RedisUnavailable(
+            "the broker is a Redis Cluster, where a script cannot reach several queues;"
+            " use one server or Sentinel, or set broker_transport_options={'leases': False}"
+        )
+
+
+def warn_of_eviction(info: Mapping[str, Any]) -> None:
+    """Warns where Redis may throw away queues and leases; `info` is INFO memory."""
+    policy = str(info.get("maxmemory_policy", ""))
+    if policy and policy != "noeviction":
+        logger.warning(
+            "Redis evicts keys (maxmemory-policy %s), and may throw away queues and leases;"
+            " set it to noeviction",
+            policy,
+        )
+
+
+def expiry_of(about: bytes | None) -> float | None:
+    """How long a worker may be silent, in seconds, as its entry says; None if it does not say.
+
+    Args:
+        about: The worker's entry in worker-info.
+    """
+    try:
+        told = json.loads(about or b"{}")["expiry_s"]
+        return float(told) if told > 0 else None
+    except (ValueError, TypeError, KeyError):
+        return None
