@@ -9,14 +9,14 @@ for vector in embed.map(texts, per_job=64):
 ```
 """
 
-from batchery_producer.aio import AsyncClient, AsyncTask
-from batchery_producer.bulk import submit_file
+from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.client import Client, TaskClient
-from batchery_producer.packs import Outcome
-from batchery_producer.patience import GaveUp
-from batchery_producer.publish import Publisher
+from batchery_producer.publishing.publisher import Publisher
+from batchery_producer.results.answers import Outcome
+from batchery_producer.retry import GaveUp
+from batchery_producer.run.api import submit_file
+from batchery_producer.run.summary import Ending, Snapshot, Summary
 from batchery_producer.stream import Progress
-from batchery_producer.summary import Ending, Snapshot, Summary
 
 __all__ = [
     "AsyncClient",

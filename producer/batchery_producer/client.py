@@ -10,8 +10,8 @@ from typing import Any, Self
 from celery import Celery
 from celery.result import AsyncResult
 
-from batchery_producer.packs import Outcome, check_per_job
-from batchery_producer.publish import is_known
+from batchery_producer.publishing.publisher import is_known
+from batchery_producer.results.answers import Outcome, check_per_job
 from batchery_producer.stream import WINDOW, Progress, Stream
 
 

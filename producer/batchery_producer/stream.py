@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from celery import Celery
 
 from batchery.errors import BatcheryError, NoResult
-from batchery_producer.collect import Collector, collector_for
-from batchery_producer.outlet import Outlet
-from batchery_producer.packs import Outcome, header_of, outcomes_of
-from batchery_producer.patience import Patience
-from batchery_producer.publish import Publisher
-from batchery_producer.silence import Silence, explain_silence
-from batchery_producer.template import uuids
+from batchery_producer.diagnosis import Silence, explain_silence
+from batchery_producer.publishing.connection import Outlet
+from batchery_producer.publishing.publisher import Publisher
+from batchery_producer.publishing.template import uuids
+from batchery_producer.results.answers import Outcome, header_of, outcomes_of
+from batchery_producer.results.collector import Collector, collector_for
+from batchery_producer.retry import Patience
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,276 @@
+"""The client for `asyncio`: `await task(item)`, thousands at once, on one connection each way."""
+
+import asyncio
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Iterable,
+    Mapping,
+    Sequence,
+)
+from contextlib import suppress
+from typing import Any, Self
+
+from celery import Celery, uuid
+
+from batchery.errors import NoResult
+from batchery_producer.async_session import Call, Session
+from batchery_producer.client import close_app, make_app
+from batchery_producer.publishing.template import Job
+from batchery_producer.results.answers import Answer, Outcome, check_per_job, header_of, outcomes_of
+
+#: Items in flight.
+WINDOW = 1024
+
+#: How long cancelled calls gather until the workers are told of all of them, in seconds.
+GATHER_S = 0.02
+
+
+class AsyncClient:
+    """Calls tasks by name, from coroutines of one event loop."""
+
+    def __init__(self, app: Celery | str) -> None:
+        """Connects with the first call.
+
+        Args:
+            app: A Celery app, or the URL of a Redis that is broker and result backend. The app need
+                not have the tasks.
+        """
+        self._owns_app = isinstance(app, str)
+        self.app = make_app(app)
+        self._session = Session(self.app, self._on_answers, self._on_failure)
+        self._futures: dict[str, asyncio.Future[Answer]] = {}
+        self._cancelled: list[str] = []
+        self._calls: list[Call] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def task(self, name: str, **options: Any) -> "AsyncTask":
+        """A task by name.
+
+        Args:
+            name: Of the task; a model's is its name in the settings.
+            options: Of `apply_async`, for all its jobs: `queue`, `priority`, `expires`, `headers`.
+                By default jobs go where the app routes them, else to a queue of the task's name.
+                Besides, `most_waiting` and `wait_s` as for a `Publisher`; say `wait_s=0`: a call
+                that waits for room holds up those after it.
+        """
+        return AsyncTask(self, name, options)
+
+    async def close(self) -> None:
+        """Revokes what was not begun, and closes all connections."""
+        for future in list(self._futures.values()):
+            future.cancel()
+        await asyncio.to_thread(self._session.close)
+        if self._owns_app:
+            close_app(self.app)
+
+    async def call(
+        self,
+        task: str,
+        item: Any,
+        count: int,
+        keywords: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> Answer:
+        """Sends one job and waits for its end; a cancellation revokes it.
+
+        Args:
+            task: Its name.
+            item: A list of items, if the job is packed.
+            count: How many, 0 if it is not packed.
+            keywords: Keyword arguments of the job.
+            options: Of `apply_async`.
+        """
+        loop = self._loop = asyncio.get_running_loop()
+        task_id = uuid()
+        future: asyncio.Future[Answer] = loop.create_future()
+        self._futures[task_id] = future
+        headers = header_of(count, self._session.headers)
+        if not self._calls:
+            # What others send in this turn of the loop is sent with it.
+            loop.call_soon(self._flush)
+        self._calls.append(Call(task, keywords, options, headers, Job(task_id, item)))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._cancel(task_id)
+            raise
+        finally:
+            self._futures.pop(task_id, None)
+
+    def _flush(self) -> None:
+        calls, self._calls = self._calls, []
+        self._session.send([call for call in calls if call.job.id in self._futures])
+
+    def _cancel(self, task_id: str) -> None:
+        if not self._cancelled:
+            asyncio.get_running_loop().call_later(GATHER_S, self._revoke)
+        self._cancelled.append(task_id)
+
+    def _revoke(self) -> None:
+        cancelled, self._cancelled = self._cancelled, []
+        self._session.revoke(cancelled)
+
+    # On threads of the session
+
+    def _on_answers(self, answers: Sequence[tuple[str, Answer]]) -> None:
+        self._tell(self._settle, answers)
+
+    def _on_failure(self, task_ids: Sequence[str], error: Exception) -> None:
+        self._tell(self._fail, task_ids, error)
+
+    def _tell(self, function: Any, *args: Any) -> None:
+        assert self._loop is not None
+        with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+            self._loop.call_soon_threadsafe(function, *args)
+
+    # On the loop's
+
+    def _settle(self, answers: Sequence[tuple[str, Answer]]) -> None:
+        for task_id, answer in answers:
+            future = self._futures.get(task_id)
+            if future is not None and not future.done():
+                future.set_result(answer)
+
+    def _fail(self, task_ids: Sequence[str], error: Exception) -> None:
+        for task_id in task_ids:
+            future = self._futures.get(task_id)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+
+class AsyncTask:
+    """A task, for coroutines."""
+
+    def __init__(self, client: AsyncClient, name: str, options: Mapping[str, Any]) -> None:
+        self._client = client
+        self.name = name
+        self._options = dict(options)
+
+    async def __call__(self, item: Any, **keywords: Any) -> Any:
+        """The result of one item. Cancelling the call revokes its job, if it was not begun.
+
+        Raises:
+            QueueFull: There was no room for it in the queue.
+            Exception: What the worker raised, or why the job could not be sent.
+        """
+        answer = await self._client.call(self.name, item, 0, keywords, self._options)
+        (outcome,) = outcomes_of(answer, range(1), False, self._client.app.backend)
+        if outcome.error is not None:
+            raise outcome.error
+        return outcome.value
+
+    async def map(
+        self,
+        items: Iterable[Any] | AsyncIterable[Any],
+        *,
+        ordered: bool = True,
+        **settings: Any,
+    ) -> AsyncGenerator[Any, None]:
+        """Yields the result of each item; the arguments are those of `as_completed`.
+
+        Raises:
+            Exception: The error of the first item that failed; the others are revoked.
+        """
+        stream = self.as_completed(items, ordered=ordered, **settings)
+        try:
+            async for outcome in stream:
+                if outcome.error is not None:
+                    raise outcome.error
+                yield outcome.value
+        finally:
+            await stream.aclose()
+
+    async def as_completed(
+        self,
+        items: Iterable[Any] | AsyncIterable[Any],
+        *,
+        ordered: bool = False,
+        keywords: Mapping[str, Any] | None = None,
+        per_job: int | None = None,
+        window: int = WINDOW,
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[Outcome, None]:
+        """Yields an `Outcome` for each item, with its index: one item that fails stops nothing.
+
+        Args:
+            items: Read as there is room for them.
+            ordered: In the order of the items, or as they are done.
+            keywords: Keyword arguments of all jobs.
+            per_job: Items in one message, as in `TaskClient.as_completed`.
+            window: Most items in flight.
+            timeout_s: Give up when no result has come for so long, in seconds; by default never.
+
+        Raises:
+            NoResult: None came for `timeout_s`.
+            BatchArgumentError: A number is out of range.
+        """
+        size = check_per_job(per_job)
+        running: dict[asyncio.Task[list[Outcome]], None] = {}
+        source = _packs(items, size or 1)
+        most = max(1, window // (size or 1))
+        exhausted, start = False, 0
+        try:
+            while running or not exhausted:
+                while not exhausted and len(running) < most:
+                    pack = await anext(source, None)
+                    exhausted = pack is None
+                    if pack is not None:
+                        indexes = range(start, start + len(pack))
+                        start = indexes.stop
+                        work = self._outcomes(pack, indexes, size, keywords or {})
+                        running[asyncio.create_task(work)] = None
+                if not running:
+                    break
+                for done in await _some(running, timeout_s, first=ordered):
+                    del running[done]
+                    for outcome in done.result():
+                        yield outcome
+        finally:
+            for task in running:
+                task.cancel()
+
+    async def _outcomes(
+        self, pack: list[Any], indexes: range, size: int, keywords: Mapping[str, Any]
+    ) -> list[Outcome]:
+        item, count = (pack, len(pack)) if size else (pack[0], 0)
+        answer = await self._client.call(self.name, item, count, keywords, self._options)
+        return outcomes_of(answer, indexes, size > 0, self._client.app.backend)
+
+
+async def _some(
+    running: Mapping[asyncio.Task[list[Outcome]], None], timeout_s: float | None, *, first: bool
+) -> list[asyncio.Task[list[Outcome]]]:
+    """Waits for tasks that are done: the oldest one, or any."""
+    awaited = [next(iter(running))] if first else list(running)
+    done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    if not done:
+        raise NoResult(f"no result for {timeout_s:g} s; see `celery inspect batchery`")
+    return list(done)
+
+
+async def _packs(items: Iterable[Any] | AsyncIterable[Any], size: int) -> AsyncIterator[list[Any]]:
+    pack: list[Any] = []
+    async for item in _each(items):
+        pack.append(item)
+        if len(pack) == size:
+            yield pack
+            pack = []
+    if pack:
+        yield pack
+
+
+async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:
+    if isinstance(items, AsyncIterable):
+        async for item in items:
+            yield item
+    else:
+        for item in items:
+            yield item

@@ -1,0 +1,221 @@
+"""A session: two threads, on which jobs of many callers are sent and awaited together.
+
+One sends whatever has gathered since it sent last, so that a thousand calls at once are a few
+chunks. The other waits for results. Callers are told on a thread of ours: see `aio.py`.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from celery import Celery
+from kombu.utils import json
+
+from batchery.errors import BatcheryError
+from batchery_producer.publishing.connection import Outlet
+from batchery_producer.publishing.publisher import Publisher
+from batchery_producer.publishing.template import Job
+from batchery_producer.results.answers import Answer
+from batchery_producer.results.collector import Collector, collector_for
+from batchery_producer.retry import Interrupted, Patience
+
+#: Most jobs that are sent between two looks at what else there is to do.
+SEND_JOBS = 1000
+
+#: How long the thread that collects is away at most, in seconds; so late is it to hear of the end.
+WAIT_S = 0.25
+
+#: Kinds of calls whose publishers are kept: a task with its keywords and options.
+PUBLISHERS = 64
+
+
+class Call(NamedTuple):
+    """A job to be sent."""
+
+    task: str
+    keywords: Mapping[str, Any]
+    options: Mapping[str, Any]
+    headers: Mapping[str, Any] | None
+    job: Job
+
+
+class Session:
+    """Starts with the first call. Calls may come from any thread."""
+
+    def __init__(
+        self,
+        app: Celery,
+        answered: Callable[[Sequence[tuple[str, Answer]]], None],
+        failed: Callable[[Sequence[str], Exception], None],
+    ) -> None:
+        """Prepares.
+
+        Args:
+            app: Where the jobs are sent.
+            answered: Called on a thread of the session, with jobs that have ended.
+            failed: The same, with the ids of jobs of which nothing more will be heard, and why.
+        """
+        self._app = app
+        self._answered = answered
+        self._failed = failed
+        self._wake = threading.Condition()
+        self._calls: deque[Call] = deque()
+        self._revoked: set[str] = set()
+        self._ended = False
+        self._threads: list[threading.Thread] = []
+        self._patience = Patience(lambda: self._ended)
+        self._outlet = Outlet(app, self._patience, persistent=True)
+        self._publishers: dict[str, Publisher] = {}
+        #: Ids of jobs that were sent and not answered.
+        self._open: dict[str, None] = {}
+        self._collector: Collector | None = None
+
+    def send(self, calls: Sequence[Call]) -> None:
+        """Sends jobs, soon."""
+        with self._wake:
+            if not self._threads:
+                self._start()
+            self._calls.extend(calls)
+            self._wake.notify_all()
+
+    def revoke(self, task_ids: Sequence[str]) -> None:
+        """Awaits jobs no more, and tells the workers not to begin them."""
+        with self._wake:
+            self._revoked.update(task_ids)
+            self._wake.notify_all()
+
+    def close(self) -> None:
+        """Revokes what was not begun, and ends the threads and their connections."""
+        with self._wake:
+            self._ended = True
+            self._wake.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self) -> None:
+        for target in (self._send_all, self._collect_all):
+            thread = threading.Thread(target=target, name="batchery-session", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    # One thread
+
+    def _send_all(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._ended or self._calls or self._revoked)
+                revoked, self._revoked = self._revoked, set()
+                if revoked:
+                    self._calls = deque(call for call in self._calls if call.job.id not in revoked)
+                some = [self._calls.popleft() for _ in range(min(SEND_JOBS, len(self._calls)))]
+            if self._ended:
+                break
+            self._send_some(some)
+            self._revoke_some(revoked)
+        self._patience = self._outlet.patience = Patience(away_s=0)
+        self._revoke_some(set(self._open) | revoked)
+        self._outlet.close()
+
+    def _send_some(self, calls: Sequence[Call]) -> None:
+        groups: dict[str, list[Call]] = {}
+        for call in calls:
+            groups.setdefault(_kind_of(call), []).append(call)
+        for kind, group in groups.items():
+            ids = [call.job.id for call in group]
+            try:
+                self._await(ids)
+                self._publisher(kind, group[0]).send([call.job for call in group], group[0].headers)
+            except Interrupted:
+                return
+            except Exception as error:  # noqa: BLE001 - it is the callers' error, whatever it is
+                self._send_alone(group, error)
+
+    def _send_alone(self, group: Sequence[Call], error: Exception) -> None:
+        """One job may have spoilt it for all; what was sent by then is sent again, with its id."""
+        for call in group[getattr(error, "sent", 0) :]:  # A queue may have had room for some.
+            problem: Exception | None = error
+            if len(group) > 1 and not isinstance(error, BatcheryError):
+                try:
+                    self._publisher(_kind_of(call), call).send([call.job], call.headers)
+                    problem = None
+                except Exception as own:  # noqa: BLE001 - as above
+                    problem = own
+            if problem is not None:
+                self._forget([call.job.id])
+                self._failed([call.job.id], problem)
+
+    def _publisher(self, kind: str, call: Call) -> Publisher:
+        if kind not in self._publishers:
+            if len(self._publishers) >= PUBLISHERS:
+                self._publishers.pop(next(iter(self._publishers)))
+            self._publishers[kind] = Publisher(
+                self._app, call.task, keywords=call.keywords, outlet=self._outlet, **call.options
+            )
+        return self._publishers[kind]
+
+    def _revoke_some(self, task_ids: set[str]) -> None:
+        begun = [task_id for task_id in task_ids if task_id in self._open]
+        self._forget(begun)
+        with suppress(Exception):  # This thread must go on, and nobody can be told.
+            self._outlet.revoke(begun)
+
+    # Both
+
+    @property
+    def headers(self) -> Mapping[str, Any]:
+        """What the collector asks for."""
+        if self._collector is None:
+            self._collector = collector_for(self._app, self._patience)
+        return self._collector.headers
+
+    def _await(self, task_ids: Sequence[str]) -> None:
+        assert self._collector is not None
+        self._collector.expect(task_ids)
+        with self._wake:
+            self._open.update(dict.fromkeys(task_ids))
+            self._wake.notify_all()
+
+    def _forget(self, task_ids: Sequence[str]) -> None:
+        assert self._collector is not None
+        self._collector.drop(task_ids)
+        for task_id in task_ids:
+            self._open.pop(task_id, None)
+
+    # The other thread
+
+    def _collect_all(self) -> None:
+        while not self._ended:
+            with self._wake:
+                self._wake.wait_for(lambda: self._ended or self._open)
+            if self._ended:
+                break
+            self._collect_some()
+        if self._collector is not None:
+            self._collector.close()
+
+    def _collect_some(self) -> None:
+        assert self._collector is not None
+        answers: list[tuple[str, Answer]] = []
+        try:
+            answers.extend(self._collector.collect(WAIT_S))
+        except Interrupted:
+            pass
+        except Exception as error:  # noqa: BLE001 - nobody else hears of it
+            lost = list(self._open)
+            self._forget(lost)
+            self._failed(lost, error)
+        if answers:
+            for task_id, _ in answers:
+                self._open.pop(task_id, None)
+            self._answered(answers)
+            with suppress(Exception):  # As above; results expire.
+                self._collector.forget([task_id for task_id, _ in answers])
+
+
+def _kind_of(call: Call) -> str:
+    """Calls of one kind can be sent together."""
+    return json.dumps(
+        [call.task, call.keywords, repr(call.options), call.headers], sort_keys=True, default=repr
+    )

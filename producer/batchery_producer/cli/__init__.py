@@ -1,0 +1,1 @@
+"""`batchery submit`: a file in, a file of results out."""

@@ -1,0 +1,150 @@
+"""A dry run: everything is checked, and some rows are tried; nothing is written."""
+
+import itertools
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.journal import Journal
+from batchery_producer.files.records import Broken, Record
+from batchery_producer.run.api import task_of
+from batchery_producer.run.output import Output
+from batchery_producer.run.report import Report
+from batchery_producer.run.sender import Sending
+from batchery_producer.run.summary import Ending, Summary, duration
+
+#: Jobs of the probe, and how long it may take, in seconds.
+PROBE_JOBS = 512
+PROBE_S = 15.0
+
+#: Options of `submit_file` that make no difference to a dry run.
+PASSED_OVER = ("keep_results", "stop_at_failure", "expires_s", "timeout_s", "progress", "notice")
+
+#: Broken rows that are shown.
+MOST_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What a dry run has found.
+
+    Attributes:
+        rows: Of the input that become jobs.
+        broken: Rows that become none.
+        shown: The first of those, each with file, line and reason.
+        probe: How the probe went; None if there was nothing to try.
+        left_s: Estimate of what all rows take, in seconds; None if the probe had no result.
+    """
+
+    rows: int
+    broken: int
+    shown: Sequence[str]
+    probe: Summary | None
+    left_s: float | None
+
+    @property
+    def ending(self) -> Ending:
+        """How the run would end, as far as that can be told."""
+        if self.probe is not None and self.left_s is None:
+            return Ending.GAVE_UP
+        failed = self.broken or (self.probe is not None and self.probe.failed)
+        return Ending.SOME_FAILED if failed else Ending.SUCCEEDED
+
+
+def try_file(
+    source: str | Path | Sequence[str | Path],
+    task: str | None,
+    output: str | Path,
+    *,
+    app: Celery,
+    window: int = PROBE_JOBS,
+    queue: str | None = None,
+    keywords: Mapping[str, Any] | None = None,
+    errors: str | Path | None = None,
+    ordered: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    report: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    **reading: Any,
+) -> DryRun:
+    """Checks input, output, app, task and workers; reads all rows, and submits the first ones.
+
+    Takes what `submit_file` takes; options that make no difference here are passed over.
+
+    Raises:
+        BatcheryError: As `submit_file` does.
+    """
+    for name in PASSED_OVER:
+        reading.pop(name, None)
+    dataset, end_s = Dataset(source, **reading), float("inf")
+    Output(dataset, output, errors, ordered=ordered, overwrite=overwrite, resume=resume)
+    if report:
+        Report(report, dataset, output, errors)
+    jobs = Sending(
+        app,
+        task_of(dataset, task),
+        window=min(window, PROBE_JOBS),
+        queue=queue,
+        keywords=keywords,
+        stop=lambda: stop() or time.monotonic() > end_s,
+    )
+    first, rows, shown = _read(itertools.takewhile(lambda _: not stop(), dataset), dataset)
+    end_s = time.monotonic() + PROBE_S
+    probe = _probe(jobs, dataset, first) if first else None
+    left_s = rows[0] / probe.rate if probe and probe.rate else None
+    return DryRun(*rows, shown, probe, left_s)
+
+
+def _read(
+    rows: Iterable[Record | Broken], dataset: Dataset
+) -> tuple[list[Record], tuple[int, int], list[str]]:
+    """The first records, how many rows are whole and broken, and what is wrong with the first."""
+    first: list[Record] = []
+    shown: list[str] = []
+    whole = broken = 0
+    for row in rows:
+        if isinstance(row, Record):
+            whole += 1
+            if len(first) < PROBE_JOBS:
+                first.append(row)
+        else:
+            broken += 1
+            if len(shown) < MOST_SHOWN:
+                shown.append(f"{dataset.place(row.source, row.line)}: {row.reason}")
+    return first, (whole, broken), shown
+
+
+def _probe(jobs: Sending, dataset: Dataset, rows: Sequence[Record]) -> Summary:
+    names = [each.name for each in dataset.sources]
+    journal = Journal(secrets.token_hex(8), jobs.task, {}, names, [], len(rows))
+    with (
+        tempfile.TemporaryDirectory(prefix="batchery-") as folder,
+        Output(dataset, Path(folder, "probe.jsonl")) as files,
+    ):
+        files.open(journal)
+        return jobs.run(rows, files, journal)
+
+
+def describe_dry_run(run: DryRun, name: str) -> str:
+    """What a dry run has found, for people."""
+    lines = [f"{name}: {run.rows:,} rows can be sent, {run.broken:,} cannot"]
+    lines += [f"  {each}" for each in run.shown]
+    if run.broken > len(run.shown):
+        lines.append(f"  and {run.broken - len(run.shown):,} more")
+    if run.probe is not None and run.left_s is not None:
+        done = run.probe.succeeded + run.probe.failed
+        lines.append(
+            f"probe: {done:,} jobs in {run.probe.seconds:.1f} s, {run.probe.failed:,} of them"
+            f" failed; all rows would take about {duration(run.left_s)}"
+        )
+    elif run.probe is not None:
+        lines.append(f"probe: no result within {run.probe.seconds:.0f} s; is there a worker?")
+    return "\n".join(lines)

@@ -1,0 +1,253 @@
+"""`batchery submit`: the command around `submit_file`."""
+
+import json
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Self
+
+import click
+from rich.console import Console
+
+from batchery.cli.app import app_options, load_app
+from batchery.cli.main import main, one_line_errors
+from batchery_producer.cli.dry_run import describe_dry_run, try_file
+from batchery_producer.cli.progress import LineDisplay, LiveDisplay, display_on
+from batchery_producer.files.source import FORMATS, STANDARD_STREAM
+from batchery_producer.run.api import WINDOW, submit_file
+from batchery_producer.run.summary import Summary, duration
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+HELP = """Submit every row of SOURCE as one job, and write every result to a file.
+
+SOURCE is one or many files or patterns ('data/*.jsonl'), or - for standard input: JSON lines, CSV,
+TSV, plain text (one item per line), Parquet, Arrow, or requests of OpenAI's batch API for
+embeddings. gzip and zstd are recognised. Blank lines are passed over.
+
+Results are JSON lines {"id", "line", "result"} in the order in which they are completed; or CSV,
+TSV, Parquet or Arrow, as OUTPUT ends, written when all are there. Jobs that fail, and lines that
+cannot be read, go to the file of failures as {"id", "line", "error"}; there is no such file without
+a failure. Requests of OpenAI's form get output and error files of that form.
+
+A run that ended early, even by kill -9, goes on with --resume: only what has neither a result nor a
+failure is submitted, and jobs that are still on their way are awaited. OUTPUT.journal, which is
+removed at the end, says what it was; without it, or with another input, nothing is resumed.
+
+The first Ctrl-C ends the run cleanly: results that are ready are written, jobs in flight stay in
+the queue, where workers still run them. The second ends it at once.
+
+\b
+Exit codes:
+  0    every row has a result
+  1    some rows failed, or --on-error=stop met the first; they are in the file of failures
+  2    could not start, or the output cannot be written any more: the disk is full, for example
+  3    gave up: no result for --timeout, or Redis stayed away for two minutes
+  130  interrupted
+"""
+
+
+class Interrupt:
+    """While entered, notes SIGINT and SIGTERM; call it to hear whether one came. Main thread only.
+
+    The handler only sets a flag: it may run in the middle of anything, locks included.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        self._before: Mapping[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether a signal came."""
+        return self._asked
+
+    def __enter__(self) -> Self:
+        self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def _note(self, *_: object) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+
+
+def _keywords(
+    _context: click.Context, _parameter: click.Parameter, value: str | None
+) -> dict[str, Any]:
+    try:
+        keywords = json.loads(value or "{}")
+    except json.JSONDecodeError as error:
+        raise click.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(keywords, dict):
+        raise click.BadParameter('expected a JSON object, such as \'{"prompt": "query"}\'')
+    return keywords
+
+
+def _options(
+    _context: click.Context, _parameter: click.Parameter, values: Sequence[str]
+) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    for each in values:
+        key, equals, value = each.partition("=")
+        if not key or not equals:
+            raise click.BadParameter(f"{each!r}: expected KEY=VALUE")
+        try:
+            options[key] = json.loads(value)
+        except json.JSONDecodeError:
+            options[key] = value
+    return options
+
+
+@click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("source", nargs=-1, required=True)
+@click.option("--task", metavar="NAME", help="Task that runs the jobs.")
+@click.option("-o", "--output", required=True, metavar="FILE", help="Results; - for stdout.")
+@click.option("--errors", metavar="FILE", help="Failures; default: OUTPUT's stem.errors.jsonl.")
+@click.option("--ordered", is_flag=True, help="Keep SOURCE's order; the output comes at the end.")
+@click.option("--overwrite", is_flag=True, help="Replace an output that is already there.")
+@click.option("--resume", is_flag=True, help="Finish an output that is already there.")
+@click.option(
+    "--on-error",
+    type=click.Choice(["continue", "stop"]),
+    default="continue",
+    show_default=True,
+    help="What a failure does to the run.",
+)
+@click.option("--format", type=click.Choice(list(FORMATS)), help="Default: by SOURCE's extension.")
+@click.option("--field", metavar="FIELD", help="The item; default: text, or the only string.")
+@click.option("--id-field", metavar="FIELD", help="Default: id, custom_id, or the line number.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
+@click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Only N rows at random.")
+@click.option("--retry-failed", metavar="FILE", help="Only rows that this file of failures names.")
+@click.option("--dry-run", is_flag=True, help="Check everything, try some rows, write nothing.")
+@click.option(
+    "--queue", metavar="NAME", help="Default: as the app routes it, else the task's name."
+)
+@app_options
+@click.option(
+    "--kwargs",
+    "keywords",
+    callback=_keywords,
+    metavar="JSON",
+    help="Keyword arguments of all jobs.",
+)
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    callback=_options,
+    metavar="KEY=VALUE",
+    help="One keyword argument, as JSON or text; repeatable.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(min=1),
+    default=WINDOW,
+    show_default=True,
+    metavar="N",
+    help="Most jobs in flight.",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Give up when no result has come for so long; default: never.",
+)
+@click.option(
+    "--expires",
+    "expires_s",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="Fail jobs that no worker has begun by then.",
+)
+@click.option("--report", metavar="FILE.html", help="A page with figures and plots of the run.")
+@click.option("--keep-results", is_flag=True, help="Leave results in the result backend, too.")
+@click.option("--quiet", is_flag=True, help="No progress and no summary.")
+@click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")
+def submit(
+    *,
+    app_path: str,
+    redis_url: str | None,
+    keywords: dict[str, Any],
+    options: dict[str, Any],
+    on_error: str,
+    dry_run: bool,
+    quiet: bool,
+    as_json: bool,
+    **rest: Any,
+) -> None:
+    """Runs the command; see `HELP`."""
+    if as_json and rest["output"] == STANDARD_STREAM:
+        raise click.UsageError("--json and -o - both want stdout")
+    console = Console(stderr=True)
+    with Interrupt() as interrupt, one_line_errors():
+        app = load_app(app_path, redis_url)
+        keywords = {**keywords, **options}
+        if dry_run:
+            tried = try_file(app=app, keywords=keywords, stop=interrupt, **rest)
+            click.echo(describe_dry_run(tried, " ".join(rest["source"])), err=True)
+            sys.exit(tried.ending.value)
+        display: AbstractContextManager[LiveDisplay | LineDisplay | None] = (
+            nullcontext() if quiet else display_on(console, rest["task"] or "submit")
+        )
+        with display as shown:
+            hooks = {"progress": shown.show, "notice": shown.note} if shown else {}
+            summary = submit_file(
+                app=app,
+                keywords=keywords,
+                stop=interrupt,
+                stop_at_failure=on_error == "stop",
+                **{**hooks, **rest},
+            )
+    if as_json:
+        click.echo(json.dumps(as_dict(summary)))
+    if not quiet or summary.message:
+        click.echo(describe(summary, rest["output"]), err=True)
+    sys.exit(summary.ending.value)
+
+
+def as_dict(summary: Summary) -> dict[str, Any]:
+    """A summary as JSON has it."""
+    return {
+        **asdict(summary),
+        "ending": summary.ending.name.lower(),
+        "seconds": round(summary.seconds, 3),
+        "rate": round(summary.rate, 1),
+    }
+
+
+def describe(summary: Summary, output: str) -> str:
+    """A summary in a line or three."""
+    done = summary.succeeded + summary.failed
+    first = (
+        f"{done:,} done in {duration(summary.seconds)} ({summary.rate:,.1f}/s):"
+        f" {summary.succeeded:,} succeeded, {summary.failed:,} failed"
+    )
+    if output != STANDARD_STREAM:
+        first += f"; results in {output}"
+    lines = [f"batchery: {summary.message}", first] if summary.message else [first]
+    if summary.before:
+        lines.append(f"{summary.before:,} were done before")
+    if summary.in_flight:
+        lines.append(
+            f"{summary.in_flight:,} jobs still in flight in queue {summary.queue!r}:"
+            " workers will run them; their results stay in the backend until they expire"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(["submit", *sys.argv[1:]], prog_name="batchery")

@@ -1,0 +1,1 @@
+"""Rows of a dataset, read from and written to files of many formats."""

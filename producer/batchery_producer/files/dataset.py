@@ -1,0 +1,305 @@
+"""Datasets: files or standard input, read as records of which each becomes one job."""
+
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from io import BufferedReader
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from batchery.errors import DatasetError
+from batchery_producer.files.columnar import TABLES, TableRows
+from batchery_producer.files.compression import MAGIC_BYTES, packing_of_bytes, unpack_errors
+from batchery_producer.files.journal import Done
+from batchery_producer.files.jsonl import read_lines
+from batchery_producer.files.openai_batch import Model, RequestPicker, is_request
+from batchery_producer.files.records import Broken, Picker, Record, SeenIds
+from batchery_producer.files.rows import LINE_FORMATS, InvalidLine, Lines, Rows
+from batchery_producer.files.source import Source, find_sources
+
+Row = Record | Broken
+
+#: The same rows each time, so that a run can be resumed.
+SEED = 0
+
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+
+
+def sampled(rows: Iterable[Row], numbers: Iterable[int]) -> Iterator[Row]:
+    """The rows that have these numbers, from 0, which rise."""
+    wanted = iter(numbers)
+    next_number = next(wanted, None)
+    for number, row in enumerate(rows):
+        if next_number is None:
+            return
+        if number == next_number:
+            next_number = next(wanted, None)
+            yield row
+
+
+def sample_of(rows: Iterable[Row], size: int) -> Sequence[int]:
+    """Numbers of so many rows, from 0, each set of them as likely as another; in order."""
+    chooser = random.Random(SEED)
+    chosen = array("Q")
+    for number, _ in enumerate(rows):
+        if number < size:
+            chosen.append(number)
+        elif (place := chooser.randrange(number + 1)) < size:
+            chosen[place] = number
+    return array("Q", sorted(chosen))
+
+
+class Failures:
+    """The rows that a file of failures names; ours, or an error file of OpenAI's form."""
+
+    def __init__(self, path: str | Path, names: Sequence[str]) -> None:
+        """Checks that there is such a file.
+
+        Args:
+            path: Written by an earlier run of the same input.
+            names: Of the input's files.
+
+        Raises:
+            DatasetError: There is none.
+        """
+        self.path = Path(path)
+        self._names = names
+        if not self.path.is_file():
+            raise DatasetError(f"{path}: there is no such file of failures")
+
+    def of(self, rows: Iterable[Row]) -> Iterator[Row]:
+        """Those of some rows that the file names.
+
+        Raises:
+            DatasetError: It is no file of failures, or of another input.
+        """
+        lines, count = Done(self._names), 0
+        with SeenIds() as ids:
+            for entry, _ in read_lines(self.path):
+                count += 1
+                self._note(entry, lines, ids)
+            if not count:
+                raise DatasetError(f"{self.path}: no failures; there is nothing to try again")
+            for row in rows:
+                if (row.source, row.line) in lines or ids.has(row.id):
+                    yield row
+
+    def _note(self, entry: Any, lines: Done, ids: SeenIds) -> None:
+        if "custom_id" in entry:
+            # A line that was no request has no id; it is one no better now.
+            if entry["custom_id"] is not None:
+                ids.first_place(entry["custom_id"], 0, 0)
+            return
+        if "error" not in entry:
+            raise DatasetError(f"{self.path}: no file of failures, which has an error in each line")
+        try:
+            lines.note(entry)
+        except DatasetError as error:
+            raise DatasetError(f"{self.path}: {error}; is it of another input?") from None
+
+
+class Dataset:
+    """Records of files or of standard input; each iteration reads them anew.
+
+    Iterating reads as it goes and holds one row at a time. Input that is gzip or zstd is recognised
+    by its first bytes, whatever it is called.
+
+    Attributes:
+        sources: The files, those that are empty left out.
+        name: For messages.
+        names: Of the files.
+        is_stdin: Whether it is standard input.
+        is_stream: Whether it can be read only once: standard input, or a pipe.
+        is_openai: Whether the rows are requests of OpenAI's batch API.
+        model: Of those requests; None until one was read.
+    """
+
+    def __init__(
+        self,
+        names: str | Path | Sequence[str | Path],
+        *,
+        format: str | None = None,  # noqa: A002 (what every tool calls it)
+        field: str | None = None,
+        id_field: str | None = None,
+        limit: int | None = None,
+        sample: int | None = None,
+        retry_failed: str | Path | None = None,
+    ) -> None:
+        """Checks that the input can be read; reads the first row of JSON lines, but not from stdin.
+
+        Args:
+            names: Files, patterns such as `data/*.jsonl`, or `-` for standard input.
+            format: One of `FORMATS`; by default as each name ends, and JSON lines for standard
+                input.
+            field: Holds the item: a key (`meta.title` looks inside `meta`) or a column. By default
+                `text`, or the only field that is a string.
+            id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has
+                one, otherwise the line number is the id.
+            limit: Read only so many rows.
+            sample: Only so many rows, chosen at random; the same ones each time. All rows are read
+                once before.
+            retry_failed: A file of failures of an earlier run: only the rows that it names.
+
+        Raises:
+            DatasetError: There is no such file, it cannot be read, or its format is unknown; or
+                standard input shall be sampled, which can be read only once.
+        """
+        self.sources = find_sources(names, format)
+        self.is_stdin = self.sources[0].is_stdin
+        self.is_stream = any(each.size_bytes is None for each in self.sources)
+        self.name = self.sources[0].name
+        if len(self.sources) > 1:
+            self.name = f"{self.name} and {len(self.sources) - 1} more"
+        self.names = [each.name for each in self.sources]
+        sizes = [each.size_bytes for each in self.sources]
+        self._size_bytes = None if None in sizes else sum(size for size in sizes if size)
+        self._before_bytes = self._read_bytes = self._read_rows = 0
+        self._complete = False
+        self._field = field
+        self._id_field = id_field
+        self._limit = limit
+        self._sample = self._sampled = sample
+        self._failures = Failures(retry_failed, self.names) if retry_failed else None
+        if sample is not None and self.is_stream:
+            raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
+        self.model: Model | None = None
+        self.is_openai = format == "openai"
+        if format in (None, "openai") and not (field or id_field or self.is_stream):
+            self._recognise()
+
+    @property
+    def inputs(self) -> Sequence[Path]:
+        """Files that must not be overwritten."""
+        paths = [each.path for each in self.sources if not each.is_stdin]
+        return [*paths, self._failures.path] if self._failures else paths
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What decides which item and which id a row has."""
+        return {"field": self._field, "id field": self._id_field}
+
+    @property
+    def total(self) -> int | None:
+        """Rows in all: an estimate by bytes until all are read, None where there is no telling."""
+        if self._sample is not None:
+            return self._sampled
+        if self._failures is not None:
+            return None
+        if self._complete:
+            return self._read_rows
+        read_bytes = self._before_bytes + self._read_bytes
+        if self._size_bytes is None or not read_bytes:
+            return self._limit
+        estimate = max(self._read_rows, self._read_rows * self._size_bytes // read_bytes)
+        return estimate if self._limit is None else min(estimate, self._limit)
+
+    def __iter__(self) -> Iterator[Record | Broken]:
+        """Yields what every row became, in order.
+
+        Raises:
+            DatasetError: The input is empty, or not what it was said to be.
+        """
+        self._before_bytes = self._read_bytes = self._read_rows = 0
+        numbers: Sequence[int] = ()
+        if self._sample is not None:
+            with SeenIds() as seen:
+                numbers = sample_of(islice(self._all(seen), self._limit), self._sample)
+            self._sampled = len(numbers)
+            self._before_bytes = self._read_bytes = self._read_rows = 0
+        with SeenIds() as seen:
+            rows: Iterator[Record | Broken] = islice(self._all(seen), self._limit)
+            if self._sample is not None:
+                rows = sampled(rows, numbers)
+            if self._failures is not None:
+                rows = self._failures.of(rows)
+            yield from rows
+        self._complete = True
+        if not self._read_rows:
+            raise DatasetError(f"{self.name}: empty; there is nothing to submit")
+
+    def place(self, source: int, line: int) -> str:
+        """A line for messages."""
+        return f"{self.names[source]}, line {line}"
+
+    def _recognise(self) -> None:
+        """Finds out whether the first row is a request, and of which model."""
+        source = self.sources[0]
+        if source.format not in ("jsonl", "openai"):
+            return
+        with suppress(*unpack_errors(), InvalidLine), source.open() as raw:
+            packing = packing_of_bytes(raw.peek(MAGIC_BYTES)[:MAGIC_BYTES])
+            row = next(LINE_FORMATS["jsonl"](Lines(packing.open(raw) if packing else raw)), None)
+            if isinstance(row, Mapping) and is_request(row):
+                self.is_openai = True
+                self._settle(Model.of(row))
+
+    def _settle(self, model: Model) -> Model:
+        self.model = self.model or model
+        return self.model
+
+    def _picker(self, number: int, seen: SeenIds) -> Picker:
+        if self.is_openai:
+            requests = RequestPicker(None, None, seen, number, self.names)
+            requests.settle = self._settle
+            return requests
+        return Picker(self._field, self._id_field, seen, number, self.names)
+
+    def _all(self, seen: SeenIds) -> Iterator[Record | Broken]:
+        for number, source in enumerate(self.sources):
+            picker = self._picker(number, seen)
+            try:
+                with source.open() as raw:
+                    yield from self._records(source, raw, picker)
+            except OSError as error:
+                raise DatasetError(f"{source.name}: cannot be read: {error}") from None
+            self._before_bytes += source.size_bytes or 0
+            self._read_bytes = 0
+
+    def _records(
+        self, source: Source, raw: BufferedReader, picker: Picker
+    ) -> Iterator[Record | Broken]:
+        first = raw.peek(MAGIC_BYTES)[:MAGIC_BYTES]
+        if first.startswith(UTF16_MARKS):
+            raise DatasetError(
+                f"{source.name}: UTF-16; convert it to UTF-8, with iconv for example"
+            )
+        rows: Rows
+        read_bytes: Callable[[], int]
+        if source.format in TABLES:
+            rows = table = self._table(source, raw)
+            read_bytes = partial(table.read_bytes, source.size_bytes or 0)
+        else:
+            packing = packing_of_bytes(first)
+            lines = Lines(packing.open(raw) if packing else raw)
+            rows = LINE_FORMATS[source.format](lines)
+            is_packed_file = packing is not None and source.size_bytes is not None
+            read_bytes = raw.tell if is_packed_file else lambda: lines.read_bytes
+        while (record := _next(source, rows, picker)) is not None:
+            self._read_rows += 1
+            self._read_bytes = read_bytes()
+            yield record
+
+    def _table(self, source: Source, raw: BufferedReader) -> TableRows:
+        if source.is_stdin and source.format == "parquet":
+            raise DatasetError("standard input cannot be Parquet, whose index is at its end")
+        try:
+            return TABLES[source.format](raw)
+        except DatasetError as error:
+            raise DatasetError(f"{source.name}: {error}") from None
+
+
+def _next(source: Source, rows: Rows, picker: Picker) -> Record | Broken | None:
+    try:
+        return picker.pick(rows.number, row) if (row := next(rows, None)) is not None else None
+    except DatasetError as error:
+        raise DatasetError(f"{source.name}: {error}") from None
+    except InvalidLine as error:
+        return picker.broken(rows.number, str(error))
+    except unpack_errors() as error:
+        if rows.number <= 1:
+            raise DatasetError(f"{source.name}: cannot be read: {error}") from None
+        rows.end()
+        return picker.broken(rows.number, f"cannot be read from here on: {error}")

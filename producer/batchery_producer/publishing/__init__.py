@@ -1,0 +1,1 @@
+"""Sends jobs to Redis in bulk, each exactly once."""

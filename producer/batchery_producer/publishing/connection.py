@@ -1,0 +1,127 @@
+"""The outlet: one connection to the broker, for publishers; it comes back when it breaks."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import redis
+from celery import Celery
+from kombu import Connection, exceptions
+from kombu.transport import redis as kombu_redis
+
+from batchery.errors import BrokerRefused
+from batchery_producer.publishing.redis_push import Pusher, Recording, refused
+from batchery_producer.retry import Patience
+
+T = TypeVar("T")
+
+#: Ids in one message to the workers that revokes them.
+REVOKE_CHUNK = 1000
+
+
+class Outlet:
+    """Connects when it is used first. Not for use by several threads at once."""
+
+    def __init__(self, app: Celery, patience: Patience, *, persistent: bool = False) -> None:
+        """Prepares.
+
+        Args:
+            app: Whose broker it is.
+            patience: For a broker that goes away.
+            persistent: Whether that patience is also for a broker that refuses jobs.
+        """
+        self.app = app
+        self.patience = patience
+        self._persistent = persistent
+        self._connection: Connection | None = None
+        self._producer: Any = None
+        self._recording: Recording | None = None
+        self._pusher = Pusher()
+
+    @property
+    def producer(self) -> Any:
+        """A kombu producer."""
+        if self._producer is None:
+            self._connect()
+        return self._producer
+
+    @property
+    def recording(self) -> Recording | None:
+        """Keeps what the producer would send; None if the broker is no Redis."""
+        return self._recording if self.producer else None
+
+    @property
+    def pusher(self) -> Pusher:
+        """Pushes what was kept."""
+        if self._producer is None:
+            self._connect()
+        return self._pusher
+
+    def call(self, function: Callable[[], T], queue: str) -> T:
+        """Calls a function that sends something, until it works.
+
+        Args:
+            function: May be repeated, whatever it had done before.
+            queue: For messages.
+
+        Raises:
+            BrokerRefused: The broker does not want to.
+            Interrupted: The patience was asked to stop.
+            GaveUp: The broker stays away.
+        """
+
+        def attempt() -> T:
+            try:
+                return function()
+            except Exception as error:
+                # kombu has wrapped what Redis said.
+                raise refused(error.__cause__ or error, queue) or error from error
+
+        return self.patience.call(attempt, self._errors(), self._disconnect)
+
+    def revoke(self, task_ids: Sequence[str]) -> None:
+        """Tells the workers not to begin these jobs."""
+        control: Any = self.app.control
+        for start in range(0, len(task_ids), REVOKE_CHUNK):
+            some = list(task_ids[start : start + REVOKE_CHUNK])
+            self.call(partial(self._tell, control.revoke, some), "celery.pidbox")
+
+    def close(self) -> None:
+        """Closes the connection; the next use opens another one."""
+        with suppress(Exception):  # The marker expires.
+            self._pusher.forget()
+        self._disconnect()
+
+    def _tell(self, command: Callable[..., Any], task_ids: Sequence[str]) -> None:
+        command(task_ids, connection=self.producer.connection)
+
+    def _errors(self) -> tuple[type[BaseException], ...]:
+        connection = self._connection or self.app.connection_for_write()
+        return (
+            *connection.recoverable_connection_errors,
+            *connection.recoverable_channel_errors,
+            exceptions.BatchPublishError,  # type: ignore[attr-defined]  # New in kombu 5.7.
+            exceptions.OperationalError,
+            redis.ConnectionError,
+            redis.TimeoutError,
+            *((BrokerRefused,) if self._persistent else ()),
+        )
+
+    def _connect(self) -> None:
+        connection = self._connection = self.app.connection_for_write()
+        # The patience is ours: kombu's own pauses are seconds long.
+        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+        producer: Any = self.app.amqp.Producer(connection, auto_declare=False)
+        channel: Any = connection.default_channel
+        if isinstance(channel, kombu_redis.Channel):
+            self._recording = Recording(producer)
+            self._pusher.use(channel)
+        self._producer = producer
+
+    def _disconnect(self) -> None:
+        connection, self._connection, self._producer = self._connection, None, None
+        self._recording = None
+        if connection is not None:
+            with suppress(Exception):  # It may be dead, in any of its transport's ways.
+                connection.release()

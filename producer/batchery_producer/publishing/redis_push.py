@@ -1,0 +1,203 @@
+"""Pushing: chunks of messages go into a Redis list, each once, however often it is sent."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import redis
+from celery import Celery, uuid
+from celery.backends.redis import RedisBackend
+
+from batchery.errors import BrokerRefused
+
+PUSH_LUA = Path(__file__).parent / "lua" / "push.lua"
+
+#: How long a chunk may be sent again after it was sent first, in seconds; nobody is so patient.
+MARKER_S = 600
+
+#: Redis's words for a refusal -> what they mean and what to do. Inside a script they may stand in
+#: the middle of the message, with Redis 6.2.
+REFUSALS = {
+    "OOM": "has no memory left; let workers empty its queues, or raise maxmemory",
+    "READONLY": "is a replica; name the primary, or wait for the failover",
+    "MISCONF": "cannot write to its disk; make room there",
+    "MASTERDOWN": "is a replica that has lost its primary; wait for the failover",
+    "BUSY": "is busy with a script that does not end; SCRIPT KILL ends it",
+    "NOREPLICAS": "has too few replicas for a write",
+    "NOPERM": "does not allow this user to push jobs; allow EVALSHA, and its keys",
+    "WRONGTYPE": "has another thing than a queue under this key; name another queue",
+}
+
+#: Those that redis-py has a class for lack the word in their text.
+CLASSES = {
+    redis.exceptions.OutOfMemoryError: "OOM",
+    redis.exceptions.ReadOnlyError: "READONLY",
+    redis.exceptions.NoPermissionError: "NOPERM",
+    redis.exceptions.MasterDownError: "MASTERDOWN",
+}
+
+
+class Command(NamedTuple):
+    """A Redis command; keys are without kombu's key prefix."""
+
+    name: str
+    args: tuple[Any, ...]
+
+
+class Recording:
+    """Takes the place of kombu's own batch in a producer, and keeps the commands.
+
+    So everything that Celery does for a message is done by Celery: routing, options of the task,
+    stamps, signals, declaration of the queue.
+    """
+
+    def __init__(self, producer: Any) -> None:
+        self._producer = producer
+        self.commands: list[Command] = []
+
+    @contextmanager
+    def __call__(self) -> Iterator[list[Command]]:
+        """Within the block, what this thread publishes with the producer is kept."""
+        self.commands = []
+        current = self._producer._batch_local
+        current.current = self
+        try:
+            yield self.commands
+        finally:
+            del current.current
+
+    def publish(self, channel: Any, message: Any, **options: Any) -> Any:
+        """Called by kombu's producer for each message."""
+        return channel.basic_publish(message, _publish_batch=self, **options)
+
+    def add(self, name: str, *args: Any) -> None:
+        """Called by kombu's channel for each command."""
+        self.commands.append(Command(name, args))
+
+
+def send_as_celery_does(
+    app: Celery,
+    task: str,
+    job: tuple[str, Any],
+    keywords: Mapping[str, Any],
+    producer: Any,
+    options: Mapping[str, Any],
+) -> None:
+    """Sends one job by Celery's own code, without a subscription to its result.
+
+    Args:
+        app: Its tasks and settings apply.
+        task: Name of the task; it need not be registered.
+        job: Task id and item.
+        keywords: Keyword arguments of the job.
+        producer: A kombu producer.
+        options: Of `apply_async`.
+    """
+    task_id, item = job
+    known: Any = app.tasks.get(task)
+    options = {**options, "task_id": task_id, "producer": producer, "add_to_parent": False}
+    if isinstance(app.backend, RedisBackend):
+        # Celery subscribes to the result of every job, unless nobody wants it. Workers look at the
+        # header alone, which says what it would have said.
+        wanted = options.get("ignore_result", getattr(known, "ignore_result", None))
+        headers = {**(options.get("headers") or {}), "ignore_result": wanted}
+        options |= {"ignore_result": True, "headers": headers}
+    if known is None:
+        app.send_task(task, (item,), dict(keywords), **options)
+    else:
+        known.apply_async((item,), dict(keywords), **options)
+
+
+def split(commands: Sequence[Command]) -> tuple[dict[str, list[str]], list[Command]]:
+    """Sorts commands: the messages of each list, in order; and the others, each of them once."""
+    pushed: dict[str, list[str]] = {}
+    others: dict[Command, None] = {}
+    for command in commands:
+        if command.name == "lpush":
+            pushed.setdefault(command.args[0], []).append(command.args[1])
+        else:
+            others[command] = None
+    return pushed, list(others)
+
+
+class Pusher:
+    """One producer; its chunks are numbered, and Redis remembers the last one."""
+
+    def __init__(self) -> None:
+        self._id = uuid()
+        self._number = 0
+        self._channel: Any = None
+        self._client: Any = None
+        self._script: Any = None
+
+    def use(self, channel: Any) -> None:
+        """Pushes from now on through the connections of this kombu channel."""
+        self._channel = channel
+        # Not kombu's own client: with its key prefix, that one knows of a script's first key only.
+        self._client = redis.Redis(connection_pool=channel.pool)
+        self._script = self._client.register_script(PUSH_LUA.read_text())
+
+    def next_chunk(self) -> int:
+        """Number of a new chunk. As long as it is the last one, it may be pushed again."""
+        self._number += 1
+        return self._number
+
+    def push(
+        self, chunk: int, key: str, messages: Sequence[str], queue: str = "", most: int = 0
+    ) -> tuple[int, int]:
+        """Pushes a chunk, unless that was done.
+
+        Args:
+            chunk: Its number.
+            key: The list, without kombu's prefix.
+            messages: The first one is to be taken first.
+            queue: Its name, where it is limited.
+            most: Messages that it may hold, all priorities together; 0 is no limit.
+
+        Returns:
+            How many of the messages were pushed, and how many the queue holds now; 0 where there is
+            no limit.
+
+        Raises:
+            redis.ResponseError: Redis does not want to, and nothing was pushed: see `refused`.
+            redis.RedisError: Whether it was done is unknown, as for any command.
+        """
+        keys = [self._marker, key]
+        if most:
+            steps = self._channel.priority_steps
+            lists = {self._channel._q_for_pri(queue, step) for step in steps}
+            keys += sorted(lists - {key})
+        prefix = self._channel.global_keyprefix
+        pushed, length = self._script(
+            keys=[prefix + each for each in keys], args=[chunk, MARKER_S, most, *messages]
+        )
+        return int(pushed), int(length)
+
+    def run(self, commands: Sequence[Command]) -> None:
+        """Runs other commands, in one go."""
+        with self._channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+            for command in commands:
+                getattr(pipe, command.name)(*command.args)
+            pipe.execute()
+
+    @property
+    def _marker(self) -> str:
+        return f"batchery:publisher:{self._id}"
+
+    def forget(self) -> None:
+        """Removes the marker: no chunk will be sent again."""
+        if self._client is not None and self._number:
+            self._client.unlink(self._channel.global_keyprefix + self._marker)
+
+
+def refused(error: BaseException, queue: str) -> BrokerRefused | None:
+    """The error that says what Redis's refusal means; None for what is none."""
+    if not isinstance(error, redis.ResponseError):
+        return None
+    words = {word for kind, word in CLASSES.items() if isinstance(error, kind)}
+    words.update(str(error).replace("-", " ").split())
+    for word, meaning in REFUSALS.items():
+        if word in words:
+            return BrokerRefused(f"queue {queue!r}: Redis {meaning} ({error})")
+    return None

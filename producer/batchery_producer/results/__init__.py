@@ -1,0 +1,1 @@
+"""Awaits the results of many jobs at once."""

@@ -1,0 +1,1 @@
+"""One run of `batchery submit`: read, send, collect, write, resume."""

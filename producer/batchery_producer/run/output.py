@@ -1,0 +1,328 @@
+"""Output: results and failures as JSON lines, on disk as soon as they are flushed."""
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from batchery.errors import DatasetError
+from batchery_producer.files.compression import bare_name
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.journal import Done, Journal
+from batchery_producer.files.jsonl import JsonLines, TooLong
+from batchery_producer.files.openai_batch import Model, Spelling
+from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.source import STANDARD_STREAM
+from batchery_producer.run.finalize import Final
+from batchery_producer.run.window import Place
+
+#: What the name of the journal ends with, after the name of the output.
+JOURNAL_SUFFIX = ".journal"
+
+
+def errors_beside(source: Dataset, results: str | Path) -> Path:
+    """`out.jsonl.gz` has its failures in `out.errors.jsonl`."""
+    if str(results) != STANDARD_STREAM:
+        name, folder = Path(results).name, Path(results).parent
+    else:
+        first = source.sources[0]
+        name, folder = "stdin" if first.is_stdin else first.path.name, Path()
+    return folder / f"{Path(bare_name(name)).stem}.errors.jsonl"
+
+
+def journal_beside(results: Path | None) -> Path | None:
+    """Where the journal of an output is; None for what is no file on a disk."""
+    if results is None or (results.exists() and not results.is_file()):
+        return None
+    return results.with_name(results.name + JOURNAL_SUFFIX)
+
+
+def holds_something(path: Path | None) -> bool:
+    """Whether there is a file that is not empty."""
+    return path is not None and path.is_file() and path.stat().st_size > 0
+
+
+def check_name(path: Path | None) -> None:
+    """Makes sure that one can look whether there is such a file, and a journal beside it.
+
+    Raises:
+        DatasetError: The name is too long, or the directory is closed to this user.
+    """
+    for name in () if path is None else (path, Path(f"{path}{JOURNAL_SUFFIX}")):
+        try:
+            name.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # Somebody else says so.
+        except OSError as error:
+            raise DatasetError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def check_place(path: Path | None, source: Dataset, *, replace: bool, hint: str) -> None:
+    """Makes sure that a file may be written.
+
+    Args:
+        path: None is standard output.
+        source: Must not be overwritten.
+        replace: Whether a file that holds something may be.
+        hint: What to do where it may not.
+
+    Raises:
+        DatasetError: It may not, or it cannot.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise DatasetError(f"{path}: a directory; name a file")
+    if not path.parent.is_dir():
+        raise DatasetError(f"{path}: there is no directory {path.parent}; create it first")
+    if any(is_same(path, each) for each in source.inputs):
+        raise DatasetError(f"{path}: this is the input; name another file")
+    if not replace and holds_something(path):
+        raise DatasetError(f"{path}: already there; {hint}")
+
+
+def is_same(one: Path | None, other: Path | None) -> bool:
+    """Whether two paths are of one file."""
+    if one is None or other is None:
+        return False
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.resolve() == other.resolve()
+
+
+class Output:
+    """The files of a run: results, failures if there are any, and a journal until all is well.
+
+    A result is `{"id": ..., "line": n, "result": ...}`, a failure
+    `{"id": ..., "line": n, "error": {"type": ..., "message": ...}}`; of several input files, each
+    names its `file`, too. They come in the order in which they were completed. There is no file of
+    failures without a failure.
+
+    Attributes:
+        done: Lines of the input that an earlier process has finished.
+        journal: Tells this run from others; None until it is open.
+        is_resumed: Whether it goes on with what was there.
+    """
+
+    def __init__(
+        self,
+        source: Dataset,
+        results: str | Path,
+        errors: str | Path | None = None,
+        *,
+        overwrite: bool = False,
+        resume: bool = False,
+        ordered: bool = False,
+    ) -> None:
+        """Checks where to write, but writes nothing yet.
+
+        Args:
+            source: Must not be overwritten.
+            results: A file, or `-` for standard output.
+            errors: A file; by default `<name>.errors.jsonl` beside the results, or in the current
+                directory and named after the input if the results go to standard output.
+            overwrite: Whether files that hold something may be replaced.
+            resume: Whether to go on with what is there.
+            ordered: Whether results stand in the order of the input.
+
+        Raises:
+            DatasetError: A file cannot be written, would overwrite another one, or is the input;
+                or there is nothing to go on with that can be trusted.
+        """
+        path = None if str(results) == STANDARD_STREAM else Path(results)
+        errors = Path(errors) if errors else errors_beside(source, results)
+        for file in (path, errors):
+            check_name(file)
+        self.done = Done(source.names)
+        self.journal: Journal | None = None
+        self.is_resumed = False
+        self._is_known = True
+        self._resume = resume
+        self._source = source
+        self._final = Final(path, ordered=ordered, spelled=source.is_openai)
+        self._final_errors = Final(errors, spelled=source.is_openai)
+        self._journal_path = None if source.is_stream else journal_beside(path)
+        self._check_resume(overwrite)
+        for file in (path, errors):
+            check_place(file, source, replace=overwrite or resume, hint=self._hint())
+        if is_same(path, errors):
+            raise DatasetError(f"{errors}: results and failures need a file each")
+        if self._is_begun and not (resume or overwrite):
+            raise DatasetError(f"{path}: begun and not finished; {self._hint()}")
+        self.results = JsonLines(self._final.part() if self._final.needs_part else path)
+        self.errors = JsonLines(self._final_errors.part() if source.is_openai else errors)
+
+    def _check_resume(self, overwrite: bool) -> None:
+        if self._resume and overwrite:
+            raise DatasetError("--resume keeps what is there and --overwrite does not; choose one")
+        if self._resume and self._journal_path is None:
+            raise DatasetError(
+                "streams and devices cannot be resumed; read from files, and write to one"
+            )
+        finished = self._final.needs_part and holds_something(self._final.path)
+        if self._resume and finished and not self._is_begun:
+            raise DatasetError(
+                f"{self._final.path}: complete, or not ours; to begin anew say --overwrite"
+            )
+
+    @property
+    def _is_begun(self) -> bool:
+        """Whether there is a run that was not finished."""
+        return self._journal_path is not None and self._journal_path.exists()
+
+    def _hint(self) -> str:
+        if self._is_begun:
+            return "--resume finishes what is missing in it, --overwrite begins anew"
+        return "name another file, or say --overwrite"
+
+    def open(self, journal: Journal) -> Journal:
+        """Begins the files, or takes up what is there.
+
+        Args:
+            journal: What this process is asked to do.
+
+        Returns:
+            What the run is.
+
+        Raises:
+            DatasetError: What is there is of another run, or is no output at all; or it cannot be
+                written.
+        """
+        self.journal = journal
+        before = None if self._journal_path is None else Journal.read(self._journal_path)
+        if self._resume and (before is not None or holds_something(self.results.path)):
+            self._take_up(before)
+        else:
+            self._begin()
+        return self.journal
+
+    def _begin(self) -> None:
+        """Failures of an earlier run go; the journal comes last: what it is for is there."""
+        assert self.journal is not None
+        self.results.open()
+        final = self._final.path if self._final.needs_part else None
+        for path in (self._journal_path, self.errors.path, self._final_errors.path, final):
+            if path is not None and path.is_file():
+                path.unlink()
+        if self._journal_path is not None:
+            self.journal.write(self._journal_path)
+
+    def _take_up(self, before: Journal | None) -> None:
+        assert self.journal is not None
+        assert self._journal_path is not None
+        if before is not None:
+            self.journal = before.continued_by(self.journal)
+        self.is_resumed = True
+        self._is_known = before is not None
+        self.done = Done(self.journal.files)
+        for file in (self.results, self.errors):
+            for entry in file.resume():
+                try:
+                    self.done.note(entry)
+                except DatasetError as error:
+                    raise DatasetError(f"{file.name}: {error}") from None
+        if before is not None:
+            self.journal.write(self._journal_path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.results.close()
+        self.errors.close()
+        if self._final.path is None and self._final.needs_part and self.results.path is not None:
+            self.results.path.unlink(missing_ok=True)
+
+    def missing(self, rows: Iterable[Record | Broken]) -> Iterator[Record | Broken]:
+        """Those rows of the input that are not done.
+
+        Raises:
+            DatasetError: One is missing, and there is no journal.
+        """
+        for row in rows:
+            if (row.source, row.line) in self.done:
+                continue
+            if not self._is_known:
+                where = self._source.place(row.source, row.line)
+                raise DatasetError(
+                    f"{self.results.name}: has nothing for {where}, and no journal"
+                    f" ({self._journal_path}) says how it was begun:"
+                    " name another output, or say --overwrite"
+                )
+            yield row
+
+    def result(self, place: Place, result: Any) -> str | None:
+        """Adds the result of a job.
+
+        Returns:
+            None; or why no file can have it.
+        """
+        try:
+            self.results.write({**self._head(place), "result": result})
+        except TooLong as error:
+            return str(error)
+        return None
+
+    def failure(self, place: Place, type_: str, message: str) -> None:
+        """Adds a job that failed, or a line that became no job."""
+        error = {"type": type_, "message": message}
+        self.errors.write({**self._head(place), "error": error})
+
+    def _head(self, place: Place) -> dict[str, Any]:
+        if self.journal is None or len(self.journal.files) == 1:
+            return {"id": place.id, "line": place.line}
+        file = self.journal.files[place.source]
+        return {"id": place.id, "file": file, "line": place.line}
+
+    def place(self, place: Place) -> str:
+        """A line of the input, for messages."""
+        return self._source.place(place.source, place.line)
+
+    def flush(self) -> None:
+        """Writes what was added; raises as `JsonLines.flush` does."""
+        self.results.flush()
+        self.errors.flush()
+
+    def _spelling(self) -> Spelling | None:
+        """Of files as OpenAI's batch API writes them."""
+        if not self._source.is_openai or self.journal is None:
+            return None
+        model = self._source.model or Model("", "float")
+        return Spelling(self.journal, model, self._source.place)
+
+    def finish(self, *, complete: bool) -> None:
+        """Gives the output its final form.
+
+        Args:
+            complete: Whether every row is done: nobody needs the journal any more. Otherwise only
+                what goes to standard output is written; files wait for the rest.
+
+        Raises:
+            DatasetError: It cannot be written; no result is lost.
+        """
+        self.flush()
+        parts: list[Path] = []
+        if self._final.needs_part and (complete or self._final.path is None):
+            parts = list(self._write_final())
+        if complete and self._journal_path is not None:
+            self._journal_path.unlink(missing_ok=True)
+        for part in parts:  # After the journal: with it, the output can be made of them again.
+            part.unlink(missing_ok=True)
+
+    def _write_final(self) -> Iterator[Path]:
+        """Writes the output, and yields what it was made of."""
+        assert self.journal is not None
+        assert self.results.path is not None
+        spelling, files = self._spelling(), self.journal.files
+        self.results.close()
+        self._final.write(self.results.path, files, spelling.result if spelling else None)
+        yield self.results.path
+        if spelling and self.errors.path is not None and self.errors.path.exists():
+            self.errors.close()
+            self._final_errors.write(self.errors.path, files, spelling.failure)
+            yield self.errors.path

@@ -1,0 +1,122 @@
+"""Many jobs of a registered task: what `BatchTask.submit_many` does, and what it returns."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from celery import result as celery_result
+from celery import states
+from celery.backends.redis import RedisBackend
+from celery.result import AsyncResult, ResultSet
+from kombu.exceptions import OperationalError
+
+from batchery.errors import BatcheryError
+from batchery_producer.publishing.publisher import Publisher
+from batchery_producer.publishing.template import uuids
+from batchery_producer.results.answers import Answer
+from batchery_producer.results.collector import RedisCollector
+from batchery_producer.retry import GaveUp, Patience
+
+#: How long the broker or the backend may be away, in seconds: somebody waits for this call.
+AWAY_S = 10.0
+
+#: How long a wait for results is at a time, in seconds.
+WAIT_S = 0.25
+
+
+# Celery has no types for it.
+_assert_will_not_block: Any = vars(celery_result)["assert_will_not_block"]
+
+
+class JobSet(ResultSet):
+    """Celery's set of results, which fetches them many at a time when it is joined."""
+
+    def __init__(
+        self, results: Sequence[AsyncResult[Any]], collector: "_MetaCollector | None", **words: Any
+    ) -> None:
+        super().__init__(list(results), **words)
+        self._collector = collector
+
+    def join(self, timeout: float | None = None, **words: Any) -> Any:  # type: ignore[override]
+        """As Celery's."""
+        self._fetch(timeout, **words)
+        return super().join(timeout, **words)
+
+    def join_native(  # type: ignore[override]
+        self, timeout: float | None = None, **words: Any
+    ) -> Any:
+        """As Celery's."""
+        self._fetch(timeout, **words)
+        return super().join_native(timeout, **words)
+
+    def _fetch(self, timeout_s: float | None, disable_sync_subtasks: bool = True, **_: Any) -> None:
+        """Fills in what has ended. What is missing then is awaited, or given up, by Celery."""
+        if disable_sync_subtasks:
+            _assert_will_not_block()
+        if self._collector is None:
+            return
+        deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        results: Any = self.results
+        awaited = {result.id: result for result in results if result._cache is None}
+        self._collector.expect(awaited)
+        with suppress(BatcheryError):
+            while awaited and (left_s := deadline_s - time.monotonic()) > 0:
+                for task_id, answer in self._collector.collect(min(left_s, WAIT_S)):
+                    awaited.pop(task_id)._maybe_set_cache(answer.value)
+        if not awaited:
+            self._collector.close()
+            self._collector = None
+
+
+class _MetaCollector(RedisCollector):
+    """Collects what is stored, as Celery's results want it."""
+
+    def _answer(self, task_id: str, payload: bytes) -> Answer | None:
+        meta = self._backend.decode(payload)
+        assert meta["task_id"] == task_id
+        return Answer(value=meta) if meta["status"] in states.READY_STATES else None
+
+
+def send_many(
+    task: Any, items: Sequence[Any], keywords: Mapping[str, Any], options: Mapping[str, Any]
+) -> ResultSet:
+    """Sends one job per item.
+
+    Args:
+        task: Registered with its app.
+        items: Each becomes a job of its own.
+        keywords: Of all jobs.
+        options: Of `apply_async`, for all jobs.
+
+    Returns:
+        The results, in the order of the items.
+
+    Raises:
+        OperationalError: kombu's; the broker stays away.
+        PublishError: The broker refuses.
+    """
+    app, options = task.app, dict(options)
+    ignored = options.get("ignore_result", task.ignore_result)
+    trails = options.pop("add_to_parent", True)
+    collector = None
+    if not ignored and type(task.backend) is RedisBackend:
+        collector = _MetaCollector(task.backend, Patience(away_s=AWAY_S))
+        options["headers"] = {**collector.headers, **(options.get("headers") or {})}
+    ids = uuids(len(items))
+    try:
+        if collector is not None:
+            collector.expect(())
+        with Publisher(
+            app, task.name, keywords=keywords, patience=Patience(away_s=AWAY_S), **options
+        ) as publisher:
+            publisher.send(list(zip(ids, items, strict=True)))
+    except GaveUp as error:
+        raise OperationalError(f"{task.name}: {error}") from error
+    results = [task.AsyncResult(task_id) for task_id in ids]
+    parent = app.current_worker_task if trails else None
+    for result in results:
+        result.ignored = ignored
+        if parent is not None:
+            parent.add_trail(result)
+    return JobSet(results, collector, app=app)
