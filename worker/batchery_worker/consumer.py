@@ -1,8 +1,8 @@
-"""Celery's consumer, which a malformed message cannot end, and whose refusals callers hear of.
+"""Celery's consumer, which a malformed message cannot end, and which tells callers of refusals.
 
-Celery trusts a message's headers and its body's form; what it does not expect ends the worker, and
-after it the next one that is given the message. What it does refuse it drops, and the caller waits
-for ever. Here every message is looked at first, and a batch job that is refused gets a FAILURE.
+Celery trusts a message's headers and the form of its body. What it does not expect ends the worker,
+and then the next worker that is given the message. What it refuses it drops, and the caller waits
+for ever. Here every message is checked first, and a batch job that is refused gets a FAILURE.
 """
 
 import logging
@@ -16,9 +16,9 @@ from kombu.exceptions import DecodeError
 
 from batchery.errors import InvalidItem
 from batchery.task import BatchTask
-from batchery.transport.dead import read_embed
+from batchery.transport.dead_letters import read_embed
+from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
 from batchery_worker.request import lease_of
-from batchery_worker.undertaker import condemn, tell_caller
 
 if TYPE_CHECKING:
     _Consumer: Any
@@ -32,7 +32,7 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
     """`worker_consumer = "batchery_worker.consumer:GuardedConsumer"`; `install(app)` sets it."""
 
     def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
-        """Makes what is called with each message."""
+        """Makes the function that is called with each message."""
         handle = super().create_task_handler(*args)
 
         def guarded(message: Any) -> None:
@@ -48,11 +48,11 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         return guarded
 
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Acknowledges or rejects a message in the loop's next turn; at once if it is leased."""
+        """Acknowledges or rejects a message in the loop's next turn; a leased one at once."""
         message = getattr(p, "__self__", None)
         if isinstance(message, Message) and p == message.ack_log_error and lease_of(message):
-            # Sends nothing yet. A job that is settled and not acknowledged would come again over a
-            # connection that is made in between.
+            # This sends nothing yet. A job that is settled and not acknowledged would come again
+            # over a connection that is made in between.
             p(*args, **kwargs)
             return p
 
@@ -62,18 +62,18 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             except self.connection_errors:
                 raise
             except Exception as error:  # noqa: BLE001 - out of the loop it would end the worker
-                # Of a connection that is long gone: the broker has the message for delivery again.
+                # The connection is long gone, and the broker will deliver the message again.
                 logger.warning("a message cannot be acknowledged any more: %r", error)
 
         return super().call_soon_ack(settle)
 
     def on_connection_error_after_connected(self, exc: Exception) -> None:
-        """Leaves a connection that broke, also where it cannot be tidied up."""
+        """Leaves a connection that broke, even if it cannot be tidied up."""
         try:
             super().on_connection_error_after_connected(exc)
         except Exception:
-            # While Redis is away kombu cannot put back what it holds without a lease, and stumbles
-            # over that: it would end the worker. Kombu's visibility timeout brings these jobs back.
+            # While Redis is away kombu cannot put back what it holds without a lease. Its error
+            # would end the worker. Kombu's visibility timeout brings these jobs back.
             logger.warning("the broken connection could not be tidied up", exc_info=True)
             self.connection = None
 
@@ -83,7 +83,7 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         self._report(message, lambda: super(GuardedConsumer, self).on_decode_error(message, exc))
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
-        """Refuses a message that can be read, and is no job."""
+        """Refuses a message that can be read and is no job."""
         self._refuse(message, exc)
         self._report(
             message, lambda: super(GuardedConsumer, self).on_invalid_task(body, message, exc)
@@ -91,20 +91,22 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
         """Refuses a job of a task that this worker does not have; its caller hears of it."""
-        condemn(message, f"no such task in this worker: {exc}")
+        dead_letter_on_ack(message, f"no such task in this worker: {exc}")
         self._report(
             message, lambda: super(GuardedConsumer, self).on_unknown_task(body, message, exc)
         )
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
-        """Refuses what is no job of Celery's at all."""
-        condemn(message, "the message is no job: neither its headers nor its body name a task")
+        """Refuses a message that is no job of Celery's at all."""
+        dead_letter_on_ack(
+            message, "the message is no job: neither its headers nor its body name a task"
+        )
         self._report(
             message, lambda: super(GuardedConsumer, self).on_unknown_message(body, message)
         )
 
     def _report(self, message: Any, report: Callable[[], None]) -> None:
-        """Lets Celery log the message and take it off the queue, whatever it looks like."""
+        """Makes Celery log the message and take it off the queue, whatever it looks like."""
         try:
             report()
         except self.connection_errors:
@@ -116,16 +118,16 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
 
     def _refuse(self, message: Any, error: Exception) -> None:
         reason = f"the message is malformed: {type(error).__name__}: {error}"
-        is_kept = condemn(message, reason)
+        is_kept = dead_letter_on_ack(message, reason)
         headers = message.headers
         if not isinstance(headers, Mapping):
             return
         task_id, name = headers.get("id"), headers.get("task")
         if not (isinstance(task_id, str) and isinstance(name, str)):
             return
-        # Where Celery's own transport drops an ordinary task's message, it is dropped silently.
+        # An ordinary task's message on another transport is dropped silently, as Celery does.
         if is_kept or isinstance(self.app.tasks.get(name), BatchTask):
-            tell_caller(self.app, {**embedded(message), **headers}, InvalidItem(reason))
+            store_failure(self.app, {**embedded(message), **headers}, InvalidItem(reason))
 
 
 def embedded(message: Any) -> Mapping[str, Any]:
@@ -138,13 +140,13 @@ def embedded(message: Any) -> Mapping[str, Any]:
 
 
 def check(message: Any) -> None:
-    """Looks at what Celery takes for granted.
+    """Checks what Celery takes for granted.
 
     Args:
         message: A `kombu.Message`, of Celery's protocol 1 or 2.
 
     Raises:
-        InvalidTaskError: It has no name or id that is a text, or its body is of another form.
+        InvalidTaskError: Its name or id is no text, or its body has another form.
         DecodeError: The body cannot be decoded.
         ContentDisallowed: The worker does not accept the body's content type.
     """
@@ -164,7 +166,7 @@ def check(message: Any) -> None:
     else:
         known = message.payload
         if not isinstance(known, Mapping) or "task" not in known:
-            # Not a job at all: Celery says so and rejects it.
+            # It is no job at all: Celery says so and rejects it.
             return
     for name in ("task", "id"):
         if not isinstance(known.get(name), str):

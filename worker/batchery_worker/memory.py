@@ -36,18 +36,3 @@ class Memory:
 
     def wait(self) -> None:
         """Returns when everything that was launched on the device is computed."""
-
-
-def memory_of(device: str, fraction: float = 1.0) -> Memory:
-    """The memory of a device.
-
-    Args:
-        device: As torch spells it.
-        fraction: How much of it this process may use, if it is a CUDA device.
-    """
-    if not device.startswith("cuda"):
-        return Memory()
-    # It imports torch, which a CPU may do without.
-    from batchery_worker.models.memory import CudaMemory
-
-    return CudaMemory(device, fraction)

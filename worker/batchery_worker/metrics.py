@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from batchery_worker.wire import Done
+from batchery_worker.ipc.messages import Done
 
 #: Where a batch spends its time on a device, in order, as `Done` has it; `queued_ms` is the time
 #: between the other three.

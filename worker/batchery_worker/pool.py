@@ -4,6 +4,7 @@ Batch tasks go to the devices; ordinary tasks run beside them on threads, as wit
 """
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,26 +12,43 @@ from typing import TYPE_CHECKING, Any
 
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker.request import Request
+from kombu.asynchronous import Hub
 
 from batchery.errors import StartError
 from batchery.install import installation_of
 from batchery.task import BatchTask
-from batchery_worker.capture import make_capturable
-from batchery_worker.dispatcher import Dispatcher, is_cold_shutdown
-from batchery_worker.locate import task_modules
-from batchery_worker.patience import is_away, make_enduring, make_patient
-from batchery_worker.private_hub import PrivateHub
-from batchery_worker.renewal import ChildLimits
+from batchery_worker.completion.backend import for_completion
+from batchery_worker.completion.redis_retry import is_backend_away
+from batchery_worker.device_pool.process import ChildLimits
+from batchery_worker.device_pool.startup import device_setups, task_modules
+from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
 from batchery_worker.request import BatchRequest, give_back
-from batchery_worker.setups import device_setups
-from batchery_worker.ticket import Ticket
+from batchery_worker.task_call import TaskCall
+
+logger = logging.getLogger("batchery.pool")
+
+
+class PrivateHub:
+    """Runs a hub on a thread."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._thread = threading.Thread(target=hub.run_forever, name="batchery-hub", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the loop after what it is doing, and the thread with it."""
+        self._hub.stop()
+        self._thread.join()
+
 
 if TYPE_CHECKING:
     _ThreadPool: Any
 else:
     _ThreadPool = ThreadPool
-
-logger = logging.getLogger("batchery.pool")
 
 
 class BatchPool(_ThreadPool):  # type: ignore[misc]
@@ -92,7 +110,7 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
             result.f.add_done_callback(partial(self._on_thread_done, request))
             return result
         request = getattr(callback, "__self__", None)
-        ticket = Ticket(
+        call = TaskCall(
             target=target,
             args=args,
             callback=callback or _ignore,
@@ -101,22 +119,19 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
             request=request if isinstance(request, BatchRequest) else None,
         )
         limits = (options.get("soft_timeout"), options.get("timeout"))
-        if ticket.request is not None:
+        if call.request is not None:
             # Celery reads a task's limits once; the remote command `time_limit` sets them later.
-            hard, soft = ticket.request.time_limits
+            hard, soft = call.request.time_limits
             limits = (soft or task.soft_time_limit, hard or task.time_limit)
         if self._private_hub is None:
-            self._dispatcher.admit(ticket, task, limits)
+            self._dispatcher.admit(call, task, limits)
         else:
-            self._dispatcher.deliver(partial(self._dispatcher.admit, ticket, task, limits))
+            self._dispatcher.deliver(partial(self._dispatcher.admit, call, task, limits))
         return None
 
     def _run_ordinary(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs an ordinary job, whose result waits while its backend is away."""
-        backend = self.app.backend
-        make_patient(backend)
-        make_enduring(backend)
-        make_capturable(backend)
+        for_completion(self.app.backend)
         return target(*args, **kwargs)
 
     def _on_thread_done(self, request: Any, future: Future[Any]) -> None:
@@ -129,7 +144,7 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         error = None if future.cancelled() else future.exception()
         if error is None:
             return
-        away = is_away(self.app.backend, error)
+        away = is_backend_away(self.app.backend, error)
         if away and isinstance(request, Request) and request.task.acks_late:
             logger.warning("%s[%s] is given back: %r", request.name, request.id, error)
             give_back(request)
@@ -157,7 +172,7 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         if self._dispatcher is None:
             return
         tasks = [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
-        renew = partial(self._dispatcher.renew, task_modules(tasks))
+        renew = partial(self._dispatcher.recycle, task_modules(tasks))
         if self._private_hub is None:
             renew()
         else:

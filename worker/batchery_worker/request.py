@@ -1,4 +1,4 @@
-"""Celery's request, which also knows in which batch it ran."""
+"""Celery's request, which also knows its lease, and in which batch it ran."""
 
 from collections.abc import Iterable, Mapping
 from numbers import Real
@@ -8,7 +8,7 @@ from celery.exceptions import InvalidTaskError
 from celery.worker import state as worker_state
 from celery.worker.request import Request as CeleryRequest
 
-from batchery.transport.ledger import Ledger
+from batchery.transport.lease_store import LeaseStore
 
 if TYPE_CHECKING:
     _Request: Any
@@ -16,26 +16,26 @@ else:
     _Request = CeleryRequest
 
 
-class Lease(NamedTuple):
-    """What a worker holds of a message that its job is not done with."""
+class LeaseHandle(NamedTuple):
+    """The lease of a message whose job is not done."""
 
-    ledger: Ledger
+    store: LeaseStore
     token: str
 
 
-def lease_of(message: Any) -> Lease | None:
+def lease_of(message: Any) -> LeaseHandle | None:
     """The lease of a `kombu.Message`; None where another transport brought it."""
-    ledger = getattr(message.channel, "ledger", None)
+    store = getattr(message.channel, "lease_store", None)
     tag = message.delivery_tag
-    return None if ledger is None or not tag.isdigit() else Lease(ledger, tag)
+    return None if store is None or not tag.isdigit() else LeaseHandle(store, tag)
 
 
-def ledger_of(leases: Iterable[Lease | None]) -> Ledger | None:
-    """The ledger of a batch's leases, which is that of the first; None where there is no lease.
+def lease_store_of(leases: Iterable[LeaseHandle | None]) -> LeaseStore | None:
+    """The lease store of a batch, which is that of its first lease; None where there is no lease.
 
-    A broker that fails over to another Redis has another ledger there: compare, lease by lease.
+    After a failover to another Redis the store is another one, so each lease must be compared.
     """
-    return next((lease.ledger for lease in leases if lease is not None), None)
+    return next((lease.store for lease in leases if lease is not None), None)
 
 
 def give_back(request: Any) -> None:
@@ -47,7 +47,7 @@ def give_back(request: Any) -> None:
 class BatchRequest(_Request):  # type: ignore[misc]
     """A request of a batch task, on any pool."""
 
-    #: Facts of the batch, once there was one; rides in the task-succeeded event.
+    #: Facts of the batch, once there was one; they ride in the task-succeeded event.
     batch: Mapping[str, Any] | None = None
     #: The third part of the message's body: callbacks, and what follows in a chain.
     embed: Mapping[str, Any] | None
@@ -56,12 +56,12 @@ class BatchRequest(_Request):  # type: ignore[misc]
         """Reads a message.
 
         Raises:
-            InvalidTaskError: It is malformed; the consumer refuses it then. Whatever else was
-                raised here would end the worker, and the next one that is given the message.
+            InvalidTaskError: It is malformed, and the consumer refuses it. Any other error raised
+                here would end the worker, and the next one that is given the message.
         """
         try:
             super().__init__(message, *args, **options)
-            # What `_payload` has; but the first look at that costs 3 µs per job.
+            # `_payload` has the same; but the first look at that costs 3 µs per job.
             body = options["body"] if options.get("decoded") else message.payload
             _check(body, self.time_limits)
             self.embed = body[2]
@@ -74,7 +74,7 @@ class BatchRequest(_Request):  # type: ignore[misc]
         return bool(self._already_revoked or self._already_cancelled)
 
     @property
-    def lease(self) -> Lease | None:
+    def lease(self) -> LeaseHandle | None:
         """The message's lease; None where there is none (any more), as with other transports."""
         if self.acknowledged or not self.task.acks_late:
             return None
@@ -92,7 +92,7 @@ class BatchRequest(_Request):  # type: ignore[misc]
             super().cancel(pool, signal, emit_retry)
 
     def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 - Celery's name
-        """Sends a task event, with the facts of the batch where it succeeded."""
+        """Sends a task event, with the facts of the batch where the job succeeded."""
         # Most workers send none, and are asked for each job all the same.
         if not self._eventer or not self._eventer.enabled:
             return
@@ -102,7 +102,7 @@ class BatchRequest(_Request):  # type: ignore[misc]
 
 
 def _check(body: Any, time_limits: Any) -> None:
-    """Looks at what Celery reads only later, where it would not expect an error."""
+    """Checks what Celery reads only later, where it would not expect an error."""
     args, keywords, embed = body
     if not (
         isinstance(args, list | tuple)

@@ -7,11 +7,11 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
-from batchery_worker.models.base import Outputs, TextModel
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.keywords import ClassificationKeywords, read_keywords
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.tokenizer import Prepared
+from batchery_worker.models.loading.source import ModelSource
+from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.text_model import Outputs, TextModel
 
 
 class ClassificationModel(TextModel):

@@ -5,21 +5,44 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoModel
 
 from batchery.errors import InvalidItem, ModelLoadError
-from batchery_worker.models.base import Outputs, TextModel
-from batchery_worker.models.digits import shortened
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.keywords import EmbeddingKeywords, read_keywords
-from batchery_worker.models.recipe import read_recipe
-from batchery_worker.models.source import ModelSource
-from batchery_worker.models.tokenizer import Prepared
+from batchery_worker.models.loading.pooling_config import read_recipe
+from batchery_worker.models.loading.source import ModelSource
+from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.text_model import Outputs, TextModel
 
 logger = logging.getLogger(__name__)
+
+#: Significant digits that every float32 survives.
+DIGITS = 9
+
+
+def shortened(values: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Rounds to nine significant digits.
+
+    Args:
+        values: Of any shape.
+
+    Returns:
+        The same shape. Cast to float32, each number is the one that was given, to the last bit;
+        written out, it is a third shorter. What is not finite stays so.
+    """
+    exact = values.astype(np.float64)
+    # Zero has no logarithm, and infinity no digits.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        places = DIGITS - 1 - np.floor(np.log10(np.abs(exact)))
+    usual = np.isfinite(places)
+    scale = np.power(10.0, np.where(usual, places, 0.0))
+    return np.where(usual, np.rint(exact * scale) / scale, exact)
 
 
 class EmbeddingModel(TextModel):

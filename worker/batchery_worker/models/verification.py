@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from batchery.errors import ModelLoadError
-from batchery.outcome import Failed
+from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.base import Outputs, TextModel
+from batchery_worker.batching.planner import plan
 from batchery_worker.models.classification import ClassificationModel
 from batchery_worker.models.embedding import EmbeddingModel
-from batchery_worker.planner import plan
+from batchery_worker.models.text_model import Outputs, TextModel
 
 KINDS: Mapping[str, type[TextModel]] = {
     "classification": ClassificationModel,

@@ -1,0 +1,1 @@
+"""When and how items share a forward pass: pure policy."""

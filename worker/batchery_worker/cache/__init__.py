@@ -1,0 +1,1 @@
+"""Results that need not be computed: equal items of a batch, and of earlier ones."""

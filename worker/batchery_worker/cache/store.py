@@ -1,0 +1,189 @@
+"""Results that were computed before, in Redis: read and written for a whole batch at once.
+
+A cache may be missing, and nothing else shall be: what cannot be read was never there, and what
+cannot be written is computed again some day. Either is counted, and for a while not tried again.
+"""
+
+import logging
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from batchery.protocol.reply_stream import backend_prefix
+from batchery_worker.ipc.commit_context import CachePolicy
+
+T = TypeVar("T")
+
+logger = logging.getLogger("batchery.device")
+
+REMEMBER_LUA = Path(__file__).parent / "lua" / "remember.lua"
+
+#: Most results in one command, and most bytes after which no further one is added to it: Redis
+#: serves nobody else meanwhile.
+MAX_RESULTS = 512
+MAX_BYTES = 4 << 20
+
+#: Memory that Redis needs for a result beside its JSON, in bytes: its key, and two entries that say
+#: how old and how large it is. Redis 6.2 takes 350 to 410.
+BESIDE_BYTES = 400
+
+#: Length of the checksum before each JSON: what is not ours, or not whole, is no result.
+SUM_BYTES = 4
+
+#: How long an answer may take, in seconds: a batch waits for it.
+PATIENCE_S = 5.0
+
+#: How long a direction that failed is left alone, in seconds.
+PAUSE_S = 5.0
+
+
+class ResultCache:
+    """The caches of all tasks, in the result backend's Redis; for several threads."""
+
+    def __init__(self, backend: Any, clock: Callable[[], float] = time.monotonic) -> None:
+        """Does not connect yet.
+
+        Args:
+            backend: Celery's own for Redis.
+            clock: In seconds.
+        """
+        self._backend = backend
+        self._reads = _Direction("read", clock)
+        self._writes = _Direction("written", clock)
+
+    def get(self, task: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Looks for results.
+
+        Args:
+            task: Its name.
+            digests: Of inputs, as `digests.py` makes them.
+
+        Returns:
+            The JSON of those that are there, by digest.
+        """
+        found: dict[bytes, bytes] = {}
+        prefix = self._key("cache", task) + b":"
+        for start in range(0, len(digests), MAX_RESULTS):
+            part = digests[start : start + MAX_RESULTS]
+            keys = [prefix + digest for digest in part]
+            values: list[bytes | None] | None = self._reads.attempt(
+                partial(self._client.mget, keys)
+            )
+            if values is None:
+                break
+            found.update(
+                (digest, value[SUM_BYTES:])
+                for digest, value in zip(part, values, strict=True)
+                if value is not None and value[:SUM_BYTES] == _sum(value[SUM_BYTES:])
+            )
+        return found
+
+    def put(self, task: str, results: Mapping[bytes, bytes], policy: CachePolicy) -> dict[str, int]:
+        """Keeps results; the oldest ones go where there is no room.
+
+        Args:
+            task: Its name.
+            results: Their JSON, by digest.
+            policy: How long, and how much of it.
+
+        Returns:
+            What there is to tell: `bytes` and `results` that the cache has now, how many it has
+            `evicted`; empty where nothing was kept.
+        """
+        told: dict[str, int] = {}
+        small = {
+            digest: _sum(json) + json
+            for digest, json in results.items()
+            if SUM_BYTES + len(json) + BESIDE_BYTES <= policy.max_bytes
+        }
+        for part in _parts(small):
+            answer = self._writes.attempt(partial(self._remember, task, part, policy))
+            if answer is None:
+                break
+            size, count, evicted = answer
+            told = {"bytes": size, "results": count, "evicted": told.get("evicted", 0) + evicted}
+        return told
+
+    def trouble(self) -> dict[str, Any]:
+        """What went wrong since somebody asked last: `errors`, and the `error`; mostly empty."""
+        failed = [each for each in (self._reads, self._writes) if each.errors]
+        if not failed:
+            return {}
+        told = {"errors": sum(each.errors for each in failed), "error": failed[-1].error}
+        for each in failed:
+            each.errors = 0
+        return told
+
+    def _key(self, what: str, task: str) -> bytes:
+        return backend_prefix(self._backend) + f"batchery:{what}:{task}".encode()
+
+    def _remember(
+        self, task: str, part: Mapping[bytes, bytes], policy: CachePolicy
+    ) -> tuple[int, int, int]:
+        prefix = self._key("cache", task) + b":"
+        keys = [self._key("cache-ages", task), self._key("cache-sizes", task)]
+        keys += [prefix + digest for digest in part]
+        args: list[Any] = [int(policy.ttl_s * 1000), policy.max_bytes, prefix, BESIDE_BYTES]
+        for digest, json in part.items():
+            args += (digest, json)
+        size, count, evicted = self._script(keys=keys, args=args)
+        return int(size), int(count), int(evicted)
+
+    @cached_property
+    def _client(self) -> Any:
+        # Of its own: that of the backend may wait for minutes, and may give up texts for bytes.
+        own: dict[str, Any] = {"socket_timeout": PATIENCE_S, "decode_responses": False}
+        if "socket_connect_timeout" in self._backend.connparams:
+            own["socket_connect_timeout"] = PATIENCE_S
+        return self._backend._create_client(**{**self._backend.connparams, **own})
+
+    @cached_property
+    def _script(self) -> Any:
+        return self._client.register_script(REMEMBER_LUA.read_text())
+
+
+class _Direction:
+    """To Redis or from it: left alone for a while after a failure."""
+
+    def __init__(self, verb: str, clock: Callable[[], float]) -> None:
+        self._verb = verb
+        self._clock = clock
+        self._paused_until_s = float("-inf")
+        self.errors = 0
+        self.error = ""
+
+    def attempt(self, call: Callable[[], T]) -> T | None:
+        """What the call returns; None where it fails, or has failed a moment ago."""
+        if self._clock() < self._paused_until_s:
+            return None
+        try:
+            return call()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the device
+            text = f"cannot be {self._verb}: {error}"
+            if text != self.error:
+                logger.warning("the cache of results %s", text)
+            self.error = text
+            self.errors += 1
+            self._paused_until_s = self._clock() + PAUSE_S
+            return None
+
+
+def _sum(json: bytes) -> bytes:
+    return zlib.crc32(json).to_bytes(SUM_BYTES, "big")
+
+
+def _parts(results: Mapping[bytes, bytes]) -> Iterator[Mapping[bytes, bytes]]:
+    """Cuts results into scripts."""
+    part: dict[bytes, bytes] = {}
+    size_bytes = 0
+    for digest, json in results.items():
+        part[digest] = json
+        size_bytes += len(json)
+        if len(part) == MAX_RESULTS or size_bytes >= MAX_BYTES:
+            yield part
+            part, size_bytes = {}, 0
+    if part:
+        yield part

@@ -1,0 +1,1 @@
+"""Subcommands of `batchery` that need a worker's packages."""

@@ -1,0 +1,188 @@
+"""`batchery up`: Redis, a worker and Flower in one terminal."""
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from batchery.cli.app import DEFAULT_APP
+from batchery.cli.redis_check import masked
+from batchery.errors import SettingsError
+from batchery.settings import Settings
+from batchery_worker.local.stack import Stack
+
+#: Colours of the prefixes.
+STYLES = {"redis": "red", "worker": "green", "flower": "magenta", "up": "bold"}
+
+NO_MODELS = """\
+no models configured: write a file batchery.toml here, such as
+
+[models.embed]
+kind = "embedding"
+model = "sentence-transformers/all-MiniLM-L6-v2"
+max_length = 256
+
+or name a Celery app of your own with -A"""
+
+
+@click.command()
+@click.option("-A", "--app", default=DEFAULT_APP, show_default=True, help="The Celery app.")
+@click.option("--redis", "redis_url", metavar="URL", help="A Redis of yours, not a private one.")
+@click.option(
+    "--data",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Keep the private Redis's data in this directory.",
+)
+@click.option("-l", "--loglevel", default="INFO", show_default=True, help="Of the worker.")
+@click.option("-c", "--concurrency", type=click.IntRange(1), help="Of the worker.")
+@click.option("-Q", "--queues", metavar="A,B", help="Queues of the worker; else of all its tasks.")
+@click.option(
+    "--flower-port",
+    type=click.IntRange(0, 65535),
+    default=5555,
+    show_default=True,
+    help="Port of Flower on 127.0.0.1, or the next free one.",
+)
+@click.option("--no-flower", is_flag=True, help="Run without Flower.")
+@click.option(
+    "--ready-file",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write URLs and process ids to this file, as JSON, while all is ready.",
+)
+def up(
+    *,
+    app: str,
+    redis_url: str | None,
+    data: Path | None,
+    loglevel: str,
+    concurrency: int | None,
+    queues: str | None,
+    flower_port: int,
+    no_flower: bool,
+    ready_file: Path | None,
+) -> None:
+    """Run Redis, a worker and Flower in this terminal.
+
+    The Redis is a private one, unless --redis or the setting redis_url names another. Ctrl-C stops
+    all in order; a second Ctrl-C kills.
+    """
+    if redis_url and data:
+        raise click.UsageError("--data is for the private Redis: give it or --redis, not both")
+    settings = Settings.load()
+    if app == DEFAULT_APP and not settings.models:
+        raise SettingsError(NO_MODELS)
+    if not data and "redis_url" in settings.model_fields_set:
+        redis_url = redis_url or settings.redis_url
+    printer = LinePrinter(Console(highlight=False, soft_wrap=True))
+    stack = Stack(
+        app,
+        redis_url=redis_url,
+        data=data,
+        flower=not no_flower,
+        flower_port=flower_port,
+        loglevel=loglevel,
+        concurrency=concurrency,
+        queues=queues,
+        on_line=printer,
+        start_timeout_s=settings.device_start_timeout_s + 60,
+    )
+    with interruptible(), stack:
+        try:
+            printer.console.print(summary(stack, app, private=redis_url is None))
+            with announced(stack, ready_file):
+                stack.wait()
+        except KeyboardInterrupt:
+            printer("up", "stopping; the worker finishes what it runs, Ctrl-C again kills it")
+
+
+class LinePrinter:
+    """Prints lines of several processes, each behind the name of its process."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        # Rendered once and written as it is: Rich would need longer for a line than the worker
+        # needs for a job, and the worker would wait for its log.
+        self._prefixes = {name: self._render(name, style) for name, style in STYLES.items()}
+
+    def __call__(self, name: str, line: str) -> None:
+        """Prints one line of one process; may be called from any thread."""
+        self.console.file.write(f"{self._prefixes[name]}{line}\n")
+        self.console.file.flush()
+
+    def _render(self, name: str, style: str) -> str:
+        with self.console.capture() as capture:
+            self.console.print(Text(f"{name:<6} | ", style), end="")
+        return capture.get()
+
+
+def summary(stack: Stack, app: str, *, private: bool) -> Text:
+    """What runs and how to use it, for the terminal.
+
+    Args:
+        stack: It is ready.
+        app: Name of the Celery app, as for `celery -A`.
+        private: Whether the Redis is the stack's own, whose password nobody else knows.
+    """
+    url = stack.redis_url if private else masked(stack.redis_url)
+    rows = [("Redis", url), ("Flower", stack.flower_url or "does not run")]
+    # Both empty where the app has switched remote control off: then we do not ask twice.
+    if tasks := stack.remote.tasks():
+        rows += [
+            ("Task", f"{name} (queue {queue or 'of the app'})") for name, queue in tasks.items()
+        ]
+        rows.append(("Queues", ", ".join(stack.remote.queues())))
+    rows.append(("Stop", "Ctrl-C"))
+    lines = [Text.assemble((f"{label:<8}", "bold"), fact) for label, fact in rows]
+    if private:
+        names = ["BATCHERY_REDIS_URL"]
+        if app != DEFAULT_APP:
+            names = ["CELERY_BROKER_URL", "CELERY_RESULT_BACKEND"]
+        # Lines of their own, to be copied into another terminal.
+        lines += [Text(f"export {name}={url}") for name in names]
+    return Text("\n").join([Text(), *lines, Text()])
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Within it SIGTERM and the terminal's end do what Ctrl-C does: raise KeyboardInterrupt."""
+    signals = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # Else it was started with nohup.
+        signals.append(signal.SIGHUP)
+    before = {signum: signal.signal(signum, signal.default_int_handler) for signum in signals}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def announced(stack: Stack, path: Path | None) -> Iterator[None]:
+    """Keeps a file with the stack's URLs and process ids for as long as it is ready.
+
+    Raises:
+        SettingsError: The file cannot be written.
+    """
+    if path is None:
+        yield
+        return
+    facts = {"redis_url": stack.redis_url, "flower_url": stack.flower_url, "pids": stack.pids}
+    try:
+        # Readable for the owner alone, as it has the password; complete as soon as it is there.
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(facts, file)
+        Path(temporary).replace(path)
+    except OSError as error:
+        raise SettingsError(f"--ready-file {path}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,103 @@
+"""`batchery verify`: whether a model's batches give what single texts give."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from batchery.cli.app import DEFAULT_APP, load_app
+from batchery.errors import SettingsError
+from batchery.install import installation_of
+from batchery.settings import ModelSettings, Settings
+from batchery_worker.device_pool.discovery import choose
+
+if TYPE_CHECKING:
+    from batchery_worker.models.verification import Report
+
+#: Exit code where a batch gave something else.
+DIFFERENT = 1
+
+HELP = """Check that batches give what single texts give.
+
+Loads each model of the settings on this machine, computes texts of many lengths in batches, padded
+and packed, and compares with the same texts one by one in fp32. Needs neither Redis nor a worker;
+where a worker runs, both need room on the device.
+
+\b
+Exit codes:
+  0    all within the tolerance of their number format
+  1    some are not
+  2    could not start: no such app, model or device
+"""
+
+
+@click.command(help=HELP)
+@click.argument("names", metavar="[MODEL]...", nargs=-1)
+@click.option("-A", "--app", "app_path", default=DEFAULT_APP, show_default=True, help="Celery app.")
+@click.option("--device", help="Such as cuda:1; else the first that a worker would use.")
+@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Not the model's own.")
+@click.option(
+    "--texts",
+    type=click.File(encoding="utf-8"),
+    help="A text per line, instead of built-in ones.",
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per model, on a line each.")
+@click.pass_context
+def verify(
+    context: click.Context,
+    *,
+    names: Sequence[str],
+    app_path: str,
+    device: str | None,
+    dtype: str | None,
+    texts: TextIO | None,
+    as_json: bool,
+) -> None:
+    """Runs the command; see `HELP`."""
+    app = load_app(app_path)
+    settings = installation_of(app).settings
+    models = _chosen(settings, names)
+    lines = [line.strip() for line in texts or () if line.strip()]
+    device = device or choose(settings.devices)[0]
+    # Only whoever verifies pays for torch.
+    from batchery_worker.models import verification
+
+    passed = True
+    for name, model in models.items():
+        changed = model.model_copy(update={"dtype": dtype} if dtype else {})
+        report = verification.verify(changed, device, lines)
+        passed = passed and report.passed
+        click.echo(
+            json.dumps({"model": name, **report.to_json()}) if as_json else _spelled(name, report)
+        )
+    context.exit(0 if passed else DIFFERENT)
+
+
+def _chosen(settings: Settings, names: Sequence[str]) -> Mapping[str, ModelSettings]:
+    """The models of these names; all of them where there is no name."""
+    models = settings.models
+    if not models:
+        raise SettingsError("no models are configured; name some in batchery.toml, or an app by -A")
+    for name in names:
+        if name not in models:
+            raise SettingsError(f"model {name!r}: not configured; there are {', '.join(models)}")
+    return {name: models[name] for name in names or models}
+
+
+def _spelled(name: str, report: "Report") -> str:
+    """A report as lines of text."""
+    bits = "" if report.quantize == "none" else f", weights in {report.quantize}"
+    head = f"{name} on {report.device} in {report.dtype}{bits}, {report.texts} texts"
+    allowed = report.tolerance
+    lines = [f"{head}; allowed: {allowed.difference:.0e}, cosine {allowed.cosine}"]
+    for each in report.comparisons:
+        if each.difference is None or each.cosine is None:
+            lines.append(f"  {each.forward}  not available, {each.why}")
+            continue
+        status = "passed" if each.passed else "FAILED"
+        lines.append(
+            f"  {each.forward}  {status}: largest difference {each.difference:.1e},"
+            f" least cosine {each.cosine:.7f}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The fast way to store results: one script for a whole batch."""

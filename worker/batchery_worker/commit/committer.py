@@ -1,0 +1,331 @@
+"""The fast way of a result: stored where it was computed, with notification and acknowledgement.
+
+All results of a batch are stored in one step. Each is written only while its job's lease is held,
+so that a worker that was given up for dead changes nothing when it wakes up. Whatever is not plain
+is left to Celery's tracer.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import redis
+from kombu.utils import json as kombu_json
+
+from batchery.protocol.reply_stream import reply_key
+from batchery.redis_scripts import RedisScripts
+from batchery.retry import is_away, pause_s
+from batchery_worker.ipc.commit_context import CommitContext, JobCommit
+from batchery_worker.ipc.values import plain_json
+
+logger = logging.getLogger("batchery.device")
+
+#: The scripts that write results. The head of each file names its keys, and who writes them.
+LUA = Path(__file__).parent / "lua"
+
+#: Maximum number of jobs of one script. Redis serves nobody else meanwhile.
+MAX_JOBS = 512
+
+#: Number of bytes after which no further result is added to a script, for the same reason.
+MAX_BYTES = 4 << 20
+
+#: How often a commit is sent to a Redis that is well before the tracer may try. A lost connection
+#: explains the first failure, a failover the second.
+MAX_TRIES = 3
+
+#: Longest pause before Redis is asked again whether it is back, in seconds.
+MAX_PAUSE_S = 2.0
+
+#: Kinds of outcomes, as `encode_outcome` spells them, that are results.
+STORABLE = ("value", "json", "encoded")
+
+
+def result_scripts(client: "redis.Redis") -> RedisScripts:
+    """The scripts that write results, on a client of the result backend's database."""
+    return RedisScripts(client, LUA, prelude="result")
+
+
+class MetaWriter:
+    """Writes the results of one batch as Celery stores them."""
+
+    def __init__(self, date_done: str, facts: Mapping[str, Any]) -> None:
+        """Writes the part that is the same for all jobs.
+
+        Args:
+            date_done: When the batch was done, as Celery spells it.
+            facts: Facts of the batch; not empty.
+        """
+        self._head = (
+            '{"status": "SUCCESS", "traceback": null, "children": [], '
+            f'"date_done": {json.dumps(date_done)}, '
+            f'"batch": {json.dumps(facts)[:-1]}, "waited_ms": '
+        )
+
+    def write(
+        self, task_id: str, result: bytes, waited_ms: float, fields: Mapping[str, Any]
+    ) -> bytes:
+        """Writes the stored result of one job.
+
+        Args:
+            task_id: Id of the job.
+            result: Its result, as JSON in UTF-8.
+            waited_ms: How long it waited in the worker.
+            fields: As `stored_fields` found them.
+
+        Raises:
+            TypeError: The fields cannot be written as JSON.
+            ValueError: Neither can they.
+        """
+        more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
+        text = f'{self._head}{waited_ms!r}}}, {more}"task_id": {json.dumps(task_id)}, "result": '
+        return b"%b%b}" % (text.encode(), result)
+
+
+class CommitStatus(StrEnum):
+    """What became of one job at the commit."""
+
+    #: Result, notification and acknowledgement are in Redis; the main process only tells.
+    COMMITTED = "committed"
+    #: The lease was no longer ours; another worker has the job.
+    FENCED = "fenced"
+    #: Celery's tracer completes it, in the main process.
+    NEEDS_TRACER = "needs tracer"
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedOutcome:
+    """A job's outcome, as `encode_outcome` spelled it."""
+
+    task_id: str
+    spelled: Sequence[Any]
+
+
+class Committer(Protocol):
+    """Stores the results of a batch; called on the commit thread of a device process."""
+
+    def commit(
+        self, jobs: Sequence[EncodedOutcome], context: CommitContext, facts: Mapping[str, Any]
+    ) -> Sequence[CommitStatus]:
+        """Stores what it can.
+
+        Args:
+            jobs: The outcomes of one batch.
+            context: What the main process knows of the batch.
+            facts: Facts of the batch, stored with each result.
+
+        Returns:
+            One status per job, in order.
+        """
+        ...
+
+
+#: The statuses as commit.lua numbers them.
+COMMIT_STATUSES = (CommitStatus.FENCED, CommitStatus.COMMITTED, CommitStatus.NEEDS_TRACER)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One job of a script."""
+
+    index: int
+    task_id: str
+    key: bytes
+    token: str
+    #: What is stored; empty for a job whose result nobody wants.
+    value: bytes
+
+
+class RedisCommitter:
+    """Commits to the result backend's Redis, which also has the broker's database."""
+
+    def __init__(
+        self,
+        backend: Any,
+        on_wait: Callable[[], None],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Does not connect yet.
+
+        Args:
+            backend: Celery's own for Redis, of the thread that commits.
+            on_wait: Is called when results have to wait for a Redis that is away.
+            sleep: Waits for so many seconds.
+        """
+        self._backend = backend
+        self._on_wait = on_wait
+        self._sleep = sleep
+        self._refusals: set[str] = set()
+        #: Id of a worker that this Redis does not know. Once given up, a worker has another id.
+        self._unknown = ""
+
+    def commit(
+        self, jobs: Sequence[EncodedOutcome], context: CommitContext, facts: Mapping[str, Any]
+    ) -> Sequence[CommitStatus]:
+        """Stores what it can; while Redis is away it waits, as long as this process lives."""
+        statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
+        if context.worker == self._unknown:
+            return statuses
+        writer = MetaWriter(self._backend.app.now().isoformat(), facts)
+        entries = [
+            self._entry(index, job, context.jobs[index], writer) for index, job in enumerate(jobs)
+        ]
+        for part in _parts([entry for entry in entries if entry is not None]):
+            for entry, status in zip(part, self._run(part, context), strict=True):
+                statuses[entry.index] = status
+        return statuses
+
+    def _entry(
+        self, index: int, job: EncodedOutcome, context: JobCommit, writer: MetaWriter
+    ) -> _Entry | None:
+        """What the script needs of a job; None if the tracer must have it."""
+        kind, content = job.spelled[0], job.spelled[1]
+        if context is None or kind not in STORABLE:
+            return None
+        token, waited_ms, fields = context
+        try:
+            key = self._backend.get_key_for_task(job.task_id)
+            value = b""
+            if fields is not None:
+                value = writer.write(job.task_id, _json(kind, content), waited_ms, fields)
+        except (TypeError, ValueError, RecursionError):
+            # Arguments that were never JSON, for instance. The tracer tells the caller.
+            return None
+        if len(value) > self._backend._MAX_STR_VALUE_SIZE:
+            return None
+        return _Entry(index, job.task_id, key, token, value)
+
+    def _run(self, part: Sequence[_Entry], context: CommitContext) -> Sequence[CommitStatus]:
+        keys = [context.workers_key, context.lease_key, *(entry.key for entry in part)]
+        expires_s = int(self._backend.expires or 0)
+        args: list[Any] = [
+            context.worker,
+            self._db,
+            context.broker_db,
+            expires_s,
+            len(context.replies),
+        ]
+        for entry in part:
+            args += (entry.token, entry.value)
+        if context.replies:
+            self._add_replies(keys, args, part, context.replies)
+        answers, tries = self._answers(keys, args)
+        if answers is None:
+            return [CommitStatus.NEEDS_TRACER] * len(part)
+        return [
+            _status(entry, COMMIT_STATUSES[answer], tries)
+            for entry, answer in zip(part, answers, strict=True)
+        ]
+
+    def _add_replies(
+        self,
+        keys: list[Any],
+        args: list[Any],
+        part: Sequence[_Entry],
+        replies: Mapping[str, Sequence[int]],
+    ) -> None:
+        numbers = {entry.index: number for number, entry in enumerate(part, 1)}
+        for name, indexes in replies.items():
+            keys.append(reply_key(self._backend, name))
+            wanted = [index for index in indexes if index in numbers]
+            args.append(len(wanted))
+            for index in wanted:
+                number = numbers[index]
+                args += (number, part[number - 1].task_id)
+
+    def _answers(self, keys: list[Any], args: list[Any]) -> tuple[list[int] | None, int]:
+        """The script's answer, None if it is refused; and the number of failed tries before it."""
+        worker, lease_key = args[0], keys[1]
+        for tries in range(MAX_TRIES):
+            try:
+                answers = self._scripts.run_once("commit", keys, *args)
+            except (redis.RedisError, OSError) as error:
+                self._await_redis(lease_key, error)
+                refusal = error
+            else:
+                if answers is None:
+                    self._unknown = worker
+                return answers, tries
+        self._complain(refusal)
+        return None, MAX_TRIES
+
+    def _complain(self, refusal: Exception) -> None:
+        if str(refusal) not in self._refusals:
+            self._refusals.add(str(refusal))
+            logger.error("Redis refuses commits, so Celery's tracer stores results: %s", refusal)
+
+    def _await_redis(self, lease_key: str, error: Exception) -> None:
+        """Returns when Redis can write, at once if it could all the time."""
+        failures = 0
+        while True:
+            try:
+                # It must be a write, as only writes may be refused; there is no such field.
+                self._client.hdel(lease_key, "")
+            except (redis.RedisError, OSError) as still:
+                if not is_away(still):
+                    return
+                error = still
+            else:
+                return
+            failures += 1
+            if failures == 1:
+                logger.warning("results wait for Redis: %s", error)
+                self._on_wait()
+            # The address may be another server's by now.
+            self._client.connection_pool.disconnect()
+            self._sleep(pause_s(failures, MAX_PAUSE_S))
+
+    @cached_property
+    def _client(self) -> Any:
+        return self._backend.client
+
+    @cached_property
+    def _db(self) -> int:
+        return database_of(self._client)
+
+    @cached_property
+    def _scripts(self) -> RedisScripts:
+        return result_scripts(self._client)
+
+
+def _json(kind: str, content: Any) -> bytes:
+    """The JSON of a result that `encode_outcome` spelled as one of `STORABLE`."""
+    if kind == "encoded":
+        encoded: bytes = content
+        return encoded
+    return content.encode() if kind == "json" else plain_json(content)
+
+
+def database_of(client: Any) -> int:
+    """Number of the database that a client works in."""
+    return int(client.connection_pool.connection_kwargs.get("db") or 0)
+
+
+def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
+    """Cuts a batch into parts, one for each call of the script."""
+    part: list[_Entry] = []
+    size_bytes = 0
+    for entry in entries:
+        part.append(entry)
+        size_bytes += len(entry.value)
+        if len(part) == MAX_JOBS or size_bytes >= MAX_BYTES:
+            yield part
+            part, size_bytes = [], 0
+    if part:
+        yield part
+
+
+def _status(entry: _Entry, status: CommitStatus, tries: int) -> CommitStatus:
+    """Counts a job as committed if its lease went when the answer to an earlier try was lost.
+
+    The script recognises such a job by its stored result. Without a result it cannot. If another
+    worker had the job after all, the job runs once more and still leaves no trace.
+    """
+    if status is CommitStatus.FENCED and tries and not entry.value:
+        return CommitStatus.COMMITTED
+    return status

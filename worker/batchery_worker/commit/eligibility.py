@@ -1,0 +1,263 @@
+"""Which jobs a device may commit by itself, and what it must know for that.
+
+All other jobs take the slow way, by Celery's own tracer in the main process.
+"""
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from celery import Celery, Task, signals
+from celery.app import trace
+from celery.backends.redis import RedisBackend
+
+from batchery.protocol import multi_item
+from batchery.protocol.reply_stream import reply_of
+from batchery.task import BatchTask
+from batchery_worker.ipc.commit_context import CommitContext, JobCommit
+from batchery_worker.ipc.values import is_portable
+from batchery_worker.job import Job
+from batchery_worker.request import lease_store_of
+from batchery_worker.task_call import TaskCall
+
+#: What Celery's tracer calls around a task, for a task's own class to override.
+HOOKS = ("before_start", "on_success", "on_failure", "on_retry", "after_return")
+
+#: Signals that the tracer sends.
+SIGNALS: Mapping[str, Any] = {
+    name: getattr(signals, name)
+    for name in ("task_prerun", "task_postrun", "task_success", "task_failure")
+}
+
+#: Where Celery's receivers for Django are. They close the connections of the process that ran the
+#: function. Here a device ran it, which does so itself once per call: see `device/functions.py`.
+FIXUPS = "celery.fixups."
+
+#: What Celery stores of every job, and we of every batch. A stamp of such a name would take its
+#: place, so a job with such a stamp is left to Celery.
+ALWAYS_STORED = frozenset(
+    {"status", "result", "traceback", "children", "date_done", "task_id", "batch"}
+)
+
+
+class TracerNeeds:
+    """Says why jobs need the tracer; remembers answers, so that a job costs less than 1 µs."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._tasks: dict[str, str | None] = {}
+        self._receivers: dict[str, str | None] = {}
+        #: The receivers of each signal when `_receivers` was filled.
+        self._connected: list[list[Any]] = []
+
+    def why(
+        self, task: BatchTask, message: Mapping[str, Any], embed: Mapping[str, Any] | None
+    ) -> str | None:
+        """Says why a job needs the tracer; None if it does not.
+
+        Args:
+            task: The job's task.
+            message: The headers of its message.
+            embed: The third part of the message's body.
+        """
+        return self.why_all(task) or request_needs_tracer(message, embed)
+
+    def why_all(self, task: BatchTask) -> str | None:
+        """Says why all jobs of a task need the tracer as of now; None if they do not."""
+        name = task.name
+        if name not in self._tasks:
+            self._tasks[name] = task_needs_tracer(self._app, task)
+        connected = [each.receivers for each in SIGNALS.values()]
+        if connected != self._connected:
+            self._connected = [list(each) for each in connected]
+            self._receivers.clear()
+        if name not in self._receivers:
+            self._receivers[name] = receivers_need_tracer(task)
+        return self._tasks[name] or self._receivers[name]
+
+
+def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
+    """Says why all jobs of a task need the tracer; None if they do not.
+
+    Args:
+        app: The app of the worker.
+        task: One of its tasks.
+    """
+    backend: Any = task.backend
+    clauses = (
+        (type(task).__call__ is not BatchTask.__call__, "__call__ is overridden"),
+        *((_overrides(task, hook), f"{hook} is overridden") for hook in HOOKS),
+        (task.track_started, "task_track_started"),
+        (getattr(task, "autoretry_for", ()), "autoretry_for"),
+        (backend is not app.backend, "a result backend of its own"),
+        (
+            _stock_class(backend) is not RedisBackend,
+            "a result backend other than Celery's for Redis",
+        ),
+        (backend.serializer != "json", "a result serializer other than JSON"),
+        (getattr(backend, "compression", None), "compressed results"),
+    )
+    return next((reason for holds, reason in clauses if holds), None)
+
+
+def receivers_need_tracer(task: BatchTask) -> str | None:
+    """Says why all jobs of a task need the tracer now: somebody listens to their signals."""
+    for name, signal in SIGNALS.items():
+        # Celery has no public way to ask who listens, only whether somebody does.
+        for receiver in signal._live_receivers(task):
+            if not str(getattr(receiver, "__module__", "")).startswith(FIXUPS):
+                return f"a receiver of {name}"
+    return None
+
+
+def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> str | None:
+    """Says why one job needs the tracer; None if it does not.
+
+    Args:
+        message: The headers of its message.
+        embed: The third part of the message's body.
+    """
+    if message.get("replaced_task_nesting"):
+        return "it replaced another job"
+    for name in ("callbacks", "errbacks", "chain", "chord"):
+        if embed and embed.get(name):
+            return name
+    return None
+
+
+def _stock_class(backend: Any) -> type:
+    """The class that the app chose; a completion thread's backend is a subclass of it."""
+    chosen: type = getattr(backend, "stock_class", type(backend))
+    return chosen
+
+
+def _overrides(task: BatchTask, hook: str) -> bool:
+    ours = getattr(task, hook)
+    return getattr(ours, "__func__", ours) is not getattr(Task, hook)
+
+
+class CommitEligibility:
+    """Decides for every batch before it leaves for its device; costs a few µs per job."""
+
+    def __init__(self, app: Celery) -> None:
+        self._needs = TracerNeeds(app)
+        self._extended = bool(app.conf.find_value_for_key("extended", "result"))
+
+    def context(
+        self, task: BatchTask, jobs: Sequence[Job[TaskCall]], dispatched_s: float
+    ) -> CommitContext | None:
+        """What a device must know to commit a batch.
+
+        Args:
+            task: The task of all jobs.
+            jobs: The jobs, about to be dispatched.
+            dispatched_s: Now, on the scheduler's clock.
+
+        Returns:
+            None if Celery's tracer has to complete all of the jobs.
+        """
+        leases = [job.payload.lease for job in jobs]
+        store = lease_store_of(leases)
+        if store is None:
+            return None
+        eligible: list[JobCommit] = [None] * len(jobs)
+        for index, (job, lease) in enumerate(zip(jobs, leases, strict=True)):
+            if lease is not None and lease.store is store and store.holds(lease.token):
+                eligible[index] = self._of_job(task, job, lease.token, dispatched_s)
+        if not any(eligible):
+            return None
+        return CommitContext(
+            worker=store.worker,
+            workers_key=store.keys.workers,
+            lease_key=store.lease_key,
+            broker_db=store.db,
+            jobs=eligible,
+            text_chars=_text_chars(task, jobs[0].payload),
+            replies=_replies(jobs),
+        )
+
+    def _of_job(
+        self, task: BatchTask, job: Job[TaskCall], token: str, dispatched_s: float
+    ) -> JobCommit:
+        call = job.payload
+        assert call.request is not None
+        if self._needs.why(task, call.message, call.request.embed):
+            return None
+        fields = stored_fields(
+            call.message, ignores_result=bool(task.ignore_result), extended=self._extended
+        )
+        if fields and not ALWAYS_STORED.isdisjoint(fields):
+            return None
+        if not is_portable((fields or {}).values()):
+            return None
+        return token, round((dispatched_s - job.arrived_s) * 1e3, 3), fields
+
+
+def _replies(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:
+    """Which jobs ask for which completion stream."""
+    replies: dict[str, list[int]] = {}
+    for index, job in enumerate(jobs):
+        header = job.payload.message.get(multi_item.HEADER)
+        if header is not None and (name := reply_of(header)) is not None:
+            replies.setdefault(name, []).append(index)
+    return replies
+
+
+def _text_chars(task: BatchTask, call: TaskCall) -> int | None:
+    """How much of a result an event or a line of the log shows; None if nobody asks for either."""
+    if trace.logger.isEnabledFor(logging.INFO) or has_readers(call, task):
+        # A task may say that there is no limit.
+        return task.resultrepr_maxsize or sys.maxsize
+    return None
+
+
+def has_readers(call: TaskCall, task: BatchTask) -> bool:
+    """Whether events of the job are sent."""
+    eventer: Any = call.request and call.request.eventer
+    if not eventer or not eventer.enabled or not task.send_events:
+        return False
+    return not eventer.groups or "task" in eventer.groups
+
+
+def stored_fields(
+    message: Mapping[str, Any], *, ignores_result: bool, extended: bool
+) -> Mapping[str, Any] | None:
+    """The fields that Celery stores of this job and not of every job.
+
+    Args:
+        message: The headers of its message, with `args` and `kwargs` decoded.
+        ignores_result: The task's setting, which counts where the message has none.
+        extended: The setting `result_extended`.
+
+    Returns:
+        The fields; None if the job's result is not stored.
+    """
+    ignores = message.get("ignore_result")
+    if ignores_result if ignores is None else ignores:
+        return None
+    fields = {}
+    if message.get("group"):
+        fields["group_id"] = message["group"]
+    if message.get("parent_id"):
+        fields["parent_id"] = message["parent_id"]
+    if extended:
+        fields.update(_extended_fields(message))
+    return fields
+
+
+def _extended_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {
+        "name": message.get("task"),
+        "args": message.get("args"),
+        "kwargs": message.get("kwargs"),
+        "worker": message.get("hostname"),
+        "retries": message.get("retries"),
+        "queue": (message.get("delivery_info") or {}).get("routing_key"),
+    }
+    stamps = message.get("stamps")
+    if stamps:
+        headers = message.get("stamped_headers")
+        fields["stamped_headers"] = headers
+        fields.update((name, value) for name, value in stamps.items() if name in (headers or ()))
+    return fields

@@ -1,0 +1,195 @@
+"""The result backend of a thread that completes jobs: Celery's own, made a subclass of itself.
+
+Celery has no public way to add a field to a result, to hold a result back, or to wait for a backend
+that is away. Celery gives each thread a backend of its own, so the changes touch no other thread.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import redis
+from celery.backends.redis import RedisBackend
+from celery.states import PENDING, SUCCESS
+
+from batchery.completion import JobCompletion, completing, current_completion
+from batchery.outbox import Outbox
+from batchery.redis_scripts import RedisScripts
+from batchery.retry import REFUSALS
+from batchery_worker.commit.committer import result_scripts
+from batchery_worker.completion.redis_retry import DeadlineRetry
+
+if TYPE_CHECKING:
+    _Backend: Any
+else:
+    _Backend = object
+
+#: How often a result is tried again. Celery's pauses between attempts grow to ten seconds, half of
+#: it on average: about half a minute together, as long as a shutdown may have to wait.
+STORE_RETRIES = 15
+
+#: The answer of store.lua to a stored result that it cannot read.
+UNSURE = 2
+
+#: One of Celery's Lua scripts.
+Script = Callable[..., Any]
+
+
+class CompletionBackend(_Backend):  # type: ignore[misc]
+    """Stores results with the facts of their batch, and waits while the backend is away."""
+
+    #: The class that the app chose.
+    stock_class: type
+
+    def _get_result_meta(self, *args: Any, **keywords: Any) -> dict[str, Any]:
+        meta: dict[str, Any] = super()._get_result_meta(*args, **keywords)
+        completion = current_completion()
+        if completion is not None and completion.facts is not None:
+            meta["batch"] = dict(completion.facts)
+        return meta
+
+    def mark_as_done(self, *args: Any, **options: Any) -> Any:
+        """Stores a result, calls what follows it, and counts it in a chord."""
+        with _with_deadline():
+            return super().mark_as_done(*args, **options)
+
+    def mark_as_failure(self, *args: Any, **options: Any) -> Any:
+        """Stores a failure, and tells those that wait for it."""
+        with _with_deadline():
+            return super().mark_as_failure(*args, **options)
+
+    def mark_as_retry(self, *args: Any, **options: Any) -> Any:
+        """Stores that a job will run again."""
+        with _with_deadline():
+            return super().mark_as_retry(*args, **options)
+
+
+class CompletionRedisBackend(CompletionBackend):
+    """Also holds results back for the outbox, and lets all attempts of a job share a chord claim.
+
+    Whatever is not held back is written without a gap between looking for a SUCCESS and writing:
+    into Celery's gap would fall the SUCCESS of a retry that was sent before RETRY is stored.
+
+    Celery gives each attempt of a chord's last part a claim of its own, for some seconds. If its
+    worker dies between claim and publishing, the job's next attempt comes while the claim stands,
+    leaves the publishing to it, and nobody publishes the body. Here all attempts of a job have one
+    claim. Two attempts at a time do no harm, as what a job publishes has dedupe keys.
+    """
+
+    def _get_task_meta_for(self, task_id: str) -> Any:
+        outbox = _outbox()
+        if outbox is not None and outbox.holds_result_of(task_id):
+            # Celery asks whether a SUCCESS is stored already; who writes in the end asks as well.
+            return {"status": PENDING}
+        return super()._get_task_meta_for(task_id)
+
+    def _set_with_state(self, key: Any, value: bytes | str, state: str) -> None:
+        outbox = _outbox()
+        fits = len(value) <= self._MAX_STR_VALUE_SIZE
+        if outbox and outbox.holds and fits and key == self.get_key_for_task(outbox.task_id):
+            outbox.hold_result(value, partial(self._write, key, value, state))
+        else:
+            self._write(key, value, state)
+
+    def _write(self, key: Any, value: bytes | str, state: str) -> None:
+        is_result = self.key_t(key).startswith(self.task_keyprefix)
+        if not is_result or len(value) > self._MAX_STR_VALUE_SIZE:
+            super()._set_with_state(key, value, state)
+            return
+        stored = self._result_scripts.run("store", [key], value, int(self.expires or 0))
+        # No script can read a result of another serializer; Celery's own decoders can.
+        if stored == UNSURE and (
+            super()._get_task_meta_for(self._strip_prefix(key))["status"] != SUCCESS
+        ):
+            super()._set_with_state(key, value, state)
+
+    @cached_property
+    def _result_scripts(self) -> RedisScripts:
+        return result_scripts(self.client)
+
+    # Celery's chord scripts. Data descriptors, as the stock scripts may be in the instance already.
+
+    @property
+    def _chord_part_return_script(self) -> Script:
+        return partial(_claim, super()._chord_part_return_script)
+
+    @property
+    def _chord_claim_extend_script(self) -> Script:
+        return partial(_extend, super()._chord_claim_extend_script)
+
+    @property
+    def _chord_cleanup_script(self) -> Script:
+        return partial(_clean_up, super()._chord_cleanup_script)
+
+
+def for_completion(backend: Any) -> Any:
+    """Makes a backend fit for completing jobs, unless it is; returns it.
+
+    Args:
+        backend: A Celery result backend of any kind; of a thread that may wait.
+    """
+    if isinstance(backend, CompletionBackend):
+        return backend
+    stock: Any = type(backend)
+    backend.__class__ = _completion_class(stock)
+    if not backend.always_retry:
+        # Otherwise the app has its own mind about retries.
+        backend.always_retry = True
+        backend.max_retries = STORE_RETRIES
+        if hasattr(backend, "connection_errors"):
+            backend.connection_errors = (*backend.connection_errors, *REFUSALS)
+        if isinstance(backend, RedisBackend):
+            client: redis.Redis = backend.client
+            client.set_retry(DeadlineRetry(client.get_retry()))
+    return backend
+
+
+@cache
+def _completion_class(stock: Any) -> type:
+    ours = CompletionRedisBackend if issubclass(stock, RedisBackend) else CompletionBackend
+    return type(stock.__name__, (ours, stock), {"__module__": __name__, "stock_class": stock})
+
+
+def _outbox() -> Outbox | None:
+    completion = current_completion()
+    return None if completion is None else completion.outbox
+
+
+@contextmanager
+def _with_deadline() -> Iterator[None]:
+    """Gives the end of an ordinary job a deadline; its function, on the same thread, has none."""
+    if current_completion() is not None:
+        yield
+        return
+    with completing(JobCompletion()):
+        yield
+
+
+def _publish_tag() -> str | None:
+    completion = current_completion()
+    return None if completion is None else completion.publish_tag
+
+
+def _claim(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
+    """Counts a part; its last argument is the claim, the fourth of its answers who has it."""
+    tag = _publish_tag()
+    if tag is None:
+        return stock(keys=keys, args=args, client=client)
+    count, difference, size, claimed = stock(keys=keys, args=[*args[:-1], tag], client=client)
+    if size and not claimed and count == int(size) + int(difference or 0):
+        held = client.get(keys[-1])
+        claimed = int(held in (tag, tag.encode()))
+    return count, difference, size, claimed
+
+
+def _extend(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
+    return stock(keys=keys, args=[_publish_tag() or args[0], *args[1:]], client=client)
+
+
+def _clean_up(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
+    completion = current_completion()
+    if completion is not None and completion.deadline.is_exceeded:
+        # The body was not published; the job's next attempt needs what would be removed.
+        return 1
+    return stock(keys=keys, args=[_publish_tag() or args[0], *args[1:]], client=client)

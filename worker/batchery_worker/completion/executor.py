@@ -1,0 +1,211 @@
+"""Completes jobs on threads, as every step of Celery's tracer may wait for Redis.
+
+What the tracer writes for a job that leaves nothing but messages and a result is held back, and
+written for many jobs in one step.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+from billiard.einfo import ExceptionInfo
+from celery import Celery
+from celery.app.task import Context
+from celery.exceptions import Ignore, Reject, Retry
+from celery.states import STARTED
+
+from batchery.completion import JobCompletion, completing
+from batchery.retry import RetryDeadlineExceeded
+from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
+from batchery_worker.completion.backend import for_completion
+from batchery_worker.completion.redis_retry import is_backend_away, publish_until_deadline
+from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised
+from batchery_worker.request import give_back
+from batchery_worker.task_call import TaskCall
+
+logger = logging.getLogger("batchery.pool")
+
+#: What the tracer reports like an error, and is none.
+NOT_FAILURES = (Retry, Ignore, Reject)
+
+#: Maximum number of jobs whose messages and results are written in one step. More of them save
+#: little, and their callers wait for the last one.
+MAX_HELD_JOBS = 32
+
+
+class CompletionExecutor:
+    """Threads that run the tracer."""
+
+    def __init__(
+        self,
+        app: Celery,
+        threads: int,
+        deliver: Callable[[Callable[[], None]], None],
+        on_fenced: Callable[[TaskCall], None],
+    ) -> None:
+        """Starts no thread yet.
+
+        Args:
+            app: Its tasks and its result backend are used.
+            threads: Maximum number of jobs that are completed at a time.
+            deliver: Runs a callable on the pool's thread; may be called from any thread.
+            on_fenced: Drops a job that another worker has now; called on the pool's thread.
+        """
+        self._app = app
+        self._deliver = deliver
+        self._on_fenced = on_fenced
+        self.tracer = Tracer(app)
+        self._waiting: deque[Completion] = deque()
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="batchery-completion")
+        publish_until_deadline(app)
+
+    def submit(self, completion: Completion) -> None:
+        """Completes one job."""
+        self._waiting.append(completion)
+        self._threads.submit(self._complete_next)
+
+    def tell_started(self, call: TaskCall, pid: int) -> None:
+        """Stores that a job of a tracked task runs; before its outcome, if it can.
+
+        Args:
+            call: The job.
+            pid: The process that runs it.
+        """
+        call.started = self._threads.submit(self._store_started, call, pid)
+
+    def stop(self) -> None:
+        """Waits for the jobs that were submitted."""
+        self._threads.shutdown()
+
+    def _store_started(self, call: TaskCall, pid: int) -> None:
+        task = self._app.tasks[call.task_name]
+        ignored = call.message.get("ignore_result")
+        if task.ignore_result if ignored is None else ignored:
+            return
+        request = Context(dict(call.message))
+        meta = {"pid": pid, "hostname": request.hostname}
+        try:
+            with completing(JobCompletion()):
+                backend = for_completion(task.backend)
+                backend.store_result(call.task_id, meta, STARTED, request=request)
+        except (Exception, RetryDeadlineExceeded):
+            logger.exception("%s[%s] is not seen as started", call.task_name, call.task_id)
+
+    def _complete_next(self) -> None:
+        """Completes the job that waits longest, with others that may be completed together."""
+        completions = self._take()
+        for completion in completions:
+            self._complete(completion)
+        held_back = [(each, each.held) for each in completions if each.held is not None]
+        if held_back:
+            self._finish_all(held_back)
+
+    def _take(self) -> list[Completion]:
+        taken: list[Completion] = []
+        with self._lock:
+            while self._waiting and len(taken) < MAX_HELD_JOBS:
+                if taken and not (taken[0].may_hold and self._waiting[0].may_hold):
+                    break
+                taken.append(self._waiting.popleft())
+        return taken
+
+    def _complete(self, completion: Completion) -> None:
+        """Runs the tracer; tells of the end, unless what was to be written is held back."""
+        call = completion.call
+        if call.started is not None:
+            # It was submitted before, so a thread has it; the last state must be stored last.
+            wait([call.started])
+        if not completion.may_hold and is_fenced(call):
+            self._drop(completion)
+            return
+        with self._settling(completion):
+            self.tracer.run(completion)
+            if completion.held is None:
+                self._tell(completion)
+
+    def _finish_all(self, jobs: Sequence[tuple[Completion, HeldJob]]) -> None:
+        """Writes what was held back, and tells of the jobs' ends."""
+        try:
+            with completing(JobCompletion()):
+                statuses = self._finisher().finish([held for _, held in jobs])
+        except (redis.RedisError, RetryDeadlineExceeded):
+            for completion, _ in jobs:
+                with self._settling(completion):
+                    raise
+            return
+        for (completion, held), status in zip(jobs, statuses, strict=True):
+            if status is CommitStatus.COMMITTED:
+                self._tell(completion, held)
+            elif status is CommitStatus.FENCED or is_fenced(completion.call):
+                self._drop(completion)
+            else:
+                with self._settling(completion):
+                    self.tracer.replay(completion)
+                    self._tell(completion)
+
+    @contextmanager
+    def _settling(self, completion: Completion) -> Iterator[None]:
+        """Settles a job even if its completion breaks off."""
+        call = completion.call
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the job must be settled
+            completion.held = None
+            logger.error("%s[%s] cannot be completed: %r", call.task_name, call.task_id, error)
+            if call.request is not None and is_backend_away(self._app.backend, error):
+                self._end(completion, lambda _: _give_back(call), None, failed=False)
+                return
+            self._end(completion, call.error_callback, ExceptionInfo(), failed=True)
+
+    def _tell(self, completion: Completion, held: HeldJob | None = None) -> None:
+        """Tells Celery of a job's end; `held` if its message is acknowledged already."""
+        is_error, value = completion.traced
+        # The tracer's own time is left out.
+        runtime_s = completion.facts["forward_ms"] / 1e3 if completion.facts else 0.0
+        failed = bool(is_error) and not isinstance(raised(value), NOT_FAILURES)
+
+        def tell(result: Any) -> None:
+            request = completion.call.request
+            if held is not None and request is not None:
+                held.lease.store.committed([held.lease.token])
+                # Celery's own code follows, and must not acknowledge once more.
+                request.acknowledged = True
+            completion.call.callback(result)
+
+        self._end(completion, tell, (is_error, value, runtime_s), failed=failed)
+
+    def _drop(self, completion: Completion) -> None:
+        self._end(completion, lambda _: self._on_fenced(completion.call), None, failed=False)
+
+    def _end(
+        self, completion: Completion, callback: Callable[[Any], None], result: Any, *, failed: bool
+    ) -> None:
+        """Ends a job on the pool's thread."""
+
+        def end() -> None:
+            try:
+                callback(result)
+            finally:
+                completion.on_end(failed)
+
+        self._deliver(end)
+
+    def _finisher(self) -> AtomicFinisher:
+        if not hasattr(self._local, "finisher"):
+            self._local.finisher = AtomicFinisher(for_completion(self._app.backend))
+        finisher: AtomicFinisher = self._local.finisher
+        return finisher
+
+
+def _give_back(call: TaskCall) -> None:
+    # The request of now: the message may have come again while the result waited.
+    if call.request is not None:
+        give_back(call.request)

@@ -1,0 +1,95 @@
+"""How a job's completion waits for a Redis that is away, and when its job is given back instead.
+
+Celery tries a result once, a callback for half a second, and a chord's join once. Then it stores
+a failure for a job that succeeded, or acknowledges a job whose caller waits for ever.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
+
+from celery import Celery
+from celery._state import get_current_task
+from celery.app import amqp
+from kombu.exceptions import OperationalError
+from redis.backoff import AbstractBackoff, NoBackoff
+from redis.retry import Retry
+
+from batchery.completion import current_completion
+from batchery.retry import AWAY, REFUSALS, RetryDeadline, RetryDeadlineExceeded
+
+#: Celery's own: set while its tracer publishes callbacks and the next step of a chain.
+_follows_a_job: ContextVar[bool] = getattr(
+    amqp, "_callback_publish_retry", ContextVar("batchery_unknown", default=False)
+)
+
+
+class _DeadlineBackoff(AbstractBackoff):
+    """Pauses between attempts of one command; redis-py asks for them here."""
+
+    def compute(self, failures: int) -> float:
+        if completion := current_completion():
+            completion.deadline.wait(failures, "no answer to a command")
+        return 0.0
+
+
+class DeadlineRetry(Retry):
+    """The retries of a Redis client: within a completion until its deadline, else its own."""
+
+    def __init__(self, own: Retry | None) -> None:
+        """Wraps a client's own retries; None for a client that has none."""
+        super().__init__(_DeadlineBackoff(), -1, AWAY)
+        self._own = own or Retry(NoBackoff(), 0)
+
+    def call_with_retry(self, *args: Any, **options: Any) -> Any:
+        """Calls a command, and repeats it as long as the completion may wait."""
+        if current_completion() is None:
+            return self._own.call_with_retry(*args, **options)
+        return super().call_with_retry(*args, **options)
+
+
+def publish_until_deadline(app: Celery) -> None:
+    """Makes what follows a job wait while Redis is away: callbacks, chain steps, retries, bodies.
+
+    Args:
+        app: Whose messages wait. A second call for the same app changes nothing.
+    """
+    messages: Any = app.amqp
+    if not isinstance(messages.send_task_message, partial):
+        messages.send_task_message = partial(_send, messages.send_task_message)
+
+
+def _send(stock: Callable[..., Any], producer: Any, *args: Any, **options: Any) -> Any:
+    completion = current_completion()
+    if completion is None and not _follows_a_job.get():
+        return stock(producer, *args, **options)
+    deadline = RetryDeadline() if completion is None else completion.deadline
+    failures = 0
+    while True:
+        connection = producer.connection
+        try:
+            return stock(producer, *args, **options)
+        except (OperationalError, *connection.recoverable_connection_errors, *REFUSALS) as error:
+            failures += 1
+            try:
+                deadline.wait(failures, error)
+            except RetryDeadlineExceeded:
+                if _may_come_again():
+                    raise
+                raise error from None
+            producer.revive(connection)
+
+
+def _may_come_again() -> bool:
+    """Whether the message of this thread's job is not acknowledged yet."""
+    late = bool(getattr(get_current_task(), "acks_late", False))
+    return current_completion() is not None or late
+
+
+def is_backend_away(backend: Any, error: BaseException) -> bool:
+    """Whether an error says that a backend takes no results for now, and not that it refused."""
+    causes = (error, error.__cause__)
+    return isinstance(error, RetryDeadlineExceeded) or any(
+        isinstance(cause, Exception) and backend.exception_safe_to_retry(cause) for cause in causes
+    )

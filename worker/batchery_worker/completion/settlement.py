@@ -1,0 +1,248 @@
+"""The end of every job: its outcome is completed on a thread, then told to Celery on the loop."""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.app import trace
+from celery.worker import state as worker_state
+from kombu.utils.encoding import safe_repr
+
+from batchery.outcomes import Failed
+from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.completion.executor import CompletionExecutor
+from batchery_worker.completion.tracer import Completion
+from batchery_worker.in_flight import InFlight
+from batchery_worker.ipc.messages import decode_outcome
+from batchery_worker.job import Job
+from batchery_worker.metrics import Metrics
+from batchery_worker.request import lease_store_of
+from batchery_worker.task_call import DispatchedBatch, TaskCall
+
+logger = logging.getLogger("batchery.pool")
+
+#: Stands in events and in the log for a result that nobody knows any more.
+UNKNOWN_RESULT = "..."
+
+#: When the loop turns again after jobs were settled, in seconds; 0 would be in the same turn.
+NEXT_TURN_S = 0.001
+
+
+class Settlement:
+    """Settles each job once, and knows how many are being completed."""
+
+    def __init__(
+        self, app: Celery, threads: int, metrics: Metrics, in_flight: InFlight, hub: Any
+    ) -> None:
+        self._executor = CompletionExecutor(app, threads, self.deliver, self.fenced)
+        self._metrics = metrics
+        self._in_flight = in_flight
+        self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Guards the two below: no thread may call on a loop that was left a moment ago.
+        self._lock = threading.Lock()
+        self._hub = hub
+        self._called = False
+        #: Jobs whose outcome is known, and whose result is being stored.
+        self.pending = 0
+
+    def attach(self, hub: Any) -> None:
+        """Moves to another event loop."""
+        with self._lock:
+            self._hub = hub
+            self._called = True
+            hub.call_soon(self.empty_mailbox)
+
+    def deliver(self, function: Callable[[], None]) -> None:
+        """Calls a function on the loop's thread; from any thread."""
+        self._mailbox.put(function)
+        # One turn of the loop empties the whole mailbox; each turn costs as much as a job.
+        with self._lock:
+            if not self._called:
+                self._called = True
+                self._hub.call_soon(self.empty_mailbox)
+
+    def empty_mailbox(self) -> None:
+        """Calls the functions that were delivered; on the loop's thread."""
+        # Reset before the first look, so that what comes after the last look is called for again.
+        self._called = False
+        ran = False
+        while True:
+            try:
+                function = self._mailbox.get_nowait()
+            except queue.Empty:
+                break
+            _run(function)
+            ran = True
+        if ran:
+            # Celery acknowledges in the loop's next turn. Without this an idle loop begins its next
+            # turn only when something happens, up to a second later.
+            self._hub.call_later(NEXT_TURN_S, _ignore)
+
+    def finish(self) -> None:
+        """Waits until no job is being completed; holds up the loop's thread meanwhile."""
+        while self.pending:
+            _run(self._mailbox.get())
+
+    def tell_started(self, call: TaskCall, pid: int) -> None:
+        """Stores that a job runs in the process of that id."""
+        self._executor.tell_started(call, pid)
+
+    def fail(self, call: TaskCall, error: Exception) -> None:
+        """Settles a job that no device has answered."""
+        self.settle(call, lambda _: Failed(error), None)
+
+    def settle(
+        self, call: TaskCall, outcome: Callable[[Any], Any], facts: Mapping[str, Any] | None
+    ) -> None:
+        """Settles a job, unless nobody wants its outcome any more.
+
+        Args:
+            call: The job; in flight.
+            outcome: Makes the outcome, given the backend; called on a completion thread.
+            facts: Facts of its batch; None if it was never in one.
+        """
+        if call.request is not None:
+            if call.request.discarded:
+                self._in_flight.remove(call)
+                return
+            call.request.batch = facts
+        self.pending += 1
+        self._executor.submit(
+            Completion(
+                task_id=call.task_id,
+                call=call,
+                make_outcome=outcome,
+                facts=facts,
+                on_end=partial(self._settled, call),
+                may_hold=self._executor.tracer.may_hold(call),
+            )
+        )
+
+    def settle_answered(
+        self, call: TaskCall, status: str, rest: Sequence[Any], facts: Mapping[str, Any]
+    ) -> None:
+        """Settles a job that a device has answered.
+
+        Args:
+            call: The job; in flight.
+            status: What became of it at the commit.
+            rest: The rest of its outcome, as `Done.jobs` has it.
+            facts: Facts of its batch.
+        """
+        if status == CommitStatus.COMMITTED:
+            self.committed(
+                call, rest[0] if rest else UNKNOWN_RESULT, facts["forward_ms"] / 1e3, facts
+            )
+        elif status == CommitStatus.FENCED:
+            self.fenced(call)
+        else:
+            self.settle(call, partial(decode_outcome, rest), facts)
+
+    def committed(
+        self,
+        call: TaskCall,
+        text: str,
+        runtime_s: float,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Settles a job whose result is stored already, and whose message is acknowledged.
+
+        Args:
+            call: The job; in flight.
+            text: Its result, as an event and the log show it.
+            runtime_s: How long it ran.
+            facts: Facts of its batch; None where nobody knows them any more.
+        """
+        self._in_flight.remove(call)
+        request = call.request
+        if request is None or request.discarded:
+            return
+        self._metrics.committed_jobs += 1
+        if lease := request.lease:
+            lease.store.committed([lease.token])
+        # Celery's own code follows, and must not acknowledge once more.
+        request.acknowledged = True
+        request.batch = facts
+        log_success(call, text, runtime_s)
+        _run(partial(call.callback, (False, text, runtime_s)))
+
+    def left_by(self, dispatched: DispatchedBatch) -> list[Job[TaskCall]]:
+        """Settles the jobs that a device had committed before it died; returns the others.
+
+        Waits for one answer of Redis. Without it all jobs are left: those that were committed run
+        once more, and their second result is refused.
+        """
+        jobs = list(dispatched.batch.jobs)
+        leases = [job.payload.lease for job in jobs]
+        lease_store = lease_store_of(leases)
+        if lease_store is None:
+            return jobs
+        try:
+            held = lease_store.still_held([lease.token for lease in leases if lease is not None])
+        except (redis.RedisError, OSError) as error:
+            logger.warning("nobody knows what the device had committed: %s", error)
+            return jobs
+        left = []
+        for job, lease in zip(jobs, leases, strict=True):
+            if lease is None or lease.store is not lease_store or lease.token in held:
+                left.append(job)
+            elif lease_store.holds(lease.token):
+                self.committed(job.payload, UNKNOWN_RESULT, monotonic() - dispatched.dispatched_s)
+            else:
+                self.fenced(job.payload)
+        return left
+
+    def fenced(self, call: TaskCall) -> None:
+        """Drops a job that another worker has now."""
+        self._in_flight.remove(call)
+        request = call.request
+        if request is None or request.discarded:
+            return
+        if lease := request.lease:
+            lease.store.lost([lease.token])
+        request.acknowledged = True
+        worker_state.task_ready(request)
+        self._metrics.fenced_jobs += 1
+
+    def stop(self) -> None:
+        """Waits for the jobs that are being completed."""
+        self._executor.stop()
+        self.empty_mailbox()
+
+    def _settled(self, call: TaskCall, failed: bool) -> None:
+        self._in_flight.remove(call)
+        self.pending -= 1
+        self._metrics.failed_jobs += failed
+
+
+def log_success(call: TaskCall, text: str, runtime_s: float) -> None:
+    """Writes the line of the log that Celery's tracer writes."""
+    if trace.logger.isEnabledFor(logging.INFO):
+        message = call.message
+        context = {
+            "id": call.task_id,
+            "name": message.get("shadow") or call.task_name,
+            "return_value": text,
+            "runtime": runtime_s,
+            "args": message.get("argsrepr") or safe_repr(message.get("args")),
+            "kwargs": message.get("kwargsrepr") or safe_repr(message.get("kwargs")),
+        }
+        trace.info(trace.LOG_SUCCESS, context)
+
+
+def _ignore() -> None:
+    """Turns the loop, and does nothing else."""
+
+
+def _run(function: Callable[[], None]) -> None:
+    try:
+        function()
+    except Exception:
+        # An OSError from here would make Celery reconnect to a broker that is well.
+        logger.exception("settling a job failed")

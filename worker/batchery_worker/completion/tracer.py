@@ -1,0 +1,181 @@
+"""Completes one job by Celery's own tracer, with the outcome that a device has computed.
+
+The tracer stores the result, calls the hooks, sends the signals, publishes callbacks and the next
+step of a chain, and counts chord parts: all of it is Celery's own code. The task answers at once,
+from the completion that is set around the tracer here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from time import monotonic
+from typing import Any
+
+import redis
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
+from celery import Celery
+from celery.app import trace
+from celery.exceptions import Ignore, Reject, Retry
+
+from batchery.completion import JobCompletion, completing, current_completion
+from batchery.outbox import Outbox
+from batchery.outcomes import Failed, Replace
+from batchery_worker.commit.eligibility import TracerNeeds
+from batchery_worker.completion.atomic_finish import HeldJob
+from batchery_worker.completion.backend import for_completion
+from batchery_worker.task_call import TaskCall
+
+#: Outcomes after which Celery has its own ways to go on.
+NO_VALUES = (Failed, Replace, Ignore, Reject)
+
+
+@dataclass(slots=True, kw_only=True)
+class Completion(JobCompletion):
+    """The completion of one job, from its outcome to its end."""
+
+    call: TaskCall
+    #: Makes the outcome, given the backend that knows how exceptions are spelled.
+    make_outcome: Callable[[Any], Any]
+    #: Is called at the end, on the pool's thread, with whether the job failed.
+    on_end: Callable[[bool], None]
+    #: Whether what is written for the job may be held back.
+    may_hold: bool
+    #: What the tracer returned: whether the job failed, and its result.
+    traced: Any = None
+    #: What is held back; None where everything is written.
+    held: HeldJob | None = None
+
+
+class Tracer:
+    """Runs Celery's tracer, on whichever thread asks for it."""
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+        self._needs = TracerNeeds(app)
+        #: By name of the task; Celery makes new ones after each reconnect to the broker.
+        self._tracers: dict[str, Any] = {}
+
+    def may_hold(self, call: TaskCall) -> bool:
+        """Whether nobody looks at what is written for a job before all of it is written.
+
+        The parts of a chord are counted by what is stored, so they may not.
+        """
+        request, lease = call.request, call.lease
+        if request is None or lease is None or (request.embed or {}).get("chord"):
+            return False
+        if not self._one_broker or call.publish_tag is None:
+            return False
+        task: Any = self._app.tasks[call.task_name]
+        return self._needs.why_all(task) is None
+
+    @cached_property
+    def _one_broker(self) -> bool:
+        """Whether messages go where they come from."""
+        conf = self._app.conf
+        return bool(conf.broker_write_url == conf.broker_read_url)
+
+    def run(self, completion: Completion) -> None:
+        """Completes a job; what is to be written for it may be held back in `completion.held`.
+
+        Raises:
+            BaseException: It cannot be completed; `RetryDeadlineExceeded` is one reason.
+        """
+        call = completion.call
+        backend = for_completion(self._app.tasks[call.task_name].backend)
+        self._time_device(call)
+        completion.outcome = completion.make_outcome(backend)
+        completion.is_answered = False
+        completion.outbox = outbox = self._open_outbox(call)
+        with completing(completion):
+            if outbox is None:
+                completion.traced = call.target(*call.args)[:2]
+                return
+            outbox.holds = completion.may_hold and not isinstance(completion.outcome, NO_VALUES)
+            try:
+                self._trace(completion, outbox)
+            finally:
+                _note_dedupe_keys(call, outbox)
+
+    def replay(self, completion: Completion) -> None:
+        """Writes what was held back, as if it had not been.
+
+        Raises:
+            BaseException: As `run`.
+        """
+        assert completion.held is not None
+        outbox, completion.held = completion.held.outbox, None
+        try:
+            with completing(JobCompletion()):
+                outbox.replay()
+        finally:
+            _note_dedupe_keys(completion.call, outbox)
+
+    def _trace(self, completion: Completion, outbox: Outbox) -> None:
+        call = completion.call
+        completion.traced = call.target(*call.args)[:2]
+        if not outbox.holds:
+            return
+        is_error, value = completion.traced
+        if call.lease is None or (is_error and not isinstance(raised(value), Retry)):
+            # The result cannot be encoded, or no retries are left.
+            outbox.replay()
+        else:
+            completion.held = HeldJob(call.lease, outbox)
+
+    def _open_outbox(self, call: TaskCall) -> Outbox | None:
+        """What a job publishes and stores; None where its message has no lease, or no tag."""
+        lease, tag = call.lease, call.publish_tag
+        if lease is None or tag is None:
+            return None
+        known = {"job": call.task_id, "next": call.request.embed if call.request else None}
+        held = (lease.store, lease.token) if self._one_broker else None
+        return Outbox(tag, known, held, task_id=call.task_id)
+
+    def _time_device(self, call: TaskCall) -> None:
+        """Gives the task a tracer that counts the device's time as the task's run time."""
+        task: Any = self._app.tasks[call.task_name]
+        if task.__trace__ is None or task.__trace__ is not self._tracers.get(task.name):
+            tracer = trace.build_tracer(
+                task.name,
+                task,
+                app=self._app,
+                hostname=call.message.get("hostname"),
+                monotonic=tracer_clock,
+            )
+            self._tracers[task.name] = task.__trace__ = tracer
+
+
+def tracer_clock() -> float:
+    """The tracer's clock: once the task has answered, the device's time has passed as well."""
+    completion = current_completion()
+    if completion is None or not completion.is_answered:
+        return monotonic()
+    facts: Mapping[str, Any] = completion.facts or {}
+    return monotonic() + float(facts.get("forward_ms", 0.0)) / 1e3
+
+
+def is_fenced(call: TaskCall) -> bool:
+    """Asks whether another worker has the job now, just before its result is stored.
+
+    In between somebody may still take it. If Redis does not answer, the job counts as ours: at
+    worst its result is stored twice.
+    """
+    lease = call.lease
+    if lease is None:
+        return False
+    try:
+        return lease.token not in lease.store.still_held([lease.token])
+    except (redis.RedisError, OSError):
+        return False
+
+
+def raised(info: ExceptionInfo) -> Any:
+    """The exception that the tracer reports; billiard wraps it together with its traceback."""
+    error = info.exception
+    return error.exc if isinstance(error, ExceptionWithTraceback) else error
+
+
+def _note_dedupe_keys(call: TaskCall, outbox: Outbox) -> None:
+    lease = call.lease
+    if lease is not None and outbox.has_dedupe_keys:
+        lease.store.published(lease.token, outbox.publish_tag)

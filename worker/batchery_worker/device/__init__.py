@@ -1,0 +1,1 @@
+"""The device process, and what runs in it."""

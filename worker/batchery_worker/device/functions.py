@@ -1,0 +1,132 @@
+"""Runs batch functions on the main thread of a device process, in what they expect around them."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from celery.exceptions import SoftTimeLimitExceeded
+
+from batchery.execution.batch import run_function
+from batchery.request import BatchContext, JobContext, looking_at, shares
+from batchery.task import BatchTask
+from batchery_worker.ipc.messages import Work, load_context
+
+
+@contextmanager
+def soft_time_limit(seconds: float | None) -> Iterator[None]:
+    """Raises `SoftTimeLimitExceeded` in the block after so many seconds; None for no limit.
+
+    Only for the main thread: signals are handled nowhere else.
+    """
+    if seconds is None:
+        yield
+        return
+
+    def expire(*_: object) -> None:
+        raise SoftTimeLimitExceeded(seconds)
+
+    signal.signal(signal.SIGALRM, expire)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+class EventLoop:
+    """Runs the coroutines of `async def` tasks on one loop, where their connections live on."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Runs a coroutine to its end.
+
+        Raises:
+            SoftTimeLimitExceeded: The limit was reached; the loop and what else ran on it is gone.
+        """
+        try:
+            return self._runner.run(coroutine)
+        except SoftTimeLimitExceeded:
+            # The exception came out of the middle of the loop, whose tasks would go on next time.
+            self._runner.close()
+            self._runner = asyncio.Runner()
+            raise
+
+
+def run_batch(
+    task: BatchTask, work: Work, items: Sequence[Any], resolve: Callable[[Any], Any]
+) -> list[Any]:
+    """Runs the function of a task over one batch.
+
+    Args:
+        task: Whose function it is.
+        work: The batch.
+        items: Of all its jobs, in order; at least one.
+        resolve: Drives a coroutine to its end.
+
+    Returns:
+        One outcome per item, in order.
+    """
+    outcomes: list[Any] = []
+    for start in range(0, len(items), work.max_batch_size):
+        part = items[start : start + work.max_batch_size]
+        around = partial(_around, task, work, start)
+        outcomes += run_function(task.run, part, work.keywords, resolve=resolve, around=around)
+    return outcomes
+
+
+@contextmanager
+def _around(task: BatchTask, work: Work, start: int, part: range) -> Iterator[None]:
+    view = _view(task, work, range(start + part.start, start + part.stop))
+    # The limit last: it may strike anywhere within it, and what was pushed must be popped again.
+    with looking_at(task, view), _fresh_connections(), soft_time_limit(work.soft_time_limit_s):
+        yield
+
+
+def _view(task: BatchTask, work: Work, part: range) -> BatchContext:
+    """`self.request` of the call that is given a part of the batch's items."""
+    if not work.contexts:
+        return BatchContext(partial(_unseen, task.name))
+
+    parts = list(shares([len(items) for _, items, _ in work.jobs], part))
+
+    def jobs() -> list[JobContext]:
+        return [_context(work, index, items) for index, items in parts]
+
+    if len(parts) > 1:
+        return BatchContext(jobs)
+    made = jobs()
+    return BatchContext(lambda: made, vars(made[0]))
+
+
+def _context(work: Work, index: int, items: range) -> JobContext:
+    _, carried, is_packed = work.jobs[index]
+    argument = carried if is_packed else carried[0]
+    message = {"args": [argument], "kwargs": work.keywords, **load_context(work.contexts[index])}
+    return JobContext.of(message, items)
+
+
+def _unseen(name: str) -> Sequence[JobContext]:
+    raise AttributeError(
+        f"{name} is not told of its jobs: declare it with bind=True, or as a class"
+    )
+
+
+@contextmanager
+def _fresh_connections() -> Iterator[None]:
+    """Django's database connections, kept as long as Django keeps them between two web requests."""
+    # Whether it is there is for the user's code to decide, and no reason to import it.
+    database = sys.modules.get("django.db")
+    if database is None:
+        yield
+        return
+    database.close_old_connections()
+    try:
+        yield
+    finally:
+        database.close_old_connections()

@@ -1,0 +1,124 @@
+"""From a task to its model: loaded, warmed up, on a device that is there."""
+
+import importlib
+import logging
+import sys
+import time
+from typing import cast
+
+from celery import Celery
+
+from batchery.errors import AppNotImportable, BatcheryError, ModelLoadError
+from batchery.execution.batch import compute, prepare
+from batchery.model import Model
+from batchery.outcomes import Failed
+from batchery.task import BatchTask, ModelTask
+from batchery_worker.ipc.messages import Setup
+from batchery_worker.memory import Memory
+
+logger = logging.getLogger("batchery.device")
+
+
+def load_model(task: ModelTask, device: str) -> Model:
+    """Loads the model of a task and runs its warm-up.
+
+    Raises:
+        ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
+        DeviceUnavailable: The device does not exist.
+    """
+    check_device(device)
+    started_s = time.monotonic()
+    try:
+        model = task.make_model()
+        model.load(device)
+        items = list(model.warm_up())
+        if items:
+            whole = [range(len(items))]
+            outcomes, _, _ = compute(model, prepare(model, items, {}), {}, lambda _: whole)
+            for outcome in outcomes:
+                if isinstance(outcome, Failed):
+                    raise outcome.exception
+    except BatcheryError:
+        raise
+    except Exception as error:
+        logger.debug("loading %s", task.name, exc_info=True)
+        raise ModelLoadError(
+            f"model {task.name!r} cannot be loaded on {device}: {type(error).__name__}: {error}"
+        ) from error
+    logger.info("%s loaded on %s in %.1f s", task.name, device, time.monotonic() - started_s)
+    return model
+
+
+def identity_of(task: ModelTask, model: Model) -> str:
+    """What the results of a model depend on; empty where none of them is kept.
+
+    Raises:
+        ModelLoadError: The model cannot say.
+    """
+    if task.cache is None:
+        return ""
+    try:
+        return str(model.identity())
+    except Exception as error:
+        raise ModelLoadError(
+            f"model {task.name!r}: its results cannot be kept, as it does not say what they depend"
+            f" on: {type(error).__name__}: {error}"
+        ) from error
+
+
+def check_device(device: str) -> None:
+    """Makes sure that torch can use a device.
+
+    Raises:
+        DeviceUnavailable: It cannot; says which ones there are.
+    """
+    if device == "cpu":
+        return
+    # It imports torch, which a CPU may do without.
+    from batchery_worker.models.hardware.devices import use_device
+
+    use_device(device)
+
+
+def import_app(setup: Setup) -> Celery:
+    """Imports the Celery app and the modules of its tasks, as the worker did."""
+    sys.path[:] = list(setup.sys_path)
+    module, _, attribute = setup.app.partition(":")
+    app: Celery = getattr(importlib.import_module(module), attribute)
+    app.set_current()
+    app.set_default()
+    app.loader.import_default_modules()
+    for each in setup.modules:
+        importlib.import_module(each)
+    app.finalize()
+    return app
+
+
+def find_task(app: Celery, name: str) -> BatchTask:
+    """A batch task, in a device process.
+
+    Raises:
+        AppNotImportable: The app has it in the worker, but not where it was imported afresh.
+    """
+    task = app.tasks.get(name)
+    if task is None:
+        raise AppNotImportable(
+            f"task {name!r} is not there when a device process imports the app and"
+            " the modules of its tasks; define it where an import alone makes it"
+        )
+    return cast(BatchTask, task)
+
+
+def memory_of(device: str, fraction: float = 1.0) -> Memory:
+    """The memory of a device.
+
+    Args:
+        device: As torch spells it.
+        fraction: How much of it this process may use, if it is a CUDA device.
+    """
+    if not device.startswith("cuda"):
+        return Memory()
+    # It imports torch, which a CPU may do without.
+    from batchery_worker.models.hardware.cuda_memory import CudaMemory
+
+    return CudaMemory(device, fraction)

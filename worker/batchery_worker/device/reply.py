@@ -1,0 +1,154 @@
+"""From the outcomes of a batch to the message that answers it, by way of the commit."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from celery.utils.saferepr import saferepr
+
+from batchery.protocol import multi_item
+from batchery_worker.cache.single_flight import Folding, Reuse
+from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
+from batchery_worker.ipc.messages import Done, Work, batch_facts, encode_outcome, sendable
+from batchery_worker.ipc.values import Encoded, encoded, joined
+
+
+@dataclass(slots=True)
+class Computed:
+    """A batch whose outcomes are known."""
+
+    work: Work
+    #: One per item.
+    outcomes: Sequence[Any] = ()
+    forward_ms: float = 0.0
+    tokens: int = 0
+    computed_tokens: int = 0
+    prepare_ms: float = 0.0
+    #: Time that it waited for a thread so far.
+    queued_ms: float = 0.0
+    #: When it was computed, on the clock of `time.perf_counter`.
+    computed_s: float = 0.0
+    #: As in `Done`.
+    figures: Mapping[str, Any] | None = None
+    #: Which items were computed for others, too; None where each was computed.
+    folding: Folding | None = None
+
+
+def answer(
+    batch: Computed, device: str, committer: Committer, backend: Any, reuse: Reuse | None = None
+) -> Done:
+    """Commits what can be committed, and says what became of each job.
+
+    Args:
+        batch: As it was computed.
+        device: As torch spells it.
+        committer: Used for jobs that have context.
+        backend: Knows how exceptions are stored.
+        reuse: Keeps the results of a batch with a folding.
+    """
+    started_s = time.perf_counter()
+    work, context = batch.work, batch.work.commit
+    if batch.folding is not None:
+        batch.outcomes = batch.folding.encode()
+    outcomes = list(_by_job(batch))
+    settled = [
+        EncodedOutcome(task_id, encode_outcome(outcome, backend))
+        for (task_id, _, _), outcome in zip(work.jobs, outcomes, strict=True)
+    ]
+    statuses: Sequence[CommitStatus] = [CommitStatus.NEEDS_TRACER] * len(settled)
+    chars = None
+    if context is not None:
+        chars = context.text_chars
+        facts = batch_facts(
+            batch_id=work.id,
+            device=device,
+            size=len(batch.outcomes),
+            prepare_ms=batch.prepare_ms,
+            queued_ms=batch.queued_ms,
+            forward_ms=batch.forward_ms,
+            tokens=batch.tokens,
+            computed_tokens=batch.computed_tokens,
+        )
+        statuses = committer.commit(settled, context, facts)
+    reused = None
+    if batch.folding is not None and reuse is not None:
+        # Not before the callers have theirs; and not after this batch is answered for, as another
+        # device may wait for what is kept.
+        reused = reuse.keep(batch.folding, work)
+    return Done(
+        id=work.id,
+        jobs=[
+            (status.value, _rest(status, job, outcome, chars))
+            for status, job, outcome in zip(statuses, settled, outcomes, strict=True)
+        ],
+        forward_ms=batch.forward_ms,
+        tokens=batch.tokens,
+        computed_tokens=batch.computed_tokens,
+        prepare_ms=batch.prepare_ms,
+        queued_ms=batch.queued_ms,
+        commit_ms=(time.perf_counter() - started_s) * 1e3,
+        figures=batch.figures,
+        reused=reused,
+    )
+
+
+def _rest(
+    status: CommitStatus, job: EncodedOutcome, outcome: Any, chars: int | None
+) -> tuple[Any, ...]:
+    """What is left for the main process to know of a job's outcome."""
+    if status is CommitStatus.NEEDS_TRACER:
+        return tuple(job.spelled)
+    if status is CommitStatus.COMMITTED and chars is not None:
+        return (text_of(outcome, chars),)
+    return ()
+
+
+def text_of(outcome: Any, chars: int) -> str:
+    """What Celery shows of a result: `saferepr`, which looks at all of a list to show its head.
+
+    Args:
+        outcome: Plain.
+        chars: Longest text, roughly.
+    """
+    if isinstance(outcome, Encoded):
+        try:
+            outcome = outcome.value
+        except Exception:  # noqa: BLE001 - a type that the app had when the result was kept
+            return str(outcome.json[:chars], errors="replace")
+    # One more than can be shown, of elements that take a digit, a comma and a space at least.
+    most = chars // 3 + 2
+    if type(outcome) is dict:
+        return saferepr({key: _head(value, most) for key, value in outcome.items()}, chars)
+    return saferepr(_head(outcome, most), chars)
+
+
+def _head(value: Any, most: int) -> Any:
+    return value[:most] if type(value) is list else value
+
+
+def _by_job(batch: Computed) -> Iterator[Any]:
+    """Groups the outcomes of the items by the jobs that carried them."""
+    start = 0
+    for _, items, is_packed in batch.work.jobs:
+        part = batch.outcomes[start : start + len(items)]
+        yield _packed(part) if is_packed else part[0]
+        start += len(items)
+
+
+def _packed(outcomes: Sequence[Any]) -> Any:
+    """The outcome of a packed job, of its items'."""
+    if not any(type(each) is Encoded for each in outcomes):
+        return multi_item.result_of(list(map(sendable, outcomes)))
+    entries = [_entry(each) for each in outcomes]
+    if None not in entries:
+        return joined([entry for entry in entries if entry is not None])
+    return _packed([each.value if type(each) is Encoded else each for each in outcomes])
+
+
+def _entry(outcome: Any) -> Encoded | None:
+    """The outcome of one item of a packed job, encoded; None where that is not for us."""
+    if type(outcome) is Encoded:
+        return Encoded(b'{"ok":%b}' % outcome.json)
+    (entry,) = multi_item.result_of([sendable(outcome)])
+    return encoded(entry)

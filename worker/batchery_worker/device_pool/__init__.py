@@ -1,0 +1,1 @@
+"""The device processes as the worker sees them: found, started, watched, replaced."""

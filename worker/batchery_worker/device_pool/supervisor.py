@@ -1,0 +1,302 @@
+"""The device processes of a worker: starts them, listens to them, restarts them when they die."""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from time import monotonic
+from typing import Any
+
+import batchery.errors
+from batchery.errors import ModelLoadError, StartError
+from batchery_worker.device_pool.process import LEAVE_S, ChildLimits, DeviceProcess, State
+from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Waiting
+from batchery_worker.task_call import DispatchedBatch
+
+logger = logging.getLogger("batchery.pool")
+
+#: Starts in a row that fail before a device is given up: it will not get ready by itself.
+MAX_FAILED_STARTS = 5
+
+#: The same for a worker that has never been ready; one process may be killed by accident.
+MAX_FIRST_STARTS = 2
+
+
+class DeviceSupervisor:
+    """Device processes on an event loop; every callback runs on the loop's thread."""
+
+    def __init__(
+        self,
+        setups: Sequence[Setup],
+        limits: ChildLimits = ChildLimits(),  # noqa: B008 - it cannot be changed
+        *,
+        on_ready: Callable[[], None],
+        on_done: Callable[[DispatchedBatch, Done, DeviceProcess], None],
+        on_death: Callable[[Sequence[DispatchedBatch], str], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            setups: One per device.
+            limits: When a device process is recycled.
+            on_ready: A device can take batches (again).
+            on_done: A device finished a batch.
+            on_death: A device died with these batches; the text says how, for people.
+            on_lost: No device is left, and none will come back; the text says why, for people.
+        """
+        self.devices = [DeviceProcess(setup) for setup in setups]
+        #: Devices that are given up, whose last processes must still be waited for.
+        self._given_up_for_good: list[DeviceProcess] = []
+        self._limits = limits
+        self._on_ready = on_ready
+        self._on_done = on_done
+        self._on_death = on_death
+        self._on_lost = on_lost
+        self._hub: Any = None
+        self._stopping = False
+        self._refusals: dict[str, NotReady] = {}
+
+    def __iter__(self) -> Iterator[DeviceProcess]:
+        return iter(self.devices)
+
+    @property
+    def dispatched(self) -> int:
+        """Number of batches on all devices together."""
+        return sum(len(device.batches) for device in self.devices)
+
+    def attach(self, hub: Any) -> None:
+        """Moves to another event loop; Celery has a fresh one after each reconnect.
+
+        Args:
+            hub: A `kombu.asynchronous.Hub`, running or about to run.
+        """
+        for device in self.devices:
+            self._ignore(device)
+        self._hub = hub
+        for device in self.devices:
+            if device.link is not None:
+                self._listen(device)
+                self._watch(device)
+                if device.state is State.LEAVING:
+                    hub.call_later(LEAVE_S, self._kill_if_leaving, device, device.pid)
+            else:
+                hub.call_later(device.backoff_s, self._spawn, device)
+
+    def start(self, hub: Any, timeout_s: float, interrupted: Callable[[], None]) -> None:
+        """Starts all devices and waits until they are ready.
+
+        Args:
+            hub: A loop to wait on, as Celery's does not run yet.
+            timeout_s: Longest time for all of them together, in seconds.
+            interrupted: Is called now and then; raises if the worker must stop.
+
+        Raises:
+            StartError: A device cannot start; the text is what it said.
+        """
+        deadline_s = monotonic() + timeout_s
+        self._hub = hub
+        for device in self.devices:
+            self._spawn(device)
+        while any(device.state is not State.READY for device in self.devices):
+            hub.run_once()
+            interrupted()
+            for refusal in self._refusals.values():
+                error = getattr(batchery.errors, refusal.error, StartError)
+                raise error(refusal.text)
+            dead = [each.name for each in self.devices if each.failed_starts >= MAX_FIRST_STARTS]
+            if dead:
+                raise ModelLoadError(
+                    f"device process for {dead[0]} died while it started,"
+                    f" {MAX_FIRST_STARTS} times; its last words are above"
+                )
+            if monotonic() > deadline_s:
+                raise ModelLoadError(
+                    f"devices not ready after {timeout_s:g} s;"
+                    " raise the setting device_start_timeout_s if the model is that large"
+                )
+
+    def send(self, device: DeviceProcess, work: Any, dispatched: DispatchedBatch) -> None:
+        """Hands a batch to a device."""
+        if not device.send(work, dispatched):
+            self._await_room(device)
+        if len(device.batches) == 1:
+            self._watch(device)
+
+    def recycle(self, modules: Sequence[str]) -> None:
+        """Gives every device a fresh process, one after the other, each when it is idle.
+
+        Args:
+            modules: What the fresh processes import in addition to the app.
+        """
+        for device in self.devices:
+            device.setup = replace(device.setup, modules=modules)
+            device.recycle_due = True
+        self._recycle_next()
+
+    def read(self) -> None:
+        """Reads what the devices have said by now, without waiting."""
+        for device in list(self.devices):
+            self._guard(self._on_readable)(device)
+
+    def retire(self) -> None:
+        """Replaces no device that dies from now on: the worker is about to stop."""
+        self._stopping = True
+
+    def stop(self, *, kill_at_once: bool) -> None:
+        """Ends all device processes; what they still hold is not answered."""
+        self.retire()
+        for device in self.devices:
+            self._ignore(device)
+            device.dismiss()
+        for device in (*self.devices, *self._given_up_for_good):
+            device.stop(kill_at_once=kill_at_once)
+            device.batches.clear()
+
+    def _spawn(self, device: DeviceProcess) -> None:
+        if self._stopping or device.link is not None or device not in self.devices:
+            return
+        try:
+            device.spawn()
+        except OSError as error:
+            # There is no room for a process. It counts as a death; Celery's loop would take an
+            # OSError for a lost broker.
+            logger.error("device process for %s cannot be started: %s", device.name, error)
+            device.deaths += 1
+            device.failed_starts += 1
+            if not self._given_up(device):
+                self._hub.call_later(device.backoff_s, self._spawn, device)
+            return
+        self._listen(device)
+
+    def _listen(self, device: DeviceProcess) -> None:
+        assert device.link is not None
+        self._hub.add_reader(device.link.reader, self._guard(self._on_readable), device)
+        if not device.link.flush():
+            self._await_room(device)
+
+    def _await_room(self, device: DeviceProcess) -> None:
+        assert device.link is not None
+        self._hub.add_writer(device.link.writer, self._guard(self._on_writable), device)
+
+    def _ignore(self, device: DeviceProcess) -> None:
+        if device.link is not None and self._hub is not None:
+            self._hub.remove_reader(device.link.reader)
+            self._hub.remove_writer(device.link.writer)
+
+    def _guard(self, callback: Callable[[DeviceProcess], None]) -> Callable[[DeviceProcess], None]:
+        def guarded(device: DeviceProcess) -> None:
+            # Celery's loop takes an OSError for a lost broker, and anything else ends the worker. A
+            # device that cannot be understood must start afresh.
+            try:
+                callback(device)
+            except Exception:
+                logger.exception("device %s cannot be understood and is restarted", device.name)
+                device.kill()
+
+        return guarded
+
+    def _watch(self, device: DeviceProcess) -> None:
+        """Limits the time of the batch that runs now; the batch behind it has not begun."""
+        for work_id, dispatched in device.batches.items():
+            if dispatched.hard_limit_s is not None:
+                # Set once, as this runs on each new loop: a reconnect must not restart the time.
+                if dispatched.began_s is None:
+                    dispatched.began_s = monotonic()
+                left_s = max(0.0, dispatched.began_s + dispatched.hard_limit_s - monotonic())
+                self._hub.call_later(left_s, self._expire, device, work_id)
+            break
+
+    def _expire(self, device: DeviceProcess, work_id: int) -> None:
+        dispatched = device.batches.get(work_id)
+        if dispatched is not None and dispatched.hard_limit_s is not None:
+            logger.error(
+                "hard time limit (%ss) exceeded on %s", dispatched.hard_limit_s, device.name
+            )
+            dispatched.expired = True
+            device.kill()
+
+    def _on_writable(self, device: DeviceProcess) -> None:
+        if device.link is not None and device.link.flush():
+            self._hub.remove_writer(device.link.writer)
+
+    def _on_readable(self, device: DeviceProcess) -> None:
+        if device.link is None:
+            return
+        try:
+            replies = device.receive()
+        except EOFError:
+            end = self._replace if device.state is State.LEAVING else self._on_process_death
+            end(device)
+            return
+        for reply in replies:
+            self._on_reply(device, reply)
+
+    def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
+        if isinstance(reply, Ready):
+            device.state = State.READY
+            device.load_s = reply.load_s
+            device.failed_starts = 0
+            self._refusals.pop(device.name, None)
+            logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
+            self._recycle_next()
+            self._on_ready()
+        elif isinstance(reply, NotReady):
+            self._refusals[device.name] = reply
+            logger.error("%s", reply.text)
+        elif isinstance(reply, Waiting):
+            # The function has ended in time; waiting for Redis does not count.
+            device.batches[reply.id].hard_limit_s = None
+        else:
+            dispatched = device.take_reply(reply)
+            device.recycle_due = device.recycle_due or self._limits.reached(device.jobs, device.pid)
+            self._watch(device)
+            self._recycle_next()
+            self._on_done(dispatched, reply, device)
+
+    def _recycle_next(self) -> None:
+        """Recycles the next process that is due, if all others are there to work meanwhile."""
+        if self._stopping:
+            return
+        if all(device.state is State.READY for device in self.devices):
+            for device in self.devices:
+                if device.recycle_due:
+                    device.state = State.RETIRING
+                    break
+        for device in self.devices:
+            if device.state is State.RETIRING and not device.batches:
+                logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
+                device.leave()
+                self._hub.call_later(LEAVE_S, self._kill_if_leaving, device, device.pid)
+
+    def _kill_if_leaving(self, device: DeviceProcess, pid: int) -> None:
+        if device.state is State.LEAVING and device.pid == pid:
+            device.kill()
+
+    def _replace(self, device: DeviceProcess) -> None:
+        self._ignore(device)
+        device.reap()
+        self._spawn(device)
+
+    def _on_process_death(self, device: DeviceProcess) -> None:
+        self._ignore(device)
+        how = f"device process for {device.name} died: {device.reap()}"
+        batches = list(device.batches.values())
+        device.batches.clear()
+        if self._given_up(device):
+            return
+        logger.error("%s, with %d batches; restart in %.1f s", how, len(batches), device.backoff_s)
+        self._hub.call_later(device.backoff_s, self._spawn, device)
+        self._on_death(batches, how)
+
+    def _given_up(self, device: DeviceProcess) -> bool:
+        """Whether the device will not be started again."""
+        if device.failed_starts < MAX_FAILED_STARTS:
+            return False
+        self.devices.remove(device)
+        self._given_up_for_good.append(device)
+        logger.critical("device %s is given up after %d starts", device.name, device.failed_starts)
+        # The other devices need not wait for it any longer.
+        self._recycle_next()
+        if not self.devices:
+            self._on_lost(f"no device is left, the last one was {device.name}")
+        return True

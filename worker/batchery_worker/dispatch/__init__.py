@@ -1,0 +1,1 @@
+"""Takes jobs to the devices and their outcomes back."""

@@ -1,0 +1,136 @@
+"""From one of Celery's requests to a job of the scheduler, or to a clear refusal."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kombu.utils import json
+
+from batchery.errors import BatchArgumentError, InvalidItem
+from batchery.protocol import multi_item
+from batchery.settings import Settings
+from batchery.task import BatchTask, only_item
+from batchery_worker.cache.keys import canonical
+from batchery_worker.ipc.commit_context import CachePolicy
+from batchery_worker.ipc.messages import dump_context
+from batchery_worker.ipc.values import check_portable
+from batchery_worker.job import BatchKey, Job, Limits, TimeLimits
+from batchery_worker.task_call import TaskCall
+
+
+class Admission:
+    """Reads calls; knows the limits of every task."""
+
+    def __init__(self, settings: Settings, *, several_devices: bool = False) -> None:
+        self._settings = settings
+        self._several_devices = several_devices
+        self._limits: dict[str, Limits] = {}
+
+    def limits(self, task: BatchTask) -> Limits:
+        """The limits of a task: its own, or those of the settings."""
+        if task.name not in self._limits:
+            wait_ms = task.max_wait_ms
+            self._limits[task.name] = Limits(
+                max_batch_size=task.max_batch_size or self._settings.max_batch_size,
+                max_wait_s=(self._settings.max_wait_ms if wait_ms is None else wait_ms) / 1e3,
+            )
+        return self._limits[task.name]
+
+    def max_batch_tokens(self, task: BatchTask) -> int | None:
+        """The token budget of a task; None lets the device choose."""
+        return task.max_batch_tokens or self._settings.max_batch_tokens
+
+    def cache(self, task: BatchTask) -> CachePolicy | None:
+        """How results of a task are kept; None where they are not."""
+        if task.cache is None:
+            return None
+        return CachePolicy(
+            version=task.cache,
+            ttl_s=task.cache_ttl_s or self._settings.cache_ttl_s,
+            max_bytes=task.cache_max_bytes or self._settings.cache_max_bytes,
+        )
+
+    def job(
+        self,
+        call: TaskCall,
+        task: BatchTask,
+        time_limits: TimeLimits,
+        now_s: float,
+    ) -> Job[TaskCall]:
+        """Makes a job of a call, and fills in the call's items and context.
+
+        Args:
+            call: As it came from Celery.
+            task: The task that it names.
+            time_limits: Soft and hard limit in seconds; part of the batch key.
+            now_s: When it came, on the scheduler's clock.
+
+        Returns:
+            The job.
+
+        Raises:
+            BatchArgumentError: There is not exactly one positional argument, or the keywords
+                cannot be written as JSON.
+            InvalidItem: The packed header is malformed, or does not fit the argument; or the job
+                cannot be pickled.
+        """
+        message = call.message
+        argument = only_item(task.name, message.get("args") or ())
+        header = message.get(multi_item.HEADER)
+        call.items, call.is_packed = multi_item.items_of(argument, header)
+        _check_portable(call.items, message.get("kwargs"))
+        if task.sees_request:
+            call.context = _context(message)
+        return Job(
+            id=call.task_id,
+            key=BatchKey(task.name, _spell(message.get("kwargs")), time_limits),
+            limits=self.limits(task),
+            items=len(call.items),
+            arrived_s=now_s,
+            payload=call,
+            fold=None if task.cache is None else self._fold(call),
+        )
+
+    def _fold(self, call: TaskCall) -> bytes | None:
+        """By what a job is known whose twin shall not run on two devices at once.
+
+        One device sees for itself that items are equal; those of packed jobs it alone looks at.
+        """
+        if call.is_packed or not self._several_devices:
+            return None
+        return canonical(call.items[0])
+
+
+def _context(message: Mapping[str, Any]) -> bytes:
+    try:
+        return dump_context(message)
+    except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
+        raise InvalidItem(f"the headers cannot be handed to a device: {error}") from None
+
+
+def _check_portable(items: Sequence[Any], keywords: Mapping[str, Any] | None) -> None:
+    """Refuses what cannot be handed to a device.
+
+    Raises:
+        InvalidItem: The items or keywords cannot be pickled.
+    """
+    try:
+        check_portable([*items, keywords] if keywords else items)
+    except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
+        raise InvalidItem(
+            f"the job cannot be handed to a device: {error};"
+            " send plain data, not nested by the hundreds"
+        ) from None
+
+
+def _spell(keywords: Mapping[str, Any] | None) -> str:
+    """Equal keywords must be spelled equally, in whatever order they came.
+
+    Raises:
+        BatchArgumentError: They cannot be spelled.
+    """
+    try:
+        return json.dumps(keywords, sort_keys=True) if keywords else ""
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BatchArgumentError(
+            f"the keyword arguments cannot be written as JSON, so no batch can be chosen: {error}"
+        ) from None

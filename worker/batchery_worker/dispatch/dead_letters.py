@@ -1,0 +1,83 @@
+"""Messages that cannot be executed become dead letters, and their callers get a FAILURE."""
+
+import logging
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from celery import Celery
+from celery.app.task import Context
+
+from batchery.completion import JobCompletion, completing
+from batchery.errors import InvalidItem
+from batchery.retry import RetryDeadlineExceeded
+from batchery.transport import dead_letters
+from batchery_worker.completion.backend import for_completion
+
+logger = logging.getLogger("batchery.worker")
+
+# The event loop must not wait for the result backend. One thread is enough for these few failures.
+_thread = ThreadPoolExecutor(1, thread_name_prefix="batchery-dead-letters")
+
+
+def tell_callers(app: Celery) -> None:
+    """Stores a FAILURE for each message that this process's transport dead-letters from now on."""
+
+    def tell(headers: Mapping[str, Any], reason: str) -> None:
+        store_failure(app, headers, InvalidItem(reason))
+
+    # It replaces that of an earlier worker in this process: one failure is enough.
+    dead_letters.on_dead_letter[:] = [tell]
+
+
+def dead_letter_on_ack(message: Any, reason: str) -> bool:
+    """Makes a leased message a dead letter at the moment when it is acknowledged or rejected.
+
+    Args:
+        message: A `kombu.Message`.
+        reason: The reason, for people.
+
+    Returns:
+        Whether the message is leased; any other is treated as its broker does.
+    """
+    store, token = getattr(message.channel, "lease_store", None), message.delivery_tag
+    if store is None or not store.holds(token):
+        return False
+    headers = message.headers if isinstance(message.headers, Mapping) else {}
+    names = (headers.get(name) for name in ("id", "task"))
+    task_id, task = (name if isinstance(name, str) else None for name in names)
+    store.dead_letter_on_ack(token, dead_letters.describe(reason, task_id, task))
+    logger.error("%s[%s] is kept as dead letter %s: %s", task, task_id, token, reason)
+    return True
+
+
+def store_failure(app: Celery, headers: Mapping[str, Any], error: Exception) -> None:
+    """Stores a failure on a thread; callers, chains and chords hear of it.
+
+    Args:
+        app: Its result backend is used.
+        headers: Headers of the message, with an `id`; and `chain`, `chord` and `errbacks` if it has
+            them.
+        error: What the caller is told.
+    """
+    _thread.submit(_store, app, dict(headers), error)
+
+
+def _store(app: Celery, headers: dict[str, Any], error: Exception) -> None:
+    backend = for_completion(app.backend)
+    try:
+        with completing(JobCompletion()):
+            _mark(backend, headers, error)
+    except (Exception, RetryDeadlineExceeded):
+        logger.exception("the failure of %s cannot be stored", headers["id"])
+
+
+def _mark(backend: Any, headers: dict[str, Any], error: Exception) -> None:
+    wanted = not headers.get("ignore_result")
+    try:
+        request = Context(headers)
+        backend.mark_as_failure(headers["id"], error, request=request, store_result=wanted)
+    except Exception:
+        logger.warning("%s: its headers are of no use", headers["id"], exc_info=True)
+        # Without a chord to count, or a chain to fail.
+        backend.mark_as_failure(headers["id"], error)

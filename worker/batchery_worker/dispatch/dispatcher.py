@@ -1,0 +1,283 @@
+"""Takes jobs to the devices and their outcomes back: the heart of the pool.
+
+Everything here runs on the thread of one event loop, and nothing here blocks: device processes
+compute, completion threads store.
+"""
+
+import itertools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, cast
+
+from celery import Celery
+from celery.worker import state as worker_state
+from kombu.asynchronous import Hub
+
+from batchery.errors import BatcheryError, InvalidItem, StartError
+from batchery.settings import Settings
+from batchery.task import BatchTask
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.commit.eligibility import CommitEligibility
+from batchery_worker.completion.settlement import Settlement
+from batchery_worker.device_pool.process import ChildLimits, DeviceProcess
+from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.dispatch.admission import Admission
+from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_begin, note_end
+from batchery_worker.in_flight import InFlight
+from batchery_worker.ipc.messages import Done, Setup, Work, batch_facts
+from batchery_worker.job import Batch, TimeLimits
+from batchery_worker.metrics import Metrics
+from batchery_worker.task_call import DispatchedBatch, TaskCall
+
+logger = logging.getLogger("batchery.pool")
+
+
+class Dispatcher:
+    """Admits jobs, forms batches when a device has room, settles each job exactly once."""
+
+    def __init__(
+        self, app: Celery, settings: Settings, setups: Sequence[Setup], limits: ChildLimits
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._admission = Admission(settings, several_devices=len(setups) > 1)
+        self._eligibility = CommitEligibility(app)
+        self._scheduler: Scheduler[TaskCall] = Scheduler()
+        self._supervisor = DeviceSupervisor(
+            setups,
+            limits,
+            on_ready=self._plan_dispatch,
+            on_done=self._on_done,
+            on_death=self._on_death,
+            on_lost=self._on_lost,
+        )
+        self._batch_ids = itertools.count(1)
+        # Used until Celery's loop runs; for good where Celery has none.
+        self._own_hub = self._hub = Hub()
+        self._starting = False
+        self._metrics = Metrics()
+        self._in_flight = InFlight()
+        self._settlement = Settlement(
+            app, settings.completion_threads, self._metrics, self._in_flight, self._hub
+        )
+        self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
+        self._dispatch_planned = False
+        self._wake_planned_s = float("inf")
+        self._draining = False
+
+    @property
+    def hub(self) -> Any:
+        """The event loop that everything runs on now."""
+        return self._hub
+
+    def start(self) -> None:
+        """Starts the devices and waits for their models.
+
+        Raises:
+            StartError: A device cannot start; says why.
+            SystemExit: The worker was told to stop meanwhile.
+        """
+        timeout_s = self._settings.device_start_timeout_s
+        self._starting = True
+        try:
+            self._supervisor.start(self._hub, timeout_s, worker_state.maybe_shutdown)
+        finally:
+            self._starting = False
+
+    def attach(self, hub: Any) -> None:
+        """Moves to another event loop, which runs or is about to."""
+        self._hub = hub
+        self._supervisor.attach(hub)
+        # What was planned on the other loop may never happen.
+        self._dispatch_planned = False
+        self._wake_planned_s = float("inf")
+        self._plan_dispatch()
+        self._settlement.attach(hub)
+        if self._own_hub is not hub and not self._starting:
+            # Its descriptors would otherwise stay open as long as the worker lives. It stays open
+            # while the worker waits on it for its devices, as a signal may end the worker.
+            self._own_hub.close()
+
+    def recycle(self, modules: Sequence[str]) -> None:
+        """Gives every device a fresh process, which imports these modules; no job is lost."""
+        self._supervisor.recycle(modules)
+
+    def deliver(self, function: Callable[[], None]) -> None:
+        """Calls a function on the loop's thread; from any thread."""
+        self._settlement.deliver(function)
+
+    def admit(self, call: TaskCall, task: BatchTask, limits: TimeLimits) -> None:
+        """Takes a job in; settles it at once if it can never be in a batch."""
+        if self._in_flight.takes(call):
+            return
+        try:
+            job = self._admission.job(call, task, limits, monotonic())
+        except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
+            known = isinstance(error, BatcheryError)
+            self._in_flight.add(call, os.getpid())
+            problem = f"the message cannot be understood: {type(error).__name__}: {error}"
+            self._settlement.fail(call, error if known else InvalidItem(problem))
+            return
+        self._poison.admit(job)
+        self._plan_dispatch()
+
+    def forget_waiting(self) -> None:
+        """Drops every job that was not accepted: the broker will deliver it again."""
+        self._scheduler.clear()
+
+    def drain(self) -> None:
+        """Finishes what is on a device, on a loop of its own, as Celery's has ended.
+
+        What waits is dropped, and goes back to the queue when the broker's connection closes.
+        """
+        self._draining = True
+        self._scheduler.clear()
+        self._supervisor.retire()
+        hub = Hub()
+        self.attach(hub)
+        while (self._supervisor.dispatched or self._settlement.pending) and not is_cold_shutdown():
+            hub.run_once()
+            self._settlement.empty_mailbox()
+        hub.close()
+
+    def finish_answered(self) -> None:
+        """Settles what the devices have answered by now, in place of a loop that is held up."""
+        self._supervisor.read()
+        self._settlement.finish()
+
+    def stop(self, *, kill_at_once: bool) -> None:
+        """Ends the device processes, then the completion of what they had answered."""
+        self._supervisor.stop(kill_at_once=kill_at_once)
+        self._settlement.stop()
+
+    def info(self) -> dict[str, Any]:
+        """What `celery inspect stats` and `celery inspect batchery` show of the pool."""
+        now_s = monotonic()
+        oldest_s = min((job.arrived_s for job in self._scheduler), default=None)
+        return {
+            "devices": {device.name: device.figures() for device in self._supervisor},
+            "clock_s": round(now_s, 3),
+            "waiting": len(self._scheduler),
+            "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
+            "batches": self._metrics.snapshot(),
+        }
+
+    # Out to the devices
+
+    def _plan_dispatch(self) -> None:
+        # Not at once, so that all that Celery reads in this turn of its loop is in the batch.
+        if not self._dispatch_planned:
+            self._dispatch_planned = True
+            self._hub.call_soon(self._dispatch)
+
+    def _dispatch(self) -> None:
+        self._dispatch_planned = False
+        if self._draining:
+            return
+        now_s = monotonic()
+        while devices := [device for device in self._supervisor if device.has_room]:
+            if is_reserved(self._supervisor):
+                break
+            device = min(devices, key=lambda each: len(each.batches))
+            held = len(device.batches)
+            batch = self._scheduler.next_batch(
+                held, device.alone, now_s, self._supervisor.dispatched - held, device.name
+            )
+            if batch is None:
+                break
+            self._launch(device, batch)
+        self._plan_wake(now_s)
+
+    def _plan_wake(self, now_s: float) -> None:
+        """Plans to come back when the oldest waiting job has waited long enough for an idle device.
+
+        A job that has waited long enough by now waits for something else, such as the end of a job
+        that must run alone. Coming back for it would mean coming back at once, for ever.
+        """
+        wake_s = self._scheduler.wake_s()
+        idle = any(device.has_room and not device.batches for device in self._supervisor)
+        if idle and wake_s is not None and now_s < wake_s < self._wake_planned_s:
+            self._wake_planned_s = wake_s
+            self._hub.call_later(max(0.0, wake_s - monotonic()), self._wake)
+
+    def _wake(self) -> None:
+        self._wake_planned_s = float("inf")
+        self._dispatch()
+
+    def _launch(self, device: DeviceProcess, batch: Batch[TaskCall]) -> None:
+        jobs = tuple(job for job in batch.jobs if self._in_flight.wants(job.payload))
+        if not jobs:
+            return
+        task = cast(BatchTask, self._app.tasks[jobs[0].key.task])
+        soft_limit_s, hard_limit_s = jobs[0].key.time_limits
+        dispatched_s = monotonic()
+        work = Work(
+            id=next(self._batch_ids),
+            task=task.name,
+            keywords=jobs[0].payload.message.get("kwargs") or {},
+            jobs=[(job.id, job.payload.items, job.payload.is_packed) for job in jobs],
+            max_batch_size=jobs[0].limits.max_batch_size,
+            max_batch_tokens=self._admission.max_batch_tokens(task),
+            soft_time_limit_s=soft_limit_s,
+            contexts=[job.payload.context for job in jobs] if task.sees_request else (),
+            commit=self._eligibility.context(task, jobs, dispatched_s),
+            cache=self._admission.cache(task),
+        )
+        dispatched = DispatchedBatch(Batch(jobs, batch.alone), dispatched_s, hard_limit_s)
+        dispatched.note = note_begin(jobs, alone=batch.alone)
+        if work.cache is not None:
+            self._scheduler.departed(jobs, device.name)
+        self._supervisor.send(device, work, dispatched)
+        for job in jobs:
+            self._in_flight.add(job.payload, device.pid)
+            if task.track_started:
+                self._settlement.tell_started(job.payload, device.pid)
+
+    # Back from the devices
+
+    def _on_done(self, dispatched: DispatchedBatch, done: Done, device: DeviceProcess) -> None:
+        note_end(dispatched)
+        jobs = dispatched.batch.jobs
+        self._scheduler.landed(jobs)
+        items = dispatched.batch.items
+        waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
+        self._metrics.batch_done(done, items=items, waited_ms=sum(waited_ms))
+        if done.reused is not None:
+            self._metrics.reused(jobs[0].key.task, done.reused)
+        facts = batch_facts(
+            batch_id=done.id,
+            device=device.name,
+            size=items,
+            prepare_ms=done.prepare_ms,
+            queued_ms=done.queued_ms,
+            forward_ms=done.forward_ms,
+            tokens=done.tokens,
+            computed_tokens=done.computed_tokens,
+        )
+        for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True):
+            own = {**facts, "waited_ms": round(waited, 3)}
+            self._settlement.settle_answered(job.payload, status, rest, own)
+        if len(self._scheduler):
+            self._plan_dispatch()
+
+    def _on_death(self, batches: Sequence[DispatchedBatch], how: str) -> None:
+        self._metrics.device_restarts += 1
+        for dispatched in batches:
+            note_end(dispatched)
+            self._scheduler.landed(dispatched.batch.jobs)
+            for job in self._settlement.left_by(dispatched):
+                self._poison.on_death(job, dispatched, how)
+        self._plan_dispatch()
+
+    def _on_lost(self, why: str) -> None:
+        logger.critical("%s: the worker stops, its jobs go back to the queue", why)
+        setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
+
+
+def is_cold_shutdown() -> bool:
+    """Whether the worker was told to end without waiting for anything."""
+    # Celery keeps an exit code here, of which 0 is one.
+    wanted: Any = worker_state.should_terminate
+    return wanted is not None and wanted is not False

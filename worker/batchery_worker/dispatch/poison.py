@@ -1,0 +1,119 @@
+"""Poison detection: which job killed its device or its worker, and what becomes of it.
+
+Only a job that ran alone can be blamed for a death. So after a death the suspects are quarantined:
+each runs alone. A job that kills twice while alone becomes a dead letter.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from celery.exceptions import TimeLimitExceeded
+
+from batchery.errors import DeviceDied
+from batchery.transport.lease_store import LeaseStore
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.completion.settlement import Settlement
+from batchery_worker.device_pool.process import DeviceProcess
+from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
+from batchery_worker.in_flight import InFlight
+from batchery_worker.job import Job
+from batchery_worker.request import lease_store_of
+from batchery_worker.task_call import DispatchedBatch, TaskCall
+
+#: How often a job may kill its device process, or its worker, while it runs there alone.
+MAX_DEATHS = 2
+
+
+class RunningNote(NamedTuple):
+    """What the broker was told of a batch on a device."""
+
+    store: LeaseStore
+    batch: int
+
+
+class PoisonDetector:
+    """Quarantines suspects, and ends jobs that killed too often; for one thread."""
+
+    def __init__(
+        self, scheduler: Scheduler[TaskCall], settlement: Settlement, in_flight: InFlight
+    ) -> None:
+        self._scheduler = scheduler
+        self._settlement = settlement
+        self._in_flight = in_flight
+
+    def admit(self, job: Job[TaskCall]) -> None:
+        """Takes in a job, which may have been on a device when an earlier worker died."""
+        lease = job.payload.lease
+        deaths = None if lease is None else lease.store.deaths(lease.token)
+        if deaths is None:
+            self._scheduler.admit(job)
+        elif deaths < MAX_DEATHS:
+            self._scheduler.quarantine_recovered(replace(job, deaths=deaths, recovered=True))
+        else:
+            self._in_flight.add(job.payload, os.getpid())
+            self._end(replace(job, deaths=deaths), "its worker died")
+
+    def on_death(self, job: Job[TaskCall], dispatched: DispatchedBatch, how: str) -> None:
+        """Handles a job whose device has died, or was killed as its time was over.
+
+        Args:
+            job: Not committed; its message is still ours.
+            dispatched: Its batch.
+            how: How the device died, for people.
+        """
+        if not dispatched.batch.alone:
+            self._scheduler.quarantine(job)
+            return
+        job = replace(job, deaths=job.deaths + 1)
+        if dispatched.expired:
+            self._settlement.fail(job.payload, TimeLimitExceeded(dispatched.hard_limit_s))
+        elif job.deaths < MAX_DEATHS:
+            self._scheduler.quarantine(job)
+        else:
+            self._end(job, f"the {how}")
+
+    def _end(self, job: Job[TaskCall], what: str) -> None:
+        """Makes a dead letter of a poison job, and tells its caller."""
+        reason = (
+            f"{job.key.task}[{job.id}] was running alone when {what};"
+            f" that happened {job.deaths} times, so it is not run again"
+        )
+        call = job.payload
+        if call.request is not None and call.lease is not None:
+            dead_letter_on_ack(call.request.message, reason)
+        self._settlement.fail(call, DeviceDied(reason))
+
+
+def note_begin(jobs: Sequence[Job[TaskCall]], *, alone: bool) -> RunningNote | None:
+    """Tells the broker what is about to run, so that a death of this worker can be blamed on it.
+
+    Returns:
+        A note for `note_end`; None where there are no leases.
+    """
+    leases = [job.payload.lease for job in jobs]
+    store = lease_store_of(leases)
+    if store is None:
+        return None
+    held = {
+        lease.token: job.id
+        for job, lease in zip(jobs, leases, strict=True)
+        if lease is not None and lease.store is store
+    }
+    return RunningNote(store, store.began(held, alone=alone))
+
+
+def note_end(dispatched: DispatchedBatch) -> None:
+    """Notes that a batch is back, or its device died; the broker hears it with the next batch."""
+    if isinstance(dispatched.note, RunningNote):
+        dispatched.note.store.ended(dispatched.note.batch)
+
+
+def is_reserved(devices: Iterable[DeviceProcess]) -> bool:
+    """Whether a job runs that may kill the worker: nothing may run besides it, on any device."""
+    return any(
+        dispatched.batch.alone and dispatched.batch.jobs[0].recovered
+        for device in devices
+        for dispatched in device.batches.values()
+    )

@@ -1,0 +1,1 @@
+"""What worker and device say to each other."""

@@ -1,0 +1,290 @@
+"""What parent and device process say to each other.
+
+Towards the device messages are pickled: the parent has unpacked the jobs already, and an item may
+be anything that the app's serializers produce. From the device they are marshalled, which can carry
+plain data only: nothing that a model computes can make the main process import torch.
+"""
+
+import marshal
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from billiard.einfo import RemoteTraceback  # type: ignore[attr-defined]
+from celery.canvas import Signature
+from kombu.utils import json
+
+from batchery.errors import UnserialisableResult
+from batchery.execution.bisect_failures import SETTLED
+from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
+from batchery_worker.ipc.values import Encoded, is_plain
+
+#: What a message has, and the function has already or has no use for.
+_UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The first message to a device process."""
+
+    device: str
+    sys_path: Sequence[str]
+    #: Import path of the Celery app, as `module:attribute`.
+    app: str
+    #: Modules to import beside it, so that all tasks are there.
+    modules: Sequence[str]
+    #: Names of the tasks whose models are loaded before the device says that it is ready.
+    load: Sequence[str]
+    log_level: int
+    #: Names of those whose token budget the device finds by itself, as no setting says it.
+    calibrate: Sequence[str] = ()
+    #: Where it keeps what it has found; None for nowhere.
+    cache_dir: str | None = None
+    #: Share of the device's memory that it may use.
+    memory_fraction: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A batch on its way to a device."""
+
+    id: int
+    task: str
+    keywords: Mapping[str, Any]
+    #: Task id, items, and whether the message was packed, of each job.
+    jobs: Sequence[tuple[str, Sequence[Any], bool]]
+    max_batch_size: int
+    max_batch_tokens: int | None
+    #: For each call of the function, which may catch `SoftTimeLimitExceeded`.
+    soft_time_limit_s: float | None = None
+    #: What the function may see of each job's request, as `dump_context` wrote it; empty where it
+    #: sees none.
+    contexts: Sequence[bytes] = ()
+    #: For the commit of their results; None where Celery's tracer has to complete them all.
+    commit: CommitContext | None = None
+    #: None where each item is computed, whatever was computed before.
+    cache: CachePolicy | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The device has loaded and warmed up its models."""
+
+    pid: int
+    load_s: float
+    #: As in `Done`.
+    figures: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotReady:
+    """The device cannot start; it ends by itself after this message."""
+
+    error: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A batch is computed, and its results wait for a Redis that is away."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A batch that a device has finished."""
+
+    id: int
+    #: Per job: the status, and what is left to do: for the tracer the outcome, as `encode_outcome`
+    #: spelled it; for a committed job the text of its result, if somebody wants to read it.
+    jobs: Sequence[tuple[str, tuple[Any, ...]]]
+    forward_ms: float
+    #: Tokens that the items have, and tokens that were computed; 0 where the task counts none.
+    tokens: int
+    computed_tokens: int
+    #: Time of the other stages; `queued_ms` is that between them, when it waited for a thread.
+    prepare_ms: float = 0.0
+    queued_ms: float = 0.0
+    commit_ms: float = 0.0
+    #: What there is to tell of the device's models and its memory; None where nothing is new.
+    figures: Mapping[str, Any] | None = None
+    #: How the items of a task with a cache got their outcomes; None for any other task.
+    reused: Mapping[str, Any] | None = None
+
+
+Reply = Ready | NotReady | Waiting | Done
+_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Done)}
+
+
+def dump_message(message: Setup | Work) -> bytes:
+    """Encodes a message to a device."""
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def load_message(frame: bytes) -> Any:
+    """Decodes a message in the device: a `Setup` or a `Work`."""
+    return pickle.loads(frame)
+
+
+def dump_context(message: Mapping[str, Any]) -> bytes:
+    """Encodes what a function may see of a job's message: ids, retries, headers.
+
+    Bytes, so that a device that does not look spends nothing on it.
+    """
+    seen = {
+        name: value for name, value in message.items() if value is not None and name not in _UNSEEN
+    }
+    return pickle.dumps(seen, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def load_context(context: bytes) -> dict[str, Any]:
+    """Decodes what `dump_context` wrote, in the device."""
+    seen: dict[str, Any] = pickle.loads(context)
+    return seen
+
+
+def dump_reply(reply: Reply) -> bytes:
+    """Encodes a message from a device."""
+    fields = tuple(getattr(reply, name) for name in reply.__slots__)
+    return marshal.dumps((type(reply).__name__, fields))
+
+
+def load_reply(frame: bytes) -> Reply:
+    """Decodes a message in the parent."""
+    kind, fields = marshal.loads(frame)
+    reply: Reply = _REPLIES[kind](*fields)
+    return reply
+
+
+def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
+    """Spells an outcome in plain data.
+
+    Args:
+        outcome: A value, or one of the outcomes of `batchery.outcomes`.
+        backend: Knows how exceptions are stored, so that callers see what the function raised.
+
+    Returns:
+        A tuple that `marshal` takes and `decode_outcome` reads. What can be written neither by
+        `marshal` nor as Celery's JSON becomes a failure that says so.
+    """
+    if isinstance(outcome, Encoded):
+        return "encoded", outcome.json
+    if isinstance(outcome, Failed):
+        return "failed", _spell_exception(outcome.exception, backend), str(outcome.traceback or "")
+    if isinstance(outcome, RetryAfter):
+        cause = _spell_exception(outcome.error, backend) if outcome.error else None
+        return "retry", float(outcome.seconds), cause
+    if isinstance(outcome, Replace):
+        return _encode_signature(outcome, backend)
+    if isinstance(outcome, Reject):
+        reason, requeue = (*outcome.args, None, False)[:2]
+        return "reject", None if reason is None else str(reason), bool(requeue)
+    if isinstance(outcome, Ignore):
+        return "ignore", str(outcome)
+    try:
+        # marshal takes more: code objects, sets, and anything with a buffer, such as a numpy
+        # scalar, of which it would make bytes.
+        plain = is_plain(outcome)
+    except RecursionError:
+        plain = False
+    return ("value", outcome) if plain else _encode_as_json(outcome, backend)
+
+
+def sendable(outcome: Any) -> Any:
+    """The outcome of one item of a packed job, or a failure if it cannot be written as JSON."""
+    if isinstance(outcome, SETTLED):
+        return outcome
+    try:
+        return outcome if is_plain(outcome) else json.loads(json.dumps(outcome))
+    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+        return Failed(_unserialisable(outcome, error))
+
+
+def _encode_signature(outcome: Replace, backend: Any) -> tuple[Any, ...]:
+    try:
+        return "replace", json.dumps(outcome.signature)
+    except Exception as error:  # noqa: BLE001 - whatever the code of its arguments raises
+        text = f"Replace({outcome.signature!r:.200}): JSON cannot write it ({error})"
+        return encode_outcome(Failed(UnserialisableResult(text)), backend)
+
+
+def _encode_as_json(value: Any, backend: Any) -> tuple[Any, ...]:
+    """Dates, decimals and their like, which Celery's JSON has a spelling for."""
+    try:
+        return "json", json.dumps(value)
+    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+        return encode_outcome(Failed(_unserialisable(value, error)), backend)
+
+
+def _unserialisable(value: Any, error: Exception) -> UnserialisableResult:
+    return UnserialisableResult(
+        f"the result is a {type(value).__name__} that JSON cannot write ({error});"
+        " return plain numbers, texts, lists and dictionaries"
+    )
+
+
+def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
+    """Reads what `encode_outcome` wrote."""
+    kind, content = spelled[0], spelled[1]
+    if kind == "value":
+        return content
+    if kind in ("json", "encoded"):
+        return json.loads(content)
+    if kind == "retry":
+        return RetryAfter(content, spelled[2] and _exception(spelled[2], backend))
+    if kind == "replace":
+        return Replace(Signature.from_dict(json.loads(content), app=backend.app))
+    if kind == "reject":
+        return Reject(content, requeue=spelled[2])
+    if kind == "ignore":
+        return Ignore(content)
+    error = _exception(content, backend)
+    if spelled[2]:
+        error.__cause__ = RemoteTraceback(spelled[2])
+    return Failed(error)
+
+
+def _spell_exception(error: BaseException, backend: Any) -> str:
+    return json.dumps(backend.prepare_exception(error, "json"))
+
+
+def _exception(spelled: str, backend: Any) -> Exception:
+    error: Exception = backend.exception_to_python(json.loads(spelled))
+    return error
+
+
+def batch_facts(
+    *,
+    batch_id: int,
+    device: str,
+    size: int,
+    prepare_ms: float,
+    queued_ms: float,
+    forward_ms: float,
+    tokens: int,
+    computed_tokens: int,
+) -> dict[str, Any]:
+    """Facts that all jobs of a batch share; `waited_ms` of each job is added to them.
+
+    Args:
+        batch_id: Counts the batches of a worker.
+        device: As torch spells it.
+        size: How many items shared the batch.
+        prepare_ms: Time to read, validate and tokenize it.
+        queued_ms: Time that it waited on the device, for one thread or another.
+        forward_ms: Time that the device computed.
+        tokens: Tokens of the items; 0 where the task counts none.
+        computed_tokens: The same with padding.
+    """
+    return {
+        "id": f"b{batch_id}",
+        "size": size,
+        "padding": round(1 - tokens / computed_tokens, 4) if computed_tokens else 0.0,
+        "prepare_ms": round(prepare_ms, 3),
+        "queued_ms": round(queued_ms, 3),
+        "forward_ms": round(forward_ms, 3),
+        "device": device,
+    }

@@ -1,0 +1,231 @@
+"""A process that ends with its owner, even where the owner is killed with `kill -9`.
+
+Between the two stands a guard: this file, run as a script by a bare interpreter. Owner and guard
+share a socket, the lifeline. A byte on it is the number of a signal for the process. Its end says
+that the owner is gone, for whatever reason: the guard then stops the process, kills what is left of
+its group, and cleans up. No signal tied to a thread of the owner is needed, so that it does not
+matter which thread started the process, and it works alike on Linux and macOS.
+"""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from weakref import WeakSet
+
+#: Lines of output that are kept for error messages, counted from the end.
+TAIL_LINES = 1_000
+
+#: How long the last lines of a dead process may take to arrive, in seconds; then they are lost.
+DRAIN_S = 2.0
+
+#: Option of Linux's prctl(2): which signal a process gets when its parent dies.
+PR_SET_PDEATHSIG = 1
+
+
+class GuardedProcess:
+    """A running process that cannot outlive its owner.
+
+    It runs in a session of its own: a Ctrl-C in the terminal reaches the owner alone, which stops
+    its processes in the order it likes.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        grace_s: float,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
+        remove: Path | None = None,
+        keep_open: Sequence[int] = (),
+        umask: int = -1,
+        on_line: Callable[[str], None] | None = None,
+    ) -> None:
+        """Starts the process.
+
+        Args:
+            command: Program and arguments; the program as an absolute path.
+            grace_s: How long it may take to end after SIGTERM once its owner is gone, in seconds.
+            environment: All of its environment; the owner's where None.
+            directory: Where it runs; where the owner runs if None.
+            remove: A directory that is removed when the process has ended.
+            keep_open: File descriptors that it inherits.
+            umask: Permissions that its files do not get; the owner's where -1.
+            on_line: Called with each line of its output, from a thread of its own.
+
+        Raises:
+            OSError: The program cannot be run; the text says why.
+        """
+        self._on_line = on_line
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._lifeline, theirs = socket.socketpair()
+        with theirs:
+            # Isolated and without site: quick to start, and no package can get in the way.
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, str(grace_s), str(remove or ""), *command],
+                stdin=theirs.fileno(),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                cwd=directory,
+                env=environment,
+                pass_fds=keep_open,
+                umask=umask,
+                start_new_session=True,
+                encoding="utf-8",
+                errors="replace",
+            )
+        self._pump = threading.Thread(target=self._read, name="batchery-output", daemon=True)
+        #: Process id of the process itself, not of its guard.
+        self.pid = self._begin(command[0])
+
+    @property
+    def lifeline(self) -> int:
+        """Descriptor that keeps it running: a process that inherits it is an owner, too."""
+        return self._lifeline.fileno()
+
+    def poll(self) -> int | None:
+        """Its exit code, 128 + n after signal n; None while it runs."""
+        return self._guard.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Waits for its end; returns its exit code.
+
+        Raises:
+            TimeoutError: It still runs after `timeout_s` seconds.
+        """
+        try:
+            code = self._guard.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"process {self.pid} still runs after {timeout_s} s") from None
+        self._close()
+        return code
+
+    def send(self, signum: int) -> None:
+        """Sends it a signal; does nothing where it has ended already."""
+        with contextlib.suppress(OSError):
+            self._lifeline.send(bytes([signum]))
+
+    def stop(self, timeout_s: float | None = None) -> int:
+        """Asks it to end and waits; kills it after `timeout_s`. Returns its exit code."""
+        self.send(signal.SIGTERM)
+        try:
+            return self.wait(timeout_s)
+        except TimeoutError:
+            return self.kill()
+
+    def kill(self) -> int:
+        """Kills it and the rest of its process group; returns its exit code."""
+        self.send(signal.SIGKILL)
+        return self.wait()
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The end of its output, at most that many lines."""
+        return "\n".join(list(self._tail)[-lines:])
+
+    def disown(self) -> None:
+        """Lets go of the lifeline, in a fork of the owner: the process is not the fork's."""
+        self._lifeline.close()
+
+    def _begin(self, program: str) -> int:
+        """Reads its output from now on, and learns its process id from the guard."""
+        _running.add(self)
+        self._pump.start()
+        pid = self._lifeline.recv(32)
+        if not pid:
+            self._guard.wait()
+            self._close()
+            raise OSError(self.tail(1) or f"cannot run {program}")
+        return int(pid)
+
+    def _close(self) -> None:
+        self._lifeline.close()
+        self._pump.join(DRAIN_S)
+        if not self._pump.is_alive() and self._guard.stdout:
+            self._guard.stdout.close()
+
+    def _read(self) -> None:
+        assert self._guard.stdout is not None
+        for line in self._guard.stdout:
+            self._tail.append(line.rstrip("\n"))
+            if self._on_line is None:
+                continue
+            try:
+                self._on_line(self._tail[-1])
+            except Exception:  # noqa: BLE001
+                # A terminal that went away must not stop the reading, or the process would block.
+                self._on_line = None
+
+
+_running: WeakSet[GuardedProcess] = WeakSet()
+
+
+def _disown_all() -> None:
+    for process in list(_running):
+        process.disown()
+
+
+# A fork that kept the lifeline open would keep the process alive after its owner's death.
+os.register_at_fork(after_in_child=_disown_all)
+
+
+def _guard(grace_s: float, remove: str, command: list[str]) -> int:
+    """Runs a process until it or its owner ends; returns its exit code."""
+    # Handlers rather than SIG_IGN, which the process would inherit. The lifeline alone decides.
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)
+    try:
+        return _run(socket.socket(fileno=0), grace_s, command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", flush=True)  # noqa: T201
+        return 127
+    finally:
+        if remove:
+            shutil.rmtree(remove, ignore_errors=True)
+
+
+def _run(lifeline: socket.socket, grace_s: float, command: list[str]) -> int:
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def die_with_guard() -> None:
+        # Should somebody kill the guard too, nobody else is left to end the process.
+        if libc is not None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    # Descriptors stay open: those that reached the guard are meant for the process.
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        close_fds=False,
+        start_new_session=True,
+        preexec_fn=die_with_guard,  # noqa: PLW1509 (there are no threads yet)
+    )
+    with contextlib.suppress(OSError):
+        lifeline.send(str(process.pid).encode())
+    threading.Thread(target=_obey, args=(lifeline, process, grace_s), daemon=True).start()
+    code = process.wait()
+    with contextlib.suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return code if code >= 0 else 128 - code
+
+
+def _obey(lifeline: socket.socket, process: subprocess.Popen[bytes], grace_s: float) -> None:
+    with contextlib.suppress(OSError):
+        while signum := lifeline.recv(1):
+            process.send_signal(signum[0])
+    process.terminate()
+    time.sleep(grace_s)
+    process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(_guard(float(sys.argv[1]), sys.argv[2], sys.argv[3:]))

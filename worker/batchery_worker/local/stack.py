@@ -1,0 +1,361 @@
+"""Redis, a worker and Flower, run together as child processes: what `batchery up` shows."""
+
+import importlib.util
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from celery import Celery
+from kombu import Connection
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+from batchery.cli.app import DEFAULT_APP
+from batchery.cli.redis_check import check_redis
+from batchery.errors import RedisUnavailable, StartError
+from batchery_worker.local.guarded_process import GuardedProcess
+from batchery_worker.local.redis_server import EmbeddedRedis, free_port
+
+#: How long Flower may take for one answer, in seconds.
+FLOWER_TIMEOUT_S = 2.0
+
+#: How long the worker may take for one answer, in seconds; a busy machine needs some of it.
+WORKER_TIMEOUT_S = 5.0
+
+#: The same while it starts and is asked again and again.
+PING_TIMEOUT_S = 1.0
+
+#: A task in the answer to `inspect registered queue model_queue`.
+REGISTERED = re.compile(r"(?P<name>\S+)(?: \[.*queue=(?P<queue>.+)\])?")
+
+#: How long a worker or Flower may take to end in an emergency, in seconds; then it is killed.
+#: An orderly stop has no limit: the worker finishes what it runs.
+GRACE_S = 10.0
+
+#: How long worker and Flower may take to be ready, in seconds; devices load models in that time.
+START_TIMEOUT_S = 660.0
+
+#: Pause between two looks at the child processes, in seconds.
+POLL_S = 0.2
+
+#: How many ports from the one asked for are tried for Flower.
+FLOWER_PORTS = 100
+
+
+def flower_sees(url: str, worker: str) -> bool:
+    """Whether Flower answers and has received an event of the worker.
+
+    From then on it misses no job: answering alone only says that its web server runs.
+
+    Args:
+        url: Where Flower is, on this machine.
+        worker: Name of the worker, as `name@host`.
+    """
+    # Straight there: a proxy of the environment has no way to this machine's own addresses.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{url}/workers?json=1", timeout=FLOWER_TIMEOUT_S) as answer:
+            workers = json.load(answer)["data"]
+        if all(each["hostname"] != worker for each in workers):
+            return False
+        # What it asked the worker at its own start, it asked too early.
+        opener.open(f"{url}/api/workers?refresh=1", timeout=FLOWER_TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        # Up, but the user has switched on a login, or put it under another path.
+        error.close()
+    except (OSError, ValueError, KeyError):
+        return False
+    return True
+
+
+class RemoteWorker:
+    """A worker that answers questions, unless its app has switched remote control off."""
+
+    def __init__(self, redis_url: str, name: str) -> None:
+        self._redis_url = redis_url
+        self._name = name
+
+    def answers(self) -> bool:
+        """Whether it answers at all: then it has started."""
+        return self._ask("ping", timeout_s=PING_TIMEOUT_S) is not None
+
+    def tasks(self) -> dict[str, str | None]:
+        """Queue by name of each of its tasks; None where the task itself names none."""
+        answer = self._ask("registered", "queue", "model_queue") or []
+        found = (REGISTERED.fullmatch(task) for task in answer)
+        return {match["name"]: match["queue"] for match in found if match}
+
+    def queues(self) -> list[str]:
+        """Names of the queues that it consumes, sorted."""
+        return sorted(queue["name"] for queue in self._ask("active_queues") or [])
+
+    def _ask(self, question: str, *arguments: str, timeout_s: float = WORKER_TIMEOUT_S) -> Any:
+        control: Any = Celery(set_as_current=False).control
+        # Else it would publish to the broker of the environment rather than over the connection.
+        control.mailbox.producer_pool = None
+        try:
+            with Connection(self._redis_url) as connection:
+                inspect = control.inspect([self._name], timeout=timeout_s, connection=connection)
+                answers = getattr(inspect, question)(*arguments)
+        except (OperationalError, RedisError):
+            return None
+        return (answers or {}).get(self._name)
+
+
+class Stack:
+    """Redis, one worker and Flower; none of them outlives the process that started them.
+
+    ```python
+    with Stack() as stack:
+        print(stack.redis_url, stack.flower_url)
+    ```
+    """
+
+    #: URL of Flower; None where it does not run.
+    flower_url: str | None = None
+
+    def __init__(
+        self,
+        app: str = DEFAULT_APP,
+        *,
+        redis_url: str | None = None,
+        data: Path | None = None,
+        flower: bool = True,
+        flower_port: int = 5555,
+        loglevel: str = "INFO",
+        concurrency: int | None = None,
+        queues: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        on_line: Callable[[str, str], None] | None = None,
+        start_timeout_s: float = START_TIMEOUT_S,
+        worker_arguments: Sequence[str] = (),
+    ) -> None:
+        """Prepares a stack; `start` starts it.
+
+        Args:
+            app: The Celery app, as for `celery -A`.
+            redis_url: Redis for broker and results; an embedded one where None.
+            data: Directory of the embedded Redis, kept; a temporary one where None.
+            flower: Whether to run Flower, if it is installed.
+            flower_port: Its port on 127.0.0.1, or the next free one; any free one where 0.
+            loglevel: Of the worker.
+            concurrency: Of the worker; Celery's default where None.
+            queues: Queues of the worker, separated by commas; those of its tasks where None.
+            environment: More environment variables for worker and Flower, such as settings.
+            on_line: Called with `redis`, `worker` or `flower` and a line of its log, from threads.
+            start_timeout_s: How long worker and Flower may take to be ready.
+            worker_arguments: Further arguments of `celery worker`.
+        """
+        self._app = app
+        self._given_url = redis_url
+        self._data = data
+        self._wants_flower = flower
+        self._wanted_port = flower_port
+        self._on_line = on_line
+        self._environment = environment or {}
+        self._start_timeout_s = start_timeout_s
+        #: Name of the worker, by which Flower and `celery inspect` know it.
+        self.worker_name = f"batchery-{secrets.token_hex(3)}@{socket.gethostname()}"
+        options = {"--loglevel": loglevel, "--concurrency": concurrency, "--queues": queues}
+        given = [f"{name}={value}" for name, value in options.items() if value is not None]
+        self._worker_arguments = [*given, *worker_arguments]
+        self._redis: EmbeddedRedis | None = None
+        self._processes: dict[str, GuardedProcess] = {}
+        self._said_ready = threading.Event()
+        self._ready = False
+
+    def start(self) -> Self:
+        """Starts everything and waits until everything is ready.
+
+        Raises:
+            RedisUnavailable: No Redis answers at the URL, or none can be started.
+            StartError: A process ended or was not ready in time; its `exit_code` is 2 where the
+                worker's was 2, which says that the worker has told the reason, else 1.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def wait(self) -> None:
+        """Waits for the end of any process, which should not happen.
+
+        Raises:
+            StartError: As for `start`, when it happens.
+        """
+        while True:
+            self._check_alive()
+            time.sleep(POLL_S)
+
+    def stop(self) -> None:
+        """Stops the worker once it has finished what it runs, then Flower, then the Redis.
+
+        A `KeyboardInterrupt` in the meantime kills them all at once, and is raised again.
+        """
+        orderly = self._ready and (self._redis is None or self._redis.poll() is None)
+        self._ready = False
+        try:
+            for process in self._processes.values():
+                process.stop(None if orderly else GRACE_S)
+        except BaseException:
+            for process in self._processes.values():
+                process.kill()
+            raise
+        finally:
+            if self._redis is not None:
+                self._redis.stop()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def redis_url(self) -> str:
+        """URL of the Redis, with its password.
+
+        Raises:
+            RedisUnavailable: The embedded one was not started.
+        """
+        if self._redis is not None:
+            return self._redis.url
+        if self._given_url is None:
+            raise RedisUnavailable("the embedded Redis is not running: start the stack first")
+        return self._given_url
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process ids of what was started, by `redis`, `worker` and `flower`."""
+        redis = {"redis": self._redis.pid} if self._redis is not None else {}
+        return redis | {name: process.pid for name, process in self._processes.items()}
+
+    @property
+    def remote(self) -> RemoteWorker:
+        """The worker, to be asked for its tasks and queues."""
+        return RemoteWorker(self.redis_url, self.worker_name)
+
+    def _start(self) -> None:
+        self._processes.clear()
+        self._said_ready.clear()
+        if self._given_url is not None:
+            check_redis(self._given_url)
+        else:
+            self._redis = EmbeddedRedis(self._data, on_line=self._sink("redis")).start()
+        deadline = time.monotonic() + self._start_timeout_s
+        worker = ["worker", "--task-events", f"--hostname={self.worker_name}"]
+        self._spawn("worker", [*worker, *self._worker_arguments], {})
+        if self._wants_flower:
+            self._start_flower()
+        self._wait_for("worker", self._worker_is_ready, deadline)
+        if self.flower_url is not None:
+            self._wait_for("flower", self._flower_is_ready, deadline)
+        self._ready = True
+
+    def _start_flower(self) -> None:
+        if importlib.util.find_spec("flower") is None:
+            self._sink("flower")('not installed: `pip install "batchery[monitor]"` adds it')
+            return
+        port = self._flower_port()
+        # Whoever can reach 127.0.0.1 can reach the Redis, too: a password would protect nothing.
+        environment = {"FLOWER_UNAUTHENTICATED_API": "true"}
+        self._spawn("flower", ["flower", "--address=127.0.0.1", f"--port={port}"], environment)
+        self.flower_url = f"http://127.0.0.1:{port}"
+
+    def _flower_port(self) -> int:
+        wanted = self._wanted_port
+        if wanted == 0:
+            return free_port()
+        last = min(wanted + FLOWER_PORTS, 2**16) - 1
+        for port in range(wanted, last + 1):
+            try:
+                socket.create_server(("127.0.0.1", port)).close()
+            except OSError:
+                continue
+            return port
+        raise StartError(f"no free port for Flower from {wanted} to {last}: give --flower-port")
+
+    def _spawn(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+        self._processes[name] = GuardedProcess(
+            [sys.executable, "-m", "celery", "-A", self._app, *arguments],
+            grace_s=GRACE_S,
+            environment={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                **self._environment,
+                **self._urls(),
+                **environment,
+            },
+            # The Redis outlives the worker, even where this process is killed.
+            keep_open=(self._redis.lifeline,) if self._redis is not None else (),
+            on_line=self._sink(name),
+        )
+
+    def _urls(self) -> dict[str, str]:
+        """Tells Celery where the Redis is; these variables outrank what an app's code says."""
+        url = self.redis_url
+        urls = dict.fromkeys(
+            ["CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL"], url
+        )
+        if self._app != DEFAULT_APP:
+            return {**urls, "CELERY_RESULT_BACKEND": url}
+        # Its results may be kept elsewhere: the setting `result_url` decides.
+        return {**urls, "BATCHERY_REDIS_URL": url}
+
+    def _sink(self, name: str) -> Callable[[str], None]:
+        def sink(line: str) -> None:
+            if name == "worker" and line.endswith(f"{self.worker_name} ready."):
+                self._said_ready.set()
+            if self._on_line is not None:
+                self._on_line(name, line)
+
+        return sink
+
+    def _wait_for(self, name: str, is_ready: Callable[[], bool], deadline: float) -> None:
+        while not is_ready():
+            self._check_alive()
+            if time.monotonic() > deadline:
+                error = StartError(f"{name} was not ready after {self._start_timeout_s:g} s")
+                error.exit_code = 1
+                raise error
+
+    def _worker_is_ready(self) -> bool:
+        # Below log level INFO it does not say so, and with remote control off it answers nothing.
+        return self._said_ready.wait(POLL_S) or self.remote.answers()
+
+    def _flower_is_ready(self) -> bool:
+        assert self.flower_url is not None
+        if flower_sees(self.flower_url, self.worker_name):
+            return True
+        time.sleep(POLL_S)
+        return False
+
+    def _check_alive(self) -> None:
+        if self._redis is not None and (code := self._redis.poll()) is not None:
+            raise _ended("redis", code, self._redis.log)
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise _ended(name, process.wait(), process.tail())
+
+
+def _ended(name: str, code: int, log: str) -> StartError:
+    """The error that a process has ended; codes above 128 are signals."""
+    known = {128 + number: number.name for number in signal.Signals}
+    signal_name = f" ({known[code]})" if code in known else ""
+    last_words = next((line.strip() for line in reversed(log.splitlines()) if line.strip()), "")
+    error = StartError(f"{name} ended with exit code {code}{signal_name}: {last_words}")
+    error.exit_code = 2 if name == "worker" and code == 2 else 1
+    return error

@@ -1,0 +1,145 @@
+"""The forward pass without padding: the texts of a micro-batch behind each other, in one row."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from batchery_worker.models.forward.attention import (
+    NAME,
+    Row,
+    register,
+    row_of_texts,
+    row_of_this_pass,
+)
+from batchery_worker.models.forward.pooling import pool_row
+from batchery_worker.models.hardware.transfers import Staging
+from batchery_worker.models.loading.tokenizer import Prepared
+
+
+class Packed:
+    """Runs a transformers model on one row of texts, whose positions begin anew with each of them.
+
+    All layers but the attention work on tokens, and need not know of texts; the attention is ours.
+    Whether that is all that a model does is for `choice.py` to find out.
+    """
+
+    name = "packed"
+    pads = False
+
+    def __init__(
+        self,
+        model: Any,
+        device: torch.device,
+        *,
+        names: Sequence[str],
+        padding_position: int | None,
+        varlen: bool,
+    ) -> None:
+        """Prepares it.
+
+        Args:
+            model: Loaded, on the device.
+            device: Where it is.
+            names: Inputs that a tokenized text has, token ids first.
+            padding_position: In the table of positions, the one that stands for padding, behind
+                which a text begins; None where texts begin at 0.
+            varlen: Use CUDA's kernel for rows of texts.
+        """
+        self._model = model
+        self._device = device
+        self._names = list(names)
+        self._padding_position = padding_position
+        self._varlen = varlen
+        self._staging = Staging(device)
+        # Left out, they come from a list of zeros that is as long as one text may be. GPT-2 takes
+        # them, too, but has no table of its own for them, and zero would be a word.
+        self._has_types = any(
+            name.endswith("token_type_embeddings") for name, _ in model.named_modules()
+        )
+        self._is_watched = False
+        #: Where the texts of the last forward pass were, and what was asked of the attention.
+        self.last = Row(())
+
+    def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
+        """Pooled token vectors, (B, D) float32, in batch order."""
+        with self._row(batch) as (inputs, ends, _):
+            hidden = self._model(**inputs).last_hidden_state
+        return pool_row(hidden[0], ends, pooling)
+
+    def logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """What the model's head says, (B, C) float32, in batch order.
+
+        Heads read the first token of each row. So that a head sees a row for each text, the last
+        layer's output is replaced by the first tokens of the texts before it gets there.
+        """
+        with self._row(batch) as (inputs, ends, row):
+            self._watch_encoder()
+            row.starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            logits: Tensor = self._model(**inputs).logits
+        return logits.float()
+
+    def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:
+        """Vectors of the tokens of each text, (L, D) each, before any head, in batch order."""
+        with self._row(batch) as (inputs, _, _):
+            hidden = self._model.base_model(**inputs).last_hidden_state[0]
+        return list(hidden.split([prepared.shape[1] for prepared in batch]))
+
+    def install(self) -> None:
+        """Gives the model this attention; from now on it computes rows of texts and nothing else.
+
+        Raises:
+            ValueError: transformers will not have it.
+        """
+        register()
+        self._model.set_attn_implementation(NAME)
+
+    def _watch_encoder(self) -> None:
+        if not self._is_watched:
+            base = self._model.base_model
+            # Where there is a pooler, it comes behind the encoder and is part of the head.
+            getattr(base, "encoder", base).register_forward_hook(_first_tokens)
+            self._is_watched = True
+
+    @contextmanager
+    def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor, Row]]:
+        """Model inputs, (1, T), the end of each text, (B,), int64 on the device; and the row."""
+        lengths = [prepared.shape[1] for prepared in batch]
+        ends = np.array([0, *accumulate(lengths)])
+        rows = np.concatenate(batch, axis=1)
+        positions = self._positions(rows[0], ends)
+        sent = self._staging.send(np.concatenate([rows.ravel(), positions, ends]))
+        tokens, ends_there = torch.split(sent, [len(sent) - len(ends), len(ends)])
+        names = [*self._names, "position_ids"]
+        inputs = dict(zip(names, tokens.view(len(names), 1, ends[-1]), strict=True))
+        if self._has_types and "token_type_ids" not in inputs:
+            inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        # Others may run beside this one.
+        self.last = row = Row(lengths, ends_there.to(torch.int32) if self._varlen else None)
+        with row_of_texts(row):
+            yield inputs, ends_there[1:], row
+
+    def _positions(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions of all tokens, (T,), as the model counts them in a row for each text."""
+        lengths = np.diff(ends)
+        if self._padding_position is None:
+            return np.arange(len(ids)) - np.repeat(ends[:-1], lengths)
+        # RoBERTa's family leaves out the padding token, which a text may spell.
+        counted = ids != self._padding_position
+        seen = np.concatenate([[0], np.cumsum(counted)])
+        within = seen[1:] - np.repeat(seen[ends[:-1]], lengths)
+        positions: NDArray[np.int64] = within * counted + self._padding_position
+        return positions
+
+
+def _first_tokens(_: Any, __: Any, output: Any) -> Any:
+    """Leaves of an encoder's output what a head reads, if it is one that is to come."""
+    row = row_of_this_pass()
+    if row is not None and row.starts is not None:
+        output.last_hidden_state = output.last_hidden_state[0, row.starts].unsqueeze(1)
+    return output

@@ -1,0 +1,1 @@
+"""From a folder or a hub id to weights, tokenizer, limits and pooling."""

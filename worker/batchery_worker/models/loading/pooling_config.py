@@ -1,0 +1,83 @@
+"""How a model's makers make an embedding of its token vectors, as sentence-transformers saves."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from batchery.errors import ModelLoadError
+from batchery_worker.models.loading.source import ModelSource
+
+#: sentence-transformers' names of the poolings that are built in, and ours.
+POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+
+#: Its older files have one switch per pooling.
+SWITCHES = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+}
+
+#: Modules that need nothing more than what every embedding gets.
+KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the files beside a model say.
+
+    Attributes:
+        pooling: `mean`, `cls` or `last`; None where they do not say.
+        prompts: Texts to put in front, by name.
+        default_prompt: Name of the prompt for texts that come without one.
+    """
+
+    pooling: str | None = None
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+
+def read_recipe(source: ModelSource, pooling: str) -> Recipe:
+    """Reads the recipe of a model; an empty one where there is none.
+
+    Args:
+        source: The model.
+        pooling: As in the settings. Unless it is `auto`, the files are not asked for theirs.
+
+    Raises:
+        ModelLoadError: They ask for something that is not built in; vectors made without it would
+            look right and be wrong.
+    """
+    general = source.json("config_sentence_transformers.json") or {}
+    return Recipe(
+        pooling=_pooling(source) if pooling == "auto" else pooling,
+        prompts=general.get("prompts") or {},
+        default_prompt=general.get("default_prompt_name"),
+    )
+
+
+def _pooling(source: ModelSource) -> str | None:
+    modules: Sequence[Mapping[str, Any]] = source.json("modules.json") or ()
+    kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
+    unknown = sorted(set(kinds) - KNOWN_MODULES)
+    if unknown:
+        raise _unsupported(source, f"modules.json asks for {', '.join(unknown)}")
+    config = source.json(f"{kinds.get('Pooling', '1_Pooling')}/config.json")
+    if config is None:
+        return None
+    modes = config.get("pooling_mode", [mode for key, mode in SWITCHES.items() if config.get(key)])
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    if len(modes) != 1 or modes[0] not in POOLINGS:
+        raise _unsupported(source, f"its pooling is {' and '.join(modes) or 'none'}")
+    if config.get("include_prompt") is False:
+        raise _unsupported(source, "its pooling leaves the prompt out")
+    return POOLINGS[modes[0]]
+
+
+def _unsupported(source: ModelSource, what: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"model {source.name!r}: {what}, which is not built in;"
+        " set `pooling` to mean, cls or last to do without, or choose another model"
+    )

@@ -1,0 +1,297 @@
+"""What all text models share: loading, validation of texts, tokenizing, padding."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from batchery.errors import InvalidItem, ModelLoadError, StartError
+from batchery.model import Model
+from batchery.outcomes import Failed
+from batchery.settings import ModelSettings
+from batchery_worker.models.forward import Forward
+from batchery_worker.models.forward.cuda_graphs import (
+    Capture,
+    Graphed,
+    Runs,
+    Shape,
+    captured,
+    shapes,
+)
+from batchery_worker.models.forward.padded import Padded
+from batchery_worker.models.forward.probe_texts import RandomTexts
+from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
+from batchery_worker.models.hardware.cpu_lanes import Lanes, Passage
+from batchery_worker.models.hardware.devices import device_named, dtype_for
+from batchery_worker.models.hardware.quantization import quantize, weights_bytes
+from batchery_worker.models.hardware.transfers import Arrival, Landing
+from batchery_worker.models.loading.identity import identity
+from batchery_worker.models.loading.limits import longest_text, padding_position
+from batchery_worker.models.loading.source import ModelSource, quiet, reason
+from batchery_worker.models.loading.tokenizer import Prepared, TextTokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+#: Words in the texts of a warm-up: kernels are chosen by length.
+WARM_UP_WORDS = (1, 8, 32, 128)
+
+
+class Outputs(NamedTuple):
+    """What a forward pass gives.
+
+    Attributes:
+        tokens: Length of each text in tokens, special ones included, in batch order.
+        arrival: Values on their way to the CPU: one row per text, in batch order, (B, ...),
+            float32.
+    """
+
+    tokens: list[int]
+    arrival: Arrival | Passage
+
+
+class TextModel(Model):
+    """A transformers model whose items are texts; subclasses say what becomes of its output."""
+
+    #: The `Auto...` class of transformers that loads it.
+    auto_class: ClassVar[Any]
+
+    #: Why it is not packed, once loaded; empty where it is.
+    why_padded = ""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self.settings = settings
+
+    def load(self, device: str) -> None:
+        """Loads tokenizer and weights, and runs one short text, which shows that they work.
+
+        Raises:
+            ModelLoadError: Nothing there, not a text model, no safetensors, weights missing, an
+                impossible setting, no memory: one line says which.
+            DeviceUnavailable: There is no such device; names those that there are.
+        """
+        self._device = device_named(device)
+        self._landing = Landing(self._device)
+        self._lanes: Lanes | None = None
+        if self._device.type == "cpu":
+            self._open_lanes(torch.get_num_threads())
+        elif self._device.type == "cuda":
+            self.passes_ahead = 1
+        try:
+            with quiet():
+                self._load(ModelSource(self.settings))
+        except StartError:
+            raise
+        except Exception as error:
+            raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+
+    def _open_lanes(self, threads: int) -> None:
+        self.lanes = self.settings.lanes or threads
+        if self.lanes > 1:
+            self._lanes = Lanes(self.lanes, threads)
+            # One more than there are lanes is begun: a lane that is free goes on at once.
+            self.passes_ahead = self.lanes
+
+    def _load(self, source: ModelSource) -> None:
+        self._source = source
+        # The config comes first: what is wrong with it would only confuse the others.
+        config = AutoConfig.from_pretrained(source.name, **source.options)
+        self.tokenizer = load_tokenizer(source)
+        # Attention is left to transformers: it takes sdpa wherever a model supports it.
+        self.model, info = self.auto_class.from_pretrained(
+            source.name,
+            config=config,
+            dtype=dtype_for(self.settings.dtype, self._device),
+            use_safetensors=True,
+            output_loading_info=True,
+            **source.options,
+        )
+        if self.model.main_input_name != "input_ids":
+            raise ModelLoadError(
+                f"model {source.name!r}: is not a text model: it takes {self.model.main_input_name}"
+            )
+        self._finish_load(source, sorted(info["missing_keys"]))
+        self.max_length = longest_text(self.settings, source, self.tokenizer, self.model)
+        self._choose_padding()
+        self._place()
+        taken = inspect.signature(self.model.forward).parameters
+        self._tokenize = TextTokenizer(
+            self.tokenizer,
+            [name for name in self._padding if name in taken],
+            vocabulary=self._vocabulary,
+            max_length=self.max_length,
+            truncate=self.settings.overflow == "truncate",
+        )
+        padding = {name: self._padding[name] for name in self._tokenize.names}
+        padded = Padded(self.model, self._device, padding=padding, side=self._padding_side)
+        self._pass: Forward = padded
+        trial = self.preprocess(["a"])[0]
+        if isinstance(trial, Failed):
+            raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
+        self._check_trial(source, self.forward([trial]))
+        self._choose_forward(source, padded)
+
+    def _place(self) -> None:
+        """Brings the model to its device, in as many bits as the settings say."""
+        how = self.settings.quantize
+        if how != "none":
+            before_bytes = weights_bytes(self.model)
+            quantize(self.settings.model, self.model, how, self._device)
+            after_bytes = weights_bytes(self.model)
+            logger.info(
+                "model %s: weights in %s, %.1f MiB of %.1f",
+                *(self.settings.model, how, after_bytes / 2**20, before_bytes / 2**20),
+            )
+        self.model.to(self._device).eval()
+
+    def _choose_padding(self) -> None:
+        """Chooses the token to pad with and the side; decoders often have no such token."""
+        config = self.model.config
+        self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        known = (config.pad_token_id, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
+        # The config comes first, as some models look for the padding. Old ones say -1 for none.
+        config.pad_token_id = next(
+            each for each in known if each is not None and 0 <= each < self._vocabulary
+        )
+        # Padded on the right, a text has the same positions and the same first token as alone. What
+        # tokenizers say is meant for generation, but for XLNet and its like, which read the last.
+        last = getattr(config, "summary_type", None) == "last"
+        self._padding_side = "left" if last else "right"
+        # Nothing is generated, so keys and values need not be kept.
+        config.use_cache = False
+        self._padding = {
+            "input_ids": config.pad_token_id,
+            "token_type_ids": self.tokenizer.pad_token_type_id,
+        }
+
+    def _choose_forward(self, source: ModelSource, padded: Padded) -> None:
+        usual = np.setdiff1d(np.arange(self._vocabulary), self.tokenizer.all_special_ids)
+        texts = RandomTexts(len(self._tokenize.names), usual)
+        candidate = Candidate(
+            name=source.name,
+            wanted=self.settings.forward,
+            model=self.model,
+            device=self._device,
+            padding_position=padding_position(self.model),
+            max_length=self.max_length,
+            padded=padded,
+            values=self._values,
+            inputs=self._tokenize.names,
+            texts=texts,
+        )
+        # Graphs come first: packed, the model has another attention.
+        graphs = self._capture(padded, texts)
+        forward, self.why_padded = choose(candidate)
+        self._pass = Graphed(forward, graphs) if graphs else forward
+        self.pads = self._pass.pads
+        lanes = f"{self.lanes} passes side by side" if self.lanes > 1 else ""
+        where = ", ".join(each for each in (self._device.type, lanes, self.why_padded) if each)
+        logger.info("model %s: %s on %s", source.name, self._pass.name, where)
+
+    def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
+        if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
+            return {}
+        capture = Capture(padded, self._values, texts, TOLERANCE[self.model.dtype])
+        return captured(self.settings.model, self._device, capture, shapes(self.max_length))
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        """Reads what else the kind needs; `missing` weights are random. Raises ModelLoadError."""
+        raise NotImplementedError
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        """Looks at the outputs of one text. Raises ModelLoadError."""
+        raise NotImplementedError
+
+    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
+        """What a forward pass makes of a batch, one row per text, before keywords have a say."""
+        raise NotImplementedError
+
+    def _prompt(self, keywords: Mapping[str, Any]) -> str:
+        """Checks the keywords; returns what goes in front of each text. Raises InvalidItem."""
+        raise NotImplementedError
+
+    def _results(
+        self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Makes one result per row of `values`, which are finite and on the CPU."""
+        raise NotImplementedError
+
+    def identity(self) -> str:
+        """Which model it is, to the last byte of its files, and how it is run."""
+        run = {
+            "device": self._device.type,
+            "dtype": str(self.model.dtype),
+            "forward": self._pass.name,
+        }
+        return identity(self.settings, self._source, run, self.model)
+
+    def warm_up(self) -> Sequence[str]:
+        """Texts of several lengths, as far as the limits of this model admit them."""
+        texts = [" ".join(["word"] * count) for count in WARM_UP_WORDS]
+        prepared = self.preprocess(texts)
+        return [
+            text for text, each in zip(texts, prepared, strict=True) if not isinstance(each, Failed)
+        ]
+
+    def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Prepared | Failed]:
+        """Validates and tokenizes the texts of a batch, in one call of the tokenizer.
+
+        Returns:
+            One tokenized text per item, in order, not padded; `Failed` with an `InvalidItem` that
+            names field and limit for each that is not fit to run. A wrong keyword fails all.
+        """
+        try:
+            prompt = self._prompt(keywords)
+        except InvalidItem as error:
+            return [Failed(InvalidItem(str(error))) for _ in items]
+        problems = [_problem(item, self.settings.max_chars) for item in items]
+        texts = [
+            prompt + item for item, problem in zip(items, problems, strict=True) if problem is None
+        ]
+        tokenized = iter(self._tokenize(texts))
+        return [
+            next(tokenized) if problem is None else Failed(InvalidItem(f"text: {problem}"))
+            for problem in problems
+        ]
+
+    def tokens(self, prepared: Prepared) -> int:
+        """Length of a tokenized text in tokens, special ones included."""
+        return int(prepared.shape[1])
+
+    def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Prepared]) -> Outputs:
+        """Begins a pass, which computes the values of a batch, and sends them on their way."""
+        lengths = [self.tokens(prepared) for prepared in batch]
+        if self._lanes is not None:
+            return Outputs(lengths, self._lanes.begin(compute))
+        with torch.inference_mode():
+            return Outputs(lengths, self._landing.begin(compute()))
+
+    def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
+        """Waits for the values of a micro-batch and makes its results, in batch order."""
+        values = outputs.arrival.wait()
+        results = self._results(values, outputs.tokens, keywords)
+        finite = values.isfinite().all(dim=1).tolist()
+        # JSON has no NaN, and nobody has a use for one.
+        return [
+            result if good else Failed(f"the model's output is not finite in {self.model.dtype}")
+            for result, good in zip(results, finite, strict=True)
+        ]
+
+
+def _problem(text: Any, max_chars: int) -> str | None:
+    """What is wrong with an item, if anything."""
+    if not isinstance(text, str):
+        return f"must be a string, not {type(text).__name__}"
+    if not text.strip():
+        return "is empty" if not text else "is only white space"
+    if len(text) > max_chars:
+        return f"{len(text)} characters are more than max_chars = {max_chars}"
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"is not Unicode: half a surrogate pair at character {error.start}"
+    return None

@@ -1,0 +1,43 @@
+"""`celery inspect batchery`: what a worker's batches look like, over Celery's remote control.
+
+Imported by a worker, the module registers what answers. Imported by Celery's command line, which
+asks only for commands that it knows by name, it makes the name known; hence the subcommand here.
+"""
+
+from typing import Any
+
+import click
+from celery.worker.control import inspect_command
+
+#: Name of the remote-control command.
+NAME = "batchery"
+
+
+@inspect_command(name=NAME)
+def figures(state: Any, **_: Any) -> dict[str, Any]:
+    """Devices, waiting jobs and batches of workers with Batchery's pool."""
+    pool = state.consumer.pool
+    kind = f"{type(pool).__module__}:{type(pool).__name__}"
+    if not hasattr(pool, "figures"):
+        return {"error": f"pool {kind} runs no batches; start the worker without -P"}
+    found = pool.figures()
+    if found is None:
+        return {"error": "the app has no batch task, so no device was started"}
+    consumer = state.consumer.task_consumer
+    # The broker may be away just now: then nothing is consumed.
+    queues = sorted(queue.name for queue in consumer.queues) if consumer else []
+    return {**found, "queues": queues}
+
+
+@click.command(NAME, short_help="Show what the batches of all workers look like.")
+@click.option("--once", is_flag=True, help="Show it once and end.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object per look.")
+@click.pass_context
+def batchery(context: click.Context, *, once: bool, as_json: bool) -> None:
+    """Show what the batches of all workers look like; as `batchery stats` for Celery's app."""
+    # Here, because Celery imports this module for each of its commands, workers included.
+    from batchery.cli.main import one_line_errors
+    from batchery.cli.stats import watch
+
+    with one_line_errors():
+        context.exit(watch(context.obj.app, once=once, as_json=as_json))

@@ -1,0 +1,77 @@
+"""One call of the pool by Celery, and the batch on a device that it is part of."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from batchery_worker.job import Batch
+from batchery_worker.request import BatchRequest, LeaseHandle
+
+
+@dataclass(slots=True)
+class TaskCall:
+    """One call of the pool by Celery, for one message of a batch task."""
+
+    #: Celery's tracer.
+    target: Callable[..., tuple[int, Any, float]]
+    #: Arguments of the tracer: task name, task id, headers of the message, and more.
+    args: Sequence[Any]
+    callback: Callable[[tuple[int, Any, float]], None]
+    accept_callback: Callable[[int, float], None]
+    error_callback: Callable[[Any], None]
+    #: The request whose methods the callbacks are; None for a caller that is not Celery's worker.
+    request: BatchRequest | None
+    items: Sequence[Any] = ()
+    #: Whether the message carries several items.
+    is_packed: bool = False
+    #: What its function may see of the request, encoded; empty where it sees nothing.
+    context: bytes = b""
+    accepted: bool = False
+    #: Is done when the state STARTED is stored; None where nobody asked for it.
+    started: Future[None] | None = None
+
+    @property
+    def task_name(self) -> str:
+        """Name under which the task is registered."""
+        return str(self.args[0])
+
+    @property
+    def task_id(self) -> str:
+        """Id of the job."""
+        return str(self.args[1])
+
+    @property
+    def lease(self) -> LeaseHandle | None:
+        """The lease of its message; None where there is none (any more)."""
+        return None if self.request is None else self.request.lease
+
+    @property
+    def publish_tag(self) -> str | None:
+        """Tag of its message, the same at each delivery; None for other transports."""
+        if self.request is None:
+            return None
+        tag: str | None = self.request.message.properties.get("publish_tag")
+        return tag
+
+    @property
+    def message(self) -> Mapping[str, Any]:
+        """The message's headers, with `args` and `kwargs` decoded."""
+        message: Mapping[str, Any] = self.args[2]
+        return message
+
+
+@dataclass(slots=True)
+class DispatchedBatch:
+    """A batch on a device."""
+
+    batch: Batch[TaskCall]
+    dispatched_s: float
+    #: Longest time that it may run, in seconds; then its process is killed.
+    hard_limit_s: float | None = None
+    #: Whether that has happened.
+    expired: bool = False
+    #: When its time began to count: when it was first at the head of its device.
+    began_s: float | None = None
+    #: What the broker was told of it, as `dispatch/poison.py` has it.
+    note: object | None = None
