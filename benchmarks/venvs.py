@@ -6,8 +6,11 @@ import venv
 from collections.abc import Sequence
 from pathlib import Path
 
+#: The repository: what runs in another environment finds `benchmarks.peers` here.
+ROOT = Path(__file__).resolve().parents[1]
+
 #: Beside what git and the linters ignore anyway; `make clean` removes it.
-FOLDER = Path(__file__).resolve().parents[1] / ".venv" / "peers"
+FOLDER = ROOT / ".venv" / "peers"
 
 
 def python_of(name: str, requirements: Sequence[str]) -> Path:

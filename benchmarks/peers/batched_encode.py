@@ -6,8 +6,8 @@ from typing import Any
 
 import batched
 
-from peers.sentence_transformers_encode import Encode
-from peers.text_peer import arguments, serve, timed
+from benchmarks.peers.sentence_transformers_encode import Encode
+from benchmarks.peers.text_peer import arguments, serve, timed
 
 
 class Batched:

@@ -6,7 +6,7 @@ from typing import Any
 from celery import Celery
 
 from batchery import BatchTask, install
-from peers.celery_client import configure, run
+from benchmarks.peers.celery_client import configure, run
 
 app = install(Celery("bench"))
 configure(app)

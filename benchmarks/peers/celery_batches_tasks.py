@@ -5,7 +5,7 @@ from typing import Any
 from celery import Celery
 from celery_batches import Batches
 
-from peers.celery_client import configure, run
+from benchmarks.peers.celery_client import configure, run
 
 app = Celery("bench")
 configure(app)

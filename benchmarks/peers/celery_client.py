@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 from redis import Redis
 
-from peers.peer import URL, main
+from benchmarks.peers.peer import URL, main
 
 QUEUE = "celery"
 TEMPLATE = "the-template"

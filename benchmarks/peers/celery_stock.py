@@ -4,7 +4,7 @@ from typing import Any
 
 from celery import Celery
 
-from peers.celery_client import configure, run
+from benchmarks.peers.celery_client import configure, run
 
 app = Celery("bench")
 configure(app)

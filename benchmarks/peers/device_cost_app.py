@@ -8,7 +8,7 @@ import numpy as np
 from celery import Celery
 
 from batchery import Model, install, register
-from batchery_worker.models.digits import shortened
+from batchery_worker.models.embedding import shortened
 
 url = os.environ["DEVICE_COST_REDIS"]
 app = install(Celery("device_cost", broker=url, backend=url, set_as_current=False))

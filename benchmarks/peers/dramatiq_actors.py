@@ -7,7 +7,7 @@ from dramatiq.brokers.redis import RedisBroker
 from dramatiq.results import Results
 from dramatiq.results.backends.redis import RedisBackend
 
-from peers.peer import URL, main
+from benchmarks.peers.peer import URL, main
 
 broker = RedisBroker(url=URL)
 broker.add_middleware(Results(backend=RedisBackend(url=URL), store_results=True))

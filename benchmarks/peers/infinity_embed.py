@@ -6,7 +6,7 @@ from typing import Any
 
 from infinity_emb import AsyncEmbeddingEngine, EngineArgs
 
-from peers.text_peer import arguments, serve, timed
+from benchmarks.peers.text_peer import arguments, serve, timed
 
 #: Their names of number formats.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

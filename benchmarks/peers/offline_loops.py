@@ -15,9 +15,9 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModel, AutoTokenizer
 
-from peers import offline_packed
-from peers.offline_packed import Layout
-from peers.text_peer import arguments, encode, serve
+from benchmarks.peers import offline_packed
+from benchmarks.peers.offline_packed import Layout
+from benchmarks.peers.text_peer import arguments, encode, serve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from redis import Redis
 
-from peers.celery_client import QUEUE, fill
-from peers.celery_stock import app
-from peers.peer import URL, main
+from benchmarks.peers.celery_client import QUEUE, fill
+from benchmarks.peers.celery_stock import app
+from benchmarks.peers.peer import URL, main
 
 BATCH = int(os.environ.get("PEER_BATCH", "256"))
 

@@ -6,7 +6,7 @@ from redis import Redis
 from rq import Queue
 from rq.job import Job
 
-from peers.peer import URL, main
+from benchmarks.peers.peer import URL, main
 
 #: Jobs per pipeline while the queue is filled.
 CHUNK = 200
@@ -23,7 +23,7 @@ def send(count: int) -> list[Job]:
     jobs: list[Job] = []
     for start in range(0, count, CHUNK):
         some = range(start, min(start + CHUNK, count))
-        job = Queue.prepare_data("peers.rq_jobs.noop", (0,), result_ttl=3600)
+        job = Queue.prepare_data("benchmarks.peers.rq_jobs.noop", (0,), result_ttl=3600)
         jobs += queue.enqueue_many([job for _ in some])
     return jobs
 
@@ -37,7 +37,7 @@ def collect(jobs: list[Job]) -> None:
 def call() -> None:
     """One job and its result."""
     queue = Queue(connection=Redis.from_url(URL))
-    queue.enqueue("peers.rq_jobs.noop", 0, result_ttl=3600).latest_result(timeout=60)
+    queue.enqueue("benchmarks.peers.rq_jobs.noop", 0, result_ttl=3600).latest_result(timeout=60)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from typing import Any
 
 from saq import Job, Queue
 
-from peers.peer import URL, main
+from benchmarks.peers.peer import URL, main
 
 #: Jobs sent at the same time while the queue is filled.
 CHUNK = 200

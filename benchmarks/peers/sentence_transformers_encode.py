@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from sentence_transformers import SentenceTransformer
 
-from peers.text_peer import arguments, serve, timed
+from benchmarks.peers.text_peer import arguments, serve, timed
 
 
 class Encode:

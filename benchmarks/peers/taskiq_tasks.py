@@ -6,7 +6,7 @@ from typing import Any
 import taskiq
 from taskiq_redis import RedisAsyncResultBackend, RedisStreamBroker
 
-from peers.peer import URL, main
+from benchmarks.peers.peer import URL, main
 
 #: Pause between two looks for a result, in seconds; the default of 0.2 would be all there is.
 LOOK_S = 0.001

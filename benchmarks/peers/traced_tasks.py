@@ -15,10 +15,10 @@ from celery import Celery
 
 from batchery import BatchTask, install
 from batchery.transport.channel import LeasingChannel
-from batchery.transport.drain import Drain
-from batchery_worker.dispatcher import Dispatcher
-from batchery_worker.redis_commit import RedisCommitter
-from peers.celery_client import configure
+from batchery.transport.consume import Drain
+from batchery_worker.commit.committer import RedisCommitter
+from batchery_worker.dispatch.dispatcher import Dispatcher
+from benchmarks.peers.celery_client import configure
 
 app = install(Celery("bench"))
 configure(app)

@@ -1,0 +1,1 @@
+"""Publishing and collecting in bulk, beside Celery's own ways and other queues."""

@@ -1,0 +1,185 @@
+"""The system under test: a Redis and a changing number of workers, and everything done to them."""
+
+import contextlib
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.chaos.member import Member
+from benchmarks.chaos.plan import Plan
+from benchmarks.chaos.recovery import Loss
+from benchmarks.chaos.schedule import DISTURBING, Action, Event
+from benchmarks.chaos.server import FaultyRedis
+from benchmarks.chaos.tasks import MODULE
+from benchmarks.venvs import ROOT
+
+T = TypeVar("T")
+
+
+class Cluster:
+    """Redis and workers; `close` ends them all."""
+
+    def __init__(
+        self, plan: Plan, folder: Path, say: Callable[[str], None], clock: Callable[[], float]
+    ) -> None:
+        """Starts it; `is_ready` says when the workers consume.
+
+        Args:
+            plan: What it is made of.
+            folder: An empty one, for its data, logs and ledgers.
+            say: Is told what happens.
+            clock: The one that the ledger goes by.
+
+        Raises:
+            RedisUnavailable: There is no redis-server, or it does not start.
+        """
+        #: Where executions are written down.
+        self.ledger = folder / "ledger"
+        #: What was done, and how often.
+        self.done: Counter[Action] = Counter()
+        #: When workers, Redis or the network were disturbed.
+        self.faults_s: list[float] = []
+        #: Workers that were killed or stopped, and when.
+        self.losses: list[Loss] = []
+        #: Workers that ended without being told to.
+        self.ended = 0
+        #: The end of the log of the last of them.
+        self.last_words = ""
+        self._folder = folder
+        self._say = say
+        self._clock = clock
+        self._members: list[Member] = []
+        self._started = 0
+        #: Of workers that have ended. Every other one that starts takes such a name, as if it had
+        #: been restarted in its place.
+        self._free_names: list[str] = []
+        self.redis = FaultyRedis(folder / "redis")
+        self.ledger.mkdir()
+        text = MODULE.format(
+            root=str(ROOT),
+            url=self.redis.worker_url,
+            transport=plan.transport,
+            folder=str(self.ledger),
+            batch_s=plan.batch_s,
+        )
+        (folder / "chaos_app.py").write_text(text, encoding="utf-8")
+        self._scale(plan.workers)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all workers that shall stay consume."""
+        return all(member.is_ready for member in self._staying)
+
+    def apply(self, event: Event) -> bool:
+        """Does one thing, but no MALFORMED; returns whether there was anything to do it to."""
+        if event.action is Action.SCALE:
+            what = self._scale(event.number)
+        elif event.action in (Action.KILL_WORKER, Action.KILL_DEVICE, Action.STOP_WORKER):
+            what = self._hit(event)
+        else:
+            what = self._do(event.action)
+        if what:
+            self.done[event.action] += 1
+            if event.action in DISTURBING:
+                self.faults_s.append(self._clock())
+        self._say(f"{event.at_s:6.1f} s  {event.action}: {what or 'nothing there'}")
+        return bool(what)
+
+    def tend(self) -> None:
+        """Notices workers that have ended, and replaces those that were not told to."""
+        for member in list(self._members):
+            if (code := member.poll()) is None:
+                continue
+            self._members.remove(member)
+            self._free_names.append(member.name)
+            member.close()
+            if not member.is_leaving:
+                self.ended += 1
+                self.last_words = member.last_words
+                self._say(f"{member.name} ended, exit code {code}: {self.last_words}")
+                self._start()
+
+    def heal(self) -> None:
+        """Ends every fault: Redis is up and has room, and a worker runs."""
+        self.redis.restart()
+        self.redis.free()
+        while self._do(Action.CONTINUE_WORKER):
+            pass
+        self._scale(max(1, len(self._staying)))
+
+    def close(self) -> None:
+        """Kills the workers, then stops Redis."""
+        for member in self._members:
+            member.close()
+        self.redis.close()
+
+    @property
+    def _staying(self) -> list[Member]:
+        return [member for member in self._members if not member.is_leaving]
+
+    def _start(self) -> None:
+        self._started += 1
+        name = f"w{self._started}"
+        if self._free_names and self._started % 2:
+            name = self._free_names.pop()
+        self._members.append(Member(name, self._folder))
+
+    def _scale(self, number: int) -> str:
+        """Starts workers, or ends some in an orderly way, until there are so many."""
+        before = self._staying
+        for member in before[number:]:
+            member.leave()
+        for _ in range(number - len(before)):
+            self._start()
+        return f"{len(before)} to {number}"
+
+    def _hit(self, event: Event) -> str:
+        """Does something to one worker, if possible to one that consumes."""
+        up = [member for member in self._staying if not member.is_stopped]
+        victim = _pick([member for member in up if member.is_ready] or up, event.pick)
+        if victim is None:
+            return ""
+        others = sum(member.is_ready for member in up) - victim.is_ready
+        at_s = self._clock()
+        match event.action:
+            case Action.KILL_DEVICE:
+                device = _pick(victim.devices(), event.pick)
+                if device is None:
+                    return ""
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(device, signal.SIGKILL)
+                return f"of {victim.name}"
+            case Action.KILL_WORKER:
+                victim.kill()
+            case _:
+                # Half of them with the devices, as when a whole machine is paused.
+                victim.stop(with_devices=event.pick < 0.5)
+        self.losses.append(Loss(victim.pid, at_s, event.action, others))
+        return victim.name
+
+    def _do(self, action: Action) -> str:
+        """Does something to Redis, or continues the worker that was stopped first."""
+        match action:
+            case Action.CONTINUE_WORKER:
+                stopped = [member for member in self._members if member.is_stopped][:1]
+                for member in stopped:
+                    member.go_on()
+                return " ".join(member.name for member in stopped)
+            case Action.REDIS_DOWN:
+                self.redis.kill()
+            case Action.REDIS_UP:
+                self.redis.restart()
+            case Action.CUT:
+                return f"{self.redis.cut()} of them"
+            case Action.FILL:
+                return "done" if self.redis.fill() else ""
+            case Action.FREE:
+                return "done" if self.redis.free() else ""
+        return "done"
+
+
+def _pick(choices: Sequence[T], where: float) -> T | None:
+    return choices[int(where * len(choices))] if choices else None

@@ -1,0 +1,156 @@
+"""Submits jobs so that it is certain, whatever happens to Redis meanwhile, what was submitted once.
+
+Messages are Celery's own, captured in memory. Those of one job go to Redis in one script that does
+nothing the second time, and it is repeated until its answer has arrived.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from queue import Queue
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery, chain, chord
+from celery.backends.redis import RedisBackend
+from kombu.transport import memory
+from redis import Redis
+from redis.exceptions import RedisError
+
+from benchmarks.chaos.tasks import QUEUE, STEP, TOTAL
+from benchmarks.chaos.workload import Kind, Order
+
+if TYPE_CHECKING:
+    _RedisBackend: Any
+else:
+    _RedisBackend = RedisBackend
+
+#: Numbers of the jobs that were submitted, so that none is submitted twice.
+MARKS = "chaos:submitted"
+
+# First the mark: at maxmemory Redis then refuses the script before it has done anything.
+SUBMIT = """
+if redis.call('SADD', KEYS[1], ARGV[1]) == 1 then
+    redis.call('LPUSH', KEYS[2], unpack(ARGV, 2))
+end
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One job that is in Redis for certain."""
+
+    order: Order
+    #: Ids of all its tasks; the last one has the result of the whole.
+    task_ids: tuple[str, ...]
+    #: Those of its tasks that workers send, each of which shall be sent once.
+    sent_by_workers: frozenset[str]
+
+
+class SilentBackend(_RedisBackend):  # type: ignore[misc]
+    """Prepares chords, and subscribes to nothing: the watcher sees all results."""
+
+    def on_task_call(self, producer: Any, task_id: str) -> None:
+        """Called for each message; does nothing."""
+
+    def add_pending_result(self, result: Any, **_: Any) -> Any:
+        """Called for each part of a chord; Redis may be down."""
+        return result
+
+    def on_result_fulfilled(self, result: Any) -> None:
+        """Called when a result object goes away; there is no subscription to end."""
+
+
+class Outbox:
+    """Jobs on their way to Redis, in order."""
+
+    def __init__(self, url: str) -> None:
+        """Connects to nothing yet.
+
+        Args:
+            url: Redis of the workers; it may be down at any time.
+        """
+        self._app = Celery("outbox", set_as_current=False)
+        self._app.conf.update(
+            broker_url="memory://",
+            result_backend=f"{__name__}:SilentBackend+{url}",
+            result_backend_transport_options={"retry_policy": {"max_retries": 0}},
+            task_default_queue=QUEUE,
+            task_publish_retry=False,
+        )
+        self._redis = Redis.from_url(url, socket_timeout=5)
+        self._submit = self._redis.register_script(SUBMIT)
+        self._waiting: deque[Order] = deque()
+        self._ready: tuple[Submission, list[str]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._waiting) + (self._ready is not None)
+
+    def add(self, orders: Iterable[Order]) -> None:
+        """Takes more jobs."""
+        self._waiting.extend(orders)
+
+    def flush(self, most: int = 100) -> list[Submission]:
+        """Submits what it can; returns what Redis has confirmed. The rest waits for the next call.
+
+        Args:
+            most: Jobs at a time, so that the caller can look after other things.
+        """
+        done: list[Submission] = []
+        try:
+            while len(self) and len(done) < most:
+                if self._ready is None:
+                    self._ready = self._prepare(self._waiting[0])
+                    self._waiting.popleft()
+                submission, messages = self._ready
+                self._submit(keys=[MARKS, QUEUE], args=[submission.order.number, *messages])
+                self._ready = None
+                done.append(submission)
+        except (RedisError, OSError):
+            pass  # It is down, full, or reading its data: the next call tries again.
+        return done
+
+    def throw(self, message: bytes) -> bool:
+        """Puts something into the queue as it is; returns whether Redis took it."""
+        try:
+            self._redis.lpush(QUEUE, message)
+        except (RedisError, OSError):
+            return False
+        return True
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._redis.close()
+        self._app.close()
+
+    def _prepare(self, order: Order) -> tuple[Submission, list[str]]:
+        _captured()  # What a failed attempt has left behind.
+        signature = self._signature(order)
+        last = signature.apply_async()
+        messages = [json.dumps(message) for message in _captured()]
+        sent = [json.loads(message)["headers"]["id"] for message in messages]
+        ids = [last.id]
+        while order.kind is Kind.CHAIN and (last := last.parent):
+            ids.insert(0, last.id)
+        # Parts of a chord come before its body.
+        every = tuple(dict.fromkeys([*(each for each in sent if each != ids[-1]), *ids]))
+        return Submission(order, every, frozenset(every) - frozenset(sent)), messages
+
+    def _signature(self, order: Order) -> Any:
+        items = order.items
+        step = self._app.signature(STEP)
+        match order.kind:
+            case Kind.PLAIN:
+                return step.clone((items[0],))
+            case Kind.PACKED:
+                header: Any = {"batchery": {"v": 1, "n": len(items)}}
+                return step.clone((items,), headers=header)
+            case Kind.CHAIN:
+                return chain(step.clone((items[0],)), *[step.clone() for _ in items[1:]])
+            case Kind.CHORD:
+                return chord([step.clone((item,)) for item in items], self._app.signature(TOTAL))
+
+
+def _captured() -> list[Any]:
+    queue: Queue[Any] = memory.Channel.queues.get(QUEUE, Queue())
+    return [queue.get_nowait() for _ in range(queue.qsize())]

@@ -1,0 +1,71 @@
+"""How large a run is, and how much goes wrong in it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+TransportName = Literal["batchery", "stock"]
+
+#: Name of a transport -> what Celery is told.
+TRANSPORTS: dict[TransportName, str] = {
+    "batchery": "batchery.transport:Transport",
+    # Not its scheme: `install` has put ours behind that.
+    "stock": "kombu.transport.redis:Transport",
+}
+
+#: Most items of a batch.
+BATCH = 16
+
+#: How much faster one worker is than jobs are submitted, with full batches: it is busy for most of
+#: the time, so that faults hit something, and catches up after them.
+HEADROOM = 3
+
+#: Longest time of a batch, in seconds.
+LONGEST_BATCH_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that a run depends on, besides the machine's speed."""
+
+    transport: TransportName = "batchery"
+    jobs: int = 1000
+    seed: int = 0
+    #: `kill -9` of a worker's main process; its devices die with it.
+    kills: int = 3
+    #: `kill -9` of a device process.
+    device_kills: int = 3
+    #: SIGSTOP of a worker, SIGCONT after `stop_s`.
+    stops: int = 1
+    #: `kill -9` of redis-server, and its start on the same data.
+    redis_restarts: int = 1
+    #: All connections between workers and Redis are cut at once.
+    cuts: int = 2
+    #: Messages that are none.
+    malformed: int = 8
+    #: Redis at maxmemory, for up to a second.
+    fills: int = 1
+    #: Workers at the start; later between one and `max_workers`, as the seed has it.
+    workers: int = 2
+    max_workers: int = 3
+    #: How long a stopped worker stays so: beyond the lease expiry, so that others take its jobs.
+    stop_s: float = 8.0
+    #: Mean time between two faults.
+    gap_s: float = 1.5
+    #: How long after the last fault and the last answer a job counts as stuck.
+    patience_s: float = 60.0
+
+    @property
+    def faults(self) -> int:
+        """How often something goes wrong; malformed messages come beside it."""
+        parts = (self.kills, self.device_kills, self.stops, self.redis_restarts, self.cuts)
+        return sum(parts) + self.fills
+
+    @property
+    def duration_s(self) -> float:
+        """How long jobs are submitted: the faults, and one gap before and after them."""
+        return (self.faults + 2) * self.gap_s
+
+    @property
+    def batch_s(self) -> float:
+        """How long a batch takes."""
+        return min(LONGEST_BATCH_S, BATCH * self.duration_s / (HEADROOM * max(1, self.jobs)))

@@ -1,0 +1,112 @@
+"""What goes wrong, and when: the same for the same plan, whatever the machine does. Pure."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from random import Random
+
+from benchmarks.chaos.plan import Plan
+
+
+class Action(StrEnum):
+    """One thing that is done to the system."""
+
+    KILL_WORKER = "kill worker"
+    KILL_DEVICE = "kill device"
+    STOP_WORKER = "stop worker"
+    CONTINUE_WORKER = "continue worker"
+    SCALE = "scale"
+    REDIS_DOWN = "kill redis"
+    REDIS_UP = "start redis"
+    CUT = "cut connections"
+    FILL = "fill redis"
+    FREE = "free redis"
+    MALFORMED = "malformed message"
+
+
+#: What may delay the recovery of another worker's jobs: those who would notice are hit, too.
+DISTURBING = frozenset(
+    {
+        Action.KILL_WORKER,
+        Action.STOP_WORKER,
+        Action.REDIS_DOWN,
+        Action.REDIS_UP,
+        Action.CUT,
+        Action.FILL,
+        Action.FREE,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Event:
+    """One action and its time."""
+
+    at_s: float
+    action: Action
+    #: Chooses among the processes that there are by then; from 0 to below 1.
+    pick: float = 0.0
+    #: SCALE, KILL_WORKER: how many workers there shall be then. MALFORMED: which message.
+    number: int = 0
+
+
+#: How long a kill waits that found nothing to kill, in seconds: something is just starting.
+AGAIN_S = 0.5
+
+
+def again(event: Event) -> list[Event]:
+    """What takes the place of an event that found nothing to be done to; only kills are repeated.
+
+    The workers that it should have left are asked for once more, or there might be none.
+    """
+    later = replace(event, at_s=event.at_s + AGAIN_S)
+    match event.action:
+        case Action.KILL_DEVICE:
+            return [later]
+        case Action.KILL_WORKER:
+            return [later, Event(later.at_s + AGAIN_S, Action.SCALE, number=event.number)]
+        case _:
+            return []
+
+
+def schedule(plan: Plan) -> list[Event]:
+    """All events of a run, by time.
+
+    Each fault has a slot of its own, in random order, and lies anywhere in it; what ends it may
+    lie in another's slot, so that faults overlap.
+    """
+    random = Random(plan.seed)
+    faults = [
+        *[Action.KILL_WORKER] * plan.kills,
+        *[Action.KILL_DEVICE] * plan.device_kills,
+        *[Action.STOP_WORKER] * plan.stops,
+        *[Action.REDIS_DOWN] * plan.redis_restarts,
+        *[Action.CUT] * plan.cuts,
+        *[Action.FILL] * plan.fills,
+    ]
+    random.shuffle(faults)
+    events = [
+        event
+        for slot, action in enumerate(faults, start=1)
+        for event in _fault(plan, action, (slot + random.random()) * plan.gap_s, random)
+    ]
+    events += [
+        Event(random.uniform(0, plan.duration_s), Action.MALFORMED, number=number)
+        for number in range(plan.malformed)
+    ]
+    return sorted(events)
+
+
+def _fault(plan: Plan, action: Action, at_s: float, random: Random) -> Iterator[Event]:
+    """A fault, and what ends it."""
+    number = random.randint(1, plan.max_workers) if action is Action.KILL_WORKER else 0
+    yield Event(at_s, action, random.random(), number)
+    match action:
+        case Action.KILL_WORKER:
+            yield Event(at_s + random.uniform(0.1, 1.0), Action.SCALE, number=number)
+        case Action.STOP_WORKER:
+            yield Event(at_s + plan.stop_s, Action.CONTINUE_WORKER)
+        case Action.REDIS_DOWN:
+            yield Event(at_s + random.uniform(0.2, 1.5), Action.REDIS_UP)
+        case Action.FILL:
+            yield Event(at_s + random.uniform(0.3, 1.0), Action.FREE)

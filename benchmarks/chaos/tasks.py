@@ -1,0 +1,66 @@
+"""The app that a run's workers serve: tasks that write down each execution before they compute."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from celery import Celery, signals
+
+from batchery import BatchTask, install
+from benchmarks.chaos.ledger import Book
+from benchmarks.chaos.plan import BATCH, TRANSPORTS, TransportName
+from benchmarks.chaos.workload import Item, advance, total
+
+QUEUE = "chaos"
+STEP = "chaos.step"
+TOTAL = "chaos.total"
+
+#: A module of this text is what `celery -A` and the device processes import.
+MODULE = """\
+import sys
+from pathlib import Path
+
+sys.path.insert(0, {root!r})
+from benchmarks.chaos.tasks import make_app
+
+app = make_app({url!r}, {transport!r}, Path({folder!r}), {batch_s!r})
+"""
+
+
+def make_app(url: str, transport: TransportName, folder: Path, batch_s: float) -> Celery:
+    """Makes the app.
+
+    Args:
+        url: Redis for messages and results.
+        transport: Name of the transport under test.
+        folder: Where executions are written down, far from Redis.
+        batch_s: How long a batch takes.
+    """
+    app = install(Celery("chaos", broker=url, backend=url, set_as_current=False))
+    app.conf.update(
+        broker_transport=TRANSPORTS[transport],
+        broker_connection_retry_on_startup=True,
+        task_acks_late=True,
+        task_default_queue=QUEUE,
+        worker_hijack_root_logger=False,
+    )
+    book = Book(folder)
+
+    @app.task(shared=False, base=BatchTask, name=STEP, max_batch_size=BATCH)
+    def step(items: list[Item]) -> list[Item]:
+        book.executed(items)
+        time.sleep(batch_s)
+        return [advance(item) for item in items]
+
+    @app.task(shared=False, name=TOTAL)
+    def body(items: list[Item]) -> Item:
+        book.executed([total(items)])
+        return total(items)
+
+    def receive(request: Any, **_: Any) -> None:
+        # Batchery's transport gives a message another tag each time that it leases it.
+        tag = request.message.properties.get("publish_tag") or request.message.delivery_tag
+        book.received(request.id, tag)
+
+    signals.task_received.connect(receive, weak=False)
+    return app

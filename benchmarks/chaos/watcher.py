@@ -1,0 +1,105 @@
+"""Reads results as they are stored: from Redis's announcements, and by looking."""
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+from benchmarks.chaos.answers import Answers
+
+PREFIX = "celery-task-meta-"
+
+#: Pause between two looks at what is not answered, in seconds. Announcements are quicker, but
+#: those made while the connection is down are lost.
+LOOK_S = 1.0
+
+#: Longest wait for an announcement, or before connecting again, in seconds.
+WAIT_S = 0.2
+
+#: Keys per MGET.
+CHUNK = 500
+
+
+class Watcher:
+    """A thread that fills in answers until it is closed; Redis may go away meanwhile."""
+
+    def __init__(self, url: str, clock: Callable[[], float]) -> None:
+        """Starts it.
+
+        Args:
+            url: Redis of the workers.
+            clock: The one that the ledger goes by.
+        """
+        self._clock = clock
+        self.answers = Answers()
+        self._redis: Any = Redis.from_url(url, socket_timeout=5)
+        self._lock = threading.Lock()
+        self._open: dict[str, None] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="chaos-watcher", daemon=True)
+        self._thread.start()
+
+    def expect(self, task_ids: Iterable[str]) -> None:
+        """Looks for these results from now on."""
+        with self._lock:
+            self._open.update((each, None) for each in task_ids if each not in self.answers.first)
+
+    @property
+    def unanswered(self) -> int:
+        """How many expected results are missing."""
+        return len(self._open)
+
+    @property
+    def answered(self) -> int:
+        """How many results were seen."""
+        return len(self.answers.first)
+
+    def final_look(self) -> None:
+        """Reads every result once more, so that one that has changed is found.
+
+        Raises:
+            RedisError: Redis does not answer.
+        """
+        self._look([*self.answers.first, *self._open])
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self._thread.join()
+        self._redis.close()
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._listen()
+            except (RedisError, OSError):
+                self._closed.wait(WAIT_S)
+
+    def _listen(self) -> None:
+        with self._redis.pubsub(ignore_subscribe_messages=True) as announcements:
+            announcements.psubscribe(f"{PREFIX}*")
+            look_s = 0.0
+            while not self._closed.is_set():
+                if self._clock() >= look_s:
+                    with self._lock:
+                        missing = list(self._open)
+                    self._look(missing)
+                    look_s = self._clock() + LOOK_S
+                if message := announcements.get_message(timeout=WAIT_S):
+                    self._saw(message["channel"].decode()[len(PREFIX) :], message["data"])
+
+    def _look(self, task_ids: list[str]) -> None:
+        for start in range(0, len(task_ids), CHUNK):
+            chunk = task_ids[start : start + CHUNK]
+            payloads = self._redis.mget([PREFIX + each for each in chunk])
+            for task_id, payload in zip(chunk, payloads, strict=True):
+                if payload is not None:
+                    self._saw(task_id, payload)
+
+    def _saw(self, task_id: str, payload: bytes) -> None:
+        with self._lock:
+            self.answers.saw(task_id, payload, self._clock())
+            if task_id in self.answers.first:
+                self._open.pop(task_id, None)

@@ -1,0 +1,132 @@
+"""Our device process fed directly: batches over its pipe, with no Redis and no Celery worker."""
+
+import itertools
+import json
+import logging
+import select
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import psutil
+
+from batchery.settings import default_cache_dir
+from batchery_worker.device_pool.process import DeviceProcess
+from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Work
+from batchery_worker.job import DEVICE_DEPTH
+from benchmarks.engine.sample import Sample, cpu_by_name, cpu_since
+from benchmarks.engine.target import Target
+
+APP = "batchery.app:app"
+TASK = "embed"
+
+
+class DirectDevice:
+    """A device process, and this process in the place of a worker."""
+
+    name = "device, fed directly"
+
+    def __init__(self, target: Target) -> None:
+        """Starts it, without waiting for its model."""
+        self._target = target
+        self._ids = itertools.count(1)
+        setup = Setup(
+            device=target.device,
+            sys_path=sys.path,
+            app=APP,
+            modules=(),
+            load=(TASK,),
+            log_level=logging.WARNING,
+            # As a worker has it where no setting says otherwise.
+            calibrate=(TASK,) if target.device.startswith("cuda") else (),
+            cache_dir=default_cache_dir(),
+        )
+        self._device = DeviceProcess(setup)
+        self._device.spawn()
+
+    def wait_ready(self) -> None:
+        """Waits for its model.
+
+        Raises:
+            SystemExit: It cannot load it.
+        """
+        for reply in self._replies():
+            if isinstance(reply, NotReady):
+                raise SystemExit(reply.text)
+            assert isinstance(reply, Ready)
+        device = psutil.Process(self._device.pid)
+        self._processes = {"feeder": psutil.Process(), "device": device}
+
+    def run(self, texts: Sequence[str], *, keep: bool = False) -> Sample:
+        """Embeds all texts, in batches in the order of arrival."""
+        size = self._target.batch_size
+        starts = iter(range(0, len(texts), size))
+        results = [b""] * len(texts)
+        tokens = computed_tokens = 0
+        forward_ms = 0.0
+        used, began_s = cpu_by_name(self._processes), time.perf_counter()
+        held: dict[int, int] = {}
+        held.update(self._send(texts, start) for start in itertools.islice(starts, DEVICE_DEPTH))
+        while held:
+            for done in self._replies():
+                assert isinstance(done, Done)
+                held.update(self._send(texts, start) for start in itertools.islice(starts, 1))
+                for place, spelled in enumerate(_values(done), held.pop(done.id)):
+                    # With context, the device would write this text for Redis.
+                    results[place] = json.dumps(spelled).encode()
+                tokens += done.tokens
+                computed_tokens += done.computed_tokens
+                forward_ms += done.forward_ms
+        seconds = time.perf_counter() - began_s
+        return Sample(
+            seconds=seconds,
+            cpu_s=cpu_since(used, self._processes),
+            tokens=tokens,
+            computed_tokens=computed_tokens,
+            stages_s={"forward": forward_ms / 1e3},
+            results=[json.loads(each) for each in results] if keep else [],
+        )
+
+    def _send(self, texts: Sequence[str], start: int) -> tuple[int, int]:
+        part = texts[start : start + self._target.batch_size]
+        work = Work(
+            id=next(self._ids),
+            task=TASK,
+            keywords={},
+            jobs=[(str(number), (text,), False) for number, text in enumerate(part)],
+            max_batch_size=self._target.batch_size,
+            max_batch_tokens=None,
+        )
+        # No flight: what it is for is the worker's.
+        flight: Any = None
+        if not self._device.send(work, flight):
+            self._flush()
+        return work.id, start
+
+    def _flush(self) -> None:
+        link = self._device.link
+        assert link is not None
+        while not link.flush():
+            select.select([], [link.writer], [])
+
+    def _replies(self) -> list[Reply]:
+        assert self._device.link is not None
+        while True:
+            select.select([self._device.link.reader], [], [])
+            try:
+                if replies := self._device.receive():
+                    return replies
+            except EOFError:
+                raise SystemExit(f"the device {self._device.reap()}; see above") from None
+
+    def stop(self) -> None:
+        """Ends the process."""
+        self._device.stop(kill_at_once=True)
+
+
+def _values(done: Done) -> Iterator[Any]:
+    for _, spelled in done.jobs:
+        if spelled[0] != "value":
+            raise SystemExit(f"the device answers {spelled}")
+        yield spelled[1]

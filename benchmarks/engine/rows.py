@@ -1,0 +1,120 @@
+"""From samples to the rows of a table."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.engine.sample import Sample
+from benchmarks.engine.systems import NAIVE
+
+#: What counts as a loop that anyone could write.
+LOOP = "loop: "
+
+HEADS = (
+    "",
+    "texts/s",
+    "spread",
+    "of best loop (by CPU)",
+    "of arrival order (CPU)",
+    "padding",
+    "tokens/s",
+    "CPU per text",
+)
+
+
+def rows_of(
+    workload: str, samples: Mapping[str, Sequence[Sample]], texts: int, flops: float
+) -> list[dict[str, Any]]:
+    """One row per system, of one workload.
+
+    Args:
+        workload: Its name.
+        samples: Of each system, one per round; the rounds belong together.
+        texts: In a round.
+        flops: Of a forward pass over all of them, unpadded.
+
+    Returns:
+        Medians and spreads. Ratios are taken within each round, so that a machine that slows down
+        does not count: of rates, and, for machines that others use, of texts per processor second.
+        The best loop is the one with the best median, of time or of processor time.
+    """
+    seconds = {name: [each.seconds for each in taken] for name, taken in samples.items()}
+    used = {name: [sum(each.cpu_s.values()) for each in taken] for name, taken in samples.items()}
+    loops = [name for name in seconds if name.startswith(LOOP)]
+    best = min(loops, key=lambda name: statistics.median(seconds[name]), default=None)
+    # Where others use the machine, the quickest loop need not be the one that uses least of it.
+    least = min(loops, key=lambda name: statistics.median(used[name]), default=None)
+    tokens = max(each.tokens for taken in samples.values() for each in taken)
+    rows = []
+    for name, taken in samples.items():
+        rates = [texts / each.seconds for each in taken]
+        row: dict[str, Any] = {
+            "system": name,
+            "workload": workload,
+            "texts_per_s": round(statistics.median(rates), 1),
+            "spread": [round(min(rates), 1), round(max(rates), 1)],
+            "padding_waste": _waste(taken[-1]),
+            "tokens_per_s": round(statistics.median(rates) * tokens / texts),
+            "flops_per_s": round(statistics.median(rates) * flops / texts),
+            "cpu_ms_per_text": _cpu_ms(taken, texts),
+            "stages_ms_per_text": _stages_ms(taken, texts),
+        }
+        for key, quick, thrifty in (
+            ("of_best_loop", best, least),
+            ("of_naive_loop", NAIVE, NAIVE),
+        ):
+            if quick in seconds and thrifty in used:
+                row[key] = _ratio(seconds[quick], seconds[name])
+                row[f"cpu_{key}"] = _ratio(used[thrifty], used[name])
+        rows.append(row)
+    return rows
+
+
+def _ratio(others: Sequence[float], own: Sequence[float]) -> float:
+    ratios = [other / mine for other, mine in zip(others, own, strict=True)]
+    return round(statistics.median(ratios), 3)
+
+
+def _waste(sample: Sample) -> float | None:
+    if not sample.computed_tokens:
+        return None
+    return round(1 - sample.tokens / sample.computed_tokens, 3)
+
+
+def _cpu_ms(samples: Sequence[Sample], texts: int) -> dict[str, float]:
+    return {
+        name: round(statistics.median(each.cpu_s[name] for each in samples) / texts * 1e3, 3)
+        for name in samples[0].cpu_s
+    }
+
+
+def _stages_ms(samples: Sequence[Sample], texts: int) -> dict[str, float]:
+    return {
+        name: round(statistics.median(each.stages_s[name] for each in samples) / texts * 1e3, 3)
+        for name in samples[0].stages_s
+    }
+
+
+def _with_cpu(row: Mapping[str, Any], key: str) -> str:
+    return f"{row[key]:.2f} ({row[f'cpu_{key}']:.2f})" if key in row else ""
+
+
+def print_rows(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints the rows of one workload, ready for a page of docs."""
+    table = Table(*HEADS, box=box.MARKDOWN, title=rows[0]["workload"])
+    for row in rows:
+        waste = row["padding_waste"]
+        table.add_row(
+            row["system"],
+            f"{row['texts_per_s']:,}",
+            f"{row['spread'][0]:,} to {row['spread'][1]:,}",
+            *(_with_cpu(row, key) for key in ("of_best_loop", "of_naive_loop")),
+            "" if waste is None else f"{waste:.1%}",
+            f"{row['tokens_per_s']:,}",
+            f"{sum(row['cpu_ms_per_text'].values()):.2f} ms",
+        )
+    console.print(table)

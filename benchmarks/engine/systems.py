@@ -1,0 +1,90 @@
+"""The rows of the engine benchmark, and how each is started."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.engine.child import Child, ChildSystem
+from benchmarks.engine.device import DirectDevice
+from benchmarks.engine.sample import System
+from benchmarks.engine.target import Target
+from benchmarks.engine.worker import WholeSystem
+from benchmarks.venvs import python_of
+
+#: The same everywhere: a newer one would be another measurement, and gigabytes.
+TORCH = "torch==2.13.0"
+
+SENTENCE_TRANSFORMERS = (TORCH, "transformers==5.23.0", "sentence-transformers==6.2.0")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A system that computes in a process of its own."""
+
+    name: str
+    #: Script in `peers/`; rows with the same one share a process.
+    module: str
+    #: What it is asked for, besides texts.
+    request: Mapping[str, Any]
+    requirements: Sequence[str] = ()
+
+    @property
+    def venv(self) -> str:
+        """Name of its environment."""
+        return re.split(r"[\[=]", self.requirements[-1])[0] if self.requirements else ""
+
+
+LOOPS = [
+    Row("loop: arrival order", "offline_loops", {"loop": "naive"}),
+    Row("loop: sorted", "offline_loops", {"loop": "sorted"}),
+    Row("loop: token budget", "offline_loops", {"loop": "budget"}),
+    Row("loop: packed", "offline_loops", {"loop": "packed"}),
+    Row("loop: packed, side by side", "offline_loops", {"loop": "side by side"}),
+]
+
+PEERS = [
+    Row("sentence-transformers 6.2", "sentence_transformers_encode", {}, SENTENCE_TRANSFORMERS),
+    Row("batched 0.1", "batched_encode", {}, (*SENTENCE_TRANSFORMERS, "batched==0.1.5")),
+    Row("infinity_emb 0.0.78", "infinity_embed", {}, (TORCH, "infinity_emb[torch]==0.0.78")),
+]
+
+OURS: Mapping[str, Callable[[Target], System]] = {
+    DirectDevice.name: DirectDevice,
+    WholeSystem.name: WholeSystem,
+}
+
+#: The loop that everybody writes first, against which the others are counted.
+NAIVE = LOOPS[0].name
+
+NAMES = (*(row.name for row in (*LOOPS, *PEERS)), *OURS)
+
+
+@contextlib.contextmanager
+def running(target: Target, chosen: Sequence[str]) -> Iterator[list[System]]:
+    """Starts systems together, all models loaded, and ends them when the block ends.
+
+    Args:
+        target: What they run.
+        chosen: Of `NAMES`.
+    """
+    with contextlib.ExitStack() as stack:
+        systems: list[System] = []
+        children: dict[str, Child] = {}
+        for row in (*LOOPS, *PEERS):
+            if row.name in chosen:
+                if row.module not in children:
+                    python = python_of(row.venv, row.requirements)
+                    children[row.module] = Child(python, row.module, target)
+                    stack.callback(children[row.module].stop)
+                systems.append(ChildSystem(row.name, children[row.module], row.request))
+        for name, make in OURS.items():
+            if name in chosen:
+                systems.append(make(target))
+                stack.callback(systems[-1].stop)
+        for child in children.values():
+            child.wait_ready()
+        for system in systems:
+            system.wait_ready()
+        yield systems

@@ -1,0 +1,152 @@
+"""The whole system: jobs in Redis, a Celery worker with its device, results in Redis.
+
+No collector, no Flower, no events. The jobs are published beforehand, into a list beside the queue
+that becomes the queue when the clock starts. The run is over when nothing waits and nothing is
+leased: then every result is stored, as a commit stores it before the lease goes, in one step.
+"""
+
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+from celery import Celery
+from redis import Redis
+
+from batchery.transport.redis_schema import Keys
+from batchery_worker.local.guarded_process import GuardedProcess
+from batchery_worker.local.redis_server import EmbeddedRedis
+from benchmarks.engine.sample import Sample, cpu_by_name, cpu_since
+from benchmarks.engine.target import Target
+
+KEYS = Keys()
+
+#: Longest time for one run, in seconds.
+TIMEOUT_S = 1800.0
+
+#: Pause between two looks, in seconds; each costs Redis some microseconds.
+LOOK_S = 0.005
+
+#: How long the worker may take to end, in seconds.
+GRACE_S = 10.0
+
+WORKER = ("-l", "WARNING", "--without-mingle", "--without-gossip", "--without-heartbeat")
+
+
+class WholeSystem:
+    """A Redis and a worker of our own; started once, and warm from then on."""
+
+    name = "whole system"
+
+    def __init__(self, target: Target) -> None:
+        """Starts both, without waiting for the worker."""
+        self._server = EmbeddedRedis().start()
+        #: Address of the Redis.
+        self.url = self._server.url
+        self.redis: Any = Redis.from_url(self._server.url)
+        self.app = Celery("bench", broker=self._server.url, backend=self._server.url)
+        self._queues = json.loads(os.environ["BATCHERY_MODELS"])
+        command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", "batchery.app", "worker"]
+        self._worker = GuardedProcess(
+            [*command, *WORKER],
+            grace_s=GRACE_S,
+            environment={
+                **os.environ,
+                "BATCHERY_REDIS_URL": self._server.url,
+                "BATCHERY_DEVICES": target.device,
+                "BATCHERY_MAX_BATCH_SIZE": str(target.batch_size),
+            },
+            keep_open=(self._server.lifeline,),
+        )
+
+    def wait_ready(self) -> None:
+        """Waits for its first results; raises SystemExit if it ends before."""
+        for queue in self._queues:
+            self.publish(queue, ["the first"])
+            self._wait(queue)
+        worker = psutil.Process(self._worker.pid)
+        (device,) = worker.children()
+        redis = psutil.Process(self._server.pid)
+        #: By what they are for.
+        self.processes = {"worker": worker, "device": device, "redis": redis}
+
+    def run(self, texts: Sequence[str], *, keep: bool = False) -> Sample:
+        """Embeds all texts, each one a job."""
+        staged = "staged"
+        ids = self.publish(staged, texts)
+        before = self._batches(0)
+        used, began_s = cpu_by_name(self.processes), time.perf_counter()
+        self.redis.rename(staged, "embed")
+        self._wait("embed")
+        seconds = time.perf_counter() - began_s
+        cpu_s = cpu_since(used, self.processes)
+        after = self._batches(before["jobs"] + len(texts))
+        keys = [f"celery-task-meta-{each}" for each in ids]
+        metas = [json.loads(each) for each in self.redis.mget(keys)] if keep else []
+        if self.redis.delete(*keys) != len(texts):
+            raise SystemExit("whole system: results are missing")
+        return Sample(
+            seconds=seconds,
+            cpu_s=cpu_s,
+            tokens=after["tokens"] - before["tokens"],
+            computed_tokens=after["computed_tokens"] - before["computed_tokens"],
+            stages_s={"forward": (after["forward_ms"] - before["forward_ms"]) / 1e3},
+            results=[meta["result"] for meta in metas],
+        )
+
+    def publish(self, queue: str, texts: Sequence[str]) -> list[str]:
+        """Sends jobs into a queue; returns their ids."""
+        ids = [str(uuid.uuid4()) for _ in texts]
+        task = queue if queue in self._queues else "embed"
+        # A client that wants a result subscribes for it, which costs more than the job.
+        options: Any = {"ignore_result": True, "headers": {"ignore_result": False}}
+        with self.app.producer_pool.acquire() as producer:
+            for task_id, text in zip(ids, texts, strict=True):
+                self.app.send_task(
+                    task, [text], task_id=task_id, queue=queue, producer=producer, **options
+                )
+        return ids
+
+    def message(self) -> bytes:
+        """A job as it stands in a queue."""
+        self.publish("staged", ["any"])
+        message: bytes = self.redis.rpop("staged")
+        return message
+
+    def _wait(self, queue: str) -> None:
+        """Waits until nothing waits and nothing is leased; both in one look."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while True:
+            # Whoever takes a job is a worker before it has a lease.
+            leases = [KEYS.lease(each.decode()) for each in self.redis.zrange(KEYS.workers, 0, -1)]
+            with self.redis.pipeline() as look:
+                look.llen(queue)
+                for lease in leases:
+                    look.hlen(lease)
+                if leases and not any(look.execute()):
+                    return
+            if self._worker.poll() is not None or time.monotonic() > deadline_s:
+                raise SystemExit(f"the worker ended or stopped answering:\n{self._worker.tail()}")
+            time.sleep(LOOK_S)
+
+    def _batches(self, jobs: int) -> Mapping[str, Any]:
+        """The worker's own figures, once it has counted so many jobs."""
+        while True:
+            answer: Any = self.app.control.inspect(timeout=GRACE_S, limit=1).stats()
+            if not answer:
+                raise SystemExit(f"the worker does not answer:\n{self._worker.tail()}")
+            (stats,) = answer.values()
+            figures: Mapping[str, Any] = stats["pool"]["batches"]
+            if figures["jobs"] >= jobs:
+                return figures
+
+    def stop(self) -> None:
+        """Ends worker and Redis."""
+        self.app.close()
+        self._worker.stop(GRACE_S)
+        self.redis.close()
+        self._server.stop()

@@ -1,0 +1,1 @@
+"""How long jobs wait under load, and what memory does meanwhile."""

@@ -1,0 +1,1 @@
+"""What the queue costs: jobs that do nothing, beside other systems."""

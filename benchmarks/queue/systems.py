@@ -1,0 +1,147 @@
+"""What queue_overhead.py compares: the same no-op job, and how each system's worker starts."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Transport = Literal["batchery", "stock"]
+
+#: Name of a transport of our own rows -> what their app is told.
+TRANSPORTS: dict[Transport, Mapping[str, str]] = {
+    "batchery": {},
+    # Not its scheme: `install` has put ours behind that.
+    "stock": {"PEER_TRANSPORT": "kombu.transport.redis:Transport"},
+}
+
+CELERY = ("-m", "celery", "-A")
+TASKIQ = ("-m", "taskiq", "worker")
+WORKER = ("worker", "-l", "ERROR", "--without-mingle", "--without-gossip")
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One row."""
+
+    name: str
+    #: Module in peers that fills the queue and makes single calls.
+    module: str
+    #: Arguments of Python that start its worker; `{url}` is the address of Redis.
+    worker: Sequence[str]
+    #: Packages of its own environment, pinned; none means this one.
+    requirements: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    #: Jobs per round, as a multiple of what was asked for: all shall take seconds, not minutes.
+    weight: float = 1.0
+    #: Keys with an expiry that a finished job leaves behind.
+    keys_per_job: int = 1
+    #: Whether single calls are measured, too.
+    has_latency: bool = True
+
+    @property
+    def venv(self) -> str:
+        """Name of its environment."""
+        # Without its extras: some packages look for their own files by patterns.
+        return re.split(r"[\[=]", self.requirements[-1])[0] if self.requirements else ""
+
+
+def batchery(name: str, *options: str, transport: Transport) -> System:
+    """A row of ours."""
+    return System(
+        name,
+        "benchmarks.peers.batchery_tasks",
+        (*CELERY, "benchmarks.peers.batchery_tasks", *WORKER, *options),
+        environment=TRANSPORTS[transport],
+        weight=5.0 if transport == "batchery" else 1.0,
+        has_latency="-E" not in options,
+    )
+
+
+def celery(name: str, *options: str) -> System:
+    """A row of Celery as it is."""
+    return System(
+        name,
+        "benchmarks.peers.celery_stock",
+        (*CELERY, "benchmarks.peers.celery_stock", *WORKER, *options),
+        has_latency="-E" not in options,
+    )
+
+
+def raw(batch: int) -> System:
+    """A row of Redis's own."""
+    return System(
+        f"Redis alone, {batch} at a time",
+        "benchmarks.peers.raw_redis",
+        ("-m", "benchmarks.peers.raw_redis", "work"),
+        environment={"PEER_BATCH": str(batch)},
+        weight=20.0,
+        has_latency=False,
+    )
+
+
+OTHERS = (
+    System(
+        "celery-batches 0.11",
+        "benchmarks.peers.celery_batches_tasks",
+        (*CELERY, "benchmarks.peers.celery_batches_tasks", *WORKER, "-P", "solo"),
+        ("celery[redis]==5.6.3", "celery-batches==0.11"),
+    ),
+    System(
+        "Dramatiq 2.2",
+        "benchmarks.peers.dramatiq_actors",
+        (
+            "-m",
+            "dramatiq",
+            "benchmarks.peers.dramatiq_actors",
+            "--processes",
+            "1",
+            "--threads",
+            "8",
+        ),
+        ("dramatiq[redis]==2.2.1",),
+    ),
+    System(
+        "SAQ 0.26",
+        "benchmarks.peers.saq_tasks",
+        ("-m", "saq", "benchmarks.peers.saq_tasks.settings"),
+        # It needs typing_extensions and does not say so.
+        ("typing_extensions==4.16.0", "saq[redis]==0.26.4"),
+    ),
+    System(
+        "taskiq 0.13",
+        "benchmarks.peers.taskiq_tasks",
+        (*TASKIQ, "benchmarks.peers.taskiq_tasks:broker", "--workers", "1", "--log-level", "ERROR"),
+        ("taskiq-redis==1.2.4", "taskiq==0.13.0"),
+    ),
+    System(
+        "RQ 3.0",
+        "benchmarks.peers.rq_jobs",
+        ("-m", "rq.cli", "worker", "--quiet", "--url", "{url}"),
+        ("rq==3.0.0",),
+        weight=0.1,
+        keys_per_job=2,
+    ),
+    System(
+        "RQ 3.0 SimpleWorker",
+        "benchmarks.peers.rq_jobs",
+        ("-m", "rq.cli", "worker", "--quiet", "--url", "{url}", "-w", "rq.SimpleWorker"),
+        ("rq==3.0.0",),
+        weight=0.5,
+        keys_per_job=2,
+    ),
+)
+
+
+def systems(transport: Transport) -> list[System]:
+    """All rows, ours on this transport."""
+    return [
+        batchery("batchery", transport=transport),
+        batchery("batchery, with events", "-E", transport=transport),
+        celery("celery solo", "-P", "solo"),
+        celery("celery solo, with events", "-P", "solo", "-E"),
+        celery("celery threads -c 4", "-P", "threads", "-c", "4"),
+        celery("celery prefork -c 2", "-P", "prefork", "-c", "2"),
+        *OTHERS,
+        raw(64),
+        raw(256),
+    ]
