@@ -36,18 +36,19 @@ help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 leaves them up)
-	$(PY) -m batchery_worker.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
+	$(PY) -m batchery_worker.cli.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
 	$(PY) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS) $(TESTS)
 
-lint: $(INSTALLED) ## check style, format and types
+lint: $(INSTALLED) ## check style, format, types and imports
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 
 bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, requests, load or bulk)
-	$(VENV)/bin/batchery bench $(BENCH) $(ARGS)
+	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
 	{ echo "# What was tested. To renew: remove the pins, then make clean constraints."; \

@@ -10,10 +10,10 @@ import redis
 from celery import Celery
 from hypothesis import settings
 
-from batchery.embedded import EmbeddedRedis
-from harness import Worker
-from own_redis import OwnRedis, redis_servers
-from plain_kombu import Consumer, StartConsumer
+from batchery_worker.local.redis_server import EmbeddedRedis
+from support.harness import Worker
+from support.own_redis import OwnRedis, redis_servers
+from support.plain_kombu import Consumer, StartConsumer
 
 # An example may take long where the machine has other work; pytest's own timeout is generous.
 settings.register_profile("unhurried", deadline=None)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from harness import TESTS
+from support.harness import TESTS
 
 LINES = (TESTS.parent / "docs" / "celery.md").read_text(encoding="utf-8").splitlines()
 ROWS = [

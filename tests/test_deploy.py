@@ -20,11 +20,10 @@ import redis
 import tornado.options
 import yaml
 
-from batchery.embedded import free_port
-from batchery.redis_binary import find_redis_server
+from batchery_worker.local.redis_server import find_redis_server, free_port
 from conftest import StartWorker
-from docs_commands import check, check_install, executable, search_path
-from harness import TESTS, wait_for
+from support.docs_commands import check, check_install, executable, search_path
+from support.harness import TESTS, wait_for
 
 ROOT = TESTS.parent
 DEPLOY = ROOT / "deploy"
@@ -158,7 +157,7 @@ def test_every_command_exists_with_its_options(name: str) -> None:
         assert f"./redis.conf:{config}:ro" in SERVICES[name]["volumes"]
         return
     entrypoint = json.loads(instructions("ENTRYPOINT")[0])
-    check([*entrypoint, *command], files=set(), missing=set())
+    check([*entrypoint, *command])
     if name == "flower":
         importlib.import_module("flower.options")
         for option in command[3:]:
@@ -187,7 +186,7 @@ def test_the_dockerfile_installs_extras_that_exist_and_runs_commands_that_exist(
     assert re.search(r"^torch==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     entrypoint, command = (json.loads(instructions(name)[0]) for name in ("ENTRYPOINT", "CMD"))
     assert executable(entrypoint[0])
-    check([*entrypoint, *command], files=set(), missing=set())
+    check([*entrypoint, *command])
     user = instructions("USER")[-1]
     assert user.split(":")[0].isdigit()
     assert int(user.split(":")[0]) > 0

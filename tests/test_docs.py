@@ -14,9 +14,10 @@ from pydantic_core import PydanticUndefined
 
 from batchery import ModelSettings, Settings
 from batchery.settings import PREFIX
-from docs_runner import Page
+from support.docs_page import follow
+from support.harness import TESTS
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = TESTS.parent
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -40,13 +41,39 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable)
 
 
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path) -> Path:
+    """A cache of the Hugging Face hub that holds MiniLM, so that pages may name it by its id."""
+    cache = tmp_path_factory.mktemp("hub")
+    model = cache / "models--sentence-transformers--all-MiniLM-L6-v2"
+    for folder in ("refs", "snapshots"):
+        (model / folder).mkdir(parents=True)
+    (model / "refs" / "main").write_text("installed")
+    (model / "snapshots" / "installed").symlink_to(minilm_path)
+    return cache
+
+
 @EACH_PAGE
 def test_every_code_block_does_what_the_page_says(
-    path: Path, tmp_path: Path, redis_url: str, minilm_path: Path
+    path: Path, tmp_path: Path, redis_url: str, hub: Path
 ) -> None:
-    models = {"sentence-transformers/all-MiniLM-L6-v2": minilm_path}
-    with Page(path, tmp_path, redis_url, models) as page:
-        page.run()
+    environment = {
+        "HF_HUB_CACHE": str(hub),
+        "HF_HUB_OFFLINE": "1",
+        "CELERY_BROKER_URL": redis_url,
+        "CELERY_RESULT_BACKEND": redis_url,
+        "BATCHERY_REDIS_URL": redis_url,
+    }
+    follow(path, tmp_path, environment)
+
+
+@EACH_PAGE
+def test_every_block_is_fenced_and_nothing_is_hidden_in_comments(path: Path) -> None:
+    for token in MarkdownIt().parse(path.read_text(encoding="utf-8")):
+        line = (token.map or [0])[0] + 1
+        assert token.type != "code_block", f"{path}:{line}: fence it, and name its language"
+        hidden = token.type == "html_block" and "<!--" in token.content
+        assert not hidden, f"{path}:{line}: a comment has no effect, and no reader sees it"
 
 
 def slug(heading: str) -> str:

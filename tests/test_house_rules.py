@@ -3,51 +3,89 @@
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-FOLDERS = ("common", "producer", "worker", "tests", "benchmarks", "examples")
+PACKAGES = ("common", "producer", "worker")
+FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
-EACH_FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 
-#: A file holds one noun.
-MAX_FILE_LINES = 300
+#: Maximum length of a file, tests included.
+MAX_FILE_LINES = 600
 
-#: A test file may hold more: it is a list of cases, read one by one.
-MAX_TEST_FILE_LINES = 500
-
-#: A function fits on a screen; its docstring is not counted.
+#: Maximum length of a function without its docstring: it fits on a screen.
 MAX_FUNCTION_LINES = 50
+
+#: Names of classes that still mean two things in one package; the list only becomes shorter.
+AMBIGUOUS_CLASSES = {"Capture", "Job", "Run", "Shape"}
+
+#: Constants that are still to be renamed; the list only becomes shorter.
+OLD_CONSTANTS = {
+    *("MOST_AGAIN", "MOST_BARS", "MOST_BUCKETS", "MOST_BYTES", "MOST_CHARACTERS", "MOST_EXAMPLES"),
+    *("MOST_FAILED_STARTS", "MOST_KINDS", "MOST_LINES", "MOST_NAMED", "MOST_SHOWN"),
+    *("MOST_SOURCES", "MOST_TOGETHER"),
+}
+
+
+def nodes(path: Path) -> Iterator[ast.AST]:
+    return ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+
+
+def place(path: Path, line: int = 1) -> str:
+    """Where it is, as an editor can follow it."""
+    return f"{path.relative_to(ROOT)}:{line}"
 
 
 def test_no_module_is_named_like_one_of_the_standard_library() -> None:
-    wrong = [
-        str(path.relative_to(ROOT))
-        for path in FILES
-        if path.stem in sys.stdlib_module_names and not path.stem.startswith("__")
-    ]
+    names = {name for name in sys.stdlib_module_names if not name.startswith("__")}
+    wrong = [place(path) for path in FILES if path.stem in names]
     assert not wrong, f"rename {wrong}: a reader, and sometimes Python, takes them for another"
 
 
-@EACH_FILE
-def test_a_file_holds_one_noun_and_few_lines(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    limit = MAX_TEST_FILE_LINES if "tests" in path.relative_to(ROOT).parts else MAX_FILE_LINES
-    assert lines <= limit, f"{lines} lines, at most {limit}: split by noun"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_class_name_has_one_meaning_in_a_package(package: str) -> None:
+    places = defaultdict(list)
+    for path in FILES:
+        if path.is_relative_to(ROOT / package):
+            for node in nodes(path):
+                if isinstance(node, ast.ClassDef):
+                    places[node.name].append(place(path, node.lineno))
+    twice = {name: places[name] for name in places.keys() - AMBIGUOUS_CLASSES if places[name][1:]}
+    assert not twice, f"rename all but one of each: {twice}"
 
 
-@EACH_FILE
-def test_a_function_fits_on_a_screen(path: Path) -> None:
+def test_constants_are_not_called_most() -> None:
+    wrong = [
+        f"{place(path, node.lineno)} {node.id}"
+        for path in FILES
+        for node in nodes(path)
+        if isinstance(node, ast.Name)
+        and node.id.lstrip("_").startswith("MOST_")
+        and node.id not in OLD_CONSTANTS
+    ]
+    assert not wrong, f"say MAX_: {wrong}"
+
+
+def test_files_are_not_too_long() -> None:
+    lengths = {place(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    long = {where: length for where, length in lengths.items() if length > MAX_FILE_LINES}
+    assert not long, f"more than {MAX_FILE_LINES} lines, split by noun: {long}"
+
+
+def test_functions_are_not_too_long() -> None:
     long = [
-        f"{node.name} (line {node.lineno}): {length} lines, at most {MAX_FUNCTION_LINES}"
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        f"{place(path, node.lineno)} {node.name}: {length}"
+        for path in FILES
+        for node in nodes(path)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (length := function_lines(node)) > MAX_FUNCTION_LINES
     ]
-    assert not long, f"{long}: split by step"
+    assert not long, f"more than {MAX_FUNCTION_LINES} lines, split by step: {long}"
 
 
 def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

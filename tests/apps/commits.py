@@ -8,9 +8,8 @@ from typing import Any
 from celery import Celery
 
 from batchery import BatchTask, Failed, RetryAfter, install
-from batchery_worker.commit import Settled, Verdict
-from batchery_worker.redis_commit import RedisCommitter
-from batchery_worker.terms import Terms
+from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
+from batchery_worker.ipc.commit_context import CommitContext
 
 app = install(Celery("commits", set_as_current=False))
 app.conf.update(worker_hijack_root_logger=False, result_extended=True, result_expires=1000)
@@ -19,19 +18,22 @@ commit = RedisCommitter.commit
 
 
 def commit_and_hold(
-    self: RedisCommitter, jobs: Sequence[Settled], terms: Terms, facts: Mapping[str, Any]
-) -> Sequence[Verdict]:
+    self: RedisCommitter,
+    jobs: Sequence[EncodedOutcome],
+    context: CommitContext,
+    facts: Mapping[str, Any],
+) -> Sequence[CommitStatus]:
     """Commits; where a result is `{"hold": path}`, says so in that file and answers no more."""
-    verdicts = commit(self, jobs, terms, facts)
+    statuses = commit(self, jobs, context, facts)
     for job in jobs:
         if (
             job.spelled[0] == "value"
             and isinstance(job.spelled[1], dict)
             and "hold" in job.spelled[1]
         ):
-            Path(job.spelled[1]["hold"]).write_text(" ".join(verdicts))
+            Path(job.spelled[1]["hold"]).write_text(" ".join(statuses))
             time.sleep(1000)
-    return verdicts
+    return statuses
 
 
 RedisCommitter.commit = commit_and_hold  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ import pytest
 from apps import ledger, stages
 from apps.ledger import executions
 from conftest import StartWorker
-from harness import Worker, queue_length, unsettled, wait_for
+from support.harness import Worker, queue_length, unsettled, wait_for
 
 TIMEOUT_S = 60
 JOBS = 2000

@@ -11,8 +11,8 @@ from redis import Redis
 
 from apps import callbacks
 from conftest import StartWorker
-from harness import queue_length, unsettled, wait_for
-from own_redis import OwnRedis
+from support.harness import queue_length, unsettled, wait_for
+from support.own_redis import OwnRedis
 
 TIMEOUT_S = 60.0
 

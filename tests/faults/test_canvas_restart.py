@@ -9,7 +9,7 @@ from celery import chord, group
 
 from apps import canvas
 from conftest import StartWorker
-from harness import Worker, queue_length, unsettled, wait_for
+from support.harness import Worker, queue_length, unsettled, wait_for
 
 TIMEOUT_S = 60
 

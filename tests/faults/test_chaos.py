@@ -1,7 +1,7 @@
 """The fault harness finds what the stock transport loses, and nothing where nothing is lost.
 
 `CHAOS_FACTOR=20 make test TESTS=tests/faults/test_chaos.py` makes the long run so much longer;
-`batchery bench chaos` has all its options.
+`python -m benchmarks.chaos` has all its options.
 """
 
 import importlib.util
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from batchery.cli import main
-from batchery_worker.bench.chaos import run
-from batchery_worker.bench.plan import Plan
+from benchmarks.chaos.__main__ import chaos
+from benchmarks.chaos.chaos import run
+from benchmarks.chaos.plan import Plan
 
 #: How much longer than usual the long run is.
 FACTOR = int(os.environ.get("CHAOS_FACTOR", "1"))
@@ -59,15 +59,15 @@ def test_the_harness_finds_the_jobs_that_stock_leaves_behind_a_killed_worker(
 def test_without_a_fault_the_harness_finds_nothing(tmp_path: Path) -> None:
     options = [f"--{name}=0" for name in ("kills", "device-kills", "stops", "cuts", "fills")]
     options += ["--redis-restarts=0", "--malformed=0", "--jobs=60", "--workers=1"]
-    arguments = ["bench", "chaos", "--transport=stock", "--json", "--quiet", *options]
+    arguments = ["--transport=stock", "--json", "--quiet", *options]
     kept = tmp_path / "kept"
-    answer = CliRunner().invoke(main, [*arguments, f"--keep={kept}"])
+    answer = CliRunner().invoke(chaos, [*arguments, f"--keep={kept}"])
     assert answer.exit_code == 0, answer.output
     verdict = json.loads(answer.stdout)
     assert verdict["is_good"]
     assert verdict["submitted"] == verdict["answered"] == verdict["plan"]["jobs"] == 60
     assert (kept / "w1.log").is_file()
-    again = CliRunner().invoke(main, [*arguments, f"--keep={kept}"])
+    again = CliRunner().invoke(chaos, [*arguments, f"--keep={kept}"])
     assert again.exit_code == 2
     assert "File exists; name a new one" in again.output
 

@@ -14,19 +14,19 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError, RedisError
 
 from batchery import StartError
-from batchery.embedded import EmbeddedRedis
-from batchery_worker.bench.answers import Answer, Answers
-from batchery_worker.bench.chaos import Run, Traces
-from batchery_worker.bench.garbage import garbage
-from batchery_worker.bench.ledger import Book, Execution, Receipt, executions, receipts
-from batchery_worker.bench.outbox import Outbox, Submission
-from batchery_worker.bench.plan import Plan
-from batchery_worker.bench.proxy import Proxy
-from batchery_worker.bench.recovery import Loss, recoveries
-from batchery_worker.bench.schedule import Action, Event, schedule
-from batchery_worker.bench.server import FaultyRedis
-from batchery_worker.bench.verdict import Verdict
-from batchery_worker.bench.workload import Kind, Order, orders
+from batchery_worker.local.redis_server import EmbeddedRedis
+from benchmarks.chaos.answers import Answer, Answers
+from benchmarks.chaos.chaos import Run, Traces
+from benchmarks.chaos.garbage import garbage
+from benchmarks.chaos.ledger import Book, Execution, Receipt, executions, receipts
+from benchmarks.chaos.outbox import Outbox, Submission
+from benchmarks.chaos.plan import Plan
+from benchmarks.chaos.proxy import Proxy
+from benchmarks.chaos.recovery import Loss, recoveries
+from benchmarks.chaos.schedule import Action, Event, schedule
+from benchmarks.chaos.server import FaultyRedis
+from benchmarks.chaos.verdict import Verdict
+from benchmarks.chaos.workload import Kind, Order, orders
 
 PLAN = Plan(kills=5, device_kills=4, stops=3, redis_restarts=2, cuts=2, fills=1, malformed=6)
 

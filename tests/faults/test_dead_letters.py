@@ -11,9 +11,9 @@ import redis
 from apps import killers
 from apps.killers import batches
 from batchery import DeviceDied
-from batchery.transport.dead import DeadLetter, DeadLetters
+from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
-from harness import Worker, queue_length, wait_for
+from support.harness import Worker, queue_length, wait_for
 
 TIMEOUT_S = 90
 

@@ -10,7 +10,7 @@ from celery import Celery
 from apps import shop
 from batchery import DeviceDied
 from conftest import StartWorker
-from harness import Worker, queue_length, wait_for
+from support.harness import Worker, queue_length, wait_for
 
 TIMEOUT_S = 60
 

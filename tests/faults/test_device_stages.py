@@ -10,7 +10,7 @@ from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from apps import stages
 from batchery import BatchTask
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 TIMEOUT_S = 60
 

@@ -9,7 +9,7 @@ import pytest
 
 from apps import slow_start
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 TIMEOUT_S = 60.0
 

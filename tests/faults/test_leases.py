@@ -17,11 +17,11 @@ from redis import Redis
 
 from apps.leases import EXPIRY_S
 from apps.ledger import executions
-from batchery.transport.keys import Keys
-from batchery_worker.bench.proxy import Proxy
+from batchery.transport.redis_schema import Keys
+from benchmarks.chaos.proxy import Proxy
 from conftest import StartWorker
-from harness import Worker, wait_for
-from own_redis import OwnRedis
+from support.harness import Worker, wait_for
+from support.own_redis import OwnRedis
 
 KEYS = Keys()
 TIMEOUT_S = 60.0

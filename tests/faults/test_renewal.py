@@ -7,7 +7,7 @@ import pytest
 
 from apps import stages
 from conftest import StartWorker
-from harness import TESTS, Worker, wait_for
+from support.harness import TESTS, Worker, wait_for
 
 TIMEOUT_S = 60
 

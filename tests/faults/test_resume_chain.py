@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bulk_runs import Command, RestartableRedis, read_rows, write_rows
 from conftest import StartWorker
-from harness import wait_for
+from support.bulk_runs import Command, RestartableRedis, read_rows, write_rows
+from support.harness import wait_for
 
 APP = "apps.tally"
 COUNT = 6000

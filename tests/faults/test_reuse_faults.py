@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from cached_jobs import answers, computed, send
 from conftest import StartWorker
-from harness import queue_length, unsettled, wait_for
+from support.cached_jobs import answers, computed, send
+from support.harness import queue_length, unsettled, wait_for
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from celery.result import ResultSet
 from apps import ledger
 from apps.ledger import executions
 from conftest import StartWorker
-from harness import queue_length, unsettled, wait_for
+from support.harness import queue_length, unsettled, wait_for
 
 TIMEOUT_S = 60
 JOBS = 500

@@ -8,7 +8,7 @@ from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
 from apps import shop
 from batchery import BatchTask
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 TIMEOUT_S = 60
 

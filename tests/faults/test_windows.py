@@ -14,11 +14,11 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from batchery.transport.inbox import Inbox
-from batchery.transport.keys import Keys
-from batchery.transport.ledgers import retire
-from harness import wait_for
-from plain_kombu import OURS, Consumer, StartConsumer, send
+from batchery.transport.consume import Inbox
+from batchery.transport.lease_store import discard_lease_store
+from batchery.transport.redis_schema import Keys
+from support.harness import wait_for
+from support.plain_kombu import OURS, Consumer, StartConsumer, send
 
 STOCK = "kombu.transport.redis:Transport"
 KEYS = Keys()
@@ -46,12 +46,12 @@ def consume(url: str, transport: str) -> Iterator[StartConsumer]:
 
 def die(consumer: Consumer) -> None:
     """Leaves Redis as a killed process does: silent, and nothing tidied up."""
-    ledger = getattr(consumer.channel, "ledger", None)
-    if ledger is not None:
-        ledger.heart.stop()
-        ledger._open = False
-        ledger.holder = None
-        retire(ledger)
+    lease_store = getattr(consumer.channel, "lease_store", None)
+    if lease_store is not None:
+        lease_store.heartbeat.stop()
+        lease_store._open = False
+        lease_store.holder = None
+        discard_lease_store(lease_store)
     consumer.channel.is_broken = True
     consumer.channel.do_restore = False
     # Before kombu, which tidies up, can read what has come.
@@ -107,7 +107,7 @@ def test_l2_taken_by_a_connection_that_is_dead(
     else:
         consumer.until_waiting()
         send(url, "q", "job")
-        consumer.channel.rouse()
+        consumer.channel.ask_again()
         consumer.channel.connection.cycle.on_poll_start()
     wait_for(lambda: bare.llen("q") == 0, "Redis has answered, and nobody reads it")
     die(consumer)
@@ -200,7 +200,7 @@ def test_d2_the_connection_breaks_while_a_job_runs(
     consumer = consume("q")
     consumer.get(1)
     running = consumer.messages[0]
-    monkeypatch.setattr("batchery.transport.inbox.active_tokens", lambda: {running.delivery_tag})
+    monkeypatch.setattr("batchery.transport.consume.active_tokens", lambda: {running.delivery_tag})
     consumer.break_connection()
     assert bare.llen("q") == (1 if transport == STOCK else 0)
     consumer.open("q")
@@ -226,13 +226,13 @@ def test_d3_a_worker_that_was_believed_dead_acknowledges(
         # Now the second one runs it, and if that one dies, nobody does.
         assert nowhere(bare)
     else:
-        ledger = first.channel.ledger
-        assert ledger is not None
-        ledger.heart.stop()
+        lease_store = first.channel.lease_store
+        assert lease_store is not None
+        lease_store.heartbeat.stop()
         second = consume("q")
         assert second.get(1) == ["job"]
         first.messages[0].ack()
-        ledger.flush()
+        lease_store.flush()
         assert held(bare) == 1
         with contextlib.suppress(RedisConnectionError):
             first.until(lambda: False)

@@ -13,9 +13,9 @@ import torch
 
 from batchery.settings import ModelSettings
 from batchery_worker.models import ClassificationModel, EmbeddingModel
-from batchery_worker.models.graphs import Graphed
+from batchery_worker.models.forward.cuda_graphs import Graphed
 from batchery_worker.models.verification import verify
-from tiny_models import save_model
+from support.tiny_models import save_model
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from batchery import Model
-from batchery_worker.calibration_cache import CalibrationCache
-from batchery_worker.memory import Memory, memory_of
-from batchery_worker.models.memory import CudaMemory
-from batchery_worker.served import Served
-from batchery_worker.wire import Work
+from batchery_worker.batching.calibration import CalibrationCache
+from batchery_worker.device.loading import memory_of
+from batchery_worker.device.served_model import Served
+from batchery_worker.ipc.messages import Work
+from batchery_worker.memory import Memory
+from batchery_worker.models.hardware.cuda_memory import CudaMemory
 
 pytestmark = [
     pytest.mark.gpu,

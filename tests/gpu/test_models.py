@@ -12,9 +12,9 @@ import transformers
 from batchery.results import to_numpy
 from batchery.settings import ModelSettings
 from batchery_worker.models import ClassificationModel, EmbeddingModel
-from batchery_worker.models.attention import varlen_kernel
-from batchery_worker.models.base import TextModel
-from batchery_worker.models.hardware import device_named, dtype_for
+from batchery_worker.models.forward.attention import varlen_kernel
+from batchery_worker.models.hardware.devices import device_named, dtype_for
+from batchery_worker.models.text_model import TextModel
 from batchery_worker.models.verification import verify
 
 pytestmark = [

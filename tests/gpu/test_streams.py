@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from batchery.execute import compute
+from batchery.execution.batch import compute
 from batchery.results import to_numpy
 from batchery.settings import ModelSettings
 from batchery_worker.models import EmbeddingModel
-from batchery_worker.models.landing import Landing
-from batchery_worker.models.staging import Staging
+from batchery_worker.models.hardware.transfers import Landing, Staging
 
 pytestmark = [
     pytest.mark.gpu,

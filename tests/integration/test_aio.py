@@ -11,7 +11,7 @@ from kombu.exceptions import EncodeError
 
 from batchery import ItemFailed, NoResult, QueueFull
 from batchery_producer import AsyncClient
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 APP = "apps.shop"
 QUEUE = "celery"

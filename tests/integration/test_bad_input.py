@@ -13,7 +13,7 @@ from redis import Redis
 from apps import ledger
 from batchery import AppNotImportable, InvalidItem, UnserialisableResult, WrongLength
 from conftest import StartWorker
-from harness import Worker, unsettled, wait_for
+from support.harness import Worker, unsettled, wait_for
 
 TIMEOUT_S = 60
 

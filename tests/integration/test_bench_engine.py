@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench_command import bench
+from support.bench_command import bench
 
 #: Four processes that load torch, on a machine that may be busy; a quiet one needs ten seconds.
 pytestmark = pytest.mark.timeout(400)
@@ -61,7 +61,7 @@ def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: P
 def test_the_table_of_requests_has_a_row_for_each_concurrency(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
     options = ["--model=tiny", "--threads=1", "--requests=20", "--rounds=1", f"--json={target}"]
-    answer = bench("requests", *options, "--concurrency", "1", "10", timeout_s=TIMEOUT_S)
+    answer = bench("engine.requests", *options, "--concurrency", "1", "10", timeout_s=TIMEOUT_S)
     assert answer.returncode == 0, answer.stderr
     rows = rows_of(target)
     assert [(row["system"], row["concurrency"]) for row in rows] == [

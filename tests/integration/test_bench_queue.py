@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from bench_command import bench
+from support.bench_command import bench
 
 
 def test_the_queue_benchmark_measures_the_rows_that_are_asked_for(tmp_path: Path) -> None:

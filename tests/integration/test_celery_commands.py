@@ -15,7 +15,7 @@ from redis import Redis
 
 from apps import more
 from conftest import StartWorker
-from harness import START_S, TESTS, queue_length, wait_for
+from support.harness import START_S, TESTS, queue_length, wait_for
 
 TIMEOUT_S = 30
 

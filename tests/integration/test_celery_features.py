@@ -10,7 +10,7 @@ from celery.exceptions import TaskRevokedError
 
 from apps import shop
 from conftest import StartWorker
-from harness import Worker, unsettled, wait_for
+from support.harness import Worker, unsettled, wait_for
 
 TIMEOUT_S = 30
 

@@ -13,7 +13,7 @@ from redis import Redis
 
 from apps import more
 from conftest import StartWorker
-from harness import Worker, queue_length, wait_for
+from support.harness import Worker, queue_length, wait_for
 
 TIMEOUT_S = 30
 

@@ -12,7 +12,7 @@ from kombu.exceptions import EncodeError
 
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, NoResult
 from batchery_producer import Client, Outcome, Progress, stream
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 APP = "apps.shop"
 QUEUE = "celery"
@@ -131,7 +131,7 @@ def test_a_stream_that_is_closed_revokes_what_was_not_begun(
 def test_a_stream_says_once_why_nothing_comes(
     shop: Client, store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("batchery_producer.silence.HINT_S", 0.1)
+    monkeypatch.setattr("batchery_producer.diagnosis.HINT_S", 0.1)
     with pytest.raises(NoResult):
         next(shop.task(f"{APP}.shout", queue="nobody").map(["text"], timeout_s=3.0))
     store.delete("nobody")

@@ -11,10 +11,10 @@ from celery import Celery, uuid
 
 from batchery_producer import AsyncClient, Client, Ending, Publisher, Snapshot, submit_file
 from batchery_producer.client import close_app
-from bulk_runs import QUEUE, read_rows, write_rows
-from harness import Worker, wait_for
-from own_redis import OwnRedis
-from redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
+from support.bulk_runs import QUEUE, read_rows, write_rows
+from support.harness import Worker, wait_for
+from support.own_redis import OwnRedis
+from support.redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
 
 TASK = "apps.elsewhere.shout"
 TEXTS = [f"text {number}" for number in range(300)]

@@ -10,17 +10,16 @@ import pytest
 import redis
 from celery import Celery, uuid
 
-from batchery.reply import reply_key, reply_of
-from batchery_producer.answer import Answer
-from batchery_producer.collect import RedisCollector, collector_for
-from batchery_producer.patience import Patience
-from batchery_producer.publish import Publisher
-from batchery_worker.commit import Settled, Verdict
-from batchery_worker.redis_commit import RedisCommitter
-from batchery_worker.terms import Terms
-from harness import Worker, wait_for
-from own_redis import OwnRedis
-from publishing import bulk_app
+from batchery.protocol.reply_stream import reply_key, reply_of
+from batchery_producer.publishing.publisher import Publisher
+from batchery_producer.results.answers import Answer
+from batchery_producer.results.collector import RedisCollector, collector_for
+from batchery_producer.retry import Patience
+from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
+from batchery_worker.ipc.commit_context import CommitContext
+from support.harness import Worker, wait_for
+from support.own_redis import OwnRedis
+from support.publishing import bulk_app
 
 APP = "apps.shop"
 FACTS = {"id": "b1", "size": 2}
@@ -72,10 +71,10 @@ class Commits:
         tokens = [str(number) for number in range(len(ids))]
         if lease:
             self._bare.hset("lease", mapping=dict.fromkeys(tokens, "celery\0message"))
-        jobs = [Settled(task_id, ("value", f"of {task_id}")) for task_id in ids]
+        jobs = [EncodedOutcome(task_id, ("value", f"of {task_id}")) for task_id in ids]
         own: Any = [(token, 0.5, {}) for token in tokens]
-        terms = Terms("me", "batchery:workers", "lease", 0, own, replies=replies)
-        return self._committer.commit(jobs, terms, FACTS)
+        context = CommitContext("me", "batchery:workers", "lease", 0, own, replies=replies)
+        return self._committer.commit(jobs, context, FACTS)
 
 
 @pytest.fixture
@@ -103,7 +102,7 @@ def test_jobs_of_several_runs_in_one_batch_are_announced_to_each(
             each.expect(ids)
             without_sweeps(each)
         replies = {name_of(collector): [0, 2], name_of(other): [1]}
-        assert commit(["a", "b", "c", "d"], replies) == [Verdict.COMMITTED] * 4
+        assert commit(["a", "b", "c", "d"], replies) == [CommitStatus.COMMITTED] * 4
         mine = collect(collector, 2)
         assert mine == {"a": Answer("of a"), "c": Answer("of c")}
         assert collect(other, 1) == {"b": Answer("of b")}
@@ -115,8 +114,8 @@ def test_only_what_was_committed_is_announced(
 ) -> None:
     collector.expect(["a", "b"])
     bare.set(app.backend.get_key_for_task("a"), b"\x80 what the script cannot read")
-    verdicts = commit(["a", "b"], {name_of(collector): [0, 1]})
-    assert verdicts == [Verdict.NEEDS_TRACER, Verdict.COMMITTED]
+    statuses = commit(["a", "b"], {name_of(collector): [0, 1]})
+    assert statuses == [CommitStatus.NEEDS_TRACER, CommitStatus.COMMITTED]
     entries = bare.xrange(reply_key(app.backend, name_of(collector)))
     assert [json.loads(entry[b"ids"]) for _, entry in entries] == [[], ["b"]]
 
@@ -165,7 +164,7 @@ def test_a_key_of_another_type_does_not_stop_a_commit(
     collector.expect(["a"])
     without_announcements(collector)
     bare.set(reply_key(app.backend, name_of(collector)), "mine")
-    assert commit(["a"], {name_of(collector): [0]}) == [Verdict.COMMITTED]
+    assert commit(["a"], {name_of(collector): [0]}) == [CommitStatus.COMMITTED]
     assert collect(collector, 1) == {"a": Answer("of a")}
 
 
@@ -176,7 +175,7 @@ def test_commits_are_announced_when_redis_is_full(
     without_sweeps(collector)
     bare.hset("lease", "0", "celery\0message")
     bare.config_set("maxmemory", 1)
-    assert commit(["a"], {name_of(collector): [0]}, lease=False) == [Verdict.COMMITTED]
+    assert commit(["a"], {name_of(collector): [0]}, lease=False) == [CommitStatus.COMMITTED]
     assert collect(collector, 1) == {"a": Answer("of a")}
 
 

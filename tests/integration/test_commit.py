@@ -14,7 +14,7 @@ from redis import Redis
 
 from apps import commits
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 TIMEOUT_S = 30
 

@@ -10,8 +10,8 @@ from celery import Celery
 from redis import Redis
 
 from conftest import StartWorker
-from harness import Worker, wait_for
-from own_redis import OwnRedis
+from support.harness import Worker, wait_for
+from support.own_redis import OwnRedis
 
 TIMEOUT_S = 30
 

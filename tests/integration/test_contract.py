@@ -12,7 +12,7 @@ from celery import Celery
 from apps import shop
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, UnserialisableResult, WrongLength
 from conftest import StartWorker
-from harness import Worker, unsettled, wait_for
+from support.harness import Worker, unsettled, wait_for
 
 TIMEOUT_S = 30
 

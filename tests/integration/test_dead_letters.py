@@ -14,11 +14,11 @@ from redis import Redis
 
 from apps import killers
 from batchery import InvalidItem
-from batchery.cli import main
-from batchery.survey import dead_letters
-from batchery.transport.dead import DeadLetter, DeadLetters
+from batchery.cli.main import main
+from batchery.cli.survey import dead_letters
+from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 TIMEOUT_S = 60
 

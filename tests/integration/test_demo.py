@@ -5,12 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from batchery_worker.demo import QUESTIONS
+from batchery_worker.cli.demo import QUESTIONS
 
 
 def test_the_demo_answers_questions_and_shows_what_the_batches_looked_like(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "batchery_worker.demo", "--limit", "120"],
+        [sys.executable, "-W", "ignore", "-m", "batchery_worker.cli.demo", "--limit", "120"],
         cwd=tmp_path,
         env={**os.environ, "COLUMNS": "120"},
         capture_output=True,

@@ -6,7 +6,7 @@ from typing import Any
 from celery import Celery
 
 from conftest import StartWorker
-from harness import wait_for
+from support.harness import wait_for
 
 TIMEOUT_S = 30
 

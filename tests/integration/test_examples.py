@@ -13,9 +13,9 @@ import psutil
 import pytest
 from celery import Celery
 
-from batchery.embedded import free_port
+from batchery_worker.local.redis_server import free_port
 from conftest import StartWorker
-from harness import TESTS, Worker, queue_length, unsettled, wait_for
+from support.harness import TESTS, Worker, queue_length, unsettled, wait_for
 
 #: How many callers there are at a time.
 CALLERS = 300

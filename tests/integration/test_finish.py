@@ -10,18 +10,30 @@ import redis
 from celery import Celery
 from celery.exceptions import BackendStoreError
 
+from batchery.completion import JobCompletion, completing
 from batchery.install import install
-from batchery.transport.keys import Keys
-from batchery.transport.sending import Sending, Unsent, sending_once
-from batchery_worker.capture import Capture, capturing, make_capturable
-from batchery_worker.commit import Verdict
-from batchery_worker.finish import Finish, Finisher
-from batchery_worker.request import Lease
-from harness import queue_length
+from batchery.outbox import HeldMessage, Outbox
+from batchery.transport.redis_schema import Keys
+from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
+from batchery_worker.completion.backend import for_completion
+from batchery_worker.request import LeaseHandle
+from support.harness import queue_length
 
-COMMITTED, FENCED, NEEDS_TRACER = Verdict.COMMITTED, Verdict.FENCED, Verdict.NEEDS_TRACER
+COMMITTED, FENCED, NEEDS_TRACER = (
+    CommitStatus.COMMITTED,
+    CommitStatus.FENCED,
+    CommitStatus.NEEDS_TRACER,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
+
+
+def held_outbox(task_id: str, tag: str = "tag") -> Outbox:
+    """An outbox that holds back what is written for a job."""
+    outbox = Outbox(tag, {}, task_id=task_id)
+    outbox.holds = True
+    return outbox
 
 
 class House:
@@ -29,33 +41,33 @@ class House:
 
     def __init__(self, url: str, bare: Any, broker_db: int) -> None:
         self.app = install(Celery("finish", broker=url, backend=url, set_as_current=False))
-        self.backend: Any = self.app.backend
-        make_capturable(self.backend)
+        self.backend: Any = for_completion(self.app.backend)
         self.bare = bare
         self.broker = redis.Redis.from_url(f"{url[:-1]}{broker_db}", decode_responses=True)
         self.broker.flushdb()
         self.keys = Keys()
-        self.ledger: Any = SimpleNamespace(
+        self.lease_store: Any = SimpleNamespace(
             worker="me", keys=self.keys, lease_key=self.keys.lease("me"), db=broker_db
         )
         self.broker.zadd(self.keys.workers, {"me": 1})
-        self.finisher = Finisher(self.backend)
+        self.finisher = AtomicFinisher(self.backend)
 
     def job(
         self, token: str, value: Any = None, sends: tuple[str, ...] = (), held: bool = True
-    ) -> Finish:
+    ) -> HeldJob:
         """A job that the tracer has completed; each message goes to the queue of its name."""
         if held:
-            self.broker.hset(self.ledger.lease_key, token, "celery\0message")
-        capture = Capture(f"t{token}", Sending(f"tag-{token}", {}))
-        with capturing(capture):
+            self.broker.hset(self.lease_store.lease_key, token, "celery\0message")
+        outbox = held_outbox(f"t{token}", f"tag-{token}")
+        with completing(JobCompletion(outbox=outbox)):
             if value is not None:
                 self.backend.store_result(f"t{token}", value, "SUCCESS")
-        capture.messages += [Unsent(SimpleNamespace(), each, {"to": each}) for each in sends]  # type: ignore[arg-type]
-        return Finish(f"t{token}", Lease(self.ledger, token), f"tag-{token}", capture)
+        channel: Any = SimpleNamespace()
+        outbox.messages += [HeldMessage(channel, each, {"to": each}) for each in sends]
+        return HeldJob(LeaseHandle(self.lease_store, token), outbox)
 
     def leased(self) -> set[str]:
-        tokens: Any = self.broker.hkeys(self.ledger.lease_key)
+        tokens: Any = self.broker.hkeys(self.lease_store.lease_key)
         return set(tokens)
 
     def stored(self, task_id: str) -> Any:
@@ -119,7 +131,7 @@ def unreadable(house: House) -> None:
 
 
 def begun(house: House) -> None:
-    house.broker.sadd(house.keys.sent("tag-1"), "a mark")
+    house.broker.sadd(house.keys.sent("tag-1"), "a dedupe key")
 
 
 def wrong_type(house: House) -> None:
@@ -146,7 +158,7 @@ def test_a_worker_that_redis_does_not_know_finishes_nothing(house: House) -> Non
     # Nor is it asked again: the broker is another server.
     house.broker.zadd(house.keys.workers, {"me": 1})
     assert house.finisher.finish([job]) == [NEEDS_TRACER]
-    house.ledger.worker = "another"
+    house.lease_store.worker = "another"
     house.broker.zadd(house.keys.workers, {"another": 1})
     assert house.finisher.finish([job]) == [COMMITTED]
 
@@ -161,8 +173,8 @@ def test_a_redis_that_has_forgotten_the_script_or_is_full_finishes_jobs(house: H
 
 
 def test_only_a_job_s_own_result_is_held_back(house: House) -> None:
-    capture = Capture("mine", Sending("tag", {}))
-    with capturing(capture):
+    outbox = held_outbox("mine")
+    with completing(JobCompletion(outbox=outbox)):
         house.backend.store_result("another", 1, "FAILURE")
         house.backend.save_group("group", house.app.GroupResult("group", []))
         house.backend.store_result("mine", 2, "SUCCESS")
@@ -171,7 +183,7 @@ def test_only_a_job_s_own_result_is_held_back(house: House) -> None:
             house.backend.store_result("mine", "x" * 100, "SUCCESS")
     assert (house.stored("another"), house.stored("mine")) == (1, None)
     assert house.bare.exists("celery-taskset-meta-group")
-    assert json.loads(capture.value)["result"] == 2
+    assert json.loads(outbox.result)["result"] == 2
 
 
 def test_a_success_that_comes_between_looking_and_writing_is_kept(house: House) -> None:
@@ -197,13 +209,11 @@ def test_a_result_that_no_script_can_read_is_judged_by_celery(house: House) -> N
 
 def test_what_was_held_back_can_be_written_after_all(house: House, url: str) -> None:
     for _ in range(2):
-        with sending_once("tag", {}) as sending:
-            assert sending is not None
-            capture = Capture("mine", sending)
-            with capturing(capture):
-                house.app.send_task("some.task", queue="next")
-                house.backend.store_result("mine", 2, "SUCCESS")
-            capture.replay()
-    # The same message, told by its mark.
+        outbox = held_outbox("mine")
+        with completing(JobCompletion(outbox=outbox)):
+            house.app.send_task("some.task", queue="next")
+            house.backend.store_result("mine", 2, "SUCCESS")
+        outbox.replay()
+    # The same message, told by its dedupe key.
     assert queue_length(url, "next") == 1
     assert house.stored("mine") == 2

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from apps import shop
-from batchery_worker.stack import Stack
-from harness import TESTS, wait_for
+from batchery_worker.local.stack import Stack
+from support.harness import TESTS, wait_for
 
 JOBS = 300
 

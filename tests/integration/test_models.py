@@ -16,7 +16,7 @@ from celery import Celery
 from apps import models
 from batchery import InvalidItem, to_numpy
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 TIMEOUT_S = 60
 

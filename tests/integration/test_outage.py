@@ -10,25 +10,20 @@ from celery.app.task import Context
 from kombu.exceptions import OperationalError
 
 from batchery import install
-from batchery.transport.sending import sending_once
-from batchery_worker.chords import share_claims
-from batchery_worker.patience import (
-    Patience,
-    RanOut,
-    make_enduring,
-    make_patient,
-    patient,
-    publish_patiently,
-)
-from harness import queue_length
-from own_redis import OwnRedis
+from batchery.completion import JobCompletion, completing
+from batchery.outbox import Outbox
+from batchery.retry import RetryDeadline, RetryDeadlineExceeded
+from batchery_worker.completion.backend import for_completion
+from batchery_worker.completion.redis_retry import publish_until_deadline
+from support.harness import queue_length
+from support.own_redis import OwnRedis
 
 BODY = {"task": "outage.body", "args": [], "kwargs": {}, "options": {"task_id": "the-body"}}
 
 
 @pytest.fixture
 def app(own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
-    # Celery, kombu and redis-py each wait for some seconds on their own, before patience begins.
+    # Celery, kombu and redis-py each wait for some seconds before the deadline begins.
     monkeypatch.setattr("redis.retry.sleep", lambda _: None)
     with install(
         Celery("outage", broker=own_redis.url, backend=own_redis.url, set_as_current=False)
@@ -42,9 +37,8 @@ def app(own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery
         made.conf.broker_transport_options = {"max_retries": 1, "interval_start": 0}
         # So that Celery's claim stands for as long as the test.
         made.conf.broker_connection_timeout = 120
-        publish_patiently(made)
-        make_patient(made.backend)
-        share_claims(made.backend)
+        publish_until_deadline(made)
+        for_completion(made.backend)
         made.backend.set_chord_size("the-group", 1)
         yield made
 
@@ -61,18 +55,24 @@ def until(own_redis: OwnRedis, pauses: int) -> Callable[[float], None]:
     return sleep
 
 
-def count_part(app: Celery, tag: str, patience: Patience) -> None:
+def waiting(deadline: RetryDeadline, tag: str | None = None) -> Any:
+    """Makes this thread complete a job, which waits until a deadline."""
+    outbox = None if tag is None else Outbox(tag, {"next": {"chord": BODY}})
+    return completing(JobCompletion(outbox=outbox, deadline=deadline))
+
+
+def count_part(app: Celery, tag: str, deadline: RetryDeadline) -> None:
     """As the completion of a chord's only part does."""
     backend: Any = app.backend
     request = Context(id="the-part", group="the-group", group_index=0, chord=BODY)
-    with sending_once(tag, {"next": {"chord": BODY}}), patient(patience):
+    with waiting(deadline, tag):
         backend.on_chord_part_return(request, "SUCCESS", 7)
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated setex")
 def test_a_result_waits_until_redis_is_back(app: Celery, own_redis: OwnRedis) -> None:
     own_redis.kill()
-    with patient(Patience(sleep=until(own_redis, 3))):
+    with waiting(RetryDeadline(sleep=until(own_redis, 3))):
         app.backend.store_result("job", 42, "SUCCESS")
     assert app.backend.get_task_meta("job")["result"] == 42
 
@@ -83,7 +83,7 @@ def test_a_message_waits_until_redis_is_back_and_is_sent_once(
     with app.connection_for_write() as connection:
         connection.ensure_connection(max_retries=1)
     own_redis.kill()
-    with sending_once("tag", {}), patient(Patience(sleep=until(own_redis, 2))):
+    with waiting(RetryDeadline(sleep=until(own_redis, 2)), "tag"):
         app.send_task("outage.body", [[1]], retry=False)
     assert queue_length(own_redis.url) == 1
 
@@ -93,17 +93,20 @@ def test_the_end_of_an_ordinary_job_waits_and_its_function_does_not(
     app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = app.backend
-    make_enduring(backend)
     own_redis.kill()
     with pytest.raises(OperationalError):
         app.send_task("outage.body", [[1]], ignore_result=True)
-    patience = partial(Patience, sleep=until(own_redis, 2))
-    monkeypatch.setattr("batchery_worker.patience.Patience", patience)
+    deadline = partial(RetryDeadline, sleep=until(own_redis, 2))
+    monkeypatch.setattr(
+        "batchery_worker.completion.backend.JobCompletion",
+        lambda: JobCompletion(deadline=deadline()),
+    )
     backend.mark_as_done("job", 42, Context(id="job"))
     assert backend.get_task_meta("job")["result"] == 42
     own_redis.kill()
     monkeypatch.setattr(
-        "batchery_worker.patience.Patience", partial(Patience, sleep=until(own_redis, 2))
+        "batchery_worker.completion.redis_retry.RetryDeadline",
+        partial(RetryDeadline, sleep=until(own_redis, 2)),
     )
     messages: Any = app.amqp
     messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
@@ -114,7 +117,9 @@ def test_what_follows_an_ordinary_job_fails_in_celery_s_way_if_that_cannot_come_
     app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_redis.kill()
-    monkeypatch.setattr("batchery_worker.patience.Patience", partial(Patience, 0))
+    monkeypatch.setattr(
+        "batchery_worker.completion.redis_retry.RetryDeadline", partial(RetryDeadline, 0)
+    )
     messages: Any = app.amqp
     with pytest.raises(OperationalError):
         messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
@@ -124,9 +129,9 @@ def test_what_waited_for_too_long_is_no_failure_of_the_job(
     app: Celery, own_redis: OwnRedis
 ) -> None:
     own_redis.kill()
-    with pytest.raises(RanOut, match="away for 0 s"), patient(Patience(0)):
+    with pytest.raises(RetryDeadlineExceeded, match="away for 0 s"), waiting(RetryDeadline(0)):
         app.backend.store_result("job", 42, "SUCCESS")
-    with pytest.raises(RanOut, match="away for 0 s"), patient(Patience(0)):
+    with pytest.raises(RetryDeadlineExceeded, match="away for 0 s"), waiting(RetryDeadline(0)):
         app.send_task("outage.body", [[1]], retry=False)
 
 
@@ -138,7 +143,7 @@ def test_outside_a_completion_nobody_waits(app: Celery, own_redis: OwnRedis) -> 
 
 
 def test_a_chord_is_joined_though_redis_goes_away_meanwhile(
-    app: Celery, own_redis: OwnRedis
+    app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = app.backend
     claim = backend._chord_part_return_script
@@ -148,8 +153,9 @@ def test_a_chord_is_joined_though_redis_goes_away_meanwhile(
         own_redis.kill()
         return answer
 
-    backend._chord_part_return_script = claim_and_lose
-    count_part(app, "tag", Patience(sleep=until(own_redis, 2)))
+    script = property(lambda _: claim_and_lose)
+    monkeypatch.setattr(type(backend), "_chord_part_return_script", script, raising=False)
+    count_part(app, "tag", RetryDeadline(sleep=until(own_redis, 2)))
     assert queue_length(own_redis.url) == 1
     assert app.backend.get_state("the-body") == "PENDING"
 
@@ -161,15 +167,15 @@ def test_the_next_attempt_of_a_chord_s_last_part_sends_the_body(
         own_redis.kill()
 
     signals.before_task_publish.connect(lose, sender=BODY["task"])
-    with pytest.raises(RanOut):
-        count_part(app, "tag", Patience(0))
+    with pytest.raises(RetryDeadlineExceeded):
+        count_part(app, "tag", RetryDeadline(0))
     signals.before_task_publish.disconnect(lose, sender=BODY["task"])
     own_redis.start()
     assert queue_length(own_redis.url) == 0
     # Not that of another job: whoever has the claim may be about to send it.
-    count_part(app, "another", Patience())
+    count_part(app, "another", RetryDeadline())
     assert queue_length(own_redis.url) == 0
     for _ in range(2):
-        count_part(app, "tag", Patience())
+        count_part(app, "tag", RetryDeadline())
         assert queue_length(own_redis.url) == 1
     assert app.backend.get_state("the-body") == "PENDING"

@@ -10,7 +10,7 @@ import pytest
 from apps import shop
 from batchery.install import POOL
 from conftest import StartWorker
-from harness import TESTS
+from support.harness import TESTS
 
 TIMEOUT_S = 30
 

@@ -13,9 +13,9 @@ from kombu.exceptions import EncodeError
 from kombu.utils import json
 
 from batchery import BatchArgumentError, BatchTask
-from batchery_producer.publish import CHUNK_JOBS, Publisher
-from batchery_producer.template import why_not
-from publishing import assert_equal, bulk_app, sent_by_celery, sent_by_us, take
+from batchery_producer.publishing.publisher import CHUNK_JOBS, Publisher
+from batchery_producer.publishing.template import why_not
+from support.publishing import assert_equal, bulk_app, sent_by_celery, sent_by_us, take
 
 LATER = datetime.now(UTC) + timedelta(hours=1)
 TOPIC = Queue("there", Exchange("topics", type="topic"), "a.#")

@@ -10,13 +10,13 @@ import redis
 from celery import Celery, uuid
 
 from batchery import BrokerRefused, QueueFull
-from batchery.embedded import free_port
-from batchery_producer import push
-from batchery_producer.patience import GaveUp, Interrupted, Patience
-from batchery_producer.publish import CHUNK_JOBS, Publisher
-from harness import wait_for
-from own_redis import OwnRedis
-from publishing import bulk_app
+from batchery_producer.publishing import redis_push
+from batchery_producer.publishing.publisher import CHUNK_JOBS, Publisher
+from batchery_producer.retry import GaveUp, Interrupted, Patience
+from batchery_worker.local.redis_server import free_port
+from support.harness import wait_for
+from support.own_redis import OwnRedis
+from support.publishing import bulk_app
 
 
 @pytest.fixture
@@ -56,14 +56,14 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def lose(count: int) -> None:
         losing = LostAnswers(None, count)
-        use = push.Pusher.use
+        use = redis_push.Pusher.use
 
         def use_losing(self: Any, channel: Any) -> None:
             use(self, channel)
             losing._script = self._script
             self._script = losing
 
-        monkeypatch.setattr(push.Pusher, "use", use_losing)
+        monkeypatch.setattr(redis_push.Pusher, "use", use_losing)
 
     return lose
 
@@ -217,7 +217,7 @@ def test_a_marker_of_a_publisher_that_was_killed_expires(app: Celery, bare: Any)
     publisher = Publisher(app, "same")
     publisher.send(jobs(1))
     (marker,) = bare.keys("batchery:publisher:*")
-    assert 0 < bare.ttl(marker) <= push.MARKER_S
+    assert 0 < bare.ttl(marker) <= redis_push.MARKER_S
     publisher.close()
     assert not bare.keys("batchery:*")
 

@@ -10,8 +10,8 @@ from celery.exceptions import TaskRevokedError
 from kombu import Connection
 
 from conftest import StartWorker
-from harness import Worker, wait_for
-from own_rabbitmq import OwnRabbitMQ, find_rabbitmq
+from support.harness import Worker, wait_for
+from support.own_rabbitmq import OwnRabbitMQ, find_rabbitmq
 
 TIMEOUT_S = 60
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,15 +14,18 @@ import redis
 from celery import Celery
 from celery.result import AsyncResult
 
-from batchery_worker import redis_commit
-from batchery_worker.commit import Settled, Verdict
-from batchery_worker.redis_commit import RedisCommitter
-from batchery_worker.terms import JobTerms, Terms
-from own_redis import OwnRedis, redis_servers
+from batchery_worker.commit import committer
+from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
+from batchery_worker.ipc.commit_context import CommitContext, JobCommit
+from support.own_redis import OwnRedis, redis_servers
 
 WORKERS, LEASES = "batchery:workers", "batchery:lease:me"
 FACTS = {"id": "b1", "size": 2, "padding": 0.0, "forward_ms": 1.0, "device": "cpu"}
-COMMITTED, FENCED, NEEDS_TRACER = Verdict.COMMITTED, Verdict.FENCED, Verdict.NEEDS_TRACER
+COMMITTED, FENCED, NEEDS_TRACER = (
+    CommitStatus.COMMITTED,
+    CommitStatus.FENCED,
+    CommitStatus.NEEDS_TRACER,
+)
 
 
 class House:
@@ -51,15 +55,17 @@ class House:
         tokens: Any = self.leases.hkeys(LEASES)
         return {token.decode() for token in tokens}
 
-    def commit(self, *jobs: tuple[str, Any], terms: dict[str, JobTerms] | None = None) -> Any:
+    def commit(self, *jobs: tuple[str, Any], context: dict[str, JobCommit] | None = None) -> Any:
         """Commits values by task id; the token of the job `t7` is 7."""
-        given: dict[str, JobTerms] = {name: (name[1:], 0.5, {}) for name, _ in jobs}
-        given |= terms or {}
+        given: dict[str, JobCommit] = {name: (name[1:], 0.5, {}) for name, _ in jobs}
+        given |= context or {}
         computed = [
-            Settled(name, value if isinstance(value, tuple) else ("value", value))
+            EncodedOutcome(name, value if isinstance(value, tuple) else ("value", value))
             for name, value in jobs
         ]
-        batch = Terms("me", WORKERS, LEASES, self.broker_db, [given[name] for name, _ in jobs])
+        batch = CommitContext(
+            "me", WORKERS, LEASES, self.broker_db, [given[name] for name, _ in jobs]
+        )
         return self.committer.commit(computed, batch, FACTS)
 
     def stored(self, name: str) -> Any:
@@ -156,8 +162,8 @@ def test_success_is_never_overwritten(house: House, space: str) -> None:
 
 def test_a_job_that_is_in_the_batch_twice_is_stored_once(house: House) -> None:
     house.lease(1, 2)
-    jobs = [Settled("t1", ("value", "first")), Settled("t1", ("value", "second"))]
-    batch = Terms("me", WORKERS, LEASES, house.broker_db, [("1", 0.0, {}), ("2", 0.0, {})])
+    jobs = [EncodedOutcome("t1", ("value", "first")), EncodedOutcome("t1", ("value", "second"))]
+    batch = CommitContext("me", WORKERS, LEASES, house.broker_db, [("1", 0.0, {}), ("2", 0.0, {})])
     assert house.committer.commit(jobs, batch, FACTS) == [COMMITTED, COMMITTED]
     assert house.stored("t1")["result"] == "first"
     assert house.leased() == set()
@@ -216,14 +222,14 @@ def test_where_the_worker_is_unknown_its_leases_are_elsewhere(house: House) -> N
 
 def test_without_a_wanted_result_the_lease_just_ends(house: House) -> None:
     house.lease(1)
-    assert house.commit(("t1", "x"), terms={"t1": ("1", 0.0, None)}) == [COMMITTED]
+    assert house.commit(("t1", "x"), context={"t1": ("1", 0.0, None)}) == [COMMITTED]
     assert house.leased() == set()
     assert house.stored("t1") is None
 
 
 def test_a_job_without_terms_is_not_touched(house: House) -> None:
     house.lease(1, 2)
-    assert house.commit(("t1", "x"), ("t2", "y"), terms={"t1": None}) == [NEEDS_TRACER, COMMITTED]
+    assert house.commit(("t1", "x"), ("t2", "y"), context={"t1": None}) == [NEEDS_TRACER, COMMITTED]
     assert house.leased() == {"1"}
 
 
@@ -234,8 +240,8 @@ def test_what_json_has_no_word_for_is_left_to_the_tracer(house: House) -> None:
     endless: list[Any] = []
     endless.append(endless)
     jobs = [("t1", endless), ("t2", date), ("t3", 1), ("t4", "good")]
-    verdicts = house.commit(*jobs, terms={"t3": bad})
-    assert verdicts == [NEEDS_TRACER, COMMITTED, NEEDS_TRACER, COMMITTED]
+    statuses = house.commit(*jobs, context={"t3": bad})
+    assert statuses == [NEEDS_TRACER, COMMITTED, NEEDS_TRACER, COMMITTED]
     assert house.stored("t2")["result"]["__value__"] == "2026-01-02"
 
 
@@ -246,9 +252,9 @@ def test_a_result_that_redis_cannot_hold_is_left_to_the_tracer(house: House) -> 
 
 
 def test_large_batches_and_large_results_go_in_parts(house: House) -> None:
-    many = range(1, redis_commit.MAX_JOBS + 100)
+    many = range(1, committer.MAX_JOBS + 100)
     house.lease(*many)
-    big = "x" * (redis_commit.MAX_BYTES // 2)
+    big = "x" * (committer.MAX_BYTES // 2)
     jobs = [(f"t{token}", big if token < 6 else token) for token in many]
     assert house.commit(*jobs) == [COMMITTED] * len(many)
     assert house.leased() == set()
@@ -268,14 +274,14 @@ def test_it_commits_when_redis_is_full(house: House) -> None:
 
 
 class LostAnswers:
-    """A script whose first answers never arrive."""
+    """Scripts whose first answers never arrive."""
 
-    def __init__(self, script: Any, count: int) -> None:
-        self._script = script
+    def __init__(self, scripts: Any, count: int) -> None:
+        self._scripts = scripts
         self._count = count
 
-    def __call__(self, **words: Any) -> Any:
-        answer = self._script(**words)
+    def run_once(self, *words: Any) -> Any:
+        answer = self._scripts.run_once(*words)
         if self._count:
             self._count -= 1
             raise redis.ConnectionError("Connection closed by server.")
@@ -293,21 +299,23 @@ def test_scripts_may_be_flushed(house: House) -> None:
 def test_a_lost_answer_is_told_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
-    house.committer._script = LostAnswers(house.committer._script, 2)
-    none: dict[str, JobTerms] = {"t2": ("2", 0.0, None)}
-    verdicts = house.commit(("t1", "x"), ("t2", "x"), ("t4", "never leased"), terms=none)
-    assert verdicts == [COMMITTED, COMMITTED, FENCED]
+    committer: Any = house.committer
+    committer._scripts = LostAnswers(house.committer._scripts, 2)
+    none: dict[str, JobCommit] = {"t2": ("2", 0.0, None)}
+    statuses = house.commit(("t1", "x"), ("t2", "x"), ("t4", "never leased"), context=none)
+    assert statuses == [COMMITTED, COMMITTED, FENCED]
     assert house.stored("t1")["result"] == "x"
 
 
 def test_commands_that_are_refused_are_left_to_the_tracer(
     house: House, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(**_: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise redis.exceptions.NoPermissionError("this user has no permissions to run 'evalsha'")
 
     house.lease(1)
-    house.committer._script = refuse
+    committer: Any = house.committer
+    committer._scripts = SimpleNamespace(run_once=refuse)
     for _ in range(2):
         assert house.commit(("t1", 1)) == [NEEDS_TRACER]
     assert [record.getMessage().count("evalsha") for record in caplog.records] == [1]
@@ -342,13 +350,13 @@ def test_results_wait_while_redis_is_away(server: OwnRedis, tmp_path: Path) -> N
         house.lease(1, 2)
         house.commit(("t2", "warm"))
         own.kill()
-        verdicts: list[Any] = []
-        thread = threading.Thread(target=lambda: verdicts.append(house.commit(("t1", "kept"))))
+        statuses: list[Any] = []
+        thread = threading.Thread(target=lambda: statuses.append(house.commit(("t1", "kept"))))
         thread.start()
         assert gate.wait(30)
         own.start()
         thread.join(30)
-        assert verdicts == [[COMMITTED]]
+        assert statuses == [[COMMITTED]]
         assert house.waits == 1
         assert house.stored("t1")["result"] == "kept"
         assert house.leased() == set()

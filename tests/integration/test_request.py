@@ -8,7 +8,7 @@ from celery import chord, group
 from apps import canvas
 from batchery import BatchArgumentError, UnserialisableResult
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.harness import Worker, wait_for
 
 TIMEOUT_S = 30
 

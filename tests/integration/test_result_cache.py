@@ -8,19 +8,13 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from batchery_worker.result_cache import (
-    BESIDE_BYTES,
-    MAX_RESULTS,
-    PAUSE_S,
-    SUM_BYTES,
-    ResultCache,
-)
-from batchery_worker.terms import CacheTerms
-from harness import wait_for
-from own_redis import OwnRedis
+from batchery_worker.cache.store import BESIDE_BYTES, MAX_RESULTS, PAUSE_S, SUM_BYTES, ResultCache
+from batchery_worker.ipc.commit_context import CachePolicy
+from support.harness import wait_for
+from support.own_redis import OwnRedis
 
 #: Whatever is put there is still there at the end of the test.
-TERMS = CacheTerms("1", 3600, 10**9)
+TERMS = CachePolicy("1", 3600, 10**9)
 
 #: Makes a cache in a Redis: `make_cache(url, clock, **conf)`.
 MakeCache = Callable[..., ResultCache]

@@ -11,9 +11,9 @@ from celery import Celery
 
 from batchery import DatasetError
 from batchery_producer import Ending, Snapshot, submit_file
-from bulk_runs import Command, read_rows, write_rows
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.bulk_runs import Command, read_rows, write_rows
+from support.harness import Worker, wait_for
 
 APP = "apps.tally"
 TASK = f"{APP}.tally"

@@ -10,10 +10,10 @@ from celery import Celery, chain
 from celery.exceptions import TaskRevokedError
 
 from batchery import DeviceDied
-from batchery_worker.result_cache import BESIDE_BYTES
-from cached_jobs import TIMEOUT_S, answers, computed, send
+from batchery_worker.cache.store import BESIDE_BYTES
 from conftest import StartWorker
-from harness import Worker, unsettled, wait_for
+from support.cached_jobs import TIMEOUT_S, answers, computed, send
+from support.harness import Worker, unsettled, wait_for
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ import pytest
 from celery import Celery
 
 from apps import shop
-from batchery.embedded import EmbeddedRedis, free_port
-from batchery.explain import find
+from batchery.cli.explain import find
+from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 from conftest import StartWorker
-from harness import TESTS, Worker, wait_for
+from support.harness import TESTS, Worker, wait_for
 
 #: How long workers may take to answer, in seconds; the machine may be busy with other tests.
 LOOK_S = 2.0

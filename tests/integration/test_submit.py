@@ -8,9 +8,9 @@ import redis
 from celery import Celery
 
 from batchery_producer import Ending, Snapshot, submit_file
-from bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
+from support.harness import Worker, wait_for
 
 
 def test_every_row_gets_its_own_result_and_nothing_stays_behind(

@@ -12,11 +12,11 @@ import redis
 from celery import Celery
 
 from batchery import DatasetError, SettingsError
-from batchery.embedded import free_port
 from batchery_producer import Ending, Snapshot, submit_file
-from bulk_runs import APP, QUEUE, Command, RestartableRedis, read_rows, write_rows
+from batchery_worker.local.redis_server import free_port
 from conftest import StartWorker
-from harness import Worker, wait_for
+from support.bulk_runs import APP, QUEUE, Command, RestartableRedis, read_rows, write_rows
+from support.harness import Worker, wait_for
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from celery import Celery
 
 from batchery import DatasetError
 from batchery_producer import Ending, submit_file
-from bulk_runs import APP, QUEUE, Command, read_rows, write_rows
-from harness import Worker
+from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
+from support.harness import Worker
 
 
 def request(custom_id: Any, item: Any) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from kombu.exceptions import OperationalError
 
 from apps import shop
 from batchery import BatchTask, install
-from batchery.embedded import free_port
-from batchery_producer import many
-from harness import Worker
+from batchery_producer import submit_many
+from batchery_worker.local.redis_server import free_port
+from support.harness import Worker
 
 COUNT = 100
 
@@ -67,7 +67,7 @@ def test_a_timeout_is_celerys(worker: Worker, store: Any) -> None:
 
 def test_jobs_that_are_sent_one_by_one_are_joined_as_ever(worker: Worker) -> None:
     results = shop.shout.submit_many(["a", "b"])
-    assert type(results) is not many.JobSet
+    assert type(results) is not submit_many.JobSet
     assert results.join(timeout=30) == ["A", "B"]
 
 
@@ -83,7 +83,7 @@ def test_eager_tasks_run_at_once() -> None:
 
 
 def test_without_a_broker_it_is_celerys_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(many, "AWAY_S", 0.2)
+    monkeypatch.setattr(submit_many, "AWAY_S", 0.2)
     url = f"redis://127.0.0.1:{free_port()}/0"
     app = install(Celery("nowhere", broker=url, backend=url, set_as_current=False))
 

@@ -9,9 +9,9 @@ from celery import Celery
 
 from batchery import DatasetError
 from batchery_producer import Ending, Snapshot, Summary, submit_file
-from bulk_runs import APP, QUEUE, Command, read_rows, write_rows
-from harness import Worker
-from report_page import ReportPage
+from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
+from support.harness import Worker
+from support.report_page import ReportPage
 
 LATENCY = "seconds from sending to result"
 LENGTH = "characters of a text"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import redis
 
-from batchery.transport.keys import Keys
-from plain_kombu import Consumer, StartConsumer, leases, queue_of, send, waiting
+from batchery.transport.redis_schema import Keys
+from support.plain_kombu import Consumer, StartConsumer, leases, queue_of, send, waiting
 
 KEYS = Keys()
 

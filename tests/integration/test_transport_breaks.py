@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import redis
 
-from harness import wait_for
-from plain_kombu import StartConsumer, leases, send, waiting
+from support.harness import wait_for
+from support.plain_kombu import StartConsumer, leases, send, waiting
 
 
 def test_recover_gives_back_what_is_not_acknowledged(
@@ -51,7 +51,7 @@ def test_what_redis_failed_in_comes_again_marked(
         monkeypatch.undo()
         raise redis.ConnectionError("as told")
 
-    monkeypatch.setattr("batchery.transport.inbox.Inbox._recognise", fail)
+    monkeypatch.setattr("batchery.transport.consume.Inbox._recognise_suspects", fail)
     with contextlib.suppress(redis.ConnectionError):
         consumer.get(3)
     assert waiting(bare) == 0
@@ -66,7 +66,7 @@ def test_after_a_break_what_waits_comes_again_and_what_runs_does_not(
     consumer = both("q", prefetch=4)
     consumer.get(3)
     running = consumer.messages[1]
-    monkeypatch.setattr("batchery.transport.inbox.active_tokens", lambda: {running.delivery_tag})
+    monkeypatch.setattr("batchery.transport.consume.active_tokens", lambda: {running.delivery_tag})
     consumer.break_connection()
     assert leases(bare) == 3
     consumer.open("q")

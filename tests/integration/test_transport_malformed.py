@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from redis import Redis
 
-from batchery.transport.keys import Keys
-from own_redis import OwnRedis
-from plain_kombu import Consumer, send
+from batchery.transport.redis_schema import Keys
+from support.own_redis import OwnRedis
+from support.plain_kombu import Consumer, send
 
 KEYS = Keys()
 

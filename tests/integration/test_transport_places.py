@@ -8,9 +8,9 @@ from typing import Any
 from redis import Redis
 
 from batchery.transport import use_leases
-from own_redis import OwnRedis
-from plain_kombu import Consumer, send
-from redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
+from support.own_redis import OwnRedis
+from support.plain_kombu import Consumer, send
+from support.redis_places import MASTER, behind_sentinel, behind_tls, make_certificate
 
 #: What a user needs for the leases, beside the keys.
 RIGHTS = "+@read +@write +@pubsub +@connection +@scripting +@transaction +info +time"

@@ -18,10 +18,10 @@ import pytest
 import redis
 from celery import Celery
 
-from batchery.embedded import EmbeddedRedis, free_port
 from batchery.errors import RedisUnavailable, StartError
-from batchery_worker.stack import Stack
-from harness import wait_for
+from batchery_worker.local.redis_server import EmbeddedRedis, free_port
+from batchery_worker.local.stack import Stack
+from support.harness import wait_for
 
 APP = """
 import time

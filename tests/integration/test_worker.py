@@ -12,7 +12,7 @@ from celery import Celery
 
 from apps import ordinary, shop
 from conftest import StartWorker
-from harness import START_S, TESTS, Worker, wait_for
+from support.harness import START_S, TESTS, Worker, wait_for
 
 TIMEOUT_S = 30
 

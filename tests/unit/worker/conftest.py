@@ -7,15 +7,15 @@ from celery.worker import state as worker_state
 
 from apps.batches import app
 from batchery import install
-from fake_devices import Clock, FakeDevices, Loop
-from fake_worker import FakeWorker, StartPool
+from support.fake_devices import Clock, FakeDevices, Loop
+from support.fake_worker import FakeWorker, StartPool
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the event loop, and of those that plan on it."""
     made = Clock()
-    for module in ("dispatcher", "fleet"):
+    for module in ("dispatch.dispatcher", "device_pool.supervisor"):
         monkeypatch.setattr(f"batchery_worker.{module}.monotonic", made)
     return made
 

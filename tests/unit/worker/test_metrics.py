@@ -2,8 +2,8 @@
 
 import json
 
+from batchery_worker.ipc.messages import Done
 from batchery_worker.metrics import Metrics
-from batchery_worker.wire import Done
 
 
 def done(*, jobs: int, forward_ms: float) -> Done:

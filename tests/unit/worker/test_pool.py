@@ -5,8 +5,8 @@ from celery.backends.cache import CacheBackend
 from celery.worker import state as worker_state
 
 from apps.batches import LIMITED, PATIENT, app, double, late
-from batchery_worker.fleet import MAX_FAILED_STARTS
-from fake_worker import StartPool
+from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS
+from support.fake_worker import StartPool
 
 
 def test_after_a_reconnect_what_runs_goes_on_and_what_waits_comes_again(

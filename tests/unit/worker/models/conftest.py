@@ -13,7 +13,7 @@ import transformers
 
 from batchery.settings import ModelSettings
 from batchery_worker.models import ClassificationModel, EmbeddingModel
-from tiny_models import CORPUS, Build, Copy, Load, save_model
+from support.tiny_models import CORPUS, Build, Copy, Load, save_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from batchery.errors import InvalidItem
 from batchery.results import Classification
-from tiny_models import Build, Load, run
+from support.tiny_models import Build, Load, run
 
 #: Greatest difference of any score in fp32: the sums run in another order.
 TOLERANCE = 5e-6

@@ -10,11 +10,11 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer
 
 from batchery.errors import InvalidItem
-from batchery.outcome import Failed
+from batchery.outcomes import Failed
 from batchery.results import Embedding, to_numpy
 from batchery_worker.models import EmbeddingModel
-from batchery_worker.models.landing import Arrival
-from tiny_models import Build, Copy, Load, run
+from batchery_worker.models.hardware.transfers import Arrival
+from support.tiny_models import Build, Copy, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
 TOLERANCE = 2e-6

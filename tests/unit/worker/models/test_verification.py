@@ -11,11 +11,11 @@ from click.testing import CliRunner, Result
 
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
-from batchery_worker.models import attention
-from batchery_worker.models.padded import Padded
+from batchery_worker.cli.verify import verify as command
+from batchery_worker.models.forward import attention
+from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.verification import Report, sample_texts, verify
-from batchery_worker.verify import verify as command
-from tiny_models import Build
+from support.tiny_models import Build
 
 PACKED = ["bert", "roberta", "distilbert", "modernbert", "llama", "gpt2"]
 PADDED = ["mpnet", "t5"]

@@ -1,0 +1,279 @@
+"""Dead letters in Redis, and what can be read of a message that is broken."""
+
+import base64
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from batchery.transport.dead_letters import (
+    MAX_REASON_CHARS,
+    MAX_TOKENS_PER_COMMAND,
+    DeadLetters,
+    dead_letter_malformed,
+    describe,
+    on_dead_letter,
+    queue_of,
+    readable_headers,
+)
+from batchery.transport.lease_store import LeaseStore
+from support.harness import wait_for
+
+PREFIX = "shop:"
+
+
+@pytest.fixture
+def lease_store(bare: Any) -> Iterator[LeaseStore]:
+    made = LeaseStore(bare, PREFIX, expiry_s=5.0)
+    made.open()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def letters(bare: Any) -> DeadLetters:
+    return DeadLetters(bare, PREFIX)
+
+
+@pytest.fixture
+def told() -> Iterator[list[tuple[Any, str]]]:
+    """What a worker is told of dead letters."""
+    before, made = list(on_dead_letter), []
+    on_dead_letter[:] = [lambda headers, reason: made.append((headers, reason))]
+    yield made
+    on_dead_letter[:] = before
+
+
+class Counter:
+    """A channel's QoS, which counts nothing here."""
+
+    def adopt(self, token: str) -> None: ...
+
+    def forget(self, token: str) -> None: ...
+
+
+COUNTER = Counter()
+
+
+def hold(lease_store: LeaseStore, token: int, message: bytes, key: str = "shop:embed") -> str:
+    """Lets a lease_store have a lease."""
+    lease_store.client.hset(lease_store.lease_key, token, key.encode() + b"\0" + message)
+    lease_store.take(str(token), COUNTER, key)
+    return str(token)
+
+
+def bury(
+    lease_store: LeaseStore, token: int, message: bytes = b"{}", key: str = "shop:embed"
+) -> str:
+    held = hold(lease_store, token, message, key)
+    assert lease_store.dead_letter(held, describe("it is broken", f"id-{token}", "embed"))
+    return held
+
+
+def test_a_dead_letter_says_what_it_is_and_keeps_its_message(
+    lease_store: LeaseStore, letters: DeadLetters
+) -> None:
+    bury(lease_store, 7, b"\xff\0raw", "shop:embed\x06\x169")
+    found = letters.get("7")
+    assert found is not None
+    letter, message = found
+    assert message == b"\xff\0raw"
+    assert (letter.token, letter.id, letter.task) == ("7", "id-7", "embed")
+    assert (letter.queue, letter.reason) == ("embed", "it is broken")
+    assert letter.died_s > 1.7e9
+    assert letters.get("8") is None
+
+
+def test_they_are_listed_oldest_first(lease_store: LeaseStore, letters: DeadLetters) -> None:
+    for token in (100, 9, 20):
+        bury(lease_store, token)
+    assert [letter.token for letter in letters] == ["9", "20", "100"]
+    assert letters.tokens() == ["9", "20", "100"]
+    assert len(letters) == 3
+
+
+def test_requeued_ones_go_behind_those_that_wait_in_their_own_queue(
+    lease_store: LeaseStore, letters: DeadLetters, bare: Any
+) -> None:
+    bare.lpush("shop:embed", "waits")
+    bury(lease_store, 1, b"first")
+    bury(lease_store, 2, b"second")
+    bury(lease_store, 3, b"urgent", "shop:embed\x06\x163")
+    assert letters.requeue(["1", "2", "3", "4"]) == ["1", "2", "3"]
+    # Workers take from the right.
+    assert bare.lrange("shop:embed", 0, -1) == [b"second", b"first", b"waits"]
+    assert bare.lrange("shop:embed\x06\x163", 0, -1) == [b"urgent"]
+    assert len(letters) == 0
+    assert letters.get("1") is None
+    assert letters.requeue(["1"]) == []
+
+
+def test_purged_ones_are_gone_with_their_messages(
+    lease_store: LeaseStore, letters: DeadLetters, bare: Any
+) -> None:
+    bury(lease_store, 1)
+    bury(lease_store, 2)
+    assert letters.purge(["1", "3"]) == 1
+    assert letters.tokens() == ["2"]
+    assert bare.hkeys("shop:batchery:dead-messages") == [b"2"]
+
+
+def test_many_are_moved_in_parts(lease_store: LeaseStore, letters: DeadLetters, bare: Any) -> None:
+    many = 2 * MAX_TOKENS_PER_COMMAND + 1
+    for name, content in (("dead-messages", "{}"), ("dead", json.dumps(describe("?", "", "")))):
+        values = dict.fromkeys(range(many), f"shop:embed\x00{content}")
+        bare.hset(f"shop:batchery:{name}", mapping=values)
+    assert len(list(letters)) == many
+    assert len(letters.requeue(letters.tokens())) == many
+    assert bare.llen("shop:embed") == many
+
+
+def test_a_condemned_message_is_buried_where_it_would_have_been_acknowledged(
+    lease_store: LeaseStore, letters: DeadLetters, bare: Any
+) -> None:
+    condemned, good = hold(lease_store, 1, b"bad"), hold(lease_store, 2, b"good")
+    lease_store.dead_letter_on_ack(condemned, describe("it killed", "id", "embed"))
+    lease_store.flush()
+    assert len(letters) == 0
+    lease_store.ack(condemned)
+    lease_store.ack(good)
+    lease_store.flush()
+    assert [letter.reason for letter in letters] == ["it killed"]
+    assert not bare.exists(lease_store.lease_key)
+
+
+def test_a_condemned_message_that_is_given_back_is_not_buried(
+    lease_store: LeaseStore, letters: DeadLetters, bare: Any
+) -> None:
+    condemned = hold(lease_store, 1, b"bad")
+    lease_store.dead_letter_on_ack(condemned, describe("it killed", "id", "embed"))
+    lease_store.requeue([condemned], first=True)
+    lease_store.flush()
+    assert bare.lrange("shop:embed", 0, -1) == [b"bad"]
+    assert len(letters) == 0
+
+
+def test_a_full_redis_does_not_hold_up_acknowledgements(lease_store: LeaseStore, bare: Any) -> None:
+    token = hold(lease_store, 1, b"{}")
+    bare.config_set("maxmemory", 1)
+    lease_store.began({token: "id"}, alone=True)
+    lease_store.flush()
+    lease_store.ack(token)
+    lease_store.flush()
+    assert not bare.exists(lease_store.lease_key)
+
+
+def test_notes_of_running_batches_come_and_go(lease_store: LeaseStore, bare: Any) -> None:
+    key = f"shop:batchery:running:{lease_store.worker}"
+
+    def told(*notes: bytes) -> None:
+        wait_for(lambda: bare.hvals(key) == list(notes), "the notes arrive")
+
+    first = lease_store.began({"1": "a-1", "2": "odd id"}, alone=False)
+    told(b"shared 1 a-1 2 odd%20id")
+    wait_for(lambda: bare.ttl(key) > 0, "they will expire")
+    lease_store.ended(first)
+    # It is not worth a message of its own.
+    lease_store.flush()
+    assert bare.exists(key)
+    lease_store.began({"3": "b"}, alone=True)
+    told(b"alone 3 b")
+
+
+def test_who_is_cleared_is_told_with_the_next_batch(lease_store: LeaseStore, bare: Any) -> None:
+    bare.hset("shop:batchery:suspects", mapping={"innocent": 0, "another": 0})
+    token = hold(lease_store, 1, b"{}")
+    lease_store.suspect(token, "innocent", 0)
+    lease_store.committed([token])
+    # This batch may kill the worker, and nothing else is told before.
+    lease_store.began({"2": "killer"}, alone=True)
+    wait_for(lambda: bare.hkeys("shop:batchery:suspects") == [b"another"], "it is told")
+
+
+def test_notes_survive_a_lost_connection_and_a_redis_that_refuses(
+    lease_store: LeaseStore, bare: Any
+) -> None:
+    def told(*jobs: str) -> None:
+        for job in jobs:
+            lease_store.began({"1": job}, alone=True)
+        key = f"shop:batchery:running:{lease_store.worker}"
+        wait_for(lambda: f"alone 1 {jobs[-1]}".encode() in bare.hvals(key), "the note arrives")
+
+    told("first")
+    bare.client_kill_filter(_type="normal", skipme=True)
+    told("second")
+    bare.config_set("maxmemory", 1)
+    lease_store.began({"1": "refused"}, alone=True)
+    wait_for(lease_store._running_batches._connection.can_read, "Redis has refused")
+    bare.config_set("maxmemory", 0)
+    told("third", "fourth")
+
+
+EMBED = {"chain": [1], "chord": {"task": "sum"}, "callbacks": None, "errbacks": None}
+
+
+BODY = json.dumps([[1], {}, EMBED])
+
+
+@pytest.mark.parametrize("body", [BODY, base64.b64encode(BODY.encode()).decode()])
+def test_the_caller_is_told_with_what_its_chord_needs(
+    lease_store: LeaseStore, letters: DeadLetters, told: Any, body: str
+) -> None:
+    headers = {"id": "an-id", "task": "embed", "group": "g"}
+    message = json.dumps({"headers": headers, "body": body}).encode()
+    dead_letter_malformed(lease_store, hold(lease_store, 1, message), KeyError("properties"))
+    ((known, reason),) = told
+    assert known == {**headers, **EMBED}
+    (letter,) = letters
+    assert letter.reason == reason == "the message cannot be understood: KeyError: 'properties'"
+    assert (letter.id, letter.task) == ("an-id", "embed")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"not json",
+        b"\xff\xfe",
+        b"[]",
+        b"7",
+        b'{"headers": []}',
+        b'{"headers": {"id": 7}}',
+        b'{"headers": {"task": "x"}}',
+        b"[" * 100_000,
+    ],
+)
+def test_without_an_id_nobody_is_told(
+    lease_store: LeaseStore, letters: DeadLetters, told: Any, message: bytes
+) -> None:
+    dead_letter_malformed(lease_store, hold(lease_store, 1, message), ValueError("x" * 5000))
+    assert told == []
+    (letter,) = letters
+    assert letter.id is None
+    assert len(letter.reason) == MAX_REASON_CHARS
+
+
+@pytest.mark.parametrize(
+    "body", [None, 7, "", "[", "bm90IGpzb24=", "###", [[], {}, {}], "[[], {}]", "[[], {}, 7]"]
+)
+def test_a_body_that_cannot_be_read_leaves_the_headers(body: Any) -> None:
+    message = json.dumps({"headers": {"id": "an-id"}, "body": body}).encode()
+    assert readable_headers(message) == {"id": "an-id"}
+
+
+def test_an_id_is_read_beside_what_is_no_utf_8() -> None:
+    assert readable_headers(b'{"headers": {"id": "an-id"}, "body": "\xff"}') == {"id": "an-id"}
+
+
+@pytest.mark.parametrize(
+    ("key", "queue"),
+    [
+        ("shop:embed", "embed"),
+        ("shop:embed\x06\x163", "embed"),
+        ("shop:embed\x06\x16x", "embed\x06\x16x"),
+        ("other", "other"),
+    ],
+)
+def test_a_key_names_its_queue(key: str, queue: str) -> None:
+    assert queue_of(key, PREFIX) == queue

@@ -1,0 +1,211 @@
+"""Device processes on an event loop: both are real."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu.asynchronous import Hub
+
+from batchery import AppNotImportable
+from batchery_worker.device_pool.process import ChildLimits, DeviceProcess, State
+from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS, DeviceSupervisor
+from batchery_worker.ipc.messages import Done, Setup, Work
+from batchery_worker.job import Batch
+from batchery_worker.task_call import DispatchedBatch
+
+NO_LIMITS = ChildLimits()
+TESTS = str(Path(__file__).resolve().parents[1])
+
+
+def setup(app: str = "apps.device_app:app", device: str = "cpu") -> Setup:
+    return Setup(
+        device=device,
+        sys_path=(TESTS, *sys.path),
+        app=app,
+        modules=[],
+        load=[],
+        log_level=60,
+    )
+
+
+class Crew:
+    """A supervisor of one device or more, and what it has told."""
+
+    def __init__(self, app: str, devices: int, limits: ChildLimits) -> None:
+        self.ready = 0
+        self.done: list[tuple[int, Done]] = []
+        self.deaths: list[str] = []
+        self.lost: list[str] = []
+        self.hub = Hub()
+        self.supervisor = DeviceSupervisor(
+            [setup(app) for _ in range(devices)],
+            limits,
+            on_ready=self._on_ready,
+            on_done=self._on_done,
+            on_death=lambda _, how: self.deaths.append(how),
+            on_lost=self.lost.append,
+        )
+
+    def _on_ready(self) -> None:
+        self.ready += 1
+
+    def _on_done(self, _: DispatchedBatch, done: Done, device: DeviceProcess) -> None:
+        self.done.append((device.pid, done))
+
+    def send(self, device: DeviceProcess, number: int) -> None:
+        """Hands over a batch of one job."""
+        work = Work(
+            number, "apps.device_app.double", {}, [(str(number), [number], False)], 64, None
+        )
+        job: Any = number
+        self.supervisor.send(device, work, DispatchedBatch(Batch((job,)), 0.0))
+
+    def pids(self) -> list[int]:
+        return [device.pid for device in self.supervisor]
+
+    def run_until(self, condition: Callable[[], object]) -> None:
+        deadline_s = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline_s, "nothing happened"
+            self.hub.run_once()
+
+
+@pytest.fixture
+def crews() -> Iterator[Callable[[str], Crew]]:
+    made: list[Crew] = []
+
+    def make(
+        app: str = "apps.device_app:app", devices: int = 1, limits: ChildLimits = NO_LIMITS
+    ) -> Crew:
+        made.append(Crew(app, devices, limits))
+        return made[-1]
+
+    yield make
+    for crew in made:
+        crew.supervisor.stop(kill_at_once=True)
+        crew.hub.close()
+
+
+def test_a_device_that_dies_is_replaced(crews: Callable[..., Crew]) -> None:
+    crew = crews()
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    (device,) = crew.supervisor
+    first = device.pid
+    device.kill()
+    crew.run_until(lambda: crew.ready == 2)
+    assert device.pid != first
+    assert crew.deaths == ["device process for cpu died: killed by signal 9"]
+    assert not crew.lost
+
+
+def test_a_retired_fleet_replaces_nothing(crews: Callable[..., Crew]) -> None:
+    crew = crews()
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    (device,) = crew.supervisor
+    crew.supervisor.retire()
+    device.kill()
+    crew.run_until(lambda: crew.deaths)
+    crew.hub.call_later(device.backoff_s, crew.lost.append, "enough time has passed")
+    crew.run_until(lambda: crew.lost)
+    assert device.state is State.DEAD
+
+
+def test_a_device_that_never_starts_is_given_up(crews: Callable[..., Crew]) -> None:
+    crew = crews("nowhere_to_be_found:app")
+    crew.supervisor.attach(crew.hub)
+    crew.run_until(lambda: crew.lost)
+    assert crew.lost == ["no device is left, the last one was cpu"]
+    assert len(crew.deaths) == MAX_FAILED_STARTS - 1
+    assert list(crew.supervisor) == []
+
+
+def test_a_start_that_fails_says_why(crews: Callable[..., Crew]) -> None:
+    crew = crews("nowhere_to_be_found:app")
+    with pytest.raises(AppNotImportable, match="nowhere_to_be_found"):
+        crew.supervisor.start(crew.hub, 60, lambda: None)
+
+
+def test_what_a_device_has_said_is_read_without_a_loop(crews: Callable[..., Crew]) -> None:
+    crew = crews()
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    (device,) = crew.supervisor
+    device.kill()
+    deadline_s = time.monotonic() + 10
+    while not crew.deaths and time.monotonic() < deadline_s:
+        crew.supervisor.read()
+    assert crew.deaths
+
+
+def test_a_device_that_cannot_be_spawned_is_given_up_too(
+    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise OSError("no room for one more process")
+
+    monkeypatch.setattr("batchery_worker.device_pool.process.subprocess.Popen", no_room)
+    crew = crews()
+    crew.supervisor.attach(crew.hub)
+    crew.run_until(lambda: crew.lost)
+    assert crew.lost == ["no device is left, the last one was cpu"]
+    assert list(crew.supervisor) == []
+
+
+def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(
+    crews: Callable[..., Crew],
+) -> None:
+    crew = crews(limits=ChildLimits(max_jobs=2))
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    (device,) = crew.supervisor
+    first = device.pid
+    for number in (1, 2, 3):
+        # The third is on the device already when the second one reaches the limit.
+        crew.send(device, number)
+    crew.run_until(lambda: crew.ready == 2)
+    assert [pid for pid, _ in crew.done] == [first] * 3
+    assert device.pid != first
+    assert device.has_room
+    assert not crew.deaths
+    assert (device.deaths, device.jobs) == (0, 0)
+
+
+def test_devices_are_renewed_one_at_a_time(crews: Callable[..., Crew]) -> None:
+    crew = crews(devices=2)
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    before = crew.pids()
+    away: list[int] = []
+
+    def renewed() -> bool:
+        away.append(sum(device.state is not State.READY for device in crew.supervisor))
+        return crew.ready == 4
+
+    crew.supervisor.recycle(["apps.device_app"])
+    crew.run_until(renewed)
+    assert max(away) == 1
+    assert not set(before) & set(crew.pids())
+    assert not crew.deaths
+
+
+def test_a_device_that_does_not_leave_is_killed(
+    crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchery_worker.device_pool.supervisor.LEAVE_S", 0.1)
+    crew = crews()
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    (device,) = crew.supervisor
+    os.kill(device.pid, signal.SIGSTOP)
+    crew.supervisor.recycle([])
+    crew.run_until(lambda: crew.ready == 2)
+    assert not crew.deaths
+
+
+def test_a_fleet_that_retires_renews_nothing(crews: Callable[..., Crew]) -> None:
+    crew = crews()
+    crew.supervisor.start(crew.hub, 60, lambda: None)
+    crew.supervisor.retire()
+    crew.supervisor.recycle([])
+    assert [device.state for device in crew.supervisor] == [State.READY]

@@ -1,0 +1,304 @@
+"""The device process: parts of it here, the whole of it as the real process."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from batchery import (
+    DeviceUnavailable,
+    Failed,
+    Model,
+    ModelLoadError,
+    OutOfMemory,
+    install,
+    register,
+)
+from batchery_worker.device.loading import check_device, import_app, load_model
+from batchery_worker.ipc.framing import read_frame, write_frame
+from batchery_worker.ipc.messages import (
+    Done,
+    NotReady,
+    Ready,
+    Reply,
+    Setup,
+    Work,
+    decode_outcome,
+    dump_context,
+    dump_message,
+    load_reply,
+)
+
+TESTS = str(Path(__file__).resolve().parents[1])
+backend = Celery("parent", broker="memory://", set_as_current=False).backend
+
+
+def setup(**changes: Any) -> Setup:
+    given = {
+        "device": "cpu",
+        "sys_path": (TESTS, *sys.path),
+        "app": "apps.device_app:app",
+        "modules": ["apps.device_app"],
+        "load": ["lengths"],
+        "log_level": 50,
+    }
+    return Setup(**{**given, **changes})
+
+
+class Process:
+    """A real device process, and its parent's end of the pipe."""
+
+    def __init__(self, first: Setup) -> None:
+        self.end, theirs = socket.socketpair()
+        self.end.settimeout(60)
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "batchery_worker.device", str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+            )
+        write_frame(self.end, dump_message(first))
+
+    def read(self) -> Reply:
+        return load_reply(read_frame(self.end))
+
+    def run(
+        self,
+        task: str,
+        jobs: Sequence[tuple[str, Sequence[Any], bool]],
+        keywords: Mapping[str, Any] | None = None,
+        max_batch_size: int = 64,
+        contexts: Sequence[bytes] = (),
+    ) -> tuple[Done, list[Any]]:
+        work = Work(1, task, keywords or {}, jobs, max_batch_size, None, None, contexts)
+        write_frame(self.end, dump_message(work))
+        done = self.read()
+        assert isinstance(done, Done)
+        return done, [decode_outcome(spelled, backend) for _, spelled in done.jobs]
+
+    def close(self) -> int:
+        self.end.close()
+        return self.process.wait(30)
+
+
+@contextlib.contextmanager
+def started(first: Setup) -> Iterator[Process]:
+    process = Process(first)
+    try:
+        yield process
+    finally:
+        process.end.close()
+        process.process.kill()
+        process.process.wait()
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[Process]:
+    with started(setup()) as process:
+        ready = process.read()
+        assert isinstance(ready, Ready)
+        assert ready.pid == process.process.pid
+        yield process
+
+
+def test_a_function_runs_once_for_all_jobs(device: Process) -> None:
+    done, outcomes = device.run("apps.device_app.double", [("a", [1], False), ("b", [2], False)])
+    assert outcomes == [2, 4]
+    assert done.forward_ms >= 0
+    assert (done.tokens, done.computed_tokens) == (0, 0)
+
+
+def test_a_coroutine_runs_too(device: Process) -> None:
+    assert device.run("apps.device_app.reverse", [("a", ["abc"], False)])[1] == ["cba"]
+
+
+def test_packed_jobs_are_cut_and_put_together_again(device: Process) -> None:
+    jobs: list[tuple[str, Sequence[Any], bool]]
+    jobs = [("a", [1, "x", 3], True), ("b", [4], False), ("c", [5, None], True)]
+    _, outcomes = device.run("apps.device_app.double", jobs, max_batch_size=2)
+    assert outcomes[0] == [{"ok": 2}, {"ok": "xx"}, {"ok": 6}]
+    assert outcomes[1] == 8
+    assert outcomes[2][0] == {"ok": 10}
+    assert outcomes[2][1]["error"]["type"] == "TypeError"
+
+
+def test_each_call_is_told_of_the_jobs_whose_items_it_is_given(device: Process) -> None:
+    jobs: list[tuple[str, Sequence[Any], bool]]
+    jobs = [("a", [1, 2, 3], True), ("b", ["raise"], False), ("c", [4, 5], True)]
+    contexts = [dump_context({"id": task_id}) for task_id, _, _ in jobs]
+    _, (a, b, c) = device.run("apps.device_app.owners", jobs, max_batch_size=4, contexts=contexts)
+    # 1, 2 | 3, raise -> 3 | raise; then 4, 5
+    assert [each["ok"][:2] for each in a] == [["a", [0, 1]], ["a", [0, 1]], ["a", [0]]]
+    assert a[0]["ok"][2] == [[1, 2, 3]]
+    assert isinstance(b.exception, LookupError)
+    assert [each["ok"][:2] for each in c] == [["c", [0, 1]]] * 2
+
+
+def test_a_model_sorts_cuts_counts_and_restores(device: Process) -> None:
+    jobs = [(str(at), [text], False) for at, text in enumerate(["aa", "", "aaaa", "a"])]
+    done, outcomes = device.run("lengths", jobs, max_batch_size=2)
+    assert outcomes[0] == [2, 2]
+    assert isinstance(outcomes[1], Failed)
+    assert outcomes[2] == [4, 1]
+    assert outcomes[3] == [1, 2]
+    assert (done.tokens, done.computed_tokens) == (7, 4 + 2 * 2)
+
+
+def test_memory_that_runs_out_fails_no_job_that_fits_alone_and_teaches_the_budget() -> None:
+    with started(setup(load=["narrow"])) as process:
+        ready = process.read()
+        assert isinstance(ready, Ready)
+        assert ready.figures is not None
+        (model,) = ready.figures["models"].values()
+        assert model["max_batch_tokens"] == 1024
+        assert (model["chosen_by"], model["out_of_memory"]) == ("default", 0)
+        jobs = [(str(at), ["x" * 10], False) for at in range(63)]
+        done, outcomes = process.run("narrow", [("long", ["x" * 101], False), *jobs])
+        assert isinstance(outcomes[0], Failed)
+        assert isinstance(outcomes[0].exception, OutOfMemory)
+        assert [length for length, _ in outcomes[1:]] == [10] * 63
+        assert done.figures is not None
+        model = done.figures["models"]["narrow"]
+        assert (model["chosen_by"], model["max_batch_tokens"] <= 100) == ("memory", True)
+        assert model["out_of_memory"] >= 1
+        _, outcomes = process.run("narrow", jobs)
+        assert max(shared for _, shared in outcomes) <= 10
+
+
+def test_a_device_measures_the_models_that_it_was_told_to_and_keeps_what_it_found(
+    tmp_path: Path,
+) -> None:
+    given = setup(load=["measured", "lengths"], calibrate=["measured"], cache_dir=str(tmp_path))
+    with started(given) as process:
+        ready = process.read()
+    assert isinstance(ready, Ready)
+    assert ready.figures is not None
+    model, other = (ready.figures["models"][name] for name in ("measured", "lengths"))
+    assert other["chosen_by"] == "default"
+    # On a machine that is busy with something else nothing follows from the trial.
+    kept = len(list(tmp_path.iterdir()))
+    assert (model["chosen_by"], kept) in {("calibration", 1), ("default", 0)}
+
+
+def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
+    device: Process,
+) -> None:
+    _, outcomes = device.run("broken", [("a", ["x"], False), ("b", ["y"], False)])
+    for outcome in outcomes:
+        assert isinstance(outcome, Failed)
+        assert isinstance(outcome.exception, ModelLoadError)
+        assert "no such weights" in str(outcome.exception)
+    assert device.run("apps.device_app.double", [("a", [3], False)])[1] == [6]
+
+
+def test_a_model_that_is_loaded_late_runs(device: Process) -> None:
+    with started(setup(load=[])) as process:
+        assert isinstance(process.read(), Ready)
+        assert process.run("lengths", [("a", ["abc"], False)])[1] == [[3, 1]]
+
+
+def test_a_device_leaves_when_its_pipe_closes() -> None:
+    with started(setup(load=[])) as process:
+        assert isinstance(process.read(), Ready)
+        assert process.close() == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"app": "no_such_module:app"}, "AppNotImportable", "no_such_module"),
+        ({"app": "apps.device_app:nothing"}, "AppNotImportable", "nothing"),
+        ({"load": ["broken"]}, "ModelLoadError", "'broken' cannot be loaded on cpu"),
+        ({"load": ["cold"]}, "ModelLoadError", "not even warm-up works"),
+    ],
+)
+def test_a_device_that_cannot_start_says_why_in_one_line(
+    changes: dict[str, Any], error: str, words: str
+) -> None:
+    with started(setup(**changes)) as process:
+        reply = process.read()
+        assert isinstance(reply, NotReady)
+        assert reply.error == error
+        assert words in reply.text
+        assert "\n" not in reply.text
+        assert process.process.wait(30) == 0
+
+
+# In this process
+
+
+@pytest.fixture
+def app() -> Celery:
+    return install(Celery("here", broker="memory://", set_as_current=False))
+
+
+def test_a_model_is_loaded_and_warmed_up(app: Celery) -> None:
+    calls: list[Any] = []
+
+    class Warm(Model):
+        def load(self, device: str) -> None:
+            calls.append(device)
+
+        def warm_up(self) -> Sequence[int]:
+            return [1, 2]
+
+        def forward(self, batch: Sequence[Any], *_: Any, **keywords: Any) -> Any:
+            calls.append(list(batch))
+            return batch
+
+    assert isinstance(load_model(register(app, "warm", Warm), "cpu"), Warm)
+    assert calls == ["cpu", [1, 2]]
+
+
+def test_a_model_that_does_not_load_is_named(app: Celery) -> None:
+    class Missing(Model):
+        def load(self, device: str) -> None:
+            raise FileNotFoundError("weights.bin")
+
+    task = register(app, "missing", Missing)
+    with pytest.raises(ModelLoadError, match=r"'missing'.*on cpu: FileNotFoundError: weights.bin"):
+        load_model(task, "cpu")
+    with pytest.raises(ModelLoadError, match=r"'nowhere'"):
+        load_model(register(app, "nowhere", "no.such.module:Model"), "cpu")
+
+
+def test_an_error_of_ours_is_passed_on_as_it_is(app: Celery) -> None:
+    class Picky(Model):
+        def load(self, device: str) -> None:
+            raise ModelLoadError("model x: use another one")
+
+    with pytest.raises(ModelLoadError, match=r"^model x: use another one$"):
+        load_model(register(app, "picky", Picky), "cpu")
+
+
+def test_the_cpu_is_always_there_and_needs_no_torch() -> None:
+    script = (
+        "import sys; from batchery_worker.device.loading import check_device;"
+        " check_device('cpu'); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(DeviceUnavailable, match=r"'cuda:99': not on this machine.*there is cpu"):
+        check_device("cuda:99")
+
+
+def test_the_app_is_imported_as_the_worker_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = (
+        "import sys; from batchery_worker.device.loading import import_app;"
+        " from batchery_worker.ipc.messages import Setup;"
+        f" path = ({TESTS!r}, *sys.path);"
+        " app = import_app(Setup('cpu', path, 'apps.device_app:app', [], [], 30));"
+        " from celery import current_app;"
+        " assert app.finalized and current_app.main == 'apps.device_app';"
+        " assert 'lengths' in app.tasks"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert callable(import_app)

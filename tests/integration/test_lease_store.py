@@ -1,0 +1,418 @@
+"""What a lease_store does with Redis, on every redis-server that there is."""
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+
+from batchery.errors import RedisUnavailable
+from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
+from batchery.transport.membership import Heartbeat
+from batchery.transport.redis_schema import Keys
+from batchery.transport.worker_registry import require_supported
+from support.harness import wait_for
+from support.own_redis import OwnRedis
+
+KEYS = Keys()
+EXPIRY_S = 1.0
+
+
+class Owner:
+    """What a QoS is to a lease_store."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+        self.adopted: list[str] = []
+
+    def forget(self, token: str) -> None:
+        self.forgotten.append(token)
+
+    def adopt(self, token: str) -> None:
+        self.adopted.append(token)
+
+
+@pytest.fixture
+def owner() -> Owner:
+    return Owner()
+
+
+@pytest.fixture
+def lease_store(bare: Any) -> Iterator[LeaseStore]:
+    made = LeaseStore(bare, "", EXPIRY_S)
+    made.open()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(bare: Any) -> Iterator[LeaseStore]:
+    made = LeaseStore(bare, "", EXPIRY_S)
+    made.open()
+    yield made
+    made.close()
+
+
+def drain(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
+    """Pushes messages and leases them; returns their tokens."""
+    lease_store.client.lpush("queue", *messages)
+    keys = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, "queue"]
+    answer = lease_store.scripts.run("drain", keys, lease_store.worker, 100, 2**20, 1, 100)
+    tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
+    if owner is not None:
+        for token in tokens:
+            lease_store.take(token, owner, "queue")
+    return tokens
+
+
+def waiting(client: Any) -> list[str]:
+    return [each.decode() for each in reversed(client.lrange("queue", 0, -1))]
+
+
+def leased(lease_store: LeaseStore) -> int:
+    return int(lease_store.client.hlen(lease_store.lease_key))
+
+
+def test_acknowledgements_go_together(lease_store: LeaseStore, owner: Owner) -> None:
+    tokens = drain(lease_store, owner, "1", "2", "3")
+    for token in tokens[:2]:
+        lease_store.ack(token)
+    assert leased(lease_store) == 3
+    assert owner.forgotten == tokens[:2]
+    assert not lease_store.holds(tokens[0])
+    assert lease_store.holds(tokens[2])
+    lease_store.flush()
+    assert leased(lease_store) == 1
+
+
+def test_all_that_waits_is_sent(lease_store: LeaseStore, owner: Owner) -> None:
+    for _ in range(30):
+        for token in drain(lease_store, owner, *["x"] * 100):
+            lease_store.ack(token)
+    assert leased(lease_store) == 3000
+    lease_store.flush()
+    assert leased(lease_store) == 0
+
+
+def test_what_nobody_holds_cannot_be_acknowledged(lease_store: LeaseStore, owner: Owner) -> None:
+    (token,) = drain(lease_store, owner, "1")
+    lease_store.ack(token)
+    lease_store.ack(token)
+    lease_store.flush()
+    assert owner.forgotten == [token]
+
+
+def test_acknowledgements_wait_for_a_redis_that_is_away(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    (token,) = drain(lease_store, owner, "1")
+    lease_store.ack(token)
+    pool, lease_store.client.connection_pool = lease_store.client.connection_pool, _nowhere()
+    with pytest.raises(redis.ConnectionError):
+        lease_store.flush()
+    lease_store.client.connection_pool = pool
+    lease_store.flush()
+    assert leased(lease_store) == 0
+
+
+def _nowhere() -> redis.ConnectionPool:
+    return redis.ConnectionPool(host="127.0.0.1", port=1)
+
+
+def test_threads_that_flush_at_the_same_time_lose_nothing(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    tokens = [token for _ in range(20) for token in drain(lease_store, owner, *["x"] * 100)]
+
+    def acknowledge(part: list[str]) -> None:
+        for token in part:
+            lease_store.ack(token)
+
+    def flush() -> None:
+        for _ in range(20):
+            lease_store.flush()
+
+    threads = [threading.Thread(target=acknowledge, args=(tokens[at::2],)) for at in (0, 1)]
+    threads += [threading.Thread(target=flush) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lease_store.flush()
+    assert leased(lease_store) == 0
+    assert sorted(owner.forgotten, key=int) == tokens
+
+
+def test_requeue_to_either_end(lease_store: LeaseStore, owner: Owner) -> None:
+    tokens = drain(lease_store, owner, "1", "2", "3")
+    lease_store.client.lpush("queue", "4")
+    lease_store.requeue(tokens[1:], first=True)
+    lease_store.requeue(tokens[:1], first=False)
+    assert waiting(lease_store.client) == ["2", "3", "4", "1"]
+    assert not lease_store.holds(tokens[0])
+
+
+def test_close_gives_everything_back_in_order(bare: Any, owner: Owner) -> None:
+    lease_store = LeaseStore(bare, "", EXPIRY_S)
+    lease_store.open()
+    tokens = drain(lease_store, owner, "1", "2", "3", "4")
+    bare.lpush("queue", "5")
+    lease_store.ack(tokens[1])
+    lease_store.close()
+    lease_store.close()
+    assert waiting(bare) == ["1", "3", "4", "5"]
+    assert not bare.zcard(KEYS.workers)
+    assert not bare.hlen(KEYS.worker_info)
+
+
+def test_reconcile_adopts_what_a_lost_answer_brought(lease_store: LeaseStore, owner: Owner) -> None:
+    known = drain(lease_store, owner, "1")
+    lost = drain(lease_store, None, "2", "3")
+    again = lease_store.reconcile(owner, active=[])
+    assert again == [(lost[0], "queue", b"2"), (lost[1], "queue", b"3")]
+    assert lease_store.holds(known[0])
+
+
+def test_reconcile_brings_what_waits_and_counts_what_runs(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    waits, runs, done = drain(lease_store, owner, "waits", "runs", "done")
+    lease_store.leases.abandon(owner)
+    lease_store.client.hdel(lease_store.lease_key, done)
+    after = Owner()
+    assert lease_store.reconcile(after, active=[runs]) == [(waits, "queue", b"waits")]
+    assert after.adopted == [runs]
+    assert not lease_store.holds(done)
+    # Of the channel before, whose request still has the message.
+    lease_store.ack(runs)
+    assert after.forgotten == [runs]
+    assert owner.forgotten == []
+
+
+def test_what_was_acknowledged_meanwhile_does_not_come_again(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    (token,) = drain(lease_store, owner, "1")
+    lease_store.leases.abandon(owner)
+    lease_store.ack(token)
+    assert lease_store.reconcile(Owner(), active=[]) == []
+    assert leased(lease_store) == 0
+
+
+def test_tokens_do_not_come_twice_after_redis_forgot_the_last(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    drain(lease_store, owner, "1", "2", "3")
+    lease_store.client.set(KEYS.token, 1)
+    lease_store.reconcile(owner, active=[])
+    assert drain(lease_store, owner, "4") == ["4"]
+
+
+def test_a_fenced_worker_enters_anew_and_holds_nothing(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    before = lease_store.worker
+    tokens = drain(lease_store, owner, "1", "2")
+    lease_store.fenced = True
+    assert not lease_store.holds(tokens[0])
+    assert lease_store.rejoin() == 2
+    assert lease_store.worker != before
+    lease_store.ack(tokens[0])
+    lease_store.flush()
+    assert drain(lease_store, owner, "3")
+
+
+def test_a_worker_finds_out_that_others_took_over(
+    lease_store: LeaseStore, other: LeaseStore
+) -> None:
+    heart = Heartbeat(lease_store, lease_store.client)
+    heart.beat(0.0)
+    assert not lease_store.fenced
+    lease_store.client.zrem(KEYS.workers, lease_store.worker)
+    heart.beat(1.0)
+    assert lease_store.fenced
+
+
+def test_a_worker_that_lost_its_entry_alone_gives_its_jobs_back(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    tokens = drain(lease_store, owner, "1", "2", "3")
+    lease_store.ack(tokens[1])
+    lease_store.client.delete(KEYS.workers)
+    lease_store.fenced = True
+    lease_store.rejoin()
+    assert waiting(lease_store.client) == ["1", "3"]
+
+
+def test_after_a_flushall_tokens_go_on(lease_store: LeaseStore, owner: Owner) -> None:
+    tokens = drain(lease_store, owner, "1", "2")
+    lease_store.client.flushall()
+    lease_store.fenced = True
+    lease_store.rejoin()
+    assert drain(lease_store, owner, "3") == [str(int(tokens[-1]) + 1)]
+
+
+def test_the_jobs_of_a_silent_worker_go_back(
+    lease_store: LeaseStore, other: LeaseStore, owner: Owner
+) -> None:
+    drain(other, owner, "1", "2")
+    other.began({"1": "job"}, alone=True)
+    wait_for(lambda: other.client.exists(KEYS.running(other.worker)), "the note arrives")
+    heart = Heartbeat(lease_store, lease_store.client)
+    for tenths in range(10):
+        heart.beat(tenths / 10)
+        assert waiting(lease_store.client) == []
+    heart.beat(1.0)
+    assert waiting(lease_store.client) == ["1", "2"]
+    assert lease_store.client.hgetall(KEYS.suspects) == {b"job": b"1"}
+
+
+@pytest.mark.parametrize(("said", "after_s"), [(2.0, 2.0), (0.5, 0.5), ("soon", 1.0), (-1, 1.0)])
+def test_a_silent_worker_is_judged_by_the_expiry_that_it_told(
+    lease_store: LeaseStore, other: LeaseStore, owner: Owner, said: object, after_s: float
+) -> None:
+    drain(other, owner, "1")
+    lease_store.client.hset(KEYS.worker_info, other.worker, json.dumps({"expiry_s": said}))
+    heart = Heartbeat(lease_store, lease_store.client)
+    tenths = 0
+    while not waiting(lease_store.client):
+        heart.beat(tenths / 10)
+        tenths += 1
+    assert (tenths - 1) / 10 == after_s
+
+
+def test_deaths_right_after_an_outage_are_not_counted(
+    lease_store: LeaseStore, other: LeaseStore, owner: Owner
+) -> None:
+    drain(other, owner, "1")
+    other.began({"1": "job"}, alone=True)
+    wait_for(lambda: other.client.exists(KEYS.running(other.worker)), "the note arrives")
+    heart = Heartbeat(lease_store, lease_store.client)
+    heart.beat(0.0)
+    heart._detector.reset()
+    for tenths in range(1, 12):
+        heart.beat(tenths / 10)
+    assert waiting(lease_store.client) == ["1"]
+    assert lease_store.client.hgetall(KEYS.suspects) == {}
+
+
+def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    lease_store.client.hset(KEYS.suspects, mapping={"first": 1, "second": 1})
+    first, second = drain(lease_store, owner, "1", "2")
+    lease_store.suspect(first, "first", 1)
+    lease_store.suspect(second, "second", 1)
+    assert lease_store.deaths(first) == 1
+    lease_store.requeue([second], first=True)
+    lease_store.ack(first)
+    lease_store.flush()
+    assert lease_store.client.hgetall(KEYS.suspects) == {b"second": b"1"}
+
+
+def test_marks_of_what_a_job_has_sent_go_with_its_lease_and_only_then(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
+    mine, lost = drain(lease_store, owner, "1", "2")
+    for token in (mine, lost):
+        lease_store.client.sadd(KEYS.sent(f"tag-{token}"), "mark")
+        lease_store.published(token, f"tag-{token}")
+    lease_store.client.hdel(lease_store.lease_key, lost)
+    lease_store.ack(mine)
+    lease_store.ack(lost)
+    lease_store.flush()
+    assert not lease_store.client.exists(KEYS.sent(f"tag-{mine}"))
+    # Another worker has it, and will send what is not marked.
+    assert lease_store.client.exists(KEYS.sent(f"tag-{lost}"))
+    assert leased(lease_store) == 0
+
+
+def test_who_is_cleared_during_a_flush_is_told_with_the_next(
+    lease_store: LeaseStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease_store.client.hset(KEYS.suspects, mapping={"first": 0, "second": 0})
+    tokens = drain(lease_store, owner, "1", "2")
+    for token, suspect in zip(tokens, ("first", "second"), strict=True):
+        lease_store.suspect(token, suspect, 0)
+    lease_store.committed(tokens[:1])
+    stock = lease_store.client.pipeline
+
+    def held_up(**options: bool) -> Any:
+        pipe = stock(**options)
+        execute = pipe.execute
+
+        def meanwhile(**more: bool) -> Any:
+            # On the event loop's thread, while the heart's waits for Redis.
+            taken = lease_store._bookkeeping.take_cleared()
+            lease_store.committed(tokens[1:])
+            assert taken == []
+            return execute(**more)
+
+        monkeypatch.setattr(pipe, "execute", meanwhile)
+        return pipe
+
+    monkeypatch.setattr(lease_store.client, "pipeline", held_up)
+    lease_store._flush_some()
+    monkeypatch.undo()
+    lease_store.flush()
+    assert lease_store.client.hgetall(KEYS.suspects) == {}
+
+
+def test_still_held(lease_store: LeaseStore, owner: Owner) -> None:
+    tokens = drain(lease_store, owner, "1", "2")
+    lease_store.client.hdel(lease_store.lease_key, tokens[0])
+    assert lease_store.still_held(tokens) == {tokens[1]}
+
+
+def test_a_forked_child_leaves_the_leases_alone(lease_store: LeaseStore, owner: Owner) -> None:
+    tokens = drain(lease_store, owner, "1")
+    child = os.fork()
+    if child == 0:
+        lease_store.requeue(tokens, first=True)
+        lease_store.close()
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert leased(lease_store) == 1
+    assert waiting(lease_store.client) == []
+
+
+def test_two_channels_have_two_ledgers_and_the_next_has_what_one_left(
+    every_redis: OwnRedis,
+) -> None:
+    def make() -> LeaseStore:
+        return LeaseStore(redis.Redis.from_url(every_redis.url), "", EXPIRY_S)
+
+    first, second = (
+        acquire_lease_store(("here", os.getpid()), channel, make) for channel in ("a", "b")
+    )
+    assert first is not second
+    first.holder = None
+    assert acquire_lease_store(("here", os.getpid()), "c", make) is first
+    discard_lease_store(first)
+    assert acquire_lease_store(("here", os.getpid()), "d", make) is not first
+
+
+@pytest.mark.parametrize(
+    ("info", "words"),
+    [
+        ({"redis_version": "6.0.16"}, "is Redis 6.0.16"),
+        ({"redis_version": "7.0.15", "redis_mode": "cluster"}, "is a Redis Cluster"),
+    ],
+)
+def test_a_redis_that_is_not_fit_is_refused(info: dict[str, str], words: str) -> None:
+    with pytest.raises(RedisUnavailable, match=words):
+        require_supported(info)
+
+
+def test_a_redis_that_evicts_is_warned_of(bare: Any, caplog: pytest.LogCaptureFixture) -> None:
+    bare.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        lease_store = LeaseStore(bare, "", EXPIRY_S)
+        lease_store.open()
+        lease_store.close()
+    finally:
+        bare.config_set("maxmemory-policy", "noeviction")
+    assert "allkeys-lru" in caplog.text

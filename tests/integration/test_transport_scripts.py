@@ -1,0 +1,320 @@
+"""Each script by itself, on every redis-server that there is."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+
+from batchery.transport.redis_schema import Keys, transport_scripts
+
+KEYS = Keys()
+ME = "me"
+PLENTY = 2**20
+
+
+class Redis:
+    """The scripts with the arguments that the tests do not care about."""
+
+    def __init__(self, client: Any) -> None:
+        self.client = client
+        self.scripts = transport_scripts(client)
+        self.register()
+
+    def register(self, worker: str = ME, last: int = 0) -> None:
+        keys = [KEYS.workers, KEYS.worker_info, KEYS.token]
+        self.scripts.run("register", keys, worker, "{}", last)
+
+    def renew(self, worker: str = ME) -> Any:
+        return self.scripts.run("renew", [KEYS.workers], worker)
+
+    def drain(
+        self,
+        *queues: str,
+        wanted: int = 100,
+        room: int = PLENTY,
+        limits: list[int] | None = None,
+        steps: int = 1,
+    ) -> Any:
+        """Tokens, keys and messages; None if fenced."""
+        fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects]
+        count = len(queues) // steps
+        answer = self.scripts.run(
+            "drain",
+            [*fixed, *queues],
+            *[ME, wanted, room, count, *(limits or [wanted] * count)],
+        )
+        if not answer:
+            return answer
+        tokens = range(answer[1], answer[1] + len(answer) // 2 - 1)
+        keys = [queues[index] for index in answer[2::2]]
+        return list(zip(tokens, keys, [each.decode() for each in answer[3::2]], strict=True))
+
+    def recover(self, worker: str = ME, beat: str = "", counts: int = 0) -> Any:
+        return self.scripts.run(
+            "recover",
+            [
+                KEYS.workers,
+                KEYS.worker_info,
+                KEYS.lease(worker),
+                KEYS.running(worker),
+                KEYS.suspects,
+            ],
+            *[worker, beat, counts],
+        )
+
+    def beat(self) -> str:
+        return str(int(self.client.zscore(KEYS.workers, ME)))
+
+    def leases(self) -> dict[str, str]:
+        found = self.client.hgetall(KEYS.lease(ME))
+        return {token.decode(): value.decode() for token, value in found.items()}
+
+    def queue(self, name: str) -> list[str]:
+        """In the order in which they will be taken."""
+        return [each.decode() for each in reversed(self.client.lrange(name, 0, -1))]
+
+
+@pytest.fixture
+def there(bare: Any) -> Redis:
+    return Redis(bare)
+
+
+def push(client: Any, queue: str, *messages: str) -> None:
+    client.lpush(queue, *messages)
+
+
+def test_drain_serves_all_queues_of_a_step_before_the_next(there: Redis) -> None:
+    for queue, text in (("a", "1 3"), ("b", "2 4"), ("a:3", "5"), ("b:3", "6")):
+        push(there.client, queue, *text.split())
+    drained = there.drain("a", "b", "a:3", "b:3", steps=2)
+    assert [message for _, _, message in drained] == ["1", "3", "2", "4", "5", "6"]
+    assert [token for token, _, _ in drained] == [1, 2, 3, 4, 5, 6]
+    assert there.leases()["6"] == "b:3\x006"
+    assert not there.client.exists("a", "b", "a:3", "b:3")
+
+
+def test_drain_of_empty_queues_gives_nothing(there: Redis) -> None:
+    assert there.drain("a", "b") == []
+    assert not there.client.exists(KEYS.token)
+
+
+def test_drain_takes_what_is_wanted_and_leaves_the_rest_in_order(there: Redis) -> None:
+    push(there.client, "a", *[str(number) for number in range(100)])
+    assert len(there.drain("a", wanted=37)) == 37
+    assert there.queue("a") == [str(number) for number in range(37, 100)]
+
+
+def test_drain_of_thousands(there: Redis) -> None:
+    push(there.client, "a", *[str(number) for number in range(5000)])
+    drained = there.drain("a", wanted=5000)
+    assert [message for _, _, message in drained] == [str(number) for number in range(5000)]
+    assert len(there.leases()) == 5000
+
+
+def test_drain_heeds_the_limit_of_each_queue_over_all_its_steps(there: Redis) -> None:
+    push(there.client, "a", "1", "2", "3")
+    push(there.client, "a:3", "4")
+    push(there.client, "b", "5", "6", "7")
+    drained = there.drain("a", "b", "a:3", "b:3", limits=[2, 100], steps=2)
+    assert [message for _, _, message in drained] == ["1", "2", "5", "6", "7"]
+    assert there.queue("a") == ["3"]
+    assert there.queue("a:3") == ["4"]
+
+
+def test_drain_stops_at_its_bytes(there: Redis) -> None:
+    push(there.client, "a", *["x" * 1000] * 64)
+    assert len(there.drain("a", room=10_000)) == 16
+    assert there.client.llen("a") == 48
+
+
+def test_a_message_larger_than_the_bytes_is_taken_alone(there: Redis) -> None:
+    push(there.client, "a", "x" * 1000)
+    push(there.client, "b", "y")
+    assert len(there.drain("a", "b", room=10)) == 1
+    assert len(there.drain("b", room=10)) == 1
+
+
+def test_a_key_that_is_no_list_loses_nothing(there: Redis) -> None:
+    push(there.client, "a", "1")
+    there.client.set("b", "no list")
+    push(there.client, "c", "2")
+    assert [message for _, _, message in there.drain("a", "b", "c")] == ["1", "2"]
+    assert len(there.leases()) == 2
+
+
+def test_a_worker_that_is_not_among_the_living_gets_nothing(there: Redis) -> None:
+    push(there.client, "a", "1")
+    there.recover()
+    assert there.drain("a") is None
+    assert there.renew() is None
+    assert there.queue("a") == ["1"]
+
+
+def test_drain_tells_how_many_suspects_there_are(there: Redis) -> None:
+    push(there.client, "a", "1")
+    there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
+    fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects]
+    answer = there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, 1, 1)
+    assert answer == [2, 1, 0, b"1"]
+
+
+def fill(client: Any) -> None:
+    """Leaves Redis no room for anything."""
+    client.config_set("maxmemory-policy", "noeviction")
+    client.config_set("maxmemory", 1)
+    with pytest.raises(redis.exceptions.OutOfMemoryError):
+        client.set("anything", "")
+
+
+FULL: dict[str, Callable[[Redis], object]] = {
+    "drain": lambda there: there.drain("a"),
+    "renew": lambda there: there.renew(),
+    "register": lambda there: there.scripts.run(
+        "register", [KEYS.workers, KEYS.worker_info, KEYS.token], "another", "{}", 0
+    ),
+    "recover": lambda there: there.recover(counts=1),
+    "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
+    "dead_letter": lambda there: there.scripts.run(
+        "dead_letter", [KEYS.lease(ME), KEYS.dead, KEYS.dead_messages], 1, "{}"
+    ),
+}
+
+
+@pytest.mark.parametrize("script", FULL)
+def test_a_full_redis_refuses_none_of_the_scripts(there: Redis, script: str) -> None:
+    push(there.client, "a", "1", "2")
+    there.drain("a", wanted=1)
+    there.client.hset(KEYS.running(ME), "1", "alone 1 job")
+    fill(there.client)
+    assert FULL[script](there)
+
+
+def test_requeue_to_the_front_keeps_the_order(there: Redis) -> None:
+    push(there.client, "a", "1", "2", "3", "4")
+    there.drain("a", wanted=3)
+    given = there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 3, 2, 1, 99)
+    assert given == 3
+    assert there.queue("a") == ["1", "2", "3", "4"]
+    assert there.leases() == {}
+
+
+def test_requeue_to_the_end(there: Redis) -> None:
+    push(there.client, "a", "1", "2", "3")
+    there.drain("a", wanted=1)
+    there.scripts.run("requeue", [KEYS.lease(ME)], "LPUSH", 1)
+    assert there.queue("a") == ["2", "3", "1"]
+
+
+def test_recover_keeps_the_original_order_of_every_queue(there: Redis) -> None:
+    for start in range(0, 20, 2):
+        push(there.client, "a", str(start), str(start + 1))
+        push(there.client, "b", str(start))
+    first = there.drain("a", "b", wanted=30)
+    assert len(first) == 30
+    push(there.client, "a", "later")
+    assert there.recover(beat=there.beat(), counts=1) == 30
+    assert there.queue("a") == [*(str(number) for number in range(20)), "later"]
+    assert there.queue("b") == [str(number) for number in range(0, 20, 2)]
+    assert there.client.keys("batchery:*") == [b"batchery:token"]
+
+
+def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
+    message = bytes(range(256)) + b"\0\0 \n"
+    there.client.lpush("a", message)
+    fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects]
+    there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, 1, 1)
+    there.recover()
+    assert there.client.rpop("a") == message
+
+
+def test_recover_is_refused_where_the_heartbeat_moved(there: Redis) -> None:
+    push(there.client, "a", "1")
+    there.drain("a")
+    assert there.recover(beat=str(int(there.beat()) - 1)) is None
+    assert there.queue("a") == []
+    assert there.renew()
+
+
+def test_a_second_recovery_is_refused(there: Redis) -> None:
+    beat = there.beat()
+    assert there.recover(beat=beat) == 0
+    assert there.recover(beat=beat) is None
+
+
+def blamed(client: Any) -> dict[str, int]:
+    found = client.hgetall(KEYS.suspects)
+    return {task_id.decode(): int(deaths) for task_id, deaths in found.items()}
+
+
+def test_recover_blames_only_what_ran_and_counts_only_what_ran_alone(there: Redis) -> None:
+    push(there.client, "a", *"123456")
+    there.drain("a")
+    there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
+    there.recover(beat=there.beat(), counts=1)
+    assert blamed(there.client) == {"one": 0, "two": 0}
+    assert there.client.ttl(KEYS.suspects) > 0
+    there.register()
+    tokens = {message: token for token, _, message in there.drain("a")}
+    there.client.hset(KEYS.running(ME), "2", f"alone {tokens['2']} two")
+    there.recover(beat=there.beat(), counts=1)
+    assert blamed(there.client) == {"one": 0, "two": 1}
+
+
+def test_two_that_ran_alone_at_the_same_time_are_not_counted(there: Redis) -> None:
+    push(there.client, "a", "1", "2")
+    there.drain("a")
+    there.client.hset(KEYS.running(ME), mapping={"1": "alone 1 one", "2": "alone 2 two"})
+    there.recover(beat=there.beat(), counts=1)
+    assert blamed(there.client) == {"one": 0, "two": 0}
+
+
+def test_what_was_settled_before_the_death_is_not_blamed(there: Redis) -> None:
+    push(there.client, "a", "1", "2")
+    there.drain("a")
+    there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
+    there.client.hdel(KEYS.lease(ME), "1")
+    assert there.recover(beat=there.beat(), counts=1) == 1
+    assert blamed(there.client) == {"two": 0}
+
+
+def test_a_recovery_that_does_not_count_blames_nobody(there: Redis) -> None:
+    push(there.client, "a", "1")
+    there.drain("a")
+    there.client.hset(KEYS.running(ME), "1", "alone 1 one")
+    there.recover(beat=there.beat(), counts=0)
+    assert blamed(there.client) == {}
+
+
+def test_bury_moves_a_message_once(there: Redis) -> None:
+    push(there.client, "a", "broken")
+    there.drain("a")
+    keys = [KEYS.lease(ME), KEYS.dead, KEYS.dead_messages]
+    assert there.scripts.run("dead_letter", keys, 1, json.dumps({"reason": "it is"})) == 1
+    assert there.scripts.run("dead_letter", keys, 1, "{}") == 0
+    assert there.leases() == {}
+    assert there.client.hget(KEYS.dead_messages, "1") == b"a\0broken"
+    assert json.loads(there.client.hget(KEYS.dead, "1").partition(b"\0")[2]) == {"reason": "it is"}
+
+
+def test_tokens_do_not_come_twice_after_redis_lost_them(there: Redis) -> None:
+    there.client.flushall()
+    there.register(last=41)
+    push(there.client, "a", "1")
+    assert there.drain("a")[0][0] == 42
+    there.register("another", last=3)
+    push(there.client, "a", "2")
+    assert there.drain("a")[0][0] == 43
+
+
+def test_a_heartbeat_tells_all_heartbeats(there: Redis) -> None:
+    there.register("another")
+    names = [name.decode() for name in there.renew()[::2]]
+    assert sorted(names) == ["another", ME]
+
+
+def test_a_script_is_loaded_again_where_redis_forgot_it(there: Redis) -> None:
+    there.renew()
+    there.client.script_flush()
+    assert there.renew()

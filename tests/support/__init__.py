@@ -1,0 +1,1 @@
+"""What tests share: real servers and workers, fakes, and ways to wait."""

@@ -1,0 +1,237 @@
+"""Follows a page of documentation as its reader would; CONTRIBUTING.md has the rules.
+
+A page has a process of its own, because its modules, Celery apps and settings must not reach other
+tests: `python -m support.docs_page PAGE`.
+"""
+
+import doctest
+import faulthandler
+import importlib
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from celery import Celery
+from celery.contrib.testing.app import setup_default_app
+from sybil import Document, Example, Region
+from sybil.evaluators.doctest import DocTestEvaluator
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.abstract.doctest import DocTestStringParser
+from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
+
+from batchery import Settings
+from support.docs_commands import check_commands, read_commands, search_path
+from support.harness import START_S, TESTS, wait_for
+
+#: What stands behind the opening fence: the language, and how the block is tested.
+BLOCKS = RawFencedCodeBlockLexer(re.compile(r"(?P<info>.*)\n"))
+
+#: A block whose first line is such a comment is a file of that name.
+FILE_LINE = re.compile(r"# *(?P<name>[\w./-]+\.\w+)\n")
+
+#: Maximum time of one command, in seconds.
+COMMAND_S = 60.0
+
+#: Maximum time of one page, in seconds; then the process says where it hangs, and ends.
+PAGE_S = 150.0
+
+#: Maximum length of what a failure shows of the log, in characters.
+MAX_LOG_CHARS = 10_000
+
+#: Exit code of a page that was followed to its end. A block that ends Python must not look like it.
+FOLLOWED = 42
+
+PYTHON = PythonEvaluator()
+DOCTESTS = DocTestStringParser(DocTestEvaluator(doctest.ELLIPSIS))
+OUTPUT = doctest.OutputChecker()
+OUTPUT_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+class Reader:
+    """Who follows a page: a parser of Sybil's, with the workers that the page has started."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, subprocess.Popen[bytes]] = {}
+        self._shell = ExitStack()
+        self._kinds: dict[str, Callable[[str], object]] = {
+            "bash": lambda code: check_commands("bash", code),
+            "console": lambda code: check_commands("console", code),
+            "console run": run,
+            "console start": self._start,
+            "json": json.loads,
+            "jsonl": lambda code: [json.loads(line) for line in code.splitlines()],
+            "mermaid": str,
+            "text": str,
+            "toml": lambda code: Settings.load(None, **tomllib.loads(code)),
+            "yaml": lambda code: list(yaml.safe_load_all(code)),
+        }
+
+    def __call__(self, document: Document) -> Iterator[Region]:
+        """Finds the blocks of a page, each with what is to be done with it."""
+        for region in BLOCKS(document):
+            code = region.lexemes["source"]
+            if region.lexemes["info"] == "pycon" and code.startswith(">>> "):
+                for statement in DOCTESTS(code, document.path):
+                    statement.adjust(region, code)
+                    yield statement
+            else:
+                region.parsed, region.evaluator = code, self._evaluate
+                yield region
+
+    def _evaluate(self, example: Example) -> None:
+        kind, _, name = example.region.lexemes["info"].partition(" file=")
+        code = str(example.parsed)
+        if not name and (first := FILE_LINE.match(code)):
+            name = first["name"]
+        if name:
+            self._write(name, code, example)
+        elif kind == "python":
+            PYTHON(example)
+        if kind != "python":
+            if kind not in self._kinds:
+                raise ValueError(f"no such kind of block: {kind!r}; see CONTRIBUTING.md")
+            self._kinds[kind](code)
+
+    def _write(self, name: str, code: str, example: Example) -> None:
+        """Writes a block to its file; a module is imported."""
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(code, encoding="utf-8")
+        # A reader who changes a file starts Python anew.
+        self._new_shell(example.namespace)
+        if path.suffix == ".py":
+            importlib.import_module(".".join(path.with_suffix("").parts))
+
+    def _new_shell(self, namespace: dict[str, Any]) -> None:
+        """Forgets the names of earlier blocks, the modules of the page, and their Celery apps."""
+        namespace.clear()
+        namespace["__name__"] = "__main__"
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(f"{Path.cwd()}{os.sep}"):
+                del sys.modules[name]
+        importlib.invalidate_caches()
+        self._shell.close()
+        self._shell.enter_context(setup_default_app(Celery(set_as_current=False)))
+
+    def _start(self, code: str) -> None:
+        """Starts a worker; one that was started by the same command is stopped first."""
+        [(command, _)] = read_commands("console", code)
+        if command in self._workers:
+            stop(self._workers.pop(command))
+        process = subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL)
+        self._workers[command] = process
+        with Celery(set_as_current=False) as client:
+
+            def ready() -> bool:
+                assert process.poll() is None, f"{command}: ended with {process.poll()}"
+                answers = client.control.ping(timeout=0.3) or []
+                return len(answers) >= len(self._workers)
+
+            wait_for(ready, f"{command}: ready", START_S)
+
+    def follow(self, page: Path) -> None:
+        """Tests the blocks of a page, from its top to its end, in the current folder.
+
+        Raises:
+            Exception: A block does not do what the page says; its notes name page and line.
+        """
+        document = Document.parse(str(page), self)
+        with self._shell:
+            self._new_shell(document.namespace)
+            try:
+                for example in document:
+                    with place(example):
+                        example.evaluate()
+            finally:
+                for process in self._workers.values():
+                    stop(process)
+
+
+def follow(page: Path, folder: Path, environment: Mapping[str, str]) -> None:
+    """Tests the blocks of a page in a process of its own.
+
+    Args:
+        page: The page.
+        folder: Where its commands and its Python run, and its files are written.
+        environment: Additional variables: they say which Redis and which models there are.
+
+    Raises:
+        AssertionError: A block does not do what the page says; has all that was printed.
+    """
+    # Celery warns of being root, as tests in containers are. The page's own Python is strict.
+    own = {"PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1", "PATH": search_path()}
+    own["PYTHONPATH"] = f"{TESTS}{os.pathsep}{TESTS.parent}"
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-W", "error", "-m", "support.docs_page", str(page)],
+            cwd=folder,
+            env={**os.environ, **own, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait()
+        finally:
+            # Whatever the page has started and left behind.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        printed = log.read().decode(errors="replace")
+    assert code == FOLLOWED, f"exit code {code}\n{printed[-MAX_LOG_CHARS:]}"
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """Ends a worker, which must come to its end by itself."""
+    process.terminate()
+    process.wait(COMMAND_S)
+
+
+def run(code: str) -> None:
+    """Runs the commands of a block; each must succeed, and print what the page shows."""
+    for command, output in read_commands("console", code):
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=COMMAND_S,
+            check=False,
+        )
+        assert done.returncode == 0, f"{command}: exit code {done.returncode}\n{done.stdout}"
+        if output and not OUTPUT.check_output(output, done.stdout, OUTPUT_FLAGS):
+            example = doctest.Example(command, output)
+            difference = OUTPUT.output_difference(example, done.stdout, OUTPUT_FLAGS)
+            raise AssertionError(f"{command}:\n{difference}")
+
+
+@contextmanager
+def place(example: Example) -> Iterator[None]:
+    """Notes in an error where in the page it was raised."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"{example.path}:{example.line}")
+        raise
+
+
+if __name__ == "__main__":
+    faulthandler.dump_traceback_later(PAGE_S, exit=True)
+    # It was for this process alone.
+    os.environ.pop("PYTHONPATH", None)
+    Reader().follow(Path(sys.argv[1]))
+    sys.exit(FOLLOWED)

@@ -1,0 +1,236 @@
+"""Device processes that are none: the far end of each pipe is in the hands of the test.
+
+And an event loop whose clock stands still until the test moves it.
+"""
+
+import heapq
+import itertools
+import os
+import select
+import socket
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from batchery_worker.ipc.framing import Link
+from batchery_worker.ipc.messages import (
+    Done,
+    NotReady,
+    Ready,
+    Reply,
+    Setup,
+    Work,
+    dump_reply,
+    load_message,
+)
+
+#: Far above those of real processes: nobody must be killed by mistake.
+_pids = itertools.count(2**30)
+
+#: How long each of their batches takes, as they say.
+FORWARD_MS = 12.5
+
+
+class FakeDevice:
+    """In the place of `subprocess.Popen`: says nothing by itself, and leaves when it is told to."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        pass_fds: Sequence[int],
+        env: Mapping[str, str],
+        **_: Any,
+    ) -> None:
+        self.environment = env
+        self.pid = next(_pids)
+        self.code: int | None = None
+        #: A process that ignores its orders.
+        self.hangs = False
+        #: What it was told so far.
+        self.setups: list[Setup] = []
+        self.works: list[Work] = []
+        self.told_to_leave = False
+        self._answered = 0
+        self._link = Link(socket.socket(fileno=os.dup(pass_fds[0])))
+
+    def hear(self) -> list[Work]:
+        """Every batch that it was given so far."""
+        while self.code is None and not self.told_to_leave:
+            try:
+                messages = [load_message(frame) for frame in self._link.receive()]
+            except EOFError:
+                self.told_to_leave = True
+                break
+            if not messages:
+                break
+            self.setups += [each for each in messages if isinstance(each, Setup)]
+            self.works += [each for each in messages if isinstance(each, Work)]
+        return self.works
+
+    def say(self, reply: Reply) -> None:
+        """Sends a message to the worker."""
+        self._link.send(dump_reply(reply))
+
+    def get_ready(self) -> None:
+        """Has loaded its models."""
+        self.say(Ready(self.pid, 0.5))
+
+    def refuse(self, error: str, text: str) -> None:
+        """Cannot start, and ends."""
+        self.say(NotReady(error, text))
+        self.die(1)
+
+    def answer(self, *jobs: tuple[str, tuple[Any, ...]]) -> None:
+        """Has finished its oldest batch; each job's answer is its item, where none is given."""
+        work = self.hear()[self._answered]
+        self._answered += 1
+        answers = jobs or tuple(("needs tracer", ("value", items[0])) for _, items, _ in work.jobs)
+        self.say(Done(work.id, answers, FORWARD_MS, 0, 0))
+
+    def work(self) -> bool:
+        """Answers its oldest batch, dies of it if an item says so, or leaves; whether it did."""
+        if self.code is not None:
+            return False
+        waiting = self.hear()[self._answered :]
+        if not waiting:
+            return self.poll() is not None
+        if any("kill" in items for _, items, _ in waiting[0].jobs):
+            self.die()
+        else:
+            self.answer()
+        return True
+
+    def die(self, code: int = -9) -> None:
+        """Is no more; what it had said can still be read."""
+        if self.code is None:
+            self.code = code
+            self._link.close()
+
+    # What the worker does with it
+
+    def kill(self) -> None:
+        self.die(-9)
+
+    def poll(self) -> int | None:
+        self.hear()
+        if self.told_to_leave and not self.hangs:
+            self.die(0)
+        return self.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("device", timeout or 0.0)
+        return code
+
+
+class FakeDevices:
+    """All of them, in the order in which they were started."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[FakeDevice] = []
+        #: Whether the system has room for one more process.
+        self.has_room = True
+        #: Whether each gets ready at once.
+        self.get_ready = True
+        monkeypatch.setattr("batchery_worker.device_pool.process.subprocess.Popen", self._start)
+
+    def _start(self, *arguments: Any, **options: Any) -> FakeDevice:
+        if not self.has_room:
+            raise BlockingIOError("Resource temporarily unavailable")
+        device = FakeDevice(*arguments, **options)
+        self.started.append(device)
+        if self.get_ready:
+            device.get_ready()
+        return device
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Loop:
+    """As much of kombu's Hub as the worker uses."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self._ready: deque[Callable[[], object]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], object]]] = []
+        self._numbers = itertools.count()
+        self._readers: dict[int, Callable[[], object]] = {}
+        self._writers: dict[int, Callable[[], object]] = {}
+        self._lock = threading.Lock()
+
+    def call_soon(self, callback: Callable[..., object], *args: Any) -> None:
+        with self._lock:
+            self._ready.append(lambda: callback(*args))
+
+    def call_later(self, delay_s: float, callback: Callable[..., object], *args: Any) -> None:
+        entry = (self.clock.now_s + delay_s, next(self._numbers), lambda: callback(*args))
+        heapq.heappush(self._timers, entry)
+
+    def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        self._readers[fd] = lambda: callback(*args)
+
+    def add_writer(self, fd: int, callback: Callable[..., object], *args: Any) -> None:
+        self._writers[fd] = lambda: callback(*args)
+
+    def remove_reader(self, fd: int) -> None:
+        self._readers.pop(fd, None)
+
+    def remove_writer(self, fd: int) -> None:
+        self._writers.pop(fd, None)
+
+    def run_once(self) -> bool:
+        """Does what there is to do now; returns whether there was anything."""
+        with self._lock:
+            calls = list(self._ready)
+            self._ready.clear()
+        while self._timers and self._timers[0][0] <= self.clock.now_s:
+            calls.append(heapq.heappop(self._timers)[2])
+        for call in calls:
+            call()
+        readable, writable, _ = select.select(list(self._readers), list(self._writers), [], 0)
+        # One callback may remove another's descriptor.
+        found = [(self._readers, fd) for fd in readable] + [(self._writers, fd) for fd in writable]
+        for callbacks, fd in found:
+            if fd in callbacks:
+                callbacks[fd]()
+        return bool(calls or found)
+
+    def settle(self) -> None:
+        """Runs until there is nothing to do, and time would have to pass."""
+        for _ in range(1000):
+            if not self.run_once():
+                return
+        raise AssertionError("the loop does not come to rest")
+
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass, with everything that happens meanwhile."""
+        end_s = self.clock.now_s + seconds
+        self.settle()
+        while self._timers and self._timers[0][0] <= end_s:
+            self.clock.now_s = max(self.clock.now_s, self._timers[0][0])
+            self.settle()
+        self.clock.now_s = end_s
+        self.settle()
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Runs until a thread has done its part; the clock stands still."""
+        deadline_s = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline_s, f"not within 30 s: {what}"
+            if not self.run_once():
+                time.sleep(0.001)

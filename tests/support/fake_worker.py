@@ -1,0 +1,198 @@
+"""A worker's pool with everything that is ours, between fakes of what is not.
+
+Its device processes, its event loop and its broker are fakes; requests, tracer and result backend
+are Celery's own.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from celery import Celery
+from celery.result import AsyncResult
+from celery.worker import state as worker_state
+from kombu.message import Message
+
+from apps.batches import FOUR
+from batchery.transport.redis_schema import Keys
+from batchery_worker.ipc.messages import Work
+from batchery_worker.pool import BatchPool
+from batchery_worker.request import BatchRequest
+from support.fake_devices import FakeDevice, FakeDevices, Loop
+
+_ids = map("job-{}".format, itertools.count(1))
+
+
+class FakeLeaseStore:
+    """The leases of a worker, without Redis."""
+
+    worker = "w1"
+    keys = Keys()
+    lease_key = "batchery:lease:w1"
+    db = 0
+
+    def __init__(self) -> None:
+        #: What Redis knows, and what the worker believes.
+        self.held: set[str] = set()
+        self.believed: set[str] = set()
+        #: How often a job ran alone in a worker that died, by token.
+        self.died: dict[str, int] = {}
+        self.dead_letters: dict[str, str] = {}
+
+    def holds(self, token: str) -> bool:
+        return token in self.believed
+
+    def still_held(self, tokens: list[str]) -> set[str]:
+        return self.held.intersection(tokens)
+
+    def deaths(self, token: str) -> int | None:
+        return self.died.get(token)
+
+    def began(self, jobs: Mapping[str, str], *, alone: bool) -> int:
+        return 1
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+    def ended(self, batch: int) -> None:
+        """Nobody looks."""
+
+    def committed(self, tokens: list[str]) -> None:
+        self.believed.difference_update(tokens)
+
+    lost = committed
+
+    def dead_letter_on_ack(self, token: str, letter: str) -> None:
+        self.dead_letters[token] = letter
+
+
+class FakeChannel:
+    """A broker's channel, which remembers what became of messages."""
+
+    no_ack_consumers = None
+
+    def __init__(self) -> None:
+        self.lease_store: FakeLeaseStore | None = None
+        self.acknowledged: list[str] = []
+        self.rejected: list[tuple[str, bool]] = []
+
+    def basic_ack(self, tag: str, multiple: bool = False) -> None:
+        self.acknowledged.append(tag)
+
+    def basic_reject(self, tag: str, requeue: bool = False) -> None:
+        self.rejected.append((tag, requeue))
+
+
+class FakeWorker:
+    """Receives messages as Celery's worker does, and hands them to the pool."""
+
+    def __init__(self, app: Celery, devices: FakeDevices, loop: Loop) -> None:
+        """Starts the pool: its devices are ready, and the loop is about to run."""
+        self.app = app
+        self.devices = devices
+        self.loop = loop
+        self.channel = FakeChannel()
+        self._tags = itertools.count(1)
+        self.pool = BatchPool(2, app=app)
+        self.pool.on_start()
+        self.pool.register_with_event_loop(loop)
+        self.loop.settle()
+
+    def receive_each(self, *items: Any, task: str = FOUR, **headers: Any) -> list[BatchRequest]:
+        """Messages come, one for each item."""
+        return [self.receive(item, task=task, **headers) for item in items]
+
+    def receive(self, *args: Any, task: str = FOUR, **headers: Any) -> BatchRequest:
+        """A message comes; nothing is done with it before the loop turns.
+
+        Args:
+            args: Of the job.
+            task: Name of its task.
+            headers: Of the message; beside them `kwargs`, `redelivered`, and `deaths`: how often
+                the job was alone on a device when its worker died.
+        """
+        keywords, deaths = headers.pop("kwargs", {}), headers.pop("deaths", None)
+        tag = str(next(self._tags))
+        known: dict[str, Any] = {"id": next(_ids), "task": task, "lang": "py", "retries": 0}
+        message = Message(
+            body=json.dumps([list(args), keywords, {}]),
+            channel=self.channel,
+            delivery_tag=tag,
+            content_type="application/json",
+            content_encoding="utf-8",
+            delivery_info={"redelivered": headers.pop("redelivered", False)},
+            properties={},
+            headers={**known, **headers},
+            accept={"application/json"},
+        )
+        if self.channel.lease_store is not None:
+            self.channel.lease_store.held.add(tag)
+            self.channel.lease_store.believed.add(tag)
+            if deaths is not None:
+                self.channel.lease_store.died[tag] = deaths
+        request = BatchRequest(
+            message,
+            app=self.app,
+            task=self.app.tasks[task],
+            hostname="fake@worker",
+            on_ack=message.ack_log_error,
+            on_reject=message.reject_log_error,
+            connection_errors=(),
+        )
+        worker_state.task_reserved(request)
+        request.execute_using_pool(self.pool)
+        return request
+
+    def reconnect(self) -> None:
+        """The broker's connection breaks, and a new event loop begins."""
+        self.pool.flush()
+        self.loop = Loop(self.loop.clock)
+        self.pool.register_with_event_loop(self.loop)
+        self.loop.settle()
+
+    @property
+    def device(self) -> FakeDevice:
+        """The process that was started last."""
+        return self.devices.started[-1]
+
+    def works(self, device: FakeDevice | None = None) -> list[list[Any]]:
+        """The items of each batch that a device was given, in order."""
+        self.loop.settle()
+        return [items_of(work) for work in (device or self.device).hear()]
+
+    def work_off(self) -> None:
+        """Devices answer what they are given, or die of it, until nothing is left."""
+        for _ in range(100):
+            # Dead ones come back meanwhile.
+            self.loop.sleep(1.0)
+            worked = [device.work() for device in self.devices.started]
+            if not any(worked):
+                return
+        raise AssertionError("there is always something left")
+
+    def result(self, job: str) -> Any:
+        """What the job's caller gets; raises what it failed with."""
+        result: AsyncResult[Any] = self.app.AsyncResult(job)
+        self.loop.until(result.ready, f"{job} is answered")
+        return result.get(timeout=1)
+
+    def results(self, requests: Sequence[BatchRequest]) -> list[Any]:
+        """What their callers get."""
+        return [self.result(request.id) for request in requests]
+
+    def settled(self, *requests: BatchRequest) -> None:
+        """Waits until messages are off the queue."""
+        self.loop.until(lambda: all(each.acknowledged for each in requests), "acknowledged")
+
+    def info(self) -> Mapping[str, Any]:
+        """What `celery inspect stats` shows of the pool."""
+        return self.pool.figures() or {}
+
+
+StartPool = Callable[..., FakeWorker]
+
+
+def items_of(work: Work) -> list[Any]:
+    """All items of a batch."""
+    return [item for _, items, _ in work.jobs for item in items]

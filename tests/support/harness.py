@@ -1,0 +1,147 @@
+"""Real workers for tests: processes, started and awaited, never mocked."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+from celery import Celery
+from redis import Redis
+
+T = TypeVar("T")
+
+TESTS = Path(__file__).resolve().parents[1]
+
+#: Generous: a slow machine that compiles everything for the first time, and loads torch.
+START_S = 90.0
+
+
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
+    """Waits until a condition is true; returns its value.
+
+    Raises:
+        AssertionError: It did not come true in time.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def queue_length(redis_url: str, queue: str = "celery") -> int:
+    """Messages in a queue."""
+    with closing(Redis.from_url(redis_url)) as redis:
+        return int(redis.llen(queue))
+
+
+def unsettled(redis_url: str) -> int:
+    """Messages that workers have taken and not settled: by a lease, or in kombu's own way."""
+    with closing(Redis.from_url(redis_url)) as redis:
+        return sum(int(redis.hlen(key)) for key in ["unacked", *redis.keys("batchery:lease:*")])
+
+
+class Worker:
+    """A `celery worker` process."""
+
+    def __init__(
+        self,
+        directory: Path,
+        redis_url: str,
+        app: str,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        self.log_file = directory / f"worker-{time.monotonic_ns()}.log"
+        # The command itself, not `python -m`, which has the directory on its path for good.
+        celery = Path(sys.executable).with_name("celery")
+        command = [str(celery), "-A", app, "worker", "-l", "INFO"]
+        command += ["--without-mingle", "--without-gossip", "-n", f"{self.log_file.stem}@test"]
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*command, *arguments],
+                cwd=cwd or directory,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(TESTS),
+                    # Tests run as root in containers; the warning is not theirs to fix.
+                    "PYTHONWARNINGS": "ignore",
+                    "CELERY_BROKER_URL": redis_url,
+                    "CELERY_RESULT_BACKEND": redis_url,
+                    "BATCHERY_REDIS_URL": redis_url,
+                    **(env or {}),
+                },
+            )
+
+    @property
+    def log(self) -> str:
+        """Everything that the worker and its devices have printed."""
+        return self.log_file.read_text(errors="replace")
+
+    @property
+    def name(self) -> str:
+        """The worker's node name."""
+        return f"{self.log_file.stem}@test"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the main process."""
+        return self.process.pid
+
+    def devices(self) -> list[psutil.Process]:
+        """The device processes that are alive."""
+        children = psutil.Process(self.pid).children()
+        return [each for each in children if "batchery_worker.device" in _command_line(each)]
+
+    def inspect(self, app: Celery, command: str) -> Any:
+        """What this worker answers to a `celery inspect` command."""
+        ask = getattr(app.control.inspect([self.name], timeout=5), command)
+        # One that has only just said that it is ready may not listen yet, and misses the question.
+        return wait_for(ask, f"an answer to {command}", 60)[self.name]
+
+    def wait_ready(self) -> "Worker":
+        """Waits until the worker consumes."""
+
+        def ready() -> bool:
+            assert self.process.poll() is None, f"worker ended:\n{self.log}"
+            return " ready." in self.log
+
+        try:
+            wait_for(ready, "worker ready", START_S)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from None
+        return self
+
+    def wait_exit(self, timeout_s: float = 60.0) -> int:
+        """Waits for the end of the process; returns its exit code."""
+        return self.process.wait(timeout_s)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Ends the worker by a signal; returns its exit code."""
+        self.process.send_signal(number)
+        return self.wait_exit()
+
+    def kill(self) -> None:
+        """kill -9, and nothing left behind."""
+        if self.process.poll() is None:
+            children = psutil.Process(self.pid).children(recursive=True)
+            self.process.kill()
+            self.process.wait()
+            psutil.wait_procs(children, timeout=20)
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""

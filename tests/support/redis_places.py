@@ -1,0 +1,115 @@
+"""Where a Redis may be, for tests: behind TLS, behind a Sentinel."""
+
+import asyncio
+import contextlib
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from redis import Redis
+from redis.exceptions import RedisError
+
+from batchery_worker.local.redis_server import free_port
+from support.harness import wait_for
+from support.own_redis import redis_servers
+
+#: How a Sentinel calls the Redis that it watches.
+MASTER = "mymaster"
+
+
+class Certificate(NamedTuple):
+    """One that signs itself, for 127.0.0.1."""
+
+    authority: Path
+    key: Path
+
+
+def make_certificate(directory: Path) -> Certificate:
+    """Needs openssl."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl")
+    made = Certificate(directory / "cert.pem", directory / "key.pem")
+    subprocess.run(
+        [
+            *["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1"],
+            *["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"],
+            *["-keyout", str(made.key), "-out", str(made.authority)],
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return made
+
+
+@contextlib.contextmanager
+def behind_tls(port: int, certificate: Certificate) -> Iterator[str]:
+    """Puts TLS before a Redis, as not every redis-server is built with it; yields a URL."""
+    started, stop = threading.Event(), asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+    own_port = free_port()
+
+    async def connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(forward(reader, there[1]), forward(there[0], writer))
+
+    async def serve() -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        async with await asyncio.start_server(connect, "127.0.0.1", own_port, ssl=context):
+            loops.append(asyncio.get_running_loop())
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(30)
+    try:
+        options = f"ssl_cert_reqs=required&ssl_ca_certs={certificate.authority}"
+        yield f"rediss://127.0.0.1:{own_port}/0?{options}"
+    finally:
+        loops[0].call_soon_threadsafe(stop.set)
+        thread.join(30)
+
+
+async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copies one direction of a connection until its end."""
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.transport.abort()
+
+
+@contextlib.contextmanager
+def behind_sentinel(directory: Path, port: int) -> Iterator[str]:
+    """Starts a Sentinel that watches a Redis; yields a URL."""
+    directory.mkdir()
+    own_port = free_port()
+    config = directory / "sentinel.conf"
+    config.write_text(
+        f"port {own_port}\nbind 127.0.0.1\ndir {directory}\n"
+        f"sentinel monitor {MASTER} 127.0.0.1 {port} 1\n"
+    )
+    command = [str(redis_servers()[0]), str(config), "--sentinel"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        with Redis(port=own_port) as client, contextlib.suppress(RedisError):
+            return bool(client.execute_command("SENTINEL", "MASTERS"))
+        return False
+
+    try:
+        wait_for(answers, "Sentinel answers")
+        yield f"sentinel://127.0.0.1:{own_port}/0"
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,175 @@
+"""Tiny models of many architectures, with random weights, and how tests run them."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from batchery.outcomes import Failed
+
+#: Saves a tiny model: `build("bert", labels=("no", "yes"))`.
+Build = Callable[..., Path]
+
+#: Loads a saved model: `embedder(folder, device="cpu", **settings)`.
+Load = Callable[..., Any]
+
+#: Copies a folder to one that a test may change.
+Copy = Callable[[Path], Path]
+
+CORPUS = [
+    "the cat sat on the mat and looked at the dog",
+    "a dog barked at nine cats in the old garden",
+    "rain falls on green hills while the river runs to the sea",
+    "ships carry tea and salt from one harbour to the next",
+]
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT = {
+    **SMALL,
+    "pad_token_id": 1,
+    "intermediate_size": 48,
+    "max_position_embeddings": 80,
+    "initializer_range": 0.3,
+}
+DECODER = {
+    **SMALL,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 80,
+    "initializer_range": 0.3,
+}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 80,
+    "initializer_range": 0.3,
+    "bos_token_id": 3,
+    "eos_token_id": 3,
+}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+
+#: By name: class prefix in transformers, options of its config, options of its tokenizer.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "bert": ("Bert", BERT, {}),
+    "bert-left": ("Bert", BERT, {"padding_side": "left"}),
+    "roberta": ("Roberta", BERT, {}),
+    "roberta-left": ("Roberta", BERT, {"padding_side": "left"}),
+    "distilbert": (
+        "DistilBert",
+        {
+            "dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 48,
+            "pad_token_id": 1,
+            "max_position_embeddings": 80,
+            "initializer_range": 0.3,
+        },
+        {},
+    ),
+    "mpnet": ("MPNet", BERT, {}),
+    "modernbert": (
+        "ModernBert",
+        {
+            **SMALL,
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "cls_token_id": 0,
+            "eos_token_id": 3,
+            "sep_token_id": 3,
+            "intermediate_size": 48,
+            "max_position_embeddings": 80,
+            "initializer_range": 0.3,
+            # Narrow enough for the texts of the tests to reach beyond it.
+            "local_attention": 8,
+            "global_attn_every_n_layers": 2,
+        },
+        {},
+    ),
+    "llama": ("Llama", {**DECODER, "eos_token_id": 3}, {"causal": True}),
+    "mistral-left": (
+        "Mistral",
+        {**DECODER, "eos_token_id": 3},
+        {"causal": True, "padding_side": "left"},
+    ),
+    "gpt2": (
+        "GPT2",
+        GPT2,
+        {"causal": True},
+    ),
+    "gpt2-left": (
+        "GPT2",
+        GPT2,
+        {"causal": True, "padding_side": "left"},
+    ),
+    "xlnet-left": (
+        "XLNet",
+        {
+            "d_model": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "d_inner": 48,
+            "initializer_range": 0.3,
+            "pad_token_id": 1,
+        },
+        {"padding_side": "left"},
+    ),
+    "t5": ("T5", {**T5, "pad_token_id": 1, "decoder_start_token_id": 1}, {}),
+}
+
+
+def make_tokenizer(*, causal: bool = False, padding_side: str = "right") -> PreTrainedTokenizerFast:
+    """Word by word, trained on the corpus; a causal one has neither padding nor special tokens."""
+    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    specials = ["[CLS]", "[PAD]", "[UNK]", "[SEP]"]
+    tokenizer.train_from_iterator(CORPUS, trainers.WordLevelTrainer(special_tokens=specials))
+    if causal:
+        return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=tokenizer,
+            unk_token="[UNK]",
+            eos_token="[SEP]",
+            padding_side=padding_side,
+        )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        unk_token="[UNK]",
+        pad_token="[PAD]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        padding_side=padding_side,
+    )
+
+
+def save_model(folder: Path, architecture: str, labels: Sequence[str] = (), **options: Any) -> None:
+    """Writes a model and its tokenizer; without labels it has no head."""
+    prefix, config_options, tokenizer_options = ARCHITECTURES[architecture]
+    tokenizer = make_tokenizer(**tokenizer_options)
+    if labels:
+        options = {**options, "id2label": dict(enumerate(labels))}
+        options["label2id"] = {label: index for index, label in enumerate(labels)}
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=len(tokenizer), **{**config_options, **options}
+    )
+    suffix = "ForSequenceClassification" if labels else "Model"
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        model = getattr(transformers, prefix + suffix)(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def run(model: Any, items: Sequence[Any], **keywords: Any) -> list[Any]:
+    """One batch through all three stages; failed items keep their place."""
+    prepared = model.preprocess(items, **keywords)
+    fit = [each for each in prepared if not isinstance(each, Failed)]
+    results = iter(model.postprocess(model.forward(fit, **keywords), **keywords) if fit else [])
+    return [each if isinstance(each, Failed) else next(results) for each in prepared]

@@ -1,0 +1,98 @@
+"""One job explained: by its result, or by what the workers say."""
+
+import json
+
+import pytest
+
+from batchery.cli.explain import describe_batch, duration, from_result, from_workers, spell_error
+
+BATCH = {
+    "id": "b7",
+    "size": 37,
+    "waited_ms": 12.3,
+    "padding": 0.042,
+    "forward_ms": 9.04,
+    "device": "cuda:0",
+}
+
+
+def test_a_success_is_one_line() -> None:
+    found = from_result("id", {"status": "SUCCESS", "result": [1.0], "batch": BATCH})
+    assert found.line == (
+        "SUCCESS: waited 12 ms, batch b7 of 37 items, 4 % padding, 9.0 ms forward on cuda:0"
+    )
+    assert found.exit_code == 0
+    assert json.loads(json.dumps(found.report()))["batch"] == BATCH
+
+
+def test_a_failure_says_why_in_one_line() -> None:
+    error = ValueError("first line\nsecond line")
+    found = from_result("id", {"status": "FAILURE", "result": error, "batch": BATCH})
+    assert found.line.endswith("forward on cuda:0; ValueError: first line second line")
+    assert found.exit_code == 1
+
+
+def test_the_other_stages_are_told_where_they_are_known() -> None:
+    assert describe_batch({**BATCH, "prepare_ms": 3.21, "queued_ms": 0.04}) == (
+        "waited 12 ms, batch b7 of 37 items, 4 % padding, 3.2 ms to prepare,"
+        " 0.0 ms between stages, 9.0 ms forward on cuda:0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code"), [("REVOKED", 1), ("RETRY", 3), ("STARTED", 3), ("OF_THE_USER", 3)]
+)
+def test_other_states_have_their_exit_code(state: str, exit_code: int) -> None:
+    found = from_result("id", {"status": state, "result": None})
+    assert (found.state, found.exit_code) == (state, exit_code)
+    assert "no facts of a batch" in found.line
+
+
+@pytest.mark.parametrize(
+    ("where", "state", "text"),
+    [
+        ("active", "ACTIVE", "runs on worker two"),
+        ("reserved", "WAITING", "waits in worker two"),
+        ("scheduled", "SCHEDULED", "waits for its time in worker two"),
+        ("ready", "ENDED", "has ended in worker two"),
+    ],
+)
+def test_a_job_without_a_result_is_where_a_worker_says(where: str, state: str, text: str) -> None:
+    found = from_workers("id", {"one": {}, "two": {"id": [where, {}]}})
+    assert found.line == f"{state}: {text}"
+    assert (found.exit_code, found.worker) == (3, "two")
+
+
+@pytest.mark.parametrize(
+    ("answers", "text"),
+    [
+        ({}, "no worker answers"),
+        ({"one": {}}, "worker one does not have it"),
+        ({"one": {}, "two": {}}, "none of 2 workers has it"),
+        ({"one": {"error": "unknown command"}}, "worker one does not have it"),
+    ],
+)
+def test_a_job_that_nobody_has_is_unknown(answers: dict[str, dict[str, str]], text: str) -> None:
+    found = from_workers("id", answers)
+    assert (
+        found.line == f"UNKNOWN: no result, and {text}: still in its queue, expired, or never sent"
+    )
+    assert found.exit_code == 4
+
+
+def test_facts_that_are_not_there_are_left_out() -> None:
+    assert describe_batch({"id": "b1", "size": 1, "waited_ms": 0.04}) == (
+        "waited 0.0 ms, batch b1 of 1 item"
+    )
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "text"),
+    [(0.44, "0.4 ms"), (9.96, "10.0 ms"), (37.2, "37 ms"), (61e3, "61.0 s")],
+)
+def test_durations_have_few_digits(milliseconds: float, text: str) -> None:
+    assert duration(milliseconds) == text
+
+
+def test_an_error_without_a_text_is_its_type() -> None:
+    assert spell_error(KeyboardInterrupt()) == "KeyboardInterrupt"

@@ -1,0 +1,37 @@
+"""`batchery stats` ends at Ctrl-C."""
+
+import signal
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from batchery.cli import stats
+from batchery.cli.survey import Survey
+
+
+class Interrupting:
+    """Dies while Ctrl-C comes."""
+
+    def __del__(self) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("as_json", [True, False])
+def test_ctrl_c_is_heard_though_it_meets_a_destructor(
+    monkeypatch: pytest.MonkeyPatch, *, as_json: bool
+) -> None:
+    looks: list[Any] = []
+
+    def survey(*_: Any) -> Survey:
+        looks.append(Interrupting())
+        looks.clear()
+        return Survey({}, {})
+
+    monkeypatch.setattr(stats, "survey", survey)
+    monkeypatch.setattr(stats, "check_broker", lambda _: None)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        stats.watch(Celery(set_as_current=False), once=False, as_json=as_json)
+    assert signal.getsignal(signal.SIGINT) is before

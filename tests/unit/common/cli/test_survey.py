@@ -1,0 +1,193 @@
+"""Rates from two surveys, and a survey as JSON and as tables."""
+
+import io
+import json
+from typing import Any
+
+from celery import Celery
+from rich.console import Console
+
+from batchery.cli.dashboard import dashboard
+from batchery.cli.survey import Survey, queue_depths
+
+
+def figures(*, clock_s: float, jobs: int, items: int, **batches: Any) -> dict[str, Any]:
+    return {
+        "devices": {"cuda:0": {"state": "ready", "pid": 7, "load_s": 1.5, "batches_in_flight": 2}},
+        "clock_s": clock_s,
+        "waiting": 3,
+        "oldest_waiting_s": 0.25,
+        "queues": ["embed"],
+        "batches": {
+            "batches": jobs // 10,
+            "jobs": jobs,
+            "items": items,
+            "failed_jobs": 0,
+            "device_restarts": 1,
+            "mean_batch_size": 37.0,
+            "mean_waited_ms": 12.0,
+            "mean_forward_ms": 9.0,
+            "mean_prepare_ms": 1.2,
+            "mean_queued_ms": 0.4,
+            "mean_commit_ms": 3.6,
+            "padding_waste": 0.04,
+            "batch_sizes": {"<=1": 2, "<=64": 8},
+            **batches,
+        },
+    }
+
+
+def survey(**workers: Any) -> Survey:
+    return Survey(workers, {"embed": 1234})
+
+
+BEFORE = survey(one=figures(clock_s=100.0, jobs=100, items=1000))
+NOW = survey(one=figures(clock_s=102.0, jobs=140, items=1500))
+
+
+def drawn(now: Survey, before: Survey | None = None) -> str:
+    file = io.StringIO()
+    Console(file=file, width=120).print(dashboard(now, before))
+    return file.getvalue()
+
+
+def test_rates_are_what_was_gained_over_the_worker_s_own_clock() -> None:
+    assert NOW.rates("one", BEFORE) == {
+        "jobs_per_s": 20.0,
+        "items_per_s": 250.0,
+        "batches_per_s": 2.0,
+        "failed_jobs_per_s": 0.0,
+    }
+
+
+def test_there_are_no_rates_without_an_earlier_survey() -> None:
+    assert NOW.rates("one", None) is None
+    assert NOW.rates("one", survey()) is None
+    assert NOW.rates("another", BEFORE) is None
+
+
+def test_there_are_no_rates_across_a_restart_of_the_worker() -> None:
+    fewer = survey(one=figures(clock_s=105.0, jobs=3, items=30))
+    earlier = survey(one=figures(clock_s=5.0, jobs=200, items=2000))
+    assert fewer.rates("one", NOW) is None
+    assert earlier.rates("one", NOW) is None
+
+
+def test_a_worker_without_batches_has_no_rates() -> None:
+    now = survey(one={"error": "pool runs no batches"})
+    assert now.rates("one", BEFORE) is None
+    assert now.report(BEFORE)["workers"]["one"] == {"error": "pool runs no batches"}
+
+
+def test_dead_letters_are_shown_if_there_are_any() -> None:
+    assert "dead letters" not in drawn(Survey({}, {}, 0))
+    assert "dead letters: 1,234; see `batchery dead list`" in drawn(Survey({}, {}, 1234))
+
+
+def test_the_report_is_json_with_rates_and_queues() -> None:
+    report = json.loads(json.dumps(NOW.report(BEFORE)))
+    assert report["workers"]["one"]["rates"]["items_per_s"] == 250
+    assert report["workers"]["one"]["batches"]["jobs"] == 140
+    assert report["queues"] == {"embed": 1234}
+    assert report["dead_letters"] is None
+    assert NOW.report()["workers"]["one"]["rates"] is None
+
+
+def test_the_tables_say_everything_that_a_worker_tells() -> None:
+    text = drawn(NOW, BEFORE)
+    for fact in (
+        "cuda:0",
+        "ready, pid 7, loaded in 1.5 s, batches in flight: 2",
+        "3 jobs, oldest 0.2 s",
+        "20.0 jobs/s, 250.0 items/s",
+        "140 jobs, 1,500 items in 14 batches, 37.0 items each",
+        "12.0 ms",
+        "9.0 ms",
+        "prepare 1.2 ms, between 0.4 ms, commit 3.6 ms",
+        "4 %",
+        "up to 64",
+        "1,234",
+    ):
+        assert fact in text, text
+
+
+def test_models_and_memory_are_shown_where_a_device_tells_of_them() -> None:
+    device = {"state": "ready", "pid": 7, "load_s": 1.5, "batches_in_flight": 0}
+    model = {"max_batch_tokens": 16384, "chosen_by": "default", "out_of_memory": 0}
+    poor = {"max_batch_tokens": 2048, "chosen_by": "memory", "out_of_memory": 3}
+    told = {
+        **device,
+        "resident_kib": 2048,
+        "models": {"embed": model, "large": {**poor, "peak_bytes": 5 << 20}},
+        "memory": {"reserved_bytes": 6 << 30, "peak_bytes": 5 << 30},
+    }
+    now = survey(one={**figures(clock_s=1.0, jobs=1, items=1), "devices": {"cuda:0": told}})
+    text = drawn(now)
+    for fact in (
+        "2 MiB of main memory, 6,144 MiB of the device, peak 5,120 MiB",
+        "embed on cuda:0",
+        "max_batch_tokens 16,384, chosen by default",
+        "max_batch_tokens 2,048, chosen by memory, out of memory 3 times, peak 5 MiB",
+    ):
+        assert fact in text, text
+
+
+def test_the_costs_of_a_pass_are_shown_where_they_are_known() -> None:
+    model = {"max_batch_tokens": 512, "chosen_by": "default", "out_of_memory": 0}
+    costs = {"token_us": 51.25, "item_us": 0.0, "pass_ms": 1.625}
+    recent = {"fitted_batches": 1024, "useful_items": 18}
+    models = {"embed": {**model, **costs, **recent}, "new": {**model, **costs}, "other": model}
+    device = {"state": "ready", "pid": 7, "load_s": 1.5, "batches_in_flight": 0, "models": models}
+    now = survey(one={**figures(clock_s=1.0, jobs=1, items=1), "devices": {"cpu": device}})
+    text = drawn(now)
+    known = "51.2 µs per token, 0.0 µs per item, 1.62 ms per pass"
+    assert f"{known}, by 1,024 batches; 18 items fill one" in text, text
+    assert f"{known}, as measured at the start\n" in "\n".join(map(str.rstrip, text.splitlines()))
+    assert text.count("per token") == 2
+
+
+def test_a_worker_before_its_first_batch_shows_dashes() -> None:
+    means = dict.fromkeys(("mean_batch_size", "mean_waited_ms", "mean_forward_ms", "padding_waste"))
+    fresh = figures(clock_s=1.0, jobs=0, items=0, batch_sizes={}, **means)
+    text = drawn(survey(one={**fresh, "oldest_waiting_s": None}))
+    assert "no batch yet" in text
+    assert "oldest -" in text
+
+
+def test_a_worker_that_fell_silent_or_runs_no_batches_is_named() -> None:
+    text = drawn(survey(two={"error": "pool runs no batches"}), BEFORE)
+    assert "one: no answer" in text
+    assert "two: pool runs no batches" in text
+    assert "no worker answers" in drawn(survey())
+
+
+def test_queue_depths_count_messages_and_create_nothing() -> None:
+    with Celery(broker="memory://", set_as_current=False) as app:
+        for number in range(3):
+            app.send_task("embed", [f"text {number}"], queue="embed-of-test")
+        assert queue_depths(app, {"nobody-of-test", "embed-of-test"}) == {
+            "embed-of-test": 3,
+            "nobody-of-test": 0,
+        }
+        assert queue_depths(app, {"nobody-of-test"}) == {"nobody-of-test": 0}
+
+
+def test_the_tables_show_what_each_cache_has_saved() -> None:
+    cache = {
+        "hit_rate": 0.9,
+        "items": 1000,
+        "hits": 850,
+        "folded": 50,
+        "results": 1234,
+        "bytes": 3 * 2**20,
+        "errors": 0,
+        "error": "",
+    }
+    failing = {**cache, "errors": 2, "error": "cannot be written: OOM"}
+    caches = {"embed": cache, "mood": failing}
+    text = drawn(survey(one=figures(clock_s=1.0, jobs=1, items=1, caches=caches)))
+    saved = "90 % of 1,000 items not computed: 850 hits, 50 folded; 1,234 results, 3 MiB"
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert f"cache of embed {saved}" in rows
+    assert f"cache of mood {saved}; 2 errors, cannot be written: OOM" in " ".join(rows)
+    assert "cache of" not in drawn(NOW)

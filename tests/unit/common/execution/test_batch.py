@@ -1,0 +1,444 @@
+"""Batch functions and models: culprits found, mates spared, order kept."""
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import ceil, log2
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchery import Failed, Ignore, Model, OutOfMemory, Reject, RetryAfter, WrongLength
+from batchery.execution.batch import compute, prepare, run_function
+from batchery.execution.bisect_failures import isolate
+
+
+def refuse(bad: set[int], calls: list[int]) -> Callable[[Sequence[int]], list[int]]:
+    def function(items: Sequence[int]) -> list[int]:
+        calls.append(len(items))
+        for item in items:
+            if item in bad:
+                raise LookupError(f"item {item}")
+        return [2 * item for item in items]
+
+    return function
+
+
+@given(data=st.data(), size=st.integers(1, 130))
+def test_culprits_fail_alone_wherever_they_are(data: st.DataObject, size: int) -> None:
+    bad = data.draw(st.sets(st.integers(0, size - 1)))
+    calls: list[int] = []
+    outcomes = isolate(refuse(bad, calls), range(size), name="f")
+    for item, outcome in enumerate(outcomes):
+        if item in bad:
+            assert isinstance(outcome, Failed)
+            assert str(outcome.exception) == f"item {item}"
+        else:
+            assert outcome == 2 * item
+    # One call for the batch, then two halves at each level on the way to each culprit.
+    levels = ceil(log2(size)) if size > 1 else 0
+    assert len(calls) <= min(1 + 2 * levels * len(bad), 2 * size - 1)
+
+
+def test_no_items_need_no_call() -> None:
+    calls: list[int] = []
+    assert isolate(refuse(set(), calls), [], name="f") == []
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "found"),
+    [
+        ([1], "1 outcomes for 3"),
+        ([], "0 outcomes for 3"),
+        ([1, 2, 3, 4], "4 outcomes for 3"),
+        ((n for n in range(2)), "2 outcomes for 3"),
+        (np.zeros((2, 3)), "2 outcomes for 3"),
+        ("abc", "a str for 3"),
+        (b"abc", "a bytes for 3"),
+        ({1: 1, 2: 2, 3: 3}, "a dict for 3"),
+        ({"a", "b", "c"}, "a set for 3"),
+        (None, "a NoneType for 3"),
+        (3, "a int for 3"),
+    ],
+)
+def test_an_answer_of_another_form_or_length_fails_all_and_names_both_lengths(
+    answer: Any, found: str
+) -> None:
+    calls = []
+
+    def function(items: list[int]) -> Any:
+        calls.append(items)
+        return answer
+
+    outcomes = run_function(function, [1, 2, 3], {})
+    assert len(calls) == 1
+    for outcome in outcomes:
+        assert isinstance(outcome.exception, WrongLength)
+        assert f"function returned {found} items" in str(outcome.exception)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ((1, 2), [1, 2]),
+        ((n for n in (1, 2)), [1, 2]),
+        ({1: "a", 2: "b"}.values(), ["a", "b"]),
+        (np.array([1.5, 2.5]), [1.5, 2.5]),
+        (np.array([[1, 2], [3, 4]], dtype=np.int8), [[1, 2], [3, 4]]),
+        ([np.float32(0.5), np.arange(2)], [0.5, [0, 1]]),
+        ([None, {}], [None, {}]),
+    ],
+)
+def test_any_ordered_collection_will_do_and_rows_become_lists(answer: Any, expected: Any) -> None:
+    outcomes = run_function(lambda _: answer, [1, 2], {})
+    assert outcomes == expected
+    assert [type(each) for each in outcomes] == [type(each) for each in expected]
+
+
+def test_a_generator_that_raises_on_the_way_is_split_like_a_function() -> None:
+    def function(items: list[int]) -> Iterator[float]:
+        for item in items:
+            yield 1 / item
+
+    one, two, three = run_function(function, [1, 0, 4], {})
+    assert (one, three) == (1.0, 0.25)
+    assert isinstance(two.exception, ZeroDivisionError)
+
+
+def test_the_function_gets_a_list_of_its_own_and_the_keywords_once() -> None:
+    items = (1, 2)
+
+    def function(part: list[int], *, tag: str) -> list[str]:
+        part.reverse()
+        return [f"{tag}{each}" for each in part]
+
+    assert run_function(function, items, {"tag": "x"}) == ["x2", "x1"]
+
+
+class Cancelled(BaseException):
+    """Like the panics of Rust libraries, which are no `Exception`."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (SystemExit(3), RuntimeError, "called sys.exit(3)"),
+        (MemoryError(), OutOfMemory, "no memory for this item, even alone"),
+        (type("OutOfMemoryError", (RuntimeError,), {})("CUDA\nlong"), OutOfMemory, "(CUDA)"),
+        (asyncio.CancelledError("gone"), RuntimeError, "raised CancelledError: gone"),
+        (Cancelled("thread panicked"), RuntimeError, "raised Cancelled: thread panicked"),
+        (LookupError("x"), LookupError, "x"),
+        (ExceptionGroup("two", [ValueError("a")]), ExceptionGroup, "two"),
+    ],
+)
+def test_whatever_is_raised_fails_its_item_alone(
+    error: BaseException, kind: type[Exception], words: str
+) -> None:
+    def function(items: list[int]) -> list[int]:
+        if 1 in items:
+            raise error
+        return items
+
+    good, bad = run_function(function, [0, 1], {})
+    assert good == 0
+    assert isinstance(bad.exception, kind)
+    assert words in str(bad.exception)
+
+
+def test_ctrl_c_is_not_an_outcome() -> None:
+    def function(items: list[int]) -> list[int]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_function(function, [1, 2], {})
+
+
+def test_a_failure_has_its_traceback_as_text_and_holds_no_frames() -> None:
+    (outcome,) = run_function(refuse({1}, []), [1], {})
+    assert "in function" in outcome.traceback
+    assert "LookupError: item 1" in outcome.traceback
+    assert outcome.exception.__traceback__ is None
+
+
+@pytest.mark.parametrize("signal", [Ignore("no"), Reject("no", requeue=True)])
+def test_ignore_and_reject_may_be_raised_or_returned(signal: Exception) -> None:
+    def raising(items: list[int]) -> list[int]:
+        if 1 in items:
+            raise signal
+        return items
+
+    def returning(items: list[int]) -> list[Any]:
+        return [signal if item == 1 else item for item in items]
+
+    for function in (raising, returning):
+        assert run_function(function, [0, 1, 2], {}) == [0, signal, 2]
+
+
+def test_an_exception_that_is_returned_has_failed() -> None:
+    error = LookupError("x")
+    one, two = run_function(lambda _: [error, RetryAfter(1)], [1, 2], {})
+    assert isinstance(one, Failed)
+    assert one.exception is error
+    assert two == RetryAfter(1)
+
+
+@pytest.mark.parametrize("error", [MemoryError("x"), SystemExit(1), KeyboardInterrupt()])
+@pytest.mark.parametrize("wrap", [Failed, lambda error: error])
+def test_what_celery_would_take_for_its_own_end_is_stored_as_something_else(
+    error: BaseException, wrap: Callable[[BaseException], Any]
+) -> None:
+    """Celery's request re-raises these, and the message would never be acknowledged."""
+    (outcome,) = run_function(lambda _: [wrap(error)], [1], {})
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.exception, OutOfMemory | RuntimeError)
+
+
+# Coroutines
+
+
+async def shout(texts: list[str]) -> list[str]:
+    await asyncio.sleep(0)
+    return [text.upper() for text in texts]
+
+
+def test_a_coroutine_runs_where_no_loop_does() -> None:
+    assert run_function(shout, ["a"], {}) == ["A"]
+
+
+def test_a_coroutine_runs_beside_a_running_loop() -> None:
+    async def caller() -> list[Any]:
+        return run_function(shout, ["a", "b"], {})
+
+    assert asyncio.run(caller()) == ["A", "B"]
+
+
+def test_a_coroutine_is_split_like_a_function() -> None:
+    async def function(items: list[int]) -> list[float]:
+        return [1 / item for item in items]
+
+    one, two = run_function(function, [1, 0], {})
+    assert one == 1.0
+    assert isinstance(two.exception, ZeroDivisionError)
+
+
+def test_a_coroutine_runs_on_the_loop_it_is_given() -> None:
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+
+        async def function(items: list[int]) -> list[bool]:
+            return [asyncio.get_running_loop() is loop]
+
+        assert run_function(function, [1], {}, resolve=runner.run) == [True]
+
+
+def test_an_asynchronous_generator_is_a_wrong_answer() -> None:
+    async def function(items: list[int]) -> Any:
+        for item in items:
+            yield item
+
+    (outcome,) = run_function(function, [1], {})
+    assert isinstance(outcome.exception, WrongLength)
+    assert "async_generator" in str(outcome.exception)
+
+
+# Models
+
+
+class Words(Model):
+    """Counts the letters of words, and notes its forward passes."""
+
+    def __init__(self) -> None:
+        self.passes: list[list[str]] = []
+
+    def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> list[Any]:
+        answers: Mapping[Any, Any] = {
+            "": Failed("empty"),
+            "later": RetryAfter(1),
+            "ignored": Ignore("no"),
+            "wrong": ValueError("returned"),
+        }
+        for item in items:
+            if item == "raise":
+                raise LookupError("in preprocess")
+            if item == "reject":
+                raise Reject("in preprocess")
+        return [answers.get(item, item) for item in items]
+
+    def tokens(self, prepared: str) -> Any:
+        if prepared == "untold":
+            raise ArithmeticError("in tokens")
+        return np.int64(len(prepared))
+
+    def forward(self, batch: Sequence[str], *_: Any, **keywords: Any) -> Any:
+        self.passes.append(list(batch))
+        if "explode" in batch:
+            raise ArithmeticError("in forward")
+        return [len(word) for word in batch]
+
+
+def one_by_one(lengths: Sequence[int]) -> list[list[int]]:
+    """Longest first, in twos: anything but the order of arrival."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    return [order[at : at + 2] for at in range(0, len(order), 2)]
+
+
+def run(model: Model, items: Sequence[Any], **keywords: Any) -> tuple[list[Any], int, int]:
+    return compute(model, prepare(model, items, keywords), keywords, one_by_one)
+
+
+@given(words=st.lists(st.text("ab", min_size=1, max_size=30), max_size=40))
+def test_results_come_in_the_order_of_the_items_and_tokens_are_counted(words: list[str]) -> None:
+    model = Words()
+    outcomes, tokens, computed = run(model, words)
+    assert outcomes == [len(word) for word in words]
+    assert tokens == sum(outcomes)
+    assert computed == sum(max(map(len, part)) * len(part) for part in model.passes)
+    assert type(tokens) is type(computed) is int
+
+
+@given(words=st.lists(st.text(min_size=1, max_size=9), max_size=12))
+def test_a_model_that_does_not_pad_computes_what_is_needed(words: list[str]) -> None:
+    model = Words()
+    model.pads = False
+    _, tokens, computed = run(model, words)
+    assert computed == tokens
+
+
+def test_what_preprocess_settles_keeps_its_place_and_never_reaches_the_model() -> None:
+    items = ["one", "", "later", "ignored", "wrong", "raise", "reject", "untold", "three"]
+    model = Words()
+    outcomes, tokens, _ = run(model, items)
+    assert (outcomes[0], outcomes[-1]) == (3, 5)
+    assert tokens == 8
+    assert model.passes == [["three", "one"]]
+    assert [str(outcomes[at].exception) for at in (1, 4, 5, 7)] == [
+        "empty",
+        "returned",
+        "in preprocess",
+        "in tokens",
+    ]
+    assert outcomes[2] == RetryAfter(1)
+    assert isinstance(outcomes[3], Ignore)
+    assert isinstance(outcomes[6], Reject)
+
+
+def test_prepared_items_reach_the_model_as_they_are() -> None:
+    """Arrays become lists in results, not on the way to the model."""
+    seen: list[Any] = []
+
+    class Arrays(Model):
+        def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> Any:
+            return [np.arange(item) for item in items]
+
+        def forward(self, batch: Sequence[Any], *_: Any, **keywords: Any) -> Any:
+            seen.extend(batch)
+            return [each.sum() for each in batch]
+
+    assert run(Arrays(), [3, 4])[0] == [3, 6]
+    assert all(isinstance(each, np.ndarray) for each in seen)
+
+
+def test_an_explosion_in_a_forward_pass_is_kept_to_its_item() -> None:
+    outcomes, _, _ = run(Words(), ["aaa", "explode", "bbbbbbbbb", "c"])
+    assert [outcomes[at] for at in (0, 2, 3)] == [3, 9, 1]
+    assert str(outcomes[1].exception) == "in forward"
+
+
+def test_nothing_fit_to_run_means_no_forward_pass() -> None:
+    model = Words()
+    outcomes, tokens, computed = run(model, ["", ""])
+    assert model.passes == []
+    assert (tokens, computed) == (0, 0)
+    assert all(isinstance(each, Failed) for each in outcomes)
+
+
+def test_keywords_reach_all_stages() -> None:
+    seen: list[Any] = []
+
+    class Curious(Model):
+        def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> Any:
+            seen.append(keywords)
+            return items
+
+        def forward(self, batch: Sequence[Any], *_: Any, **keywords: Any) -> Any:
+            seen.append(keywords)
+            return batch
+
+        def postprocess(self, outputs: Any, *_: Any, top_k: int = 0, **keywords: Any) -> Any:
+            seen.append({"top_k": top_k})
+            return outputs
+
+    run(Curious(), [1], top_k=3)
+    assert seen == [{"top_k": 3}] * 3
+
+
+def test_a_model_without_forward_says_so() -> None:
+    ((outcome,), _, _) = run(Model(), [1])
+    assert isinstance(outcome.exception, NotImplementedError)
+    assert "Model has no forward method" in str(outcome.exception)
+
+
+class Small(Words):
+    """Has memory for so many characters at a time, padding counted."""
+
+    def __init__(self, fits: int) -> None:
+        super().__init__()
+        self.fits = fits
+
+    def forward(self, batch: Sequence[str], *_: Any, **keywords: Any) -> Any:
+        self.passes.append(list(batch))
+        if max(map(len, batch)) * len(batch) > self.fits:
+            raise MemoryError
+        return [len(word) for word in batch]
+
+
+class Learner:
+    """Halves its budget at each failure, and notes what it was told."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.told: list[tuple[str, int]] = []
+
+    def passed(self, tokens: int) -> None:
+        self.told.append(("passed", tokens))
+
+    def failed(self, tokens: int) -> None:
+        self.told.append(("failed", tokens))
+        self.budget = min(self.budget, tokens // 2)
+
+    def cut(self, lengths: Sequence[int]) -> list[list[int]]:
+        size = max(1, self.budget // max(lengths))
+        return [list(range(len(lengths)))[at : at + size] for at in range(0, len(lengths), size)]
+
+
+def test_when_memory_runs_out_all_that_fits_alone_succeeds_and_the_rest_is_cut_anew() -> None:
+    model, learner = Small(fits=40), Learner(budget=100)
+    words = ["x" * 10] * 30
+    outcomes, tokens, _ = compute(model, words, {}, learner.cut, memory=learner)
+    assert outcomes == [10] * 30
+    assert tokens == 300
+    # Ten at once did not fit, nor did five; from then on it was known.
+    assert [told for told in learner.told if told[0] == "failed"] == [
+        ("failed", 100),
+        ("failed", 50),
+        ("failed", 50),
+    ]
+    assert max(len(batch) for batch in model.passes[-5:]) <= 4
+
+
+def test_without_anybody_to_learn_it_is_halves_again() -> None:
+    model = Small(fits=40)
+    whole = [list(range(8))]
+    outcomes, _, _ = compute(model, ["x" * 10] * 8, {}, lambda _: whole)
+    assert outcomes == [10] * 8
+    assert [len(batch) for batch in model.passes] == [8, 4, 4]
+
+
+def test_an_item_that_does_not_fit_alone_fails_alone_and_says_so() -> None:
+    outcomes, _, _ = compute(Small(40), ["x" * 41, "x"], {}, lambda _: [[0, 1]])
+    assert isinstance(outcomes[0], Failed)
+    assert isinstance(outcomes[0].exception, OutOfMemory)
+    assert outcomes[1] == 1

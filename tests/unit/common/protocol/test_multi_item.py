@@ -1,0 +1,92 @@
+"""Messages that carry several items."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchery import Failed, Ignore, InvalidItem, RetryAfter
+from batchery.protocol.multi_item import HEADER, MAX_ITEMS, VERSION, items_of, result_of
+
+
+def test_no_header_means_one_item_whatever_it_is() -> None:
+    assert items_of(["a", "b"], None) == ([["a", "b"]], False)
+    assert items_of(None, None) == ([None], False)
+
+
+def test_a_header_without_a_number_means_one_item() -> None:
+    assert items_of(["a"], {"v": VERSION, "reply": "x"}) == ([["a"]], False)
+
+
+@given(items=st.lists(st.integers(), min_size=1, max_size=50))
+def test_a_header_with_a_number_means_so_many_items(items: list[int]) -> None:
+    assert items_of(items, {"v": VERSION, "n": len(items)}) == (items, True)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [1, "v1", [], [1], True, {}, {"v": 2, "n": 1}, {"n": 1}, {"v": "1", "n": 1}, {"v": None}],
+)
+def test_a_header_of_another_form_or_version_is_refused(header: Any) -> None:
+    with pytest.raises(InvalidItem, match=f"header {HEADER!r}.*expected an object with v=1"):
+        items_of(["a"], header)
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.0, "1", True, [], MAX_ITEMS + 1, 10**30])
+def test_an_impossible_number_is_refused(count: Any) -> None:
+    with pytest.raises(InvalidItem, match=f"expected 1 to {MAX_ITEMS} items"):
+        items_of(["a"], {"v": VERSION, "n": count})
+
+
+@pytest.mark.parametrize(
+    ("argument", "found"),
+    [(["a"], "1 items"), ([], "0 items"), ("ab", "str"), ({"a": 1, "b": 2}, "dict"), (2, "int")],
+)
+def test_an_argument_that_does_not_fit_is_refused(argument: Any, found: str) -> None:
+    with pytest.raises(InvalidItem, match=f"n=2, but the argument is {found}"):
+        items_of(argument, {"v": VERSION, "n": 2})
+
+
+def test_a_hostile_header_does_not_fill_the_log() -> None:
+    with pytest.raises(InvalidItem) as caught:
+        items_of(["a"], {"v": "x" * 1_000_000})
+    assert len(str(caught.value)) < 300
+
+
+def test_the_result_says_of_each_item_what_became_of_it() -> None:
+    outcomes = [
+        {"score": 1},
+        None,
+        Failed("why"),
+        Failed(LookupError("gone")),
+        RetryAfter(2.5),
+        RetryAfter(1, ConnectionError("down")),
+        Ignore("no"),
+    ]
+    assert result_of(outcomes) == [
+        {"ok": {"score": 1}},
+        {"ok": None},
+        {"error": {"type": "ItemFailed", "message": "why"}},
+        {"error": {"type": "LookupError", "message": "gone"}},
+        {
+            "error": {
+                "type": "InvalidItem",
+                "message": "try again in 2.5 s",
+                "retry_after_s": 2.5,
+            }
+        },
+        {"error": {"type": "ConnectionError", "message": "down", "retry_after_s": 1}},
+        {"error": {"type": "Ignore", "message": "no"}},
+    ]
+    assert result_of([]) == []
+
+
+def test_an_exception_that_cannot_be_spelled_does_not_fail_its_mates() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    first, second = result_of([Failed(Mute()), 1])
+    assert first["error"]["type"] == "Mute"
+    assert second == {"ok": 1}

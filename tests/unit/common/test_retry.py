@@ -1,0 +1,50 @@
+"""How long somebody waits for a Redis that is away, and what being away means."""
+
+import pytest
+import redis
+
+from batchery.retry import RetryDeadline, RetryDeadlineExceeded, is_away, pause_s
+
+
+@pytest.mark.parametrize(
+    ("error", "away"),
+    [
+        (redis.ConnectionError("refused"), True),
+        (redis.TimeoutError("slow"), True),
+        (redis.ReadOnlyError("a replica"), True),
+        (redis.OutOfMemoryError("maxmemory"), True),
+        (ConnectionResetError("reset"), True),
+        (redis.ResponseError("MISCONF the disk is full"), True),
+        (redis.ResponseError("BUSY with a script"), True),
+        (redis.ResponseError("WRONGTYPE no list"), False),
+        (ValueError("undecodable"), False),
+    ],
+)
+def test_redis_that_is_away_is_told_apart_from_one_that_refuses(
+    error: Exception, away: bool
+) -> None:
+    assert is_away(error) is away
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    assert [pause_s(failures) for failures in (1, 2, 3, 6, 1000)] == [0.05, 0.1, 0.2, 1.0, 1.0]
+    assert pause_s(7, longest_s=2.0) == 2.0
+
+
+def test_deadline_counts_from_the_first_failure_and_ends() -> None:
+    now_s = 100.0
+    pauses: list[float] = []
+
+    def sleep(pause: float) -> None:
+        nonlocal now_s
+        now_s += pause
+        pauses.append(pause)
+
+    deadline = RetryDeadline(5.0, lambda: now_s, sleep)
+    now_s += 60.0
+    for failures in range(1, 9):
+        deadline.wait(failures, "refused")
+    with pytest.raises(RetryDeadlineExceeded, match="away for 5 s"):
+        deadline.wait(9, "refused")
+    assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1, 1, 1])
+    assert deadline.is_exceeded

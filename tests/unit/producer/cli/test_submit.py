@@ -1,0 +1,88 @@
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from batchery import AppNotImportable
+from batchery.cli.app import load_app
+from batchery_producer import Ending, Snapshot, Summary
+from batchery_producer.cli.progress import figures
+from batchery_producer.cli.submit import as_dict, describe, submit
+from batchery_producer.run.summary import duration
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(submit, arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--kwargs", "[1]"], "expected a JSON object"),
+        (["--kwargs", "{"], "not JSON"),
+        (["--option", "novalue"], "expected KEY=VALUE"),
+        (["--window", "0"], "not in the range"),
+        (["--timeout", "0"], "not in the range"),
+        (["--json", "-o", "-"], "both want stdout"),
+        (["-A", "shop", "--redis", "redis://"], "--redis is for the default app"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: list[str], why: str) -> None:
+    result = invoke("in.jsonl", "--task", "embed", "-o", "out.jsonl", *arguments)
+    assert result.exit_code == 2
+    assert why in result.output
+
+
+def test_a_missing_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    result = invoke(str(tmp_path / "none.jsonl"), "--task", "embed", "-o", str(tmp_path / "out"))
+    assert result.exit_code == 2
+    assert result.output.count("\n") == 1
+    assert "none.jsonl: cannot be read: No such file" in result.output
+
+
+def test_an_app_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(AppNotImportable, match="app 'no_such_app' cannot be imported"):
+        load_app("no_such_app")
+    with pytest.raises(AppNotImportable, match="is a str, and no Celery app"):
+        load_app("batchery.protocol.multi_item:HEADER")
+
+
+def test_the_help_names_every_exit_code() -> None:
+    text = invoke("--help").output
+    assert all(f"\n    {each.value} " in text for each in Ending)
+
+
+def test_the_summary_is_json_and_text() -> None:
+    summary = Summary(Ending.GAVE_UP, 10, 6, 2, 2, 4.0, "embed", "no result for 5 s")
+    assert json.loads(json.dumps(as_dict(summary))) == {
+        "ending": "gave_up",
+        "submitted": 10,
+        "succeeded": 6,
+        "failed": 2,
+        "in_flight": 2,
+        "seconds": 4.0,
+        "queue": "embed",
+        "message": "no result for 5 s",
+        "rate": 2.0,
+        "before": 0,
+    }
+    text = describe(summary, "out.jsonl")
+    assert "no result for 5 s" in text
+    assert "6 succeeded, 2 failed; results in out.jsonl" in text
+    assert "2 jobs still in flight in queue 'embed'" in text
+
+
+def test_figures_say_how_long_it_takes_if_that_is_known() -> None:
+    run = Snapshot(1300, 1200, 3, 97, 3.0, 401.0, 5213)
+    assert figures(run) == "1,200 done, 3 failed, 97 in flight, 401/s, 0:10 left"
+    kinds = {"ItemFailed": 1000, "InvalidLine": 2}
+    run = Snapshot(1300, 1200, 1002, 97, 3.0, 4.0, None, 31.4, kinds)
+    assert figures(run) == (
+        "1,200 done, 1,002 failed (1,000 ItemFailed, 2 InvalidLine), 97 in flight,"
+        " in batches of 31, 4.0/s"
+    )
+    run = Snapshot(9, 0, 5, 0, 1.0, 0.0, None, 0.0, dict.fromkeys("abcde", 1))
+    assert "5 failed (1 a, 1 b, 1 c, ...), " in figures(run)
+    assert "left" not in figures(Snapshot(1, 0, 0, 1, 1.0, 0.0, None))
+    assert [duration(42), duration(725), duration(3723)] == ["0:42", "12:05", "1:02:03"]

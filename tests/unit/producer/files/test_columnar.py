@@ -1,0 +1,135 @@
+import io
+import json
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+import pytest
+
+from batchery import DatasetError
+from batchery_producer.files.columnar import READ_ROWS, write_arrow, write_parquet
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.records import Broken, Record
+
+ROWS = [{"id": n, "text": f"text {n}"} for n in range(READ_ROWS * 2 + 5)]
+
+
+def write(path: Path, rows: list[dict[str, Any]], format_: str = "parquet") -> Path:
+    table = pyarrow.Table.from_pylist(rows)
+    if format_ == "parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif format_ == "file":
+        with pyarrow.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table, max_chunksize=700)
+    else:
+        with pyarrow.ipc.new_stream(path, table.schema) as stream:
+            stream.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "format_"),
+    [("d.parquet", "parquet"), ("d.arrow", "file"), ("d.feather", "file"), ("d.arrow", "stream")],
+)
+def test_tables_give_their_rows_with_the_number_of_each(
+    tmp_path: Path, name: str, format_: str
+) -> None:
+    dataset = Dataset(write(tmp_path / name, ROWS, format_))
+    found = [each for each in dataset if isinstance(each, Record)]
+    assert [(each.line, each.id, each.item) for each in found] == [
+        (number, row["id"], row["text"]) for number, row in enumerate(ROWS, 1)
+    ]
+    assert dataset.total == len(ROWS)
+
+
+def test_how_many_rows_there_are_is_known_from_the_first_batch(tmp_path: Path) -> None:
+    dataset = Dataset(write(tmp_path / "d.parquet", ROWS))
+    rows = iter(dataset)
+    for _ in range(READ_ROWS):
+        next(rows)
+    assert dataset.total == pytest.approx(len(ROWS), rel=0.01)
+
+
+def test_ids_of_every_type_are_told_apart(tmp_path: Path) -> None:
+    days = [date(2026, 1, 1), date(2026, 1, 2), date(2026, 1, 1)]
+    rows = [{"id": day, "text": "x", "price": Decimal("1.5")} for day in days]
+    found = list(Dataset(write(tmp_path / "d.parquet", rows)))
+    assert [type(each) for each in found] == [Record, Record, Broken]
+
+
+@pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
+def test_what_is_no_table_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("no table at all, but long enough to be looked at")
+    with pytest.raises(DatasetError, match=rf"{name}: cannot be read: "):
+        list(Dataset(tmp_path / name))
+
+
+def test_a_damaged_table_is_told_with_the_row_and_ends_there(tmp_path: Path) -> None:
+    path = tmp_path / "d.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=READ_ROWS)
+    data = bytearray(path.read_bytes())
+    start = pyarrow.parquet.ParquetFile(path).metadata.row_group(1).column(1).data_page_offset
+    data[start : start + 64] = bytes(64)
+    path.write_bytes(data)
+    *good, last = Dataset(path)
+    assert len(good) == READ_ROWS
+    assert isinstance(last, Broken)
+    assert (last.line, last.reason[:27]) == (READ_ROWS + 1, "cannot be read from here on")
+
+
+def test_without_the_library_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "d.parquet", ROWS[:1])
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(DatasetError, match=r"d\.parquet: Parquet and .*'batchery\[datasets\]'"):
+        list(Dataset(path))
+
+
+def written(results: list[Any], format_: str = "parquet") -> list[Any]:
+    rows = [{"id": n, "line": n, "result": result} for n, result in enumerate(results)]
+    file = io.BytesIO()
+    if format_ == "parquet":
+        write_parquet(lambda: rows, file)
+        table = pyarrow.parquet.read_table(io.BytesIO(file.getvalue()))
+    else:
+        write_arrow(lambda: rows, file)
+        table = pyarrow.ipc.open_file(io.BytesIO(file.getvalue())).read_all()
+    assert [row["line"] for row in table.to_pylist()] == list(range(len(results)))
+    return [row["result"] for row in table.to_pylist()]
+
+
+@pytest.mark.parametrize("format_", ["parquet", "arrow"])
+@pytest.mark.parametrize(
+    "results",
+    [
+        ["a", "größer"],
+        [1, 2.5, None],
+        [{"tokens": 3, "vector": [0.5, 1.0]}, {"tokens": 4, "vector": [1.0, 2.0]}],
+        [[1], []],
+        [True],
+        [None],
+        [],
+    ],
+    ids=["texts", "numbers", "embeddings", "lists", "bool", "nothing", "empty"],
+)
+def test_results_of_one_type_have_it_in_a_table(results: list[Any], format_: str) -> None:
+    assert written(results, format_) == results
+
+
+def test_objects_may_have_different_fields() -> None:
+    assert written([{"a": 1}] * 5000 + [{"b": "x"}])[-1] == {"a": None, "b": "x"}
+
+
+@pytest.mark.parametrize(
+    "results",
+    [["a", 1], [1] * 5000 + ["a"], [1, 2**70], [{}, {}], [[1], {"a": 1}], [{"a": {}}]],
+    ids=["text-number", "late", "huge", "objects-of-nothing", "list-object", "nested"],
+)
+def test_results_of_no_common_type_are_json_texts(results: list[Any]) -> None:
+    expected = [each if isinstance(each, str) else json.dumps(each) for each in results]
+    assert written(results) == expected

@@ -1,0 +1,235 @@
+import gzip
+import io
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchery import DatasetError
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.records import Broken, Record, choose_field
+from batchery_producer.files.rows import MAX_LINE_BYTES, CsvRows, JsonRows, Lines, TextRows
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def read(path: Path, **options: Any) -> list[Record | Broken]:
+    return list(Dataset(path, **options))
+
+
+ROWS = [{"id": "a", "text": "first"}, {"id": "b", "text": "zweite, größer"}]
+JSONL = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+CSV = 'id,text\na,first\nb,"zweite, größer"\n'
+TSV = "id\ttext\na\tfirst\nb\tzweite, größer\n"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("name", "content"), [("d.jsonl", JSONL), ("d.csv", CSV), ("d.tsv", TSV)])
+def test_every_format_gives_the_same_records(
+    tmp_path: Path, name: str, content: str, packed: bool
+) -> None:
+    data = gzip.compress(content.encode()) if packed else content.encode()
+    records = read(write(tmp_path / (name + (".gz" if packed else "")), data))
+    assert [(each.id, each.item) for each in records if isinstance(each, Record)] == [
+        ("a", "first"),
+        ("b", "zweite, größer"),
+    ]
+
+
+def test_gzip_is_recognised_whatever_the_file_is_called(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.txt", gzip.compress(b"one\ntwo\n"))
+    assert read(path) == [Record(1, 1, "one"), Record(2, 2, "two")]
+
+
+def test_plain_content_under_a_gzip_name_is_read_as_it_is(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "d.txt.gz", "one\n")) == [Record(1, 1, "one")]
+
+
+def test_text_keeps_spaces_drops_line_ends_and_passes_over_blank_lines(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.txt", "\ufeff one \r\n\n  \ntwo")
+    assert read(path) == [Record(1, 1, " one "), Record(4, 4, "two")]
+
+
+def test_the_format_can_be_named_and_else_follows_the_extension(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.data", "one\n")
+    assert read(path, format="text") == [Record(1, 1, "one")]
+    with pytest.raises(DatasetError, match=r"\.data tells no format.*--format"):
+        Dataset(path)
+    with pytest.raises(DatasetError, match="format 'xml': unknown"):
+        Dataset(path, format="xml")
+
+
+def test_strings_as_json_lines_are_items(tmp_path: Path) -> None:
+    assert read(write(tmp_path / "d.jsonl", '"one"\n"two"\n')) == [
+        Record(1, 1, "one"),
+        Record(2, 2, "two"),
+    ]
+
+
+def test_a_dotted_path_looks_inside_and_a_key_with_a_dot_comes_first(tmp_path: Path) -> None:
+    rows = [{"body": {"input": "inner"}}, {"body.input": "flat", "body": {"input": "inner"}}]
+    path = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert [each.item for each in read(path, field="body.input") if isinstance(each, Record)] == [
+        "inner",
+        "flat",
+    ]
+
+
+def test_the_only_string_besides_the_id_is_the_item() -> None:
+    assert choose_field({"id": "7", "body": "b", "size": 3}, besides="id") == "body"
+    assert choose_field({"a": "1", "text": "t"}) == "text"
+
+
+def test_an_unclear_item_lists_the_fields(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.csv", "title,body\na,b\n")
+    with pytest.raises(DatasetError, match=r"d\.csv: .*--field: fields: 'title', 'body'"):
+        read(path)
+
+
+@pytest.mark.parametrize("id_", [7, "7", 1.5, True, ["a", 1], {"a": 1}])
+def test_ids_keep_their_type(tmp_path: Path, id_: Any) -> None:
+    path = write(tmp_path / "d.jsonl", json.dumps({"custom_id": id_, "text": "t"}))
+    assert read(path) == [Record(1, id_, "t")]
+
+
+def test_a_row_without_its_id_has_the_line_number_unless_the_field_was_named(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path / "d.jsonl", '{"id": "a", "text": "t"}\n{"id": null, "text": "u"}\n')
+    assert read(path)[1] == Record(2, 2, "u")
+    broken = read(path, id_field="id")[1]
+    assert isinstance(broken, Broken)
+    assert "no id in field 'id'" in broken.reason
+
+
+def test_a_repeated_id_fails_and_names_the_first_line(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.csv", "id,text\na,1\nb,2\na,3\n")
+    assert read(path)[2] == Broken(4, "a", "the id is already used in line 2")
+
+
+def test_equal_looking_ids_of_different_types_are_different(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.jsonl", '{"id": 1, "text": "t"}\n{"id": "1", "text": "u"}\n')
+    assert all(isinstance(each, Record) for each in read(path))
+
+
+def test_broken_json_lines_fail_alone(tmp_path: Path) -> None:
+    lines = [
+        b'{"text": "good"}',
+        b'{"text": ',
+        b"[1, 2]",
+        b'{"text": "\xff"}',
+        b'{"other": 1}',
+        b"[" * 100_000,
+        b'{"text": "also good"}',
+    ]
+    records = read(write(tmp_path / "d.jsonl", b"\n".join(lines)))
+    assert records[0] == Record(1, 1, "good")
+    assert records[6] == Record(7, 7, "also good")
+    reasons = [each.reason for each in records[1:6] if isinstance(each, Broken)]
+    expected = ["not JSON", "a JSON list", "not UTF-8", "no field 'text'", "not JSON"]
+    assert [
+        want for want, reason in zip(expected, reasons, strict=True) if want not in reason
+    ] == []
+
+
+def test_broken_csv_rows_fail_alone(tmp_path: Path) -> None:
+    content = b'text,n\ngood,1\n"a"b,2\nonly\n\xff,3\n"two\nlines",4\nend,5\n'
+    records = read(write(tmp_path / "d.csv", content), field="text")
+    assert records[0] == Record(2, 2, "good")
+    assert records[4:] == [Record(6, 6, "two\nlines"), Record(8, 8, "end")]
+    assert [(each.line, each.reason) for each in records[1:4] if isinstance(each, Broken)] == [
+        (3, "not CSV: ',' expected after '\"'"),
+        (4, "1 columns; the header has 2"),
+        (5, "not UTF-8"),
+    ]
+
+
+def test_a_csv_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="twice: text, text"):
+        read(write(tmp_path / "d.csv", "text,text\na,b\n"))
+
+
+def test_a_csv_cell_may_be_a_long_document(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.csv", "text\n" + "x" * 500_000 + "\n")
+    assert read(path) == [Record(2, 2, "x" * 500_000)]
+
+
+@pytest.mark.parametrize("rows_class", [TextRows, JsonRows, CsvRows])
+def test_a_line_without_end_fails_alone(rows_class: type[TextRows | JsonRows | CsvRows]) -> None:
+    huge = b"x" * (2 * MAX_LINE_BYTES + 5)
+    rows = rows_class(Lines(io.BytesIO(b'"text"\n' + huge + b'\n"next"\n')))
+    if rows_class is not CsvRows:
+        next(rows)
+    with pytest.raises(ValueError, match="longer than 16777216 bytes"):
+        next(rows)
+    assert "next" in str(next(rows))
+
+
+def test_a_torn_gzip_gives_what_is_there_and_says_so(tmp_path: Path) -> None:
+    lines = "".join(f"{os.urandom(20).hex()}\n" for _ in range(20_000)).encode()
+    packed = gzip.compress(lines)
+    records = read(write(tmp_path / "d.txt.gz", packed[: len(packed) // 2]))
+    assert len(records) > 1000
+    last = records[-1]
+    assert isinstance(last, Broken)
+    assert "cannot be read from here on" in last.reason
+
+
+def test_a_gzip_that_is_garbage_from_the_start_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="cannot be read"):
+        read(write(tmp_path / "d.txt", b"\x1f\x8bgarbage"))
+
+
+def test_utf_16_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="UTF-16; convert it"):
+        read(write(tmp_path / "d.txt", "one\n".encode("utf-16")))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "\n\n", gzip.compress(b"")], ids=["nothing", "blank", "gzip"]
+)
+def test_an_empty_input_is_refused(tmp_path: Path, content: str | bytes) -> None:
+    with pytest.raises(DatasetError, match="empty"):
+        read(write(tmp_path / "d.jsonl", content))
+
+
+def test_a_csv_with_only_a_header_is_empty(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="empty"):
+        read(write(tmp_path / "d.csv", "id,text\n"))
+
+
+def test_a_missing_file_and_a_directory_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="No such file"):
+        Dataset(tmp_path / "none.jsonl")
+    folder = tmp_path / "folder.jsonl"
+    folder.mkdir()
+    with pytest.raises(DatasetError, match="a directory"):
+        Dataset(folder)
+
+
+def test_the_limit_counts_rows_and_the_total_is_exact_at_the_end(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.txt", "".join(f"line {n:04}\n" for n in range(1000)))
+    dataset = Dataset(path)
+    records = iter(dataset)
+    for _ in range(100):
+        next(records)
+    assert dataset.total == 1000
+    assert len(list(records)) == 900
+    assert dataset.total == 1000
+    assert len(read(path, limit=10)) == 10
+
+
+def test_a_named_pipe_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "d.txt"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=("one\ntwo\n",))
+    writer.start()
+    dataset = Dataset(path)
+    assert len(list(dataset)) == 2
+    writer.join()

@@ -1,0 +1,147 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchery import DatasetError
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.records import Broken, Record
+from batchery_producer.run.output import Output
+
+
+def write(path: Path, entries: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "in.txt"
+    path.write_text("".join(f"text {n}\n" for n in range(1000)))
+    return path
+
+
+def lines(dataset: Dataset) -> list[int]:
+    return [row.line for row in dataset]
+
+
+def test_a_sample_is_the_same_each_time_and_in_order(source: Path) -> None:
+    dataset = Dataset(source, sample=50)
+    found = lines(dataset)
+    assert len(set(found)) == 50
+    assert found == sorted(found) == lines(dataset) == lines(Dataset(source, sample=50))
+    assert found != list(range(1, 51))
+    assert dataset.total == 50
+
+
+def test_a_sample_is_of_all_rows_alike(source: Path) -> None:
+    assert 350 < sum(lines(Dataset(source, sample=400))) / 400 < 650
+
+
+def test_a_sample_of_more_than_there_is_is_all(source: Path) -> None:
+    dataset = Dataset(source, sample=5000)
+    assert lines(dataset) == list(range(1, 1001))
+    assert dataset.total == 1000
+    assert max(lines(Dataset(source, sample=10, limit=20))) <= 20
+
+
+def test_standard_input_cannot_be_sampled() -> None:
+    with pytest.raises(DatasetError, match="standard input: cannot be sampled"):
+        Dataset("-", sample=5)
+
+
+def failure(line: int, **more: Any) -> dict[str, Any]:
+    return {"id": line, **more, "line": line, "error": {"type": "X", "message": "y"}}
+
+
+def test_failures_are_read_again_and_nothing_else(tmp_path: Path, source: Path) -> None:
+    errors = write(tmp_path / "e.jsonl", [failure(900), failure(7)])
+    assert lines(Dataset(source, retry_failed=errors)) == [7, 900]
+
+
+def test_failures_of_several_files_name_theirs(tmp_path: Path, source: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("one\ntwo\n")
+    errors = write(tmp_path / "e.jsonl", [failure(2, file=str(other))])
+    assert [row.id for row in Dataset([source, other], retry_failed=errors)] == [f"{other}:2"]
+
+
+def test_openai_s_error_files_name_custom_ids(tmp_path: Path) -> None:
+    body = {"model": "embed", "input": "x"}
+    rows = [{"custom_id": f"r{n}", "url": "/v1/embeddings", "body": body} for n in range(5)]
+    source = write(tmp_path / "in.jsonl", rows)
+    errors = write(tmp_path / "e.jsonl", [{"custom_id": "r3"}, {"custom_id": None}])
+    assert [row.id for row in Dataset(source, retry_failed=errors)] == ["r3"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ([], "no failures"),
+        ([{"id": 1, "line": 1, "result": 5}], "no file of failures"),
+        ([failure(1, file="another")], "is it of another input"),
+    ],
+    ids=["empty", "results", "another"],
+)
+def test_a_file_of_something_else_is_refused(
+    tmp_path: Path, source: Path, entries: list[Any], why: str
+) -> None:
+    errors = write(tmp_path / "e.jsonl", entries)
+    with pytest.raises(DatasetError, match=why):
+        lines(Dataset(source, retry_failed=errors))
+
+
+def test_a_file_of_failures_must_be_there_and_is_not_overwritten(
+    tmp_path: Path, source: Path
+) -> None:
+    with pytest.raises(DatasetError, match="no such file of failures"):
+        Dataset(source, retry_failed=tmp_path / "none")
+    errors = write(tmp_path / "out.errors.jsonl", [failure(1)])
+    with pytest.raises(DatasetError, match=r"out\.errors\.jsonl: this is the input"):
+        Output(Dataset(source, retry_failed=errors), tmp_path / "out.jsonl", overwrite=True)
+
+
+def test_patterns_are_sorted_and_empty_files_among_others_passed_over(tmp_path: Path) -> None:
+    for name, text in (("b.txt", "two\n"), ("a.txt", "one\n"), ("c.txt", "")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "d.txt").mkdir()
+    dataset = Dataset(str(tmp_path / "*.txt"))
+    assert [each.path.name for each in dataset.sources] == ["a.txt", "b.txt"]
+    assert list(dataset) == [
+        Record(1, f"{tmp_path}/a.txt:1", "one", 0),
+        Record(1, f"{tmp_path}/b.txt:1", "two", 1),
+    ]
+    assert dataset.total == 2
+
+
+def test_ids_are_told_apart_across_files(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [{"id": 1, "text": "x"}])
+    second = write(tmp_path / "b.jsonl", [{"id": 2, "text": "x"}, {"id": 1, "text": "y"}])
+    *_, last = Dataset([first, second])
+    assert last == Broken(2, 1, f"the id is already used in {first}, line 1", 1)
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ([], "no input"),
+        (["*.nothing"], "no file matches"),
+        (["in.txt", "in.txt"], "named twice"),
+        (["in.txt", "-"], "cannot be read together"),
+    ],
+    ids=["none", "no-match", "twice", "stdin"],
+)
+def test_sources_that_make_no_sense_are_refused(
+    source: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], why: str
+) -> None:
+    monkeypatch.chdir(source.parent)
+    with pytest.raises(DatasetError, match=why):
+        Dataset(names)
+
+
+def test_only_empty_files_are_one_error(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    with pytest.raises(DatasetError, match="empty; there is nothing to submit"):
+        Dataset(str(tmp_path / "*.txt"))

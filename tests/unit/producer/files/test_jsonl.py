@@ -1,0 +1,133 @@
+from errno import ENOSPC
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchery import DatasetError
+from batchery_producer.files.jsonl import JsonLines, TooLong, read_lines
+from batchery_producer.files.rows import MAX_LINE_BYTES
+
+EACH_NAME = pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst"])
+
+
+def write(path: Path, *flushes: list[Any]) -> None:
+    file = JsonLines(path)
+    file.open()
+    for entries in flushes:
+        for entry in entries:
+            file.write(entry)
+        file.flush()
+    file.close()
+
+
+def entries(path: Path) -> list[Any]:
+    return [entry for entry, _ in read_lines(path)]
+
+
+@EACH_NAME
+def test_wherever_a_file_is_torn_whole_lines_remain_and_more_can_follow(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    flushes: list[list[Any]] = [[{"n": 1}, {"n": 2}], [{"n": 3, "text": "größer\u2028"}]]
+    write(path, *flushes)
+    whole, all_entries = path.read_bytes(), flushes[0] + flushes[1]
+    for length in range(len(whole) + 1):
+        path.write_bytes(whole[:length])
+        file = JsonLines(path)
+        before = list(file.resume())
+        assert before == all_entries[: len(before)]
+        file.write({"n": 4})
+        file.flush()
+        file.close()
+        assert entries(path) == [*before, {"n": 4}]
+    assert len(before) == 3
+
+
+def test_nothing_is_resumed_where_nothing_is(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "out.jsonl")
+    assert list(file.resume()) == []
+    file.close()
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    first, second = JsonLines(tmp_path / "out.jsonl"), JsonLines(tmp_path / "out.jsonl")
+    first.open()
+    first.write({"n": 1})
+    first.flush()
+    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: another process"):
+        second.open()
+    with pytest.raises(DatasetError, match="another process is writing it"):
+        list(second.resume())
+    first.close()
+    assert list(second.resume()) == [{"n": 1}]
+    second.close()
+
+
+def test_zeros_at_the_end_as_after_a_power_cut_are_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_bytes(b'{"n": 1}\n' + bytes(100))
+    file = JsonLines(path)
+    assert list(file.resume()) == [{"n": 1}]
+    file.close()
+    assert path.read_bytes() == b'{"n": 1}\n'
+
+
+@pytest.mark.parametrize("line", ["no JSON", "[1]", ""], ids=["text", "list", "blank"])
+def test_a_file_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(f'{{"n": 1}}\n{line}\n{{"n": 2}}\n')
+    before = path.read_bytes()
+    file = JsonLines(path)
+    with pytest.raises(DatasetError, match="line 2: not a line that was written"):
+        list(file.resume())
+    file.close()
+    assert path.read_bytes() == before
+
+
+def test_a_line_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "out.jsonl")
+    with pytest.raises(TooLong, match=f"at most {MAX_LINE_BYTES:,}"):
+        file.write({"text": "x" * MAX_LINE_BYTES})
+    file.write({"n": 1})
+    file.flush()
+    file.close()
+    assert entries(tmp_path / "out.jsonl") == [{"n": 1}]
+
+
+def test_a_file_that_vanishes_is_noticed(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "out.jsonl")
+    file.open()
+    (tmp_path / "out.jsonl").unlink()
+    file.write({"n": 1})
+    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: somebody has removed"):
+        file.flush()
+    file.close()
+
+
+def test_what_a_full_disk_took_of_some_lines_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out.jsonl"
+    file = JsonLines(path)
+    file.open()
+    file.write({"n": 1})
+    file.flush()
+    real = JsonLines._write
+
+    def half(self: JsonLines, raw: FileIO, data: bytes) -> None:
+        real(self, raw, data[:4])
+        raise OSError(ENOSPC, "No space left on device")
+
+    file.write({"n": 2})
+    monkeypatch.setattr(JsonLines, "_write", half)
+    with pytest.raises(DatasetError, match="No space left on device"):
+        file.flush()
+    assert path.read_text() == '{"n": 1}\n'
+    monkeypatch.setattr(JsonLines, "_write", real)
+    file.flush()
+    file.close()
+    assert entries(path) == [{"n": 1}, {"n": 2}]

@@ -1,0 +1,152 @@
+import base64
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchery import DatasetError
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.journal import Journal
+from batchery_producer.files.openai_batch import Model
+from batchery_producer.files.records import Broken, Record
+from batchery_producer.run.api import task_of
+from batchery_producer.run.output import Output
+from batchery_producer.run.window import Place
+
+
+def request(number: int, given: Any = "some text", **body: Any) -> dict[str, Any]:
+    return {
+        "custom_id": f"request-{number}",
+        "method": "POST",
+        "url": "/v1/embeddings",
+        "body": {"model": "embed", "input": given, **body},
+    }
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_requests_are_recognised_and_taken_as_they_are(tmp_path: Path) -> None:
+    rows = [request(1, "one"), request(2, ["two"]), request(3, ["a", "b"], user="somebody")]
+    dataset = Dataset(write(tmp_path / "in.jsonl", rows))
+    assert (dataset.is_openai, dataset.model) == (True, Model("embed", "float"))
+    assert task_of(dataset, None) == "embed"
+    assert list(dataset) == [
+        Record(1, "request-1", "one"),
+        Record(2, "request-2", "two"),
+        Record(3, "request-3", ["a", "b"], 0, 2),
+    ]
+
+
+def test_other_rows_and_rows_with_a_field_of_your_own_are_not(tmp_path: Path) -> None:
+    rows = write(tmp_path / "a.jsonl", [{"custom_id": "a", "text": "b"}])
+    assert not Dataset(rows).is_openai
+    requests = write(tmp_path / "b.jsonl", [request(1)])
+    dataset = Dataset(requests, field="body")
+    assert not dataset.is_openai
+    with pytest.raises(DatasetError, match="no task; name one with --task"):
+        task_of(dataset, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        (request(2, url="x") | {"url": "/v1/chat/completions"}, "only /v1/embeddings is served"),
+        (request(2) | {"method": "GET"}, "method 'GET': must be POST"),
+        (request(2, model="other"), "model 'other' with .* but the first request has model 'embed"),
+        (request(2, encoding_format="base64"), "encoding_format 'base64', but the first"),
+        (request(2, []), "input must be a text, or a list of 1 to 10,000 texts"),
+        (request(2, [1, 2]), "input must be a text, or a list"),
+        (request(2, ["a"] * 10_001), "input must be a text, or a list"),
+        (request(2, dimensions=8), "dimensions cannot be chosen"),
+        (request(1), "the id is already used in line 1"),
+        ({"custom_id": "x"}, "no request: it needs custom_id, method, url and body"),
+        ({"custom_id": 5}, "no custom_id, or it is no text"),
+        ("bare", "a bare string; expected a request"),
+    ],
+)
+def test_requests_that_cannot_be_served_fail_alone(tmp_path: Path, row: Any, why: str) -> None:
+    good, bad, last = Dataset(write(tmp_path / "in.jsonl", [request(1), row, request(3)]))
+    assert isinstance(good, Record)
+    assert isinstance(last, Record)
+    assert isinstance(bad, Broken)
+    with pytest.raises(AssertionError, match=why):
+        raise AssertionError(bad.reason)
+
+
+def run(tmp_path: Path, **body: Any) -> tuple[list[Any], list[Any], Journal]:
+    rows = [request(1, **body), request(2, **body), request(3, **body), {"no": "request"}]
+    dataset = Dataset(write(tmp_path / "in.jsonl", rows))
+    with Output(dataset, tmp_path / "out.jsonl") as output:
+        journal = output.open(Journal.of(dataset.sources, "embed", {}, 4))
+        output.result(Place(1, "request-1"), {"tokens": 3, "vector": [0.5, -1.0]})
+        output.failure(Place(2, "request-2"), "InvalidItem", "too long")
+        output.failure(Place(3, "request-3"), "TaskRevokedError", "expired")
+        output.failure(Place(4, 4), "InvalidLine", "no custom_id")
+        output.finish(complete=True)
+    files = [tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"]
+    assert sorted(tmp_path.iterdir()) == sorted([*files, tmp_path / "in.jsonl"])
+    results, errors = ([json.loads(row) for row in f.read_text().splitlines()] for f in files)
+    return results, errors, journal
+
+
+def test_results_are_written_in_openai_s_form(tmp_path: Path) -> None:
+    results, _, journal = run(tmp_path)
+    job = journal.task_id(0, 1)
+    assert results == [
+        {
+            "id": f"batch_req_{job.replace('-', '')}",
+            "custom_id": "request-1",
+            "response": {
+                "status_code": 200,
+                "request_id": job,
+                "body": {
+                    "object": "list",
+                    "data": [{"object": "embedding", "index": 0, "embedding": [0.5, -1.0]}],
+                    "model": "embed",
+                    "usage": {"prompt_tokens": 3, "total_tokens": 3},
+                },
+            },
+            "error": None,
+        }
+    ]
+
+
+def test_failures_are_written_in_openai_s_form(tmp_path: Path) -> None:
+    _, errors, _ = run(tmp_path)
+    assert [each["custom_id"] for each in errors] == ["request-2", "request-3", None]
+    assert errors[0]["response"]["status_code"] == 400
+    assert errors[0]["response"]["body"] == {
+        "error": {
+            "message": "too long",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "InvalidItem",
+        }
+    }
+    assert errors[0]["error"] is None
+    assert [each["response"] for each in errors[1:]] == [None, None]
+    assert errors[1]["error"] == {"code": "batch_expired", "message": "expired"}
+    assert errors[2]["error"]["code"] == "invalid_line"
+    assert errors[2]["error"]["message"].endswith("in.jsonl, line 4: no custom_id")
+
+
+def test_vectors_come_in_base64_where_that_was_asked_for(tmp_path: Path) -> None:
+    results, _, _ = run(tmp_path, encoding_format="base64")
+    packed = results[0]["response"]["body"]["data"][0]["embedding"]
+    assert struct.unpack("<2f", base64.b64decode(packed)) == (0.5, -1.0)
+
+
+def test_many_texts_have_a_vector_each(tmp_path: Path) -> None:
+    dataset = Dataset(write(tmp_path / "in.jsonl", [request(1, ["a", "b"])]))
+    with Output(dataset, tmp_path / "out.jsonl") as output:
+        output.open(Journal.of(dataset.sources, "embed", {}, 4))
+        output.result(Place(1, "request-1", 0, 2), [{"tokens": 2, "vector": [n]} for n in (1, 2)])
+        output.finish(complete=True)
+    body = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
+    assert [(each["index"], each["embedding"]) for each in body["data"]] == [(0, [1]), (1, [2])]
+    assert body["usage"] == {"prompt_tokens": 4, "total_tokens": 4}

@@ -1,0 +1,29 @@
+"""What differs from job to job is spelled as Celery spells it."""
+
+from typing import Any
+from uuid import UUID
+
+from celery import Celery
+from celery.utils.saferepr import saferepr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchery_producer.publishing.template import _speller, uuids
+
+APP = Celery("template", set_as_current=False)
+TEXTS = st.text() | st.text(alphabet="a '", min_size=900, max_size=1100)
+ITEMS = TEXTS | st.none() | st.integers() | st.floats() | st.lists(st.text()) | st.binary()
+
+
+@given(item=ITEMS)
+def test_the_arguments_are_shown_as_celery_shows_them(item: Any) -> None:
+    assert _speller(APP)(item) == saferepr((item,), 1024, maxlevels=3)
+
+
+def test_ids_are_uuids_of_version_4_and_differ() -> None:
+    ids = uuids(2000)
+    assert len(set(ids)) == 2000
+    assert {str(UUID(each)) for each in ids} == set(ids)
+    assert {(UUID(each).version, UUID(each).variant) for each in ids} == {
+        (4, "specified in RFC 4122")
+    }

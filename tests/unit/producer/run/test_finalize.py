@@ -1,0 +1,113 @@
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from batchery import DatasetError
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.journal import Journal
+from batchery_producer.run.finalize import Final
+from batchery_producer.run.output import Output
+from batchery_producer.run.window import Place
+
+
+def part_of(path: Path, entries: list[dict[str, Any]]) -> Path:
+    part = path.with_name(f"{path.name}.part")
+    part.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return part
+
+
+def entry(line: int, result: Any, **more: Any) -> dict[str, Any]:
+    return {"id": f"row-{line}", **more, "line": line, "result": result}
+
+
+def test_lines_are_sorted_as_the_input_is(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    entries = [entry(line, line, file=file) for file in ("b", "a") for line in (900, 7, 30)]
+    Final(path, ordered=True).write(part_of(path, entries), ["a", "b"])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["file"], row["line"]) for row in rows] == [
+        (file, line) for file in ("a", "b") for line in (7, 30, 900)
+    ]
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.tsv.gz", "out.csv.zst"])
+def test_csv_has_texts_as_they_are_and_the_rest_as_json(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    entries = [entry(1, 'a "b"\n,\tc'), entry(2, {"label": "größer"}), entry(3, None)]
+    Final(path).write(part_of(path, entries), ["in"])
+    data = path.read_bytes()
+    if name.endswith(".gz"):
+        data = gzip.decompress(data)
+    if name.endswith(".zst"):
+        data = zstandard.ZstdDecompressor().decompressobj().decompress(data)
+    rows = list(
+        csv.reader(data.decode().splitlines(True), delimiter="\t" if "tsv" in name else ",")
+    )
+    assert rows == [
+        ["id", "line", "result"],
+        ["row-1", "1", 'a "b"\n,\tc'],
+        ["row-2", "2", '{"label": "größer"}'],
+        ["row-3", "3", "null"],
+    ]
+
+
+def test_a_table_of_nothing_has_its_columns(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    Final(path).write(path.with_name("out.csv.part"), ["in"])
+    assert path.read_text() == "id,line,result\n"
+
+
+def test_a_packed_parquet_file_makes_no_sense(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="parquet is packed as it is"):
+        Final(tmp_path / "out.parquet.gz")
+
+
+@pytest.mark.parametrize(("name", "library"), [("o.parquet", "pyarrow"), ("o.zst", "zstandard")])
+def test_a_library_that_is_missing_is_named_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
+) -> None:
+    (tmp_path / "in.txt").write_text("one\n")
+    monkeypatch.setitem(__import__("sys").modules, library, None)
+    with pytest.raises(DatasetError, match=rf"need {library}: pip install 'batchery\[datasets\]'"):
+        Output(Dataset(tmp_path / "in.txt"), tmp_path / name)
+
+
+def test_what_cannot_be_written_leaves_the_part(tmp_path: Path) -> None:
+    path = tmp_path / "out.csv"
+    part = part_of(path, [entry(1, "a")])
+    (tmp_path / "out.csv.new").mkdir()
+    with pytest.raises(DatasetError, match=r"out\.csv: cannot be written: .*results are in .*part"):
+        Final(path).write(part, ["in"])
+    assert part.exists()
+    assert not path.exists()
+
+
+def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a\nb\n")
+    source, path = Dataset(tmp_path / "in.txt"), tmp_path / "out.parquet"
+    journal = Journal.of(source.sources, "embed", {}, 4)
+    with Output(source, path) as output:
+        output.open(journal)
+        output.result(Place(2, 2), "B")
+        output.finish(complete=False)
+    assert not path.exists()
+    with pytest.raises(DatasetError, match=r"out\.parquet: begun and not finished; --resume fin"):
+        Output(source, path)
+    with Output(source, path, resume=True) as output:
+        assert output.open(Journal.of(source.sources, "embed", {}, 4)) == journal
+        assert (0, 2) in output.done
+        output.result(Place(1, 1), "A")
+        output.finish(complete=True)
+    assert pyarrow.parquet.read_table(path).to_pylist() == [
+        {"id": 2, "line": 2, "result": "B"},
+        {"id": 1, "line": 1, "result": "A"},
+    ]
+    assert sorted(each.name for each in tmp_path.iterdir() if "out" in each.name) == ["out.parquet"]
+    with pytest.raises(DatasetError, match=r"out\.parquet: complete, or not ours"):
+        Output(source, path, resume=True)

@@ -1,0 +1,146 @@
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from batchery import DatasetError
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.journal import Journal
+from batchery_producer.files.jsonl import BUFFER_BYTES, JsonLines
+from batchery_producer.files.rows import MAX_LINE_BYTES
+from batchery_producer.run.output import Output
+from batchery_producer.run.window import Place
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Dataset:
+    path = tmp_path / "in.txt"
+    path.write_text("one\n")
+    return Dataset(path)
+
+
+def journal(source: Dataset) -> Journal:
+    return Journal.of(source.sources, "embed", {}, 16)
+
+
+def lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_results_and_failures_go_to_a_file_each(tmp_path: Path, source: Dataset) -> None:
+    with Output(source, tmp_path / "out.jsonl") as output:
+        output.open(journal(source))
+        output.result(Place(1, "a"), {"vector": [1.0]})
+        output.failure(Place(2, 2), "ValueError", "größer")
+        output.flush()
+    assert lines(tmp_path / "out.jsonl") == [{"id": "a", "line": 1, "result": {"vector": [1.0]}}]
+    assert lines(tmp_path / "out.errors.jsonl") == [
+        {"id": 2, "line": 2, "error": {"type": "ValueError", "message": "größer"}}
+    ]
+
+
+def test_without_a_failure_there_is_no_file_of_failures(tmp_path: Path, source: Dataset) -> None:
+    stale = tmp_path / "out.errors.jsonl"
+    stale.write_text("old\n")
+    with Output(source, tmp_path / "out.jsonl", overwrite=True) as output:
+        output.open(journal(source))
+        output.flush()
+    assert (tmp_path / "out.jsonl").exists()
+    assert not stale.exists()
+
+
+def test_gzip_output_can_be_read_after_every_flush(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "out.jsonl.gz")
+    file.open()
+    for number in range(3):
+        file.write({"n": number})
+        file.flush()
+        unpacked = gzip.decompress((tmp_path / "out.jsonl.gz").read_bytes())
+        assert len(unpacked.splitlines()) == number + 1
+    file.close()
+
+
+def test_failures_of_a_gzip_output_are_plain(tmp_path: Path, source: Dataset) -> None:
+    assert Output(source, tmp_path / "out.jsonl.gz").errors.path == tmp_path / "out.errors.jsonl"
+
+
+def test_failures_of_standard_output_are_named_after_the_input(source: Dataset) -> None:
+    assert Output(source, "-").errors.path == Path("in.errors.jsonl")
+    assert Output(Dataset("-"), "-").errors.path == Path("stdin.errors.jsonl")
+
+
+def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "out.jsonl")
+    file.write({"id": "\ud83d"})
+    file.flush()
+    file.close()
+    assert lines(tmp_path / "out.jsonl") == [{"id": "\ud83d"}]
+
+
+def test_many_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "out.jsonl")
+    file.write({"text": "x" * BUFFER_BYTES})
+    assert (tmp_path / "out.jsonl").stat().st_size > BUFFER_BYTES
+    file.close()
+
+
+@pytest.mark.parametrize(
+    ("results", "errors", "why"),
+    [
+        ("nowhere/out.jsonl", None, "there is no directory"),
+        ("in.txt", None, "this is the input"),
+        ("link.txt", None, "this is the input"),
+        ("folder", None, "a directory"),
+        ("full.jsonl", None, "already there.*--overwrite"),
+        ("out.jsonl", "full.jsonl", "already there"),
+        ("out.jsonl", "in.txt", "this is the input"),
+        ("out.jsonl", "out.jsonl", "a file each"),
+        pytest.param("x" * 300, None, "cannot be written: File name too long", id="long"),
+        pytest.param("x" * 250, None, "cannot be written: File name too long", id="journal"),
+        pytest.param("out.jsonl", "x" * 300, "cannot be written: File name too long", id="errors"),
+    ],
+)
+def test_an_output_that_cannot_be_used_is_refused_at_once(
+    tmp_path: Path, source: Dataset, results: str, errors: str | None, why: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "full.jsonl").write_text("something\n")
+    (tmp_path / "link.txt").symlink_to(tmp_path / "in.txt")
+    with pytest.raises(DatasetError, match=why):
+        Output(source, tmp_path / results, tmp_path / errors if errors else None)
+
+
+def test_an_empty_output_may_be_there_and_a_full_one_be_replaced(
+    tmp_path: Path, source: Dataset
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "full.jsonl").write_text("something\n")
+    Output(source, tmp_path / "empty.jsonl")
+    with Output(source, tmp_path / "full.jsonl", overwrite=True) as output:
+        output.open(journal(source))
+        assert (tmp_path / "full.jsonl").read_text() == ""
+
+
+def test_the_input_is_never_replaced(tmp_path: Path, source: Dataset) -> None:
+    with pytest.raises(DatasetError, match="this is the input"):
+        Output(source, tmp_path / "in.txt", overwrite=True)
+
+
+def test_a_full_disk_is_one_clear_error() -> None:
+    file = JsonLines(Path("/dev/full"))
+    file.open()
+    file.write({"n": 1})
+    with pytest.raises(DatasetError, match="/dev/full: cannot be written: No space left"):
+        file.flush()
+    file.close()
+
+
+def test_a_result_that_fits_no_line_is_refused(tmp_path: Path, source: Dataset) -> None:
+    with Output(source, tmp_path / "out.jsonl") as output:
+        output.open(journal(source))
+        refused = output.result(Place(1, 1), "x" * MAX_LINE_BYTES)
+        assert refused is not None
+        assert "16,777,216 fit in a line" in refused
+        assert output.result(Place(1, 1), "x") is None

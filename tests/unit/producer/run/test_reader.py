@@ -1,0 +1,85 @@
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from batchery_producer.run.reader import Feed
+
+
+def take_all(feed: Feed[int], most: int = 7) -> list[int]:
+    taken: list[int] = []
+    deadline_s = time.monotonic() + 20
+    while not feed.exhausted:
+        assert time.monotonic() < deadline_s
+        taken += feed.take(most, wait_s=0.1)
+    return taken
+
+
+def test_everything_arrives_once_and_in_order() -> None:
+    assert take_all(Feed(range(1000), ahead=10)) == list(range(1000))
+
+
+def test_it_reads_no_further_ahead_than_it_may() -> None:
+    read: list[int] = []
+    blocked = threading.Event()
+
+    def source() -> Iterator[int]:
+        for number in range(100):
+            read.append(number)
+            if number == 6:
+                blocked.set()
+            yield number
+
+    feed = Feed(source(), ahead=5)
+    assert feed.take(1, wait_s=10) == [0]
+    assert blocked.wait(10)
+    assert len(read) <= 7
+    feed.close()
+
+
+def test_a_source_that_waits_holds_nobody_up() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 1
+        gate.wait(20)
+        yield 2
+
+    feed = Feed(source(), ahead=5)
+    assert feed.take(9, wait_s=10) == [1]
+    assert feed.take(9) == []
+    assert not feed.exhausted
+    gate.set()
+    assert take_all(feed) == [2]
+
+
+def test_an_error_comes_after_what_was_read_before_it() -> None:
+    def source() -> Iterator[int]:
+        yield 1
+        raise OSError("the disk is gone")
+
+    feed = Feed(source(), ahead=5)
+    assert feed.take(1, wait_s=10) == [1]
+    with pytest.raises(OSError, match="the disk is gone"):
+        take_all(feed)
+
+
+def test_a_source_is_closed_on_the_thread_that_read_it() -> None:
+    threads: list[int] = []
+    closed = threading.Event()
+
+    def source() -> Iterator[int]:
+        threads.append(threading.get_ident())
+        try:
+            yield from range(100)
+        finally:
+            threads.append(threading.get_ident())
+            closed.set()
+
+    held = source()
+    feed = Feed(held, ahead=5)
+    assert feed.take(1, wait_s=10) == [0]
+    feed.close()
+    assert closed.wait(20)
+    assert threads[0] == threads[1] != threading.get_ident()

@@ -1,0 +1,180 @@
+"""What passes cost, by the batches that ran lately: found, followed, and never nonsense."""
+
+import math
+import random
+from collections.abc import Iterator
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchery_worker.batching.cost_model import ODD_BATCHES, REFRESH_BATCHES, Costs, RecentBatches
+
+#: As of a CPU where nothing was measured: a pass costs as much as 32 tokens.
+GUESS = Costs(1.0, 0.0, 32.0)
+
+#: Tokens of a pass.
+BUDGET = 512
+
+Shape = tuple[int, int, int]
+
+#: Each example is hundreds of batches.
+FEW = settings(max_examples=20, deadline=None)
+
+
+def shapes(seed: int) -> Iterator[Shape]:
+    """Tokens, items and passes of batches of mixed sizes, cut within the budget."""
+    draw = random.Random(seed)
+    while True:
+        items = draw.randint(1, 64)
+        tokens = round(items * draw.uniform(4, 80))
+        yield tokens, items, -(-tokens // BUDGET)
+
+
+def feed(
+    recent: RecentBatches, costs: Costs, batches: int, *, seed: int = 1, noise: float = 0.0
+) -> None:
+    draw = random.Random(seed)
+    for _, shape in zip(range(batches), shapes(seed), strict=False):
+        recent.ran(*shape, costs.expected_ms(*shape) * (1 + draw.uniform(0, noise)))
+
+
+def error(recent: RecentBatches, costs: Costs) -> float:
+    """The share by which it is wrong about a batch, in the mean."""
+    found = recent.costs
+    assert found is not None
+    return fmean(
+        abs(found.expected_ms(*shape) / costs.expected_ms(*shape) - 1)
+        for _, shape in zip(range(100), shapes(99), strict=False)
+    )
+
+
+costs_of = st.builds(
+    Costs,
+    token_ms=st.floats(1e-3, 1),
+    item_ms=st.floats(0, 5),
+    pass_ms=st.floats(0.1, 50),
+)
+
+
+@FEW
+@given(costs_of, st.integers(0, 1000))
+def test_the_costs_are_found_whatever_was_believed(costs: Costs, seed: int) -> None:
+    recent = RecentBatches(GUESS)
+    feed(recent, costs, 640, seed=seed)
+    assert error(recent, costs) < 0.05
+
+
+@FEW
+@given(st.integers(0, 1000))
+def test_the_costs_are_found_in_noise(seed: int) -> None:
+    costs = Costs(0.05, 0.5, 4.0)
+    recent = RecentBatches(GUESS)
+    feed(recent, costs, 512, seed=seed, noise=0.2)
+    # Noise only makes slower: by a tenth in the mean.
+    assert error(recent, Costs(*(1.1 * cost for cost in costs))) < 0.15
+
+
+@FEW
+@given(st.floats(0.1, 10), st.integers(0, 1000))
+def test_a_change_is_followed(factor: float, seed: int) -> None:
+    before = Costs(0.05, 0.1, 2.0)
+    after = Costs(*(factor * cost for cost in before))
+    recent = RecentBatches(before)
+    feed(recent, before, 300, seed=seed)
+    assert error(recent, before) < 0.05
+    feed(recent, after, 1000, seed=seed + 1)
+    assert error(recent, after) < 0.1
+
+
+def test_another_ratio_of_the_costs_is_followed() -> None:
+    recent = RecentBatches(Costs(0.05, 0.0, 1.0))
+    feed(recent, Costs(0.05, 0.0, 1.0), 300)
+    feed(recent, Costs(0.05, 0.0, 3.0), 2000)
+    assert recent.costs is not None
+    assert recent.costs.pass_ms == pytest.approx(3.0, rel=0.05)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 10**9),
+            st.integers(0, 10**6),
+            st.integers(0, 10**6),
+            st.floats(allow_nan=True, allow_infinity=True),
+        ),
+        max_size=60,
+    ),
+    costs_of,
+)
+def test_nothing_that_is_measured_makes_nonsense_of_them(
+    batches: list[tuple[int, int, int, float]], believed: Costs
+) -> None:
+    recent = RecentBatches(believed)
+    for batch in batches * 3:
+        new = recent.ran(*batch)
+        assert recent.costs is not None or not new
+        if recent.costs is not None:
+            assert all(0 <= cost < math.inf for cost in recent.costs)
+            assert 0 <= recent.costs.expected_ms(512, 16, 2) < math.inf
+            assert recent.useful_items is None or recent.useful_items >= 1
+
+
+def test_batches_that_are_all_alike_change_the_level_and_not_the_ratio() -> None:
+    recent = RecentBatches(Costs(0.05, 0.0, 1.6))
+    for _ in range(500):
+        recent.ran(512, 16, 1, 2 * (0.05 * 512 + 1.6))
+    assert recent.costs is not None
+    assert recent.costs.token_ms == pytest.approx(0.1, rel=0.01)
+    assert recent.costs.pass_ms == pytest.approx(3.2, rel=0.01)
+
+
+def test_where_each_item_is_a_token_it_costs_as_a_token() -> None:
+    recent = RecentBatches(GUESS)
+    for number in range(200):
+        items = 1 + number % 64
+        recent.ran(items, items, 1, 0.5 * items + 3.0)
+    assert recent.costs is not None
+    assert recent.costs.item_ms == 0
+    assert recent.costs.token_ms == pytest.approx(0.5, rel=0.02)
+
+
+def test_the_first_batch_does_not_count() -> None:
+    alike = RecentBatches(GUESS)
+    for number in range(REFRESH_BATCHES + 1):
+        assert alike.costs is None
+        new = alike.ran(100, 10, 1, 1e9 if number == 0 else 5.0)
+        assert new == (number == REFRESH_BATCHES)
+    assert alike.costs is not None
+    assert alike.costs.expected_ms(100, 10) == pytest.approx(5.0, rel=0.01)
+    assert alike.batches == REFRESH_BATCHES
+
+
+def test_what_is_odd_now_and_then_does_not_count() -> None:
+    costs = Costs(0.05, 0.0, 2.0)
+    recent = RecentBatches(costs)
+    feed(recent, costs, 100)
+    for seed in range(100):
+        recent.ran(200, 10, 1, 50 * costs.expected_ms(200, 10))
+        feed(recent, costs, 5, seed=seed)
+    assert error(recent, costs) < 1e-3
+
+
+def test_what_stays_odd_is_what_counts_from_then_on() -> None:
+    slow = Costs(5.0, 0.0, 200.0)
+    recent = RecentBatches(Costs(0.05, 0.0, 2.0))
+    feed(recent, Costs(0.05, 0.0, 2.0), 1000)
+    feed(recent, slow, ODD_BATCHES + REFRESH_BATCHES)
+    assert error(recent, slow) < 1e-3
+
+
+def test_the_useful_size_is_where_a_pass_costs_one_twentieth() -> None:
+    costs = Costs(0.1, 0.5, 10.0)
+    recent = RecentBatches(costs)
+    assert recent.useful_items is None
+    for items in list(range(1, 65)) * 3:
+        recent.ran(20 * items, items, 1, costs.expected_ms(20 * items, items))
+    useful = recent.useful_items
+    assert useful is not None
+    assert 10.0 / costs.expected_ms(20 * useful, useful) == pytest.approx(0.05, rel=0.02)

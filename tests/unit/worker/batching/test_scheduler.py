@@ -1,0 +1,410 @@
+"""The scheduler under arbitrary arrivals, simulated: time is an argument, nothing sleeps."""
+
+import heapq
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.job import DEVICE_DEPTH, Batch, BatchKey, Job, Limits
+
+KEYS = [BatchKey("shout"), BatchKey("shout", '{"tag":"x"}'), BatchKey("embed", "", (1.0, None))]
+
+
+def job(
+    number: int,
+    key: BatchKey = KEYS[0],
+    *,
+    items: int = 1,
+    arrived_s: float = 0.0,
+    max_batch_size: int = 4,
+    max_wait_s: float = 0.0,
+) -> Job[None]:
+    return Job(str(number), key, Limits(max_batch_size, max_wait_s), items, arrived_s, None)
+
+
+def admitted(*jobs: Job[None]) -> Scheduler[None]:
+    scheduler: Scheduler[None] = Scheduler()
+    for each in jobs:
+        scheduler.admit(each)
+    return scheduler
+
+
+def ids(batch: Batch[Any] | None) -> list[str]:
+    return [each.id for each in batch.jobs] if batch is not None else []
+
+
+def test_an_idle_device_takes_what_is_there_at_once() -> None:
+    scheduler = admitted(job(1), job(2))
+    assert ids(scheduler.next_batch(0, False, 0.0)) == ["1", "2"]
+    assert len(scheduler) == 0
+    assert scheduler.next_batch(0, False, 0.0) is None
+
+
+def test_a_busy_device_waits_until_the_batch_is_full() -> None:
+    scheduler = admitted(*(job(number) for number in range(3)))
+    assert scheduler.next_batch(1, False, 100.0) is None
+    scheduler.admit(job(3))
+    assert len(ids(scheduler.next_batch(1, False, 100.0))) == 4
+
+
+def test_a_device_with_two_batches_gets_no_third() -> None:
+    scheduler = admitted(*(job(number) for number in range(8)))
+    assert scheduler.next_batch(DEVICE_DEPTH, False, 0.0) is None
+    assert len(scheduler) == 8
+
+
+def test_an_idle_device_waits_from_the_oldest_job_on() -> None:
+    first, second = job(1, arrived_s=10, max_wait_s=5), job(2, arrived_s=14.9, max_wait_s=5)
+    scheduler = admitted(first, second)
+    assert scheduler.wake_s() == 15
+    assert scheduler.next_batch(0, False, 14.99) is None
+    assert ids(scheduler.next_batch(0, False, 15.0)) == ["1", "2"]
+    assert scheduler.wake_s() is None
+
+
+def test_the_clock_of_what_is_left_counts_from_its_own_oldest_job() -> None:
+    scheduler = admitted(*(job(number, arrived_s=number, max_wait_s=9) for number in range(5)))
+    assert ids(scheduler.next_batch(0, False, 4.0)) == ["0", "1", "2", "3"]
+    assert scheduler.wake_s() == 13
+    assert scheduler.next_batch(0, False, 12.9) is None
+
+
+def test_a_full_batch_leaves_at_once_whatever_the_wait() -> None:
+    scheduler = admitted(*(job(number, max_wait_s=3600) for number in range(4)))
+    assert len(ids(scheduler.next_batch(1, False, 0.0))) == 4
+
+
+def test_a_job_larger_than_the_limit_runs_in_a_batch_of_its_own() -> None:
+    scheduler = admitted(job(1), job(2, items=100), job(3))
+    batches = [scheduler.next_batch(0, False, 0.0) for _ in range(3)]
+    assert [ids(batch) for batch in batches] == [["1"], ["2"], ["3"]]
+
+
+def test_keys_take_turns() -> None:
+    scheduler = admitted(*(job(number, KEYS[number % 2], max_batch_size=2) for number in range(12)))
+    keys = [batch.jobs[0].key for _ in range(6) if (batch := scheduler.next_batch(0, False, 0.0))]
+    assert keys == [KEYS[0], KEYS[1]] * 3
+
+
+def test_a_key_that_was_passed_over_goes_next_though_it_is_not_full() -> None:
+    scheduler = admitted(job(0, KEYS[1]), *(job(number) for number in range(1, 9)))
+    assert ids(scheduler.next_batch(1, False, 0.0)) == ["1", "2", "3", "4"]
+    assert ids(scheduler.next_batch(1, False, 0.0)) == ["0"]
+    assert ids(scheduler.next_batch(1, False, 0.0)) == ["5", "6", "7", "8"]
+
+
+def test_a_key_that_still_waits_to_grow_is_not_passed_over() -> None:
+    patient = job(0, KEYS[1], max_wait_s=60)
+    scheduler = admitted(patient, *(job(number) for number in range(1, 5)))
+    assert ids(scheduler.next_batch(1, False, 0.0)) == ["1", "2", "3", "4"]
+    assert scheduler.next_batch(1, False, 61.0) is None
+
+
+def test_suspects_go_first_alone_and_only_to_an_empty_device() -> None:
+    scheduler = admitted(*(job(number) for number in range(4)))
+    scheduler.quarantine(job(8))
+    scheduler.quarantine(job(9))
+    assert scheduler.next_batch(1, False, 0.0) is None
+    for expected in ("8", "9"):
+        batch = scheduler.next_batch(0, False, 0.0)
+        assert batch is not None
+        assert (ids(batch), batch.alone) == ([expected], True)
+        assert scheduler.next_batch(1, True, 0.0) is None
+    batch = scheduler.next_batch(0, False, 0.0)
+    assert batch is not None
+    assert not batch.alone
+
+
+def recovered(number: int) -> Job[None]:
+    return replace(job(number), recovered=True)
+
+
+def test_who_died_with_a_worker_has_the_next_one_to_itself() -> None:
+    scheduler = admitted(job(1), job(2))
+    scheduler.quarantine_recovered(recovered(8))
+    assert len(scheduler) == 3
+    assert scheduler.next_batch(1, False, 0.0) is None
+    assert scheduler.next_batch(0, False, 0.0, elsewhere=1) is None
+    batch = scheduler.next_batch(0, False, 0.0)
+    assert (ids(batch), batch and batch.alone) == (["8"], True)
+    assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=1)) == ["1", "2"]
+
+
+def test_who_died_with_a_device_leaves_the_others_to_their_work() -> None:
+    scheduler = admitted()
+    scheduler.quarantine(job(8))
+    assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=2)) == ["8"]
+
+
+def test_clearing_drops_the_recalled_who_were_not_started_here() -> None:
+    scheduler = admitted(job(1))
+    scheduler.quarantine_recovered(recovered(2))
+    scheduler.quarantine(recovered(3))
+    assert [each.id for each in scheduler.clear()] == ["1", "2"]
+    assert [each.id for each in scheduler] == ["3"]
+
+
+def test_clearing_keeps_the_suspects_only() -> None:
+    scheduler = admitted(job(1), job(2, KEYS[1]))
+    scheduler.quarantine(job(3))
+    assert [each.id for each in scheduler] == ["3", "1", "2"]
+    assert [each.id for each in scheduler.clear()] == ["1", "2"]
+    assert [each.id for each in scheduler] == ["3"]
+    assert scheduler.wake_s() is None
+
+
+def test_a_batch_counts_the_items_of_its_jobs() -> None:
+    assert Batch((job(1, items=3), job(2, items=4))).items == 7
+
+
+# Everything that must hold for arbitrary arrivals
+
+
+@dataclass
+class DeviceModel:
+    """Batches that a simulated device holds."""
+
+    batches: list[Batch[None]] = field(default_factory=list)
+
+    @property
+    def alone(self) -> bool:
+        return any(batch.alone for batch in self.batches)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Jobs arrive, devices ask, finish and die, time passes, in any order.
+
+    The bound on waiting that is checked, in batches of other keys: once the oldest job of a key is
+    due, at most `lanes ahead of it + 1` batches are formed before its own, whichever device asks.
+    A lane ahead moves behind with its batch, so it counts once; a lane behind is taken only while
+    this one is due, not full and not passed over, and that passes it over.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler: Scheduler[None] = Scheduler()
+        self.now_s = 0.0
+        self.numbers = itertools.count()
+        self.waiting: dict[BatchKey, list[Job[None]]] = {}
+        self.suspects: list[Job[None]] = []
+        self.overtaken: dict[BatchKey, int] = defaultdict(int)
+        self.devices: list[DeviceModel] = []
+        self.done: list[str] = []
+        self.limits: dict[BatchKey, Limits] = {}
+
+    @initialize(
+        devices=st.integers(1, 3),
+        sizes=st.lists(st.integers(1, 5), min_size=3, max_size=3),
+        waits=st.lists(st.sampled_from([0.0, 0.0, 1.0, 5.0]), min_size=3, max_size=3),
+    )
+    def configure(self, devices: int, sizes: list[int], waits: list[float]) -> None:
+        self.devices = [DeviceModel() for _ in range(devices)]
+        self.limits = {
+            key: Limits(size, wait) for key, size, wait in zip(KEYS, sizes, waits, strict=True)
+        }
+
+    @rule(key=st.sampled_from(KEYS), sizes=st.lists(st.integers(1, 7), min_size=1, max_size=6))
+    def arrive(self, key: BatchKey, sizes: list[int]) -> None:
+        for items in sizes:
+            number = str(next(self.numbers))
+            arrived = Job(number, key, self.limits[key], items, self.now_s, None)
+            self.scheduler.admit(arrived)
+            self.waiting.setdefault(key, []).append(arrived)
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 4.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(number=st.integers(0, 2))
+    def ask(self, number: int) -> None:
+        device = self.devices[number % len(self.devices)]
+        before = {key: list(jobs) for key, jobs in self.waiting.items() if jobs}
+        batch = self.scheduler.next_batch(len(device.batches), device.alone, self.now_s)
+        if batch is None:
+            self.check_nothing_was_due(device, before)
+            return
+        assert not device.alone
+        assert len(device.batches) < DEVICE_DEPTH
+        if batch.alone:
+            assert not device.batches
+            assert list(batch.jobs) == [self.suspects.pop(0)]
+        else:
+            assert not self.suspects
+            self.check_batch(batch, device, before)
+        device.batches.append(batch)
+
+    def check_nothing_was_due(
+        self, device: DeviceModel, before: dict[BatchKey, list[Job[None]]]
+    ) -> None:
+        if device.alone or len(device.batches) == DEVICE_DEPTH:
+            return
+        if device.batches:
+            full = [key for key, jobs in before.items() if self.is_full(key, jobs)]
+            assert self.suspects or not full
+            return
+        assert not self.suspects
+        for key, jobs in before.items():
+            assert not self.is_full(key, jobs)
+            assert self.now_s < jobs[0].arrived_s + self.limits[key].max_wait_s
+        wake_s = self.scheduler.wake_s()
+        oldest = [jobs[0].arrived_s + self.limits[key].max_wait_s for key, jobs in before.items()]
+        assert wake_s == min(oldest, default=None)
+        assert wake_s is None or wake_s > self.now_s
+
+    def check_batch(
+        self,
+        batch: Batch[None],
+        device: DeviceModel,
+        before: dict[BatchKey, list[Job[None]]],
+    ) -> None:
+        (key,) = {each.key for each in batch.jobs}
+        limits = self.limits[key]
+        jobs = before[key]
+        assert batch.items <= limits.max_batch_size or len(batch.jobs) == 1
+        # First come, first served; and as many as fit.
+        assert list(batch.jobs) == jobs[: len(batch.jobs)]
+        left = jobs[len(batch.jobs) :]
+        assert not left or batch.items + left[0].items > limits.max_batch_size
+        due = self.now_s >= jobs[0].arrived_s + limits.max_wait_s
+        assert self.is_full(key, jobs) or due
+        if device.batches and not self.is_full(key, jobs):
+            assert self.overtaken[key] > 0
+        for other, waiting in before.items():
+            if other != key and self.now_s >= (
+                waiting[0].arrived_s + self.limits[other].max_wait_s
+            ):
+                self.overtaken[other] += 1
+                assert self.overtaken[other] <= len(KEYS)
+        self.overtaken[key] = 0
+        self.waiting[key] = left
+
+    def is_full(self, key: BatchKey, jobs: list[Job[None]]) -> bool:
+        return sum(each.items for each in jobs) >= self.limits[key].max_batch_size
+
+    @rule(number=st.integers(0, 2))
+    def finish(self, number: int) -> None:
+        device = self.devices[number % len(self.devices)]
+        if device.batches:
+            self.done += ids(device.batches.pop(0))
+
+    @rule(number=st.integers(0, 2))
+    def die(self, number: int) -> None:
+        device = self.devices[number % len(self.devices)]
+        for batch in device.batches:
+            for each in batch.jobs:
+                suspect = replace(each, deaths=each.deaths + batch.alone)
+                self.scheduler.quarantine(suspect)
+                self.suspects.append(suspect)
+        device.batches.clear()
+
+    @rule()
+    def reconnect(self) -> None:
+        dropped = [each.id for each in self.scheduler.clear()]
+        waiting = [each.id for jobs in self.waiting.values() for each in jobs]
+        assert sorted(dropped) == sorted(waiting)
+        self.waiting.clear()
+        self.overtaken.clear()
+        self.done += dropped
+
+    @invariant()
+    def every_job_is_in_exactly_one_place(self) -> None:
+        batches = [batch for device in self.devices for batch in device.batches]
+        flying = [each for batch in batches for each in ids(batch)]
+        waiting = [each.id for each in self.scheduler]
+        everywhere = sorted(map(int, [*flying, *waiting, *self.done]))
+        assert everywhere == list(range(len(everywhere)))
+        assert len(self.scheduler) == len(waiting)
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+Arrivals = st.lists(
+    st.tuples(
+        st.floats(0, 5, allow_subnormal=False),
+        st.sampled_from(range(len(KEYS))),
+        st.integers(1, 6),
+    ),
+    max_size=60,
+)
+
+
+@given(
+    arrivals=Arrivals,
+    service_s=st.lists(st.sampled_from([0.05, 0.3, 1.0, 3.0]), min_size=1, max_size=3),
+    max_wait_s=st.sampled_from([0.0, 0.2, 2.0]),
+    max_batch_size=st.integers(1, 8),
+)
+def test_a_simulated_fleet_serves_every_job_once_and_in_bounded_time(
+    arrivals: list[tuple[float, int, int]],
+    service_s: list[float],
+    max_wait_s: float,
+    max_batch_size: int,
+) -> None:
+    served = simulate(arrivals, service_s, max_wait_s, max_batch_size)
+    assert sorted(served) == list(range(len(arrivals)))
+    # A job leaves at the latest after its own wait, everything that came before or beside it, and
+    # what ran already: work is conserved, so no more than the sum of all batches.
+    slowest_s = max(service_s)
+    for number, started_s in served.items():
+        arrived_s = arrivals[number][0]
+        assert started_s >= arrived_s
+        assert (
+            started_s <= arrived_s + max_wait_s + slowest_s * (len(arrivals) + DEVICE_DEPTH) + 1e-6
+        )
+
+
+def simulate(
+    arrivals: list[tuple[float, int, int]],
+    service_s: list[float],
+    max_wait_s: float,
+    max_batch_size: int,
+) -> dict[int, float]:
+    """Runs devices with these service times to the end; returns when each job was dispatched.
+
+    Devices ask at arrivals, at ends of batches and at `wake_s`, as the dispatcher does, and at no
+    other time: a scheduler that named a wrong one would leave jobs behind.
+    """
+    scheduler: Scheduler[None] = Scheduler()
+    events: list[tuple[float, int, str, int]] = []
+    order = itertools.count()
+    for number, (at_s, _, _) in enumerate(arrivals):
+        heapq.heappush(events, (at_s, next(order), "arrival", number))
+    in_flight = [0] * len(service_s)
+    free_s = [0.0] * len(service_s)
+    served: dict[int, float] = {}
+    while events:
+        now_s, _, kind, number = heapq.heappop(events)
+        if kind == "arrival":
+            _, key, items = arrivals[number]
+            scheduler.admit(
+                job(
+                    number,
+                    KEYS[key],
+                    items=items,
+                    arrived_s=now_s,
+                    max_batch_size=max_batch_size,
+                    max_wait_s=max_wait_s,
+                )
+            )
+        elif kind == "end":
+            in_flight[number] -= 1
+        for device in sorted(range(len(service_s)), key=in_flight.__getitem__):
+            while (batch := scheduler.next_batch(in_flight[device], False, now_s)) is not None:
+                for each in batch.jobs:
+                    assert int(each.id) not in served
+                    served[int(each.id)] = now_s
+                in_flight[device] += 1
+                free_s[device] = max(now_s, free_s[device]) + service_s[device]
+                heapq.heappush(events, (free_s[device], next(order), "end", device))
+        wake_s = scheduler.wake_s()
+        if wake_s is not None and 0 in in_flight:
+            assert wake_s > now_s, "an idle device was left with a job that is due"
+            heapq.heappush(events, (wake_s, next(order), "wake", 0))
+    return served

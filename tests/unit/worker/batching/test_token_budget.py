@@ -1,0 +1,125 @@
+"""How many tokens a forward pass may have, as memory teaches it."""
+
+from math import ceil, log2
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchery_worker.batching.token_budget import CLOSE, RECOVERY_PASSES, STEADY_PASSES, Budget
+
+CEILINGS = st.integers(1, 100_000)
+
+#: Thousands of passes per example, on a machine that may be busy.
+SLOW = settings(max_examples=20, deadline=None)
+
+
+def use(budget: Budget, fits: int, passes: int) -> int:
+    """Runs passes that take the whole budget, on a device that has room for so many tokens."""
+    failures = 0
+    for _ in range(passes):
+        tokens = budget.allows()
+        if tokens > fits:
+            budget.failed(tokens)
+            failures += 1
+        else:
+            budget.passed(tokens)
+    return failures
+
+
+def test_while_all_fits_the_ceiling_is_the_budget() -> None:
+    budget = Budget(512)
+    assert use(budget, fits=512, passes=1000) == 0
+    assert budget.allows() == 512
+
+
+@given(ceiling=CEILINGS, data=st.data())
+def test_the_limit_is_found_by_halves_at_once(ceiling: int, data: st.DataObject) -> None:
+    fits = data.draw(st.integers(1, ceiling))
+    budget = Budget(ceiling)
+    halvings = ceil(log2(ceiling / fits)) if fits < ceiling else 0
+    assert use(budget, fits, passes=halvings + 1) <= halvings
+    assert fits // 2 <= budget.allows() <= fits
+
+
+@SLOW
+@given(ceiling=CEILINGS, data=st.data())
+def test_then_it_closes_in_on_the_limit_with_few_more_failures(
+    ceiling: int, data: st.DataObject
+) -> None:
+    fits = data.draw(st.integers(1, ceiling))
+    budget = Budget(ceiling)
+    halvings = ceil(log2(ceiling / fits)) if fits < ceiling else 0
+    steps = ceil(log2(CLOSE)) + 1
+    failures = use(budget, fits, passes=halvings + steps * (STEADY_PASSES + 1))
+    assert failures <= halvings + steps
+    assert fits * (1 - 2 / CLOSE) - 2 <= budget.allows() <= fits
+
+
+@SLOW
+@given(ceiling=CEILINGS, data=st.data())
+def test_what_fails_for_good_is_tried_ever_more_rarely(ceiling: int, data: st.DataObject) -> None:
+    fits = data.draw(st.integers(1, ceiling))
+    budget = Budget(ceiling)
+    use(budget, fits, passes=200)
+    passes = 20 * RECOVERY_PASSES
+    assert use(budget, fits, passes) <= passes // 50
+
+
+@SLOW
+@given(ceiling=CEILINGS, data=st.data())
+def test_when_memory_comes_back_so_does_the_budget(ceiling: int, data: st.DataObject) -> None:
+    fits = data.draw(st.integers(1, ceiling))
+    budget = Budget(ceiling)
+    use(budget, fits, passes=100)
+    low = budget.allows()
+    use(budget, ceiling, passes=RECOVERY_PASSES // 2)
+    # Not at once: what took the memory is not gone because one pass fitted.
+    assert budget.allows() <= max(low + 2, 2 * low)
+    growths = ceil(log2(ceiling / low + 1) / log2(1 + 1 / 8)) + ceiling.bit_length() + 16
+    use(budget, ceiling, passes=min(growths * 16 * RECOVERY_PASSES, 200_000))
+    assert budget.allows() == ceiling
+
+
+@given(
+    ceiling=CEILINGS,
+    events=st.lists(st.tuples(st.booleans(), st.integers(0, 200_000)), max_size=200),
+)
+def test_whatever_happens_it_allows_something_and_no_more_than_the_ceiling(
+    ceiling: int, events: list[tuple[bool, int]]
+) -> None:
+    budget = Budget(ceiling)
+    for failed, tokens in events:
+        before = budget.allows()
+        if failed:
+            budget.failed(tokens)
+            assert budget.allows() <= before
+            # A pass that was allowed and failed is not allowed again, unless it was one token.
+            assert budget.allows() < max(tokens, 2) or tokens > before
+        else:
+            budget.passed(tokens)
+            assert budget.allows() >= before
+        assert 1 <= budget.allows() <= ceiling
+
+
+def test_a_lone_item_beyond_the_budget_teaches_nothing() -> None:
+    budget = Budget(100)
+    budget.failed(300)
+    budget.passed(250)
+    assert budget.allows() == 100
+
+
+def test_passes_far_below_the_budget_teach_nothing() -> None:
+    budget = Budget(1000)
+    budget.failed(1000)
+    for _ in range(10 * RECOVERY_PASSES):
+        budget.passed(100)
+    assert budget.allows() == 500
+
+
+def test_the_ceiling_may_change() -> None:
+    budget = Budget(1000)
+    budget.ceiling = 2000
+    assert budget.allows() == 2000
+    budget.failed(2000)
+    budget.ceiling = 500
+    assert budget.allows() == 500

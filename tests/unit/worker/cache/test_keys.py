@@ -1,0 +1,140 @@
+"""Equal inputs have one name, and no two others have the same."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchery_worker.cache.keys import canonical, digests, folder_digest
+
+VERSION = ("embed", "1", "")
+
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
+)
+PLAIN = st.recursive(
+    ATOMS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+def spelled(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+@given(PLAIN, PLAIN)
+def test_two_inputs_have_one_name_if_and_only_if_they_are_equal_as_json(
+    one: Any, other: Any
+) -> None:
+    assert (canonical(one) == canonical(other)) == (spelled(one) == spelled(other))
+    first, second = digests(VERSION, {}, [one, other])
+    assert (first == second) == (spelled(one) == spelled(other))
+    assert first is not None
+
+
+def test_the_order_of_keys_does_not_matter() -> None:
+    assert canonical({"a": 1, "b": [{"c": 2, "d": 3}]}) == canonical(
+        {"b": [{"d": 3, "c": 2}], "a": 1}
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (1, 1.0),
+        (1, True),
+        (0, False),
+        (0.0, -0.0),
+        ("1", 1),
+        ("", None),
+        ("[]", []),
+        ("é", "e\u0301"),
+        ("a", "a "),
+        ("s", '"s"'),
+    ],
+    ids=str,
+)
+def test_what_only_looks_alike_has_names_of_its_own(one: Any, other: Any) -> None:
+    first, second = digests(VERSION, {}, [one, other])
+    assert first != second
+
+
+@pytest.mark.parametrize(
+    "item", [Decimal(1), {1: "a"}, b"bytes", 2**70, {"a": {"b": Decimal(1)}}], ids=str
+)
+def test_what_json_has_no_spelling_for_has_no_name(item: Any) -> None:
+    assert digests(VERSION, {}, [item, "text"])[0] is None
+    assert digests(VERSION, {}, [item, "text"])[1] is not None
+    assert digests(VERSION, {"option": item}, ["text"]) == [None]
+
+
+def test_half_a_surrogate_pair_and_endless_nesting_are_no_trouble() -> None:
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    first, second = digests(VERSION, {}, ["\ud800", nested])
+    assert first is not None
+    assert second is None
+
+
+def test_task_version_model_and_keywords_are_part_of_the_name() -> None:
+    variants: list[tuple[tuple[str, ...], dict[str, Any]]] = [
+        (("embed", "1", ""), {}),
+        (("embed", "2", ""), {}),
+        (("embed2", "1", ""), {}),
+        (("embed", "1", "model"), {}),
+        (("embed", "", "1"), {}),
+        (("embed", "1", ""), {"prompt": "query"}),
+        (("embed", "1", ""), {"prompt": None}),
+        (("embed", "1", ""), {"query": "prompt"}),
+    ]
+    names = {digests(version, keywords, ["text"])[0] for version, keywords in variants}
+    assert len(names) == len(variants)
+
+
+@given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))
+def test_no_part_can_pass_for_the_beginning_of_the_next(a: str, b: str, c: str, d: str) -> None:
+    one = digests(VERSION, {"k": a}, [b])
+    other = digests(VERSION, {"k": c}, [d])
+    assert (one == other) == ((a, b) == (c, d))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "model"
+    (made / "1_Pooling").mkdir(parents=True)
+    (made / "config.json").write_text("{}")
+    (made / "model.safetensors").write_bytes(b"weights")
+    (made / "1_Pooling" / "config.json").write_text("{}")
+    return made
+
+
+def test_a_copy_of_a_folder_has_the_name_of_the_folder(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    folder.rename(copy)
+    before = folder_digest(copy)
+    (copy / ".git").mkdir()
+    (copy / ".git" / "HEAD").write_text("main")
+    (copy / "pytorch_model.bin").write_bytes(b"never loaded")
+    assert folder_digest(copy) == before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "1_Pooling/config.json"])
+def test_a_folder_has_another_name_when_a_file_has_another_byte(folder: Path, name: str) -> None:
+    before = folder_digest(folder)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[:-1] + b"?")
+    assert folder_digest(folder) != before
+    (folder / name).write_bytes(content)
+    assert folder_digest(folder) == before
+    (folder / name).rename(folder / "other.json")
+    assert folder_digest(folder) != before

@@ -1,0 +1,173 @@
+"""Of equal items one is computed; what is no value is shared with nobody."""
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import date
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchery import Failed, Ignore, RetryAfter
+from batchery_worker.cache.single_flight import Folding
+from batchery_worker.ipc.values import Encoded
+
+#: Lower case is computed; `x...` fails as often as its number says; `-` has no name.
+ITEMS = st.lists(st.sampled_from(["a", "b", "c", "x1", "x2", "x9", "-"]), max_size=12)
+
+
+def key(item: str) -> bytes | None:
+    return None if item == "-" else item.encode()
+
+
+class Function:
+    """Notes what it computes."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, items: list[str]) -> Sequence[Any]:
+        self.calls.append(items)
+        return [self._one(item) for item in items]
+
+    def _one(self, item: str) -> Any:
+        self.counts[item] += 1
+        if item.startswith("x") and self.counts[item] <= int(item[1:]):
+            return Failed(f"{item}, time {self.counts[item]}")
+        return item.upper()
+
+
+def fold(items: Sequence[str], found: dict[bytes, bytes] | None = None) -> Folding:
+    return Folding([key(item) for item in items], found or {})
+
+
+def run(
+    folding: Folding, items: Sequence[str], function: Function, before: Any = None
+) -> list[Any]:
+    return folding.run([items[place] for place in folding.places], before or {}, function)
+
+
+def value(outcome: Any) -> Any:
+    return outcome.value if isinstance(outcome, Encoded) else outcome
+
+
+def test_of_twins_the_first_is_computed_for_all() -> None:
+    items, function = ["a", "b", "a", "a", "c", "b"], Function()
+    folding = fold(items)
+    assert folding.places == [0, 1, 4]
+    assert run(folding, items, function) == ["A", "B", "A", "A", "C", "B"]
+    assert function.calls == [["a", "b", "c"]]
+    assert folding.counts() == {"items": 6, "hits": 0, "folded": 3, "computed": 3}
+
+
+def test_what_the_cache_has_is_not_computed() -> None:
+    items, function = ["a", "b", "a"], Function()
+    folding = fold(items, {b"a": b'"stored"'})
+    outcomes = run(folding, items, function)
+    assert [value(each) for each in outcomes] == ["stored", "B", "stored"]
+    assert function.calls == [["b"]]
+    assert folding.counts() == {"items": 3, "hits": 2, "folded": 0, "computed": 1}
+    folding.encode()
+    assert folding.fresh() == {b"b": b'"B"'}
+
+
+def test_what_the_batch_before_has_learnt_is_not_computed() -> None:
+    items, function = ["a", "b", "b", "a"], Function()
+    folding = fold(items)
+    assert run(folding, items, function, {b"b": "before"}) == ["A", "before", "before", "A"]
+    assert function.calls == [["a"]]
+    assert folding.counts() == {"items": 4, "hits": 0, "folded": 3, "computed": 1}
+    assert folding.learnt == {b"a": "A"}
+
+
+def test_nothing_is_called_where_there_is_nothing_to_compute() -> None:
+    items, function = ["a", "b"], Function()
+    folding = fold(items, {b"a": b"1"})
+    assert [value(each) for each in run(folding, items, function, {b"b": 2})] == [1, 2]
+    assert not function.calls
+
+
+def test_twins_of_an_item_that_fails_are_computed_for_themselves() -> None:
+    items, function = ["x1", "a", "x1", "x1", "a"], Function()
+    folding = fold(items)
+    outcomes = run(folding, items, function)
+    assert isinstance(outcomes[0], Failed)
+    assert outcomes[1:] == ["A", "X1", "X1", "A"]
+    assert function.calls == [["x1", "a"], ["x1", "x1"]]
+    assert folding.counts() == {"items": 5, "hits": 0, "folded": 1, "computed": 4}
+    assert folding.learnt == {b"a": "A", b"x1": "X1"}
+
+
+def test_no_outcome_but_a_value_is_kept() -> None:
+    settled = [Failed("no"), RetryAfter(1), Ignore()]
+    folding = Folding([b"a", b"b", b"c"], {})
+    assert folding.run(["a", "b", "c"], {}, lambda _: settled) == settled
+    folding.encode()
+    assert not folding.learnt
+    assert not folding.fresh()
+
+
+def test_an_item_without_a_name_is_equal_to_nothing() -> None:
+    items, function = ["-", "-"], Function()
+    folding = fold(items)
+    assert run(folding, items, function) == ["-", "-"]
+    assert function.calls == [["-", "-"]]
+    assert not folding.fresh()
+
+
+def test_a_value_is_encoded_once_for_all_of_its_jobs() -> None:
+    items, function = ["a", "a"], Function()
+    folding = fold(items)
+    run(folding, items, function)
+    first, second = folding.encode()
+    assert first is second
+    assert first.json == b'"A"'
+
+
+def test_what_cannot_be_encoded_goes_the_ordinary_way() -> None:
+    outcomes = [object(), {"__type__": "date", "__value__": "today"}, date(2026, 1, 2)]
+    folding = Folding([b"a", b"b", b"c"], {})
+    folding.run(["a", "b", "c"], {}, lambda _: outcomes)
+    encoded = folding.encode()
+    assert encoded[:2] == outcomes[:2]
+    assert encoded[2].value == date(2026, 1, 2)
+    assert list(folding.fresh()) == [b"c"]
+
+
+def test_a_result_of_the_cache_is_decoded_as_celery_would() -> None:
+    folding = Folding([b"a"], {b"a": b'{"__type__": "date", "__value__": "2026-01-02"}'})
+    (outcome,) = folding.run([], {}, lambda _: [])
+    assert outcome.value == date(2026, 1, 2)
+
+
+@given(ITEMS, st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc")))
+def test_each_item_gets_what_it_would_get_alone_or_an_equal_one_got(
+    items: list[str], stored: set[str], learnt: set[str]
+) -> None:
+    function = Function()
+    folding = fold(items, {each.encode(): f'"{each.upper()}"'.encode() for each in stored})
+    before = {each.encode(): each.upper() for each in learnt}
+    outcomes = run(folding, items, function, before)
+    assert len(outcomes) == len(items)
+    for item, outcome in zip(items, outcomes, strict=True):
+        if isinstance(outcome, Failed):
+            assert item.startswith("x")
+        else:
+            assert value(outcome) == item.upper()
+    # Each that was not shared was computed itself, once.
+    shared = stored | learnt
+    for item, count in Counter(items).items():
+        if item == "-" or item.startswith("x1"):
+            assert function.counts[item] in (1, count)
+        elif item.startswith("x"):
+            assert function.counts[item] == count
+        else:
+            assert function.counts[item] == (item not in shared)
+    counts = folding.counts()
+    assert counts["hits"] + counts["folded"] + counts["computed"] == counts["items"] == len(items)
+    assert counts["computed"] == sum(function.counts.values())
+    assert len(function.calls) <= 2
+    # And so they stay when they are encoded.
+    after = [value(each) for each in folding.encode()]
+    assert after == [value(each) for each in outcomes]

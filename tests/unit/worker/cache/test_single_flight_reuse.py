@@ -1,0 +1,152 @@
+"""What a device need not compute, over several batches; the cache is a dictionary."""
+
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from batchery import Model
+from batchery.errors import ModelLoadError
+from batchery_worker.cache.single_flight import Reuse
+from batchery_worker.device.loading import identity_of
+from batchery_worker.ipc.commit_context import CachePolicy
+from batchery_worker.ipc.messages import Work
+from batchery_worker.ipc.values import Encoded
+
+
+class Store:
+    """A cache in the place of Redis."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, bytes] = {}
+        self.asked: list[int] = []
+        self.away = False
+
+    def get(self, _: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
+        self.asked.append(len(digests))
+        return {} if self.away else {each: self.kept[each] for each in digests if each in self.kept}
+
+    def put(self, _: str, results: Mapping[bytes, bytes], policy: CachePolicy) -> dict[str, int]:
+        assert policy.max_bytes == 10_000
+        if not self.away:
+            self.kept.update(results)
+        return {"results": len(self.kept)}
+
+    def trouble(self) -> dict[str, Any]:
+        return {"errors": 1, "error": "away"} if self.away else {}
+
+
+class Device:
+    """The three stages, each called when the test wants it."""
+
+    def __init__(self) -> None:
+        self.store = Store()
+        self.reuse = Reuse(self.store)  # type: ignore[arg-type]
+        self.computed: list[Any] = []
+
+    def prepare(self, *items: Any, version: str = "1", identity: str = "", **keywords: Any) -> Any:
+        cache = CachePolicy(version, 60, 10_000) if version else None
+        jobs = [(str(number), [item], False) for number, item in enumerate(items)]
+        work = Work(1, "task", keywords, jobs, 64, None, cache=cache)
+        return work, items, self.reuse.begin(work, items, identity)
+
+    def forward(self, batch: Any) -> list[Any]:
+        _, items, folding = batch
+        chosen = items if folding is None else [items[place] for place in folding.places]
+        outcomes = self.reuse.run(folding, chosen, self._run)
+        return [each.value if isinstance(each, Encoded) else each for each in outcomes]
+
+    def commit(self, batch: Any) -> dict[str, Any]:
+        work, _, folding = batch
+        folding.encode()
+        return self.reuse.keep(folding, work)
+
+    def all(self, *items: Any, **options: Any) -> list[Any]:
+        batch = self.prepare(*items, **options)
+        outcomes = self.forward(batch)
+        self.commit(batch)
+        return outcomes
+
+    def _run(self, items: list[Any]) -> list[Any]:
+        self.computed += items
+        return [item.upper() for item in items]
+
+
+def test_without_a_cache_each_item_is_computed_and_nobody_is_asked() -> None:
+    device = Device()
+    batch = device.prepare("a", "a", version="")
+    assert batch[2] is None
+    assert device.forward(batch) == ["A", "A"]
+    assert device.computed == ["a", "a"]
+    assert not device.store.asked
+
+
+def test_the_cache_is_asked_once_for_a_batch_and_once_for_each_name() -> None:
+    device = Device()
+    assert device.all("a", "b", "a") == ["A", "B", "A"]
+    assert device.all("a", "c", "c", "b") == ["A", "C", "C", "B"]
+    assert device.computed == ["a", "b", "c"]
+    assert device.store.asked == [2, 3]
+
+
+def test_a_batch_that_was_prepared_beside_another_one_takes_what_that_has_computed() -> None:
+    device = Device()
+    first, second = device.prepare("a", "b"), device.prepare("b", "c")
+    device.forward(first)
+    third = device.prepare("c", "a")
+    assert device.forward(second) == ["B", "C"]
+    device.commit(first)
+    assert device.commit(second) == {
+        "items": 2,
+        "hits": 0,
+        "folded": 1,
+        "computed": 1,
+        "results": 3,
+    }
+    # `a` is stored by now, but was not when the third one was prepared: it was sent too early for
+    # what a worker does, which sends it when the first one is answered for.
+    assert device.forward(third) == ["C", "A"]
+    assert device.computed == ["a", "b", "c", "a"]
+
+
+def test_another_version_identity_or_keyword_shares_nothing() -> None:
+    device = Device()
+    for options in ({}, {"version": "2"}, {"identity": "model"}, {"mark": "!"}, {"mark": "?"}):
+        first, second = (device.prepare("a", **options) for _ in range(2))
+        device.forward(first)
+        device.forward(second)
+        device.commit(first)
+    assert device.computed == ["a"] * 5
+
+
+def test_with_a_cache_that_is_away_equal_items_of_a_batch_are_computed_once() -> None:
+    device = Device()
+    device.store.away = True
+    batch = device.prepare("a", "a")
+    assert device.forward(batch) == ["A", "A"]
+    assert device.commit(batch)["errors"] == 1
+    assert device.all("b") == ["B"]
+    assert device.all("a", "a") == ["A", "A"]
+    assert device.computed == ["a", "b", "a"]
+
+
+class Told(Model):
+    def __init__(self, identity: Any) -> None:
+        self._identity = identity
+
+    def identity(self) -> str:
+        if isinstance(self._identity, Exception):
+            raise self._identity
+        return str(self._identity)
+
+
+def test_a_model_is_asked_what_its_results_depend_on_only_where_they_are_kept() -> None:
+    cached: Any = SimpleNamespace(name="embed", cache="1")
+    plain: Any = SimpleNamespace(name="embed", cache=None)
+    broken = Told(PermissionError("model.safetensors"))
+    assert identity_of(cached, Model()) == ""
+    assert identity_of(cached, Told("weights 7")) == "weights 7"
+    assert identity_of(plain, broken) == ""
+    with pytest.raises(ModelLoadError, match=r"'embed': .* PermissionError: model.safetensors"):
+        identity_of(cached, broken)

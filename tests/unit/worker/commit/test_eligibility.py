@@ -1,0 +1,204 @@
+"""What a device is told, so that it may commit: for which jobs, and how little."""
+
+import logging
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app import trace
+
+from batchery import BatchTask, install
+from batchery.transport.redis_schema import Keys
+from batchery_worker.commit.eligibility import SIGNALS, CommitEligibility
+from batchery_worker.job import BatchKey, Job, Limits
+from batchery_worker.request import BatchRequest, LeaseHandle
+from batchery_worker.task_call import TaskCall
+
+URL = "redis://127.0.0.1:1/0"  # nobody is asked anything
+app = install(Celery("eligibility", broker=URL, backend=URL, set_as_current=False))
+
+
+def same(items: list[Any]) -> list[Any]:
+    return items
+
+
+def make_task(app: Celery) -> Any:
+    decorate: Any = app.task(base=BatchTask, shared=False, name="plain")
+    decorate(same)
+    return app.tasks["plain"]
+
+
+TASK = make_task(app)
+
+
+@pytest.fixture(autouse=True)
+def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apps of other tests have connected receivers in this process."""
+    for signal in SIGNALS.values():
+        monkeypatch.setattr(signal, "receivers", [])
+    monkeypatch.setattr(trace.logger, "level", logging.WARNING)
+
+
+class LeaseStore:
+    """As far as eligibility look at it."""
+
+    worker = "w1"
+    keys = Keys("pre.")
+    lease_key = "pre.batchery:lease:w1"
+    db = 3
+
+    def __init__(self) -> None:
+        self.held = {"7", "8"}
+
+    def holds(self, token: str) -> bool:
+        return token in self.held
+
+
+lease_store: Any = LeaseStore()
+
+
+def job(lease: Any, *, embed: Any = None, eventer: Any = None, **headers: Any) -> Job[TaskCall]:
+    message = {"id": "t1", "task": "plain", "args": ["x"], "kwargs": {}, **headers}
+    request: Any = SimpleNamespace(lease=lease, embed=embed or {}, eventer=eventer)
+    nothing: Callable[..., Any] = lambda *_: None  # noqa: E731 - three times the same
+    call = TaskCall(nothing, ("plain", "t1", message), nothing, nothing, nothing, request)
+    return Job("t1", BatchKey("plain", "", (None, None)), Limits(8, 0.0), 1, 10.0, call)
+
+
+def test_a_leased_plain_job_may_be_committed() -> None:
+    context = CommitEligibility(app).context(
+        TASK, [job(LeaseHandle(lease_store, "7"), group="g")], 10.25
+    )
+    assert context is not None
+    assert context.jobs == [("7", 250.0, {"group_id": "g"})]
+    assert (context.worker, context.lease_key, context.broker_db) == (
+        "w1",
+        "pre.batchery:lease:w1",
+        3,
+    )
+    assert context.workers_key == "pre.batchery:workers"
+    assert context.text_chars is None
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        job(None),
+        job(LeaseHandle(lease_store, "9")),
+        job(LeaseHandle(LeaseStore(), "7")),  # type: ignore[arg-type]
+        job(LeaseHandle(lease_store, "7"), embed={"callbacks": [{}]}),
+        job(LeaseHandle(lease_store, "7"), replaced_task_nesting=1),
+    ],
+    ids=["no lease", "lost lease", "another lease_store", "callback", "replaced"],
+)
+def test_others_are_left_to_the_tracer_one_by_one(refused: Job[TaskCall]) -> None:
+    context = CommitEligibility(app).context(
+        TASK, [job(LeaseHandle(lease_store, "8")), refused], 10.0
+    )
+    assert context is not None
+    assert context.jobs == [("8", 0.0, {}), None]
+
+
+def test_a_header_that_cannot_be_handed_to_a_device_is_left_to_the_tracer() -> None:
+    deep: Any = []
+    for _ in range(600):
+        deep = [deep]
+    context = CommitEligibility(app).context(
+        TASK,
+        [
+            job(LeaseHandle(lease_store, "7"), group=deep),
+            job(LeaseHandle(lease_store, "8"), group="g"),
+        ],
+        10.0,
+    )
+    assert context is not None
+    assert context.jobs == [None, ("8", 0.0, {"group_id": "g"})]
+
+
+def test_a_batch_without_any_such_job_has_no_terms() -> None:
+    chained = job(LeaseHandle(lease_store, "7"), embed={"chain": [{}]})
+    assert CommitEligibility(app).context(TASK, [chained, job(None)], 10.0) is None
+
+
+def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
+    extended = install(Celery("extended", broker=URL, backend=URL, set_as_current=False))
+    extended.conf.result_extended = True
+    task = make_task(extended)
+    stamped = {"stamps": {"status": "odd"}, "stamped_headers": ["status"]}
+    assert (
+        CommitEligibility(extended).context(
+            task, [job(LeaseHandle(lease_store, "7"), **stamped)], 10.0
+        )
+        is None
+    )
+
+
+@pytest.mark.parametrize(
+    ("enabled", "groups", "wanted"),
+    [(True, set(), True), (True, {"task"}, True), (True, {"worker"}, False), (False, set(), False)],
+)
+def test_a_result_s_text_is_made_only_for_readers(enabled: bool, groups: Any, wanted: bool) -> None:
+    eventer = SimpleNamespace(enabled=enabled, groups=groups)
+    context = CommitEligibility(app).context(
+        TASK, [job(LeaseHandle(lease_store, "7"), eventer=eventer)], 10.0
+    )
+    assert context is not None
+    assert context.text_chars == (TASK.resultrepr_maxsize if wanted else None)
+
+
+def test_the_log_is_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace.logger, "isEnabledFor", lambda level: level >= logging.INFO)
+    context = CommitEligibility(app).context(TASK, [job(LeaseHandle(lease_store, "7"))], 10.0)
+    assert context is not None
+    assert context.text_chars == TASK.resultrepr_maxsize
+
+
+def message(tag: str, **channel: Any) -> Any:
+    body: Any = (["x"], {}, {})
+    return SimpleNamespace(
+        headers={"id": "t1", "task": "plain", "lang": "py"},
+        properties={},
+        delivery_info={},
+        delivery_tag=tag,
+        body=b"",
+        payload=body,
+        content_type="application/json",
+        content_encoding="utf-8",
+        channel=SimpleNamespace(**channel),
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "acks_late", "acknowledged", "token"),
+    [
+        (message("17", lease_store=lease_store), True, False, "17"),
+        (message("17", lease_store=lease_store), False, False, None),
+        (message("17", lease_store=lease_store), True, True, None),
+        (message("17", lease_store=None), True, False, None),
+        (message("17"), True, False, None),
+        (message("0c4b-uuid", lease_store=lease_store), True, False, None),
+    ],
+)
+def test_a_request_knows_its_lease(
+    made: Any, acks_late: bool, acknowledged: bool, token: str | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(TASK, "acks_late", acks_late)
+    request = BatchRequest(made, app=app, task=TASK)
+    request.acknowledged = acknowledged
+    assert request.lease == (token and LeaseHandle(lease_store, token))
+    assert request.embed == {}
+
+
+def test_a_device_hears_which_jobs_ask_for_which_reply() -> None:
+    header = {"v": 1, "reply": "mine"}
+    jobs = [
+        job(LeaseHandle(lease_store, "7"), batchery=header),
+        job(LeaseHandle(lease_store, "8"), batchery={"v": 1, "n": 1}),
+        job(LeaseHandle(lease_store, "8"), batchery={**header, "reply": "a key:"}),
+        job(LeaseHandle(lease_store, "8"), batchery=header),
+    ]
+    context = CommitEligibility(app).context(TASK, jobs, 10.0)
+    assert context is not None
+    assert context.replies == {"mine": [0, 3]}

@@ -1,0 +1,250 @@
+"""Which jobs only Celery's tracer can complete: a test for each clause."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery, signals
+from celery.backends.redis import RedisBackend
+from celery.fixups import django
+
+from batchery import BatchTask, install
+from batchery_worker.commit.eligibility import (
+    HOOKS,
+    SIGNALS,
+    TracerNeeds,
+    receivers_need_tracer,
+    request_needs_tracer,
+    task_needs_tracer,
+)
+
+#: What a body carries beside arguments where a job has none of it.
+PLAIN = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Apps of other tests have connected receivers in this process."""
+    for signal in SIGNALS.values():
+        monkeypatch.setattr(signal, "receivers", [])
+
+
+def make_app(**conf: Any) -> Celery:
+    url = "redis://127.0.0.1:1/0"  # nobody is asked anything
+    app = install(Celery("needs", broker=url, backend=url, set_as_current=False))
+    app.conf.update(conf)
+    return app
+
+
+def same(items: list[Any]) -> list[Any]:
+    return items
+
+
+def make_task(app: Celery, base: type = BatchTask, **options: Any) -> Any:
+    decorate: Any = app.task(base=base, shared=False, name="same", **options)
+    decorate(same)
+    # Itself, as a worker has it, and not the promise that the decorator made.
+    return app.tasks["same"]
+
+
+def of_task(app: Celery, base: type = BatchTask, **options: Any) -> str | None:
+    return task_needs_tracer(app, make_task(app, base, **options))
+
+
+def test_a_plain_task_does_without() -> None:
+    assert of_task(make_app()) is None
+
+
+# Of the task
+
+
+class Called(BatchTask):
+    abstract = True
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return super().__call__(*args, **keywords)
+
+
+def test_a_task_with_a_call_of_its_own_needs_it() -> None:
+    assert of_task(make_app(), Called) == "__call__ is overridden"
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_task_with_a_hook_needs_it(hook: str) -> None:
+    def called(*_: Any) -> None:
+        """Whatever it does."""
+
+    base = type("Hooked", (BatchTask,), {"abstract": True, hook: called})
+    assert of_task(make_app(), base) == f"{hook} is overridden"
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_was_set_on_the_task_itself_counts(hook: str) -> None:
+    app = make_app()
+    task = make_task(app)
+    setattr(task, hook, print)
+    assert task_needs_tracer(app, task) == f"{hook} is overridden"
+
+
+def test_every_hook_of_celerys_tasks_is_known() -> None:
+    own = {
+        name for name in vars(BatchTask.__mro__[1]) if name.startswith(("on_", "before", "after"))
+    }
+    # Called when a task is made, and by `Task.replace`.
+    assert own - {"on_bound", "on_replace"} == set(HOOKS)
+
+
+def test_a_task_that_tells_of_its_start_needs_it() -> None:
+    assert of_task(make_app(), track_started=True) == "task_track_started"
+    assert of_task(make_app(task_track_started=True)) == "task_track_started"
+
+
+def test_a_task_that_is_retried_by_celery_needs_it() -> None:
+    assert of_task(make_app(), autoretry_for=(OSError,)) == "autoretry_for"
+
+
+def test_a_task_with_a_backend_of_its_own_needs_it() -> None:
+    app = make_app()
+    other = RedisBackend(app=app, url="redis://127.0.0.1:2/0")
+    assert of_task(app, backend=other) == "a result backend of its own"
+
+
+@pytest.mark.parametrize("backend", ["cache+memory://", "disabled://"])
+def test_a_backend_that_is_not_redis_needs_it(backend: str) -> None:
+    app = install(Celery("needs", broker="memory://", backend=backend, set_as_current=False))
+    assert of_task(app) == "a result backend other than Celery's for Redis"
+
+
+class OwnBackend(RedisBackend):
+    """It may store what it likes."""
+
+
+def test_a_subclass_of_the_backend_needs_it() -> None:
+    app = make_app()
+    own: Any = OwnBackend(app=app, url="redis://127.0.0.1:1/0")
+    setattr(app, "_backend", own)  # noqa: B010 - what the public property reads
+    assert of_task(app) == "a result backend other than Celery's for Redis"
+
+
+def test_results_in_another_serialization_need_it() -> None:
+    app = make_app(result_serializer="yaml", result_accept_content=["yaml"])
+    assert of_task(app) == "a result serializer other than JSON"
+
+
+def test_compressed_results_need_it() -> None:
+    assert of_task(make_app(result_compression="gzip")) == "compressed results"
+
+
+@pytest.mark.parametrize(
+    "conf",
+    [
+        {"result_extended": True},
+        {"result_backend_transport_options": {"global_keyprefix": "shop-"}},
+        {"task_ignore_result": True},
+        {"task_store_errors_even_if_ignored": True},
+        {"result_expires": 60},
+    ],
+)
+def test_what_a_device_can_do_as_well_does_not_need_it(conf: dict[str, Any]) -> None:
+    assert of_task(make_app(**conf)) is None
+
+
+# Of the signals
+
+
+@contextlib.contextmanager
+def connected(signal: Any, receiver: Any, sender: Any = None) -> Iterator[None]:
+    signal.connect(receiver, sender=sender)
+    try:
+        yield
+    finally:
+        signal.disconnect(receiver, sender=sender)
+
+
+def listen(**_: Any) -> None:
+    """A receiver."""
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_a_signal_that_somebody_listens_to_needs_it(name: str) -> None:
+    task = make_task(make_app())
+    assert receivers_need_tracer(task) is None
+    with connected(SIGNALS[name], listen):
+        assert receivers_need_tracer(task) == f"a receiver of {name}"
+    assert receivers_need_tracer(task) is None
+
+
+def test_a_receiver_for_another_task_does_not_count() -> None:
+    task, other = make_task(make_app()), make_task(make_app())
+    with connected(signals.task_success, listen, sender=other):
+        assert receivers_need_tracer(task) is None
+        assert receivers_need_tracer(other) == "a receiver of task_success"
+
+
+def test_celerys_own_receivers_for_django_do_not_count() -> None:
+    # Its constructor imports Django, which need not be here.
+    made: Any = django
+    fixup = made.DjangoWorkerFixup.__new__(made.DjangoWorkerFixup)
+    task = make_task(make_app())
+    with (
+        connected(signals.task_prerun, fixup.on_task_prerun),
+        connected(signals.task_postrun, fixup.on_task_postrun),
+    ):
+        assert receivers_need_tracer(task) is None
+        with connected(signals.task_postrun, listen):
+            assert receivers_need_tracer(task) == "a receiver of task_postrun"
+
+
+# Of the message
+
+
+def test_a_plain_message_does_without() -> None:
+    headers = {"id": "a", "group": "g", "ignore_result": True, "replaced_task_nesting": 0}
+    assert request_needs_tracer(headers, PLAIN) is None
+    assert request_needs_tracer({"id": "a"}, None) is None
+
+
+@pytest.mark.parametrize("name", list(PLAIN))
+def test_a_message_with_something_to_come_after_it_needs_it(name: str) -> None:
+    assert request_needs_tracer({}, {**PLAIN, name: [{"task": "next"}]}) == name
+
+
+def test_a_job_that_replaced_another_needs_it() -> None:
+    assert request_needs_tracer({"replaced_task_nesting": 1}, PLAIN) == "it replaced another job"
+
+
+def test_what_is_in_a_real_message_is_what_is_looked_for() -> None:
+    app = make_app()
+    task = make_task(app)
+    s = task.s("a")
+    sent = {
+        "callbacks": {"link": [s]},
+        "errbacks": {"link_error": [s]},
+        "chain": {"chain": [s]},
+        "chord": {"chord": s},
+    }
+    for name, options in sent.items():
+        message: Any = app.amqp.as_task_v2("id", task.name, ("a",), {}, **renamed(options))
+        headers, _, (_, _, embed), _ = message
+        assert request_needs_tracer(headers, embed) == name
+
+
+def renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """As `apply_async` hands them on."""
+    names = {"link": "callbacks", "link_error": "errbacks"}
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+# All together
+
+
+def test_what_holds_is_remembered_and_what_changes_is_not() -> None:
+    app = make_app()
+    task = make_task(app)
+    needs = TracerNeeds(app)
+    assert needs.why(task, {}, PLAIN) is None
+    assert needs.why(task, {}, {**PLAIN, "chain": ["next"]}) == "chain"
+    with connected(signals.task_success, listen):
+        assert needs.why(task, {}, PLAIN) == "a receiver of task_success"
+    assert needs.why(task, {}, PLAIN) is None

@@ -1,0 +1,112 @@
+"""The first pass of the next batch is begun while the device computes the last of this one."""
+
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from batchery import Model
+from batchery_worker.cache.single_flight import Folding
+from batchery_worker.device import __main__ as device_module
+from batchery_worker.device.__main__ import Device, Prepared
+from batchery_worker.device.served_model import Served
+from batchery_worker.ipc.messages import Work
+from batchery_worker.memory import Memory
+
+
+class Launched(Model):
+    """Items are their own lengths; its passes return early, and it notes what happens when."""
+
+    passes_ahead = 1
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def tokens(self, prepared: int) -> int:
+        return prepared
+
+    def forward(self, batch: Sequence[int], *_: Any, **keywords: Any) -> list[int]:
+        self.log.append(f"forward {batch}")
+        return list(batch)
+
+    def postprocess(self, outputs: Any, *_: Any, **keywords: Any) -> list[int]:
+        self.log.append(f"results {outputs}")
+        return [each * 10 for each in outputs]
+
+
+class NoReuse:
+    """Computes everything."""
+
+    def run(self, folding: Any, items: list[Any], run: Any) -> list[Any]:
+        return list(run(items))
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    one, other = socket.socketpair()
+    with one, other:
+        made: Any = Device(one)
+        made._app, made._reuse = None, NoReuse()
+        monkeypatch.setattr(device_module, "find_task", lambda *_: None)
+        yield made
+
+
+@pytest.fixture
+def model() -> Launched:
+    return Launched()
+
+
+def batch(model: Model, items: list[int], folding: Any = None, size: int = 2) -> Prepared:
+    work = Work(1, "launched", {}, [(str(each), [each], False) for each in items], size, None)
+    return Prepared(work, items, Served("launched", model, "cpu", Memory()), folding, 0.0, 0.0)
+
+
+def forward(device: Any, batch: Prepared) -> list[Any]:
+    outcomes: list[Any] = device._forward(batch, None).outcomes
+    return outcomes
+
+
+def test_the_next_batch_is_begun_behind_the_last_pass(device: Any, model: Launched) -> None:
+    device._prepared.put(batch(model, [9, 9, 1]))
+    assert forward(device, batch(model, [5, 5, 4, 4])) == [50, 50, 40, 40]
+    assert model.log == [
+        *("forward [5, 5]", "forward [4, 4]", "results [5, 5]"),
+        *("forward [9, 9]", "results [4, 4]"),
+    ]
+    model.log.clear()
+    following, device._next = device._next, None
+    assert forward(device, following) == [90, 90, 10]
+    # What was begun is not computed again.
+    assert model.log == ["forward [1]", "results [9, 9]", "results [1]"]
+
+
+def test_where_no_batch_is_ready_none_is_waited_for(device: Any, model: Launched) -> None:
+    assert forward(device, batch(model, [5])) == [50]
+    assert device._next is None
+
+
+def test_a_batch_whose_items_may_be_known_by_then_is_not_begun(
+    device: Any, model: Launched
+) -> None:
+    device._prepared.put(batch(model, [9], folding=Folding([None], {})))
+    assert forward(device, batch(model, [5])) == [50]
+    assert device._next.items == [9]
+    assert model.log == ["forward [5]", "results [5]"]
+
+
+def test_passes_that_do_not_return_early_take_turns(device: Any, model: Launched) -> None:
+    model.passes_ahead = 0
+    device._prepared.put(batch(model, [9]))
+    assert forward(device, batch(model, [5])) == [50]
+    assert device._next is None
+    assert model.log == ["forward [5]", "results [5]"]
+
+
+def test_the_first_pass_is_the_one_that_the_plan_begins_with(model: Launched) -> None:
+    served = Served("launched", model, "cpu", Memory())
+    one = batch(model, [1, 7, 3, 7])
+    served.begin(one.items, one.work)
+    assert model.log == ["forward [7, 7]"]
+    served.begin([], one.work)
+    assert model.log == ["forward [7, 7]"]

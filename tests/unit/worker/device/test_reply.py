@@ -1,0 +1,158 @@
+"""What a device says of a batch: as much as the main process still has to do."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from celery import Celery
+from celery.utils.saferepr import saferepr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchery import Failed
+from batchery_worker.cache.single_flight import Folding, Reuse
+from batchery_worker.commit.committer import CommitStatus, EncodedOutcome
+from batchery_worker.device.reply import Computed, answer, text_of
+from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
+from batchery_worker.ipc.messages import Work, decode_outcome
+
+backend = Celery("answers", broker="memory://", set_as_current=False).backend
+JOBS = [("t1", ["a"], False), ("t2", ["b", "c"], True), ("t3", ["d"], False)]
+
+
+class Judge:
+    """Gives the statuses that it was told to give."""
+
+    def __init__(self, *statuses: CommitStatus) -> None:
+        self.statuses = statuses
+        self.asked: list[tuple[Any, ...]] = []
+
+    def commit(
+        self, jobs: Sequence[EncodedOutcome], context: CommitContext, facts: Mapping[str, Any]
+    ) -> Sequence[CommitStatus]:
+        self.asked.append((jobs, context, facts))
+        return self.statuses
+
+
+def computed(context: CommitContext | None, *outcomes: Any) -> Computed:
+    work = Work(5, "task", {}, JOBS, 8, None, commit=context)
+    return Computed(work, outcomes, 1.5, 8, 10, prepare_ms=0.5, queued_ms=0.25)
+
+
+def context(text_chars: int | None = None) -> CommitContext:
+    return CommitContext("w", "workers", "leases", 0, [("1", 0.0, {})] * 3, text_chars)
+
+
+def test_without_terms_nothing_is_committed() -> None:
+    judge = Judge()
+    done = answer(computed(None, 1, 2, 3, 4), "cpu", judge, backend)
+    assert not judge.asked
+    assert done.jobs == [
+        ("needs tracer", ("value", 1)),
+        ("needs tracer", ("value", [{"ok": 2}, {"ok": 3}])),
+        ("needs tracer", ("value", 4)),
+    ]
+    assert (done.id, done.forward_ms, done.tokens, done.computed_tokens) == (5, 1.5, 8, 10)
+    assert (done.prepare_ms, done.queued_ms) == (0.5, 0.25)
+    assert done.commit_ms >= 0
+
+
+def test_only_what_the_tracer_needs_travels() -> None:
+    judge = Judge(CommitStatus.COMMITTED, CommitStatus.NEEDS_TRACER, CommitStatus.FENCED)
+    done = answer(computed(context(), 1, 2, Failed("no"), 4), "cpu", judge, backend)
+    assert [status for status, _ in done.jobs] == ["committed", "needs tracer", "fenced"]
+    assert [len(rest) for _, rest in done.jobs] == [0, 2, 0]
+    ((jobs, _, facts),) = judge.asked
+    assert [job.task_id for job in jobs] == ["t1", "t2", "t3"]
+    assert facts == {
+        "id": "b5",
+        "size": 4,
+        "padding": 0.2,
+        "prepare_ms": 0.5,
+        "queued_ms": 0.25,
+        "forward_ms": 1.5,
+        "device": "cpu",
+    }
+
+
+def test_readers_get_the_beginning_of_a_result() -> None:
+    judge = Judge(CommitStatus.COMMITTED, CommitStatus.COMMITTED, CommitStatus.FENCED)
+    done = answer(computed(context(20), "x" * 100, 2, 3, 4), "cpu", judge, backend)
+    assert [len(rest) for _, rest in done.jobs] == [1, 1, 0]
+    assert done.jobs[0][1][0].startswith("'xxxx")
+    assert len(done.jobs[0][1][0]) < 30
+
+
+Plain = st.recursive(
+    st.none() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=60,
+)
+
+
+@given(value=Plain, chars=st.integers(1, 60))
+def test_the_text_of_a_result_is_celery_s_own(value: Any, chars: int) -> None:
+    assert text_of(value, chars) == saferepr(value, chars)
+
+
+def test_the_text_of_a_vector_is_celery_s_own() -> None:
+    result = {"tokens": 7, "vector": [number / 7 for number in range(384)]}
+    assert text_of(result, 128) == saferepr(result, 128)
+    zeros = {"vector": [0] * 384}
+    assert text_of(zeros, 128) == saferepr(zeros, 128)
+
+
+class Memory:
+    """A cache in the place of Redis."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bytes, bytes] = {}
+
+    def put(self, _: str, results: Mapping[bytes, bytes], __: CachePolicy) -> dict[str, int]:
+        self.kept.update(results)
+        return {"results": len(self.kept)}
+
+    def trouble(self) -> dict[str, Any]:
+        return {}
+
+
+def folded(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> Computed:
+    """A batch of `a`, packed `a` and `b`, and `d`: each outcome computed, or found."""
+    items = ["a", "a", "b", "d"]
+    jobs = [("t1", ["a"], False), ("t2", ["a", "b"], True), ("t3", ["d"], False)]
+    cache = CachePolicy("1", 60, 10_000)
+    work = Work(5, "task", {}, jobs, 8, None, commit=context(100), cache=cache)
+    folding = Folding([item.encode() for item in items], found)
+    chosen = [items[place] for place in folding.places]
+    computed = folding.run(chosen, {}, lambda part: [outcomes[item] for item in part])
+    return Computed(work, computed, folding=folding)
+
+
+def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
+    judge, memory = Judge(*[CommitStatus.COMMITTED] * 3), Memory()
+    batch = folded({"a": {"x": 1}, "b": [2.5]}, {b"d": b'"stored"'})
+    done = answer(batch, "cpu", judge, backend, Reuse(memory))  # type: ignore[arg-type]
+    ((jobs, _, _),) = judge.asked
+    assert [job.spelled for job in jobs] == [
+        ("encoded", b'{"x":1}'),
+        ("encoded", b'[{"ok":{"x":1}},{"ok":[2.5]}]'),
+        ("encoded", b'"stored"'),
+    ]
+    assert [rest[0] for _, rest in done.jobs] == [
+        "{'x': 1}",
+        "[{'ok': {'x': 1}}, {'ok': [2.5]}]",
+        "'stored'",
+    ]
+    assert memory.kept == {b"a": b'{"x":1}', b"b": b"[2.5]"}
+    assert done.reused == {"items": 4, "hits": 1, "folded": 1, "computed": 2, "results": 2}
+
+
+def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
+    judge, memory = Judge(*[CommitStatus.NEEDS_TRACER] * 3), Memory()
+    batch = folded({"a": "A", "b": Failed(LookupError("b"))}, {b"d": b'{"y": null}'})
+    done = answer(batch, "cpu", judge, backend, Reuse(memory))  # type: ignore[arg-type]
+    assert [decode_outcome(rest, backend) for _, rest in done.jobs] == [
+        "A",
+        [{"ok": "A"}, {"error": {"type": "LookupError", "message": "b"}}],
+        {"y": None},
+    ]
+    assert memory.kept == {b"a": b'"A"'}

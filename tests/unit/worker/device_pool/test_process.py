@@ -1,0 +1,193 @@
+"""One device, whose processes come and go; they are fakes."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from batchery_worker.device_pool.process import MAX_BACKOFF_S, DeviceProcess, State
+from batchery_worker.ipc.messages import Done, Ready, Setup, Work
+from batchery_worker.job import Batch
+from batchery_worker.task_call import DispatchedBatch
+from support.fake_devices import FakeDevices
+
+SETUP = Setup("cuda:1", [], "shop:app", [], [], 30)
+WORK = Work(7, "shop.shout", {}, [("a", ["x"], False)], 64, None)
+
+
+def dispatched(alone: bool = False) -> DispatchedBatch:
+    job: Any = "a job"
+    return DispatchedBatch(Batch((job,), alone), 0.0)
+
+
+@pytest.fixture
+def unborn(devices: FakeDevices) -> Iterator[DeviceProcess]:
+    """Not spawned yet."""
+    made = DeviceProcess(SETUP)
+    yield made
+    made.stop(kill_at_once=True)
+
+
+@pytest.fixture
+def device(unborn: DeviceProcess) -> DeviceProcess:
+    """Spawned and ready."""
+    unborn.spawn()
+    (reply,) = unborn.receive()
+    assert isinstance(reply, Ready)
+    unborn.state = State.READY
+    return unborn
+
+
+def test_a_process_is_told_its_setup_and_then_its_batches(
+    device: DeviceProcess, devices: FakeDevices
+) -> None:
+    (fake,) = devices.started
+    assert device.send(WORK, dispatched())
+    assert fake.hear() == [WORK]
+    assert fake.setups == [SETUP]
+    fake.answer()
+    (done,) = device.receive()
+    assert isinstance(done, Done)
+    assert (done.id, done.jobs) == (7, (("needs tracer", ("value", "x")),))
+
+
+def test_a_process_keeps_few_matrix_products_unless_it_is_told_otherwise(
+    unborn: DeviceProcess, devices: FakeDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchery_worker.device_pool.process.os.cpu_count", lambda: 4)
+    monkeypatch.setenv("SHOP", "open")
+    unborn.spawn()
+    assert devices.started[0].environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "32"
+    assert devices.started[0].environment["SHOP"] == "open"
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "1024")
+    unborn.reap()
+    unborn.spawn()
+    assert devices.started[1].environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1024"
+
+
+def test_there_is_room_for_two_batches_and_none_beside_a_suspect(device: DeviceProcess) -> None:
+    assert device.has_room
+    device.batches[1] = dispatched()
+    assert device.has_room
+    device.batches[2] = dispatched()
+    assert not device.has_room
+    device.batches = {1: dispatched(alone=True)}
+    assert device.alone
+    assert not device.has_room
+
+
+@pytest.mark.parametrize("state", [each for each in State if each is not State.READY])
+def test_only_a_ready_device_has_room(device: DeviceProcess, state: State) -> None:
+    device.state = state
+    assert not device.has_room
+    assert device.figures()["state"] == state.name.lower()
+
+
+@pytest.mark.parametrize(
+    ("deaths", "backoff_s"),
+    [(0, 0.0), (1, 0.1), (2, 0.2), (5, 1.6), (9, 25.6), (10, MAX_BACKOFF_S), (9999, MAX_BACKOFF_S)],
+)
+def test_the_pause_before_a_restart_grows_up_to_a_limit(deaths: int, backoff_s: float) -> None:
+    assert DeviceProcess(SETUP, deaths=deaths).backoff_s == pytest.approx(backoff_s)
+
+
+@pytest.mark.parametrize(
+    ("code", "how"), [(-9, "killed by signal 9"), (-11, "killed by signal 11"), (3, "exit code 3")]
+)
+def test_a_death_is_told_in_words(
+    device: DeviceProcess, devices: FakeDevices, code: int, how: str
+) -> None:
+    devices.started[0].die(code)
+    with pytest.raises(EOFError):
+        device.receive()
+    assert device.reap() == how
+    assert (device.state, device.deaths, device.failed_starts) == (State.DEAD, 1, 0)
+
+
+def test_what_a_process_said_before_it_died_is_still_read(
+    device: DeviceProcess, devices: FakeDevices
+) -> None:
+    device.send(WORK, dispatched())
+    devices.started[0].answer()
+    devices.started[0].die()
+    assert [type(reply) for reply in device.receive()] == [Done]
+    with pytest.raises(EOFError):
+        device.receive()
+
+
+def test_a_batch_for_a_process_that_is_dead_is_dropped(
+    device: DeviceProcess, devices: FakeDevices
+) -> None:
+    devices.started[0].die()
+    # Its end of file is what tells; until it is read, nothing else does.
+    assert device.send(WORK, dispatched())
+    assert list(device.batches) == [WORK.id]
+
+
+def test_a_process_that_only_closes_its_pipe_is_killed(
+    device: DeviceProcess, devices: FakeDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (fake,) = devices.started
+    fake.hangs = True
+    assert device.reap() == "closed its pipe and was killed"
+    assert fake.code == -9
+
+
+def test_one_that_was_told_to_leave_has_not_died(
+    device: DeviceProcess, devices: FakeDevices
+) -> None:
+    (fake,) = devices.started
+    device.leave()
+    # What it still had to say can be read.
+    fake.hear()
+    fake.get_ready()
+    assert len(device.receive()) == 1
+    assert fake.poll() == 0
+    with pytest.raises(EOFError):
+        device.receive()
+    device.reap()
+    assert (device.deaths, device.backoff_s) == (0, 0.0)
+
+
+def test_a_death_before_it_was_ready_counts_as_a_start_that_failed(
+    unborn: DeviceProcess, devices: FakeDevices
+) -> None:
+    devices.get_ready = False
+    unborn.spawn()
+    devices.started[0].die(1)
+    unborn.reap()
+    assert (unborn.failed_starts, unborn.deaths) == (1, 1)
+
+
+@pytest.mark.parametrize(("hangs", "code"), [(False, 0), (True, -9)], ids=["leaves", "hangs"])
+def test_the_end_is_waited_for_and_hastened_where_necessary(
+    device: DeviceProcess, devices: FakeDevices, hangs: bool, code: int
+) -> None:
+    (fake,) = devices.started
+    fake.hangs = hangs
+    device.stop(kill_at_once=False)
+    assert fake.code == code
+    assert device.state is State.DEAD
+
+
+def test_a_process_that_cannot_be_spawned_can_be_spawned_later(
+    unborn: DeviceProcess, devices: FakeDevices
+) -> None:
+    devices.has_room = False
+    # A pipe that stayed open would be a warning, and that an error.
+    with pytest.raises(OSError, match="temporarily unavailable"):
+        unborn.spawn()
+    assert (unborn.state, unborn.link) == (State.DEAD, None)
+    devices.has_room = True
+    unborn.spawn()
+    assert unborn.state is State.STARTING
+
+
+def test_a_restart_begins_anew(device: DeviceProcess, devices: FakeDevices) -> None:
+    device.jobs, device.recycle_due = 50, True
+    first = device.pid
+    devices.started[0].die()
+    device.reap()
+    device.spawn()
+    assert device.pid != first
+    assert (device.state, device.jobs, device.recycle_due) == (State.STARTING, 0, False)

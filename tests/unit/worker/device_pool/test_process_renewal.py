@@ -1,0 +1,39 @@
+"""When a device process has served long enough."""
+
+import os
+
+import pytest
+
+from batchery_worker.device_pool import process
+from batchery_worker.device_pool.process import ChildLimits, resident_kib
+
+HERE = os.getpid()
+
+
+@pytest.mark.parametrize(("jobs", "reached"), [(0, False), (9, False), (10, True), (64, True)])
+def test_a_batch_may_go_beyond_the_limit_but_not_the_next_one(jobs: int, reached: bool) -> None:
+    assert ChildLimits(max_jobs=10).reached(jobs, HERE) is reached
+
+
+@pytest.mark.parametrize(("held_kib", "reached"), [(99, False), (100, False), (101, True)])
+def test_memory_counts_beside_jobs(
+    monkeypatch: pytest.MonkeyPatch, held_kib: int, reached: bool
+) -> None:
+    monkeypatch.setattr(process, "resident_kib", lambda _: held_kib)
+    assert ChildLimits(max_jobs=10, max_memory_kib=100).reached(1, HERE) is reached
+
+
+@pytest.mark.parametrize("limits", [ChildLimits(), ChildLimits(0, 0)])
+def test_no_limit_is_never_reached(limits: ChildLimits) -> None:
+    assert not limits.reached(10**9, HERE)
+
+
+def test_where_the_system_says_nothing_memory_has_no_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process, "resident_kib", lambda _: None)
+    assert not ChildLimits(max_memory_kib=1).reached(1, HERE)
+
+
+def test_a_process_that_is_gone_holds_nothing() -> None:
+    assert resident_kib(2**30) is None

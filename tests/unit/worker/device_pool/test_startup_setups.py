@@ -1,0 +1,125 @@
+"""What device processes are told when they start."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from batchery import AppNotImportable, BatchTask, Model, Settings, install, register
+from batchery.task import ModelTask
+from batchery_worker.device_pool.discovery import choose
+from batchery_worker.device_pool.startup import device_setups
+
+
+@pytest.fixture
+def app(monkeypatch: pytest.MonkeyPatch) -> Celery:
+    app = install(Celery("set_up", broker="memory://", set_as_current=False))
+    module = ModuleType("set_up_shop")
+    vars(module)["app"] = app
+    monkeypatch.setitem(sys.modules, "set_up_shop", module)
+    return app
+
+
+def model(app: Celery, name: str) -> ModelTask:
+    return register(app, name, type("Some", (Model,), {"__module__": "set_up_shop.models"}))
+
+
+def test_the_module_that_registers_a_model_is_imported(app: Celery) -> None:
+    (setup,) = device_setups(app, [model(app, "embed")], Settings(devices=["cpu"]))
+    assert setup.modules == [__name__]
+
+
+def test_every_device_has_a_setup_of_its_own(app: Celery) -> None:
+    tasks: list[BatchTask] = [model(app, "embed")]
+    setups = device_setups(app, tasks, Settings(devices=["cuda:0", "cuda:1"]))
+    assert [setup.device for setup in setups] == ["cuda:0", "cuda:1"]
+    for setup in setups:
+        assert setup.app == "set_up_shop:app"
+        assert list(setup.sys_path) == [os.getcwd(), *sys.path]
+        assert setup.log_level == logging.getLogger().getEffectiveLevel()
+
+
+def test_only_models_whose_queue_is_consumed_are_loaded_at_the_start(app: Celery) -> None:
+    tasks: list[BatchTask] = [model(app, "embed"), model(app, "classify")]
+    app.amqp.queues.select(["classify"])
+    (setup,) = device_setups(app, tasks, Settings(devices=["cpu"]))
+    assert setup.load == ["classify"]
+
+
+def test_an_app_nobody_can_import_is_refused() -> None:
+    app = install(Celery("nowhere", broker="memory://", set_as_current=False))
+    with pytest.raises(AppNotImportable):
+        device_setups(app, [], Settings(devices=["cpu"]))
+
+
+def test_devices_are_chosen_as_told() -> None:
+    assert choose(["cuda", "mps", "cpu"]) == ["cuda:0", "mps", "cpu"]
+    assert choose("auto")
+
+
+@pytest.fixture
+def pair(app: Celery) -> list[BatchTask]:
+    """Two models, of which one has a budget of its own."""
+    tasks: list[BatchTask] = [model(app, "embed"), model(app, "classify")]
+    tasks[1].max_batch_tokens = 100
+    return tasks
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_cuda", "on_cpu"),
+    [
+        ({}, ["embed"], []),
+        ({"calibrate": "always"}, ["embed"], ["embed"]),
+        ({"calibrate": "never"}, [], []),
+        ({"calibrate": "always", "max_batch_tokens": 100}, [], []),
+    ],
+    ids=str,
+)
+def test_models_without_a_budget_are_measured_where_it_pays_or_as_told(
+    app: Celery,
+    pair: list[BatchTask],
+    settings: dict[str, Any],
+    on_cuda: list[str],
+    on_cpu: list[str],
+) -> None:
+    chosen = Settings.model_validate({"devices": ["cuda:0", "cpu"], **settings})
+    found = [list(setup.calibrate) for setup in device_setups(app, pair, chosen)]
+    assert found == [on_cuda, on_cpu]
+
+
+def test_what_is_measured_is_kept_in_the_user_s_cache(
+    app: Celery, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tasks: list[BatchTask] = [model(app, "embed")]
+
+    def cache_dir(**settings: Any) -> str | None:
+        chosen = Settings.model_validate({"devices": ["cpu"], **settings})
+        return device_setups(app, tasks, chosen)[0].cache_dir
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_dir() == str(tmp_path / "batchery")
+    assert cache_dir(cache_dir="/elsewhere") == "/elsewhere"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_dir() == str(tmp_path / ".cache" / "batchery")
+
+
+def test_a_user_without_a_home_has_no_cache(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", staticmethod(homeless))
+    (setup,) = device_setups(app, [model(app, "embed")], Settings(devices=["cpu"]))
+    assert setup.cache_dir is None
+
+
+def test_a_device_is_told_how_much_memory_it_may_use(app: Celery) -> None:
+    tasks: list[BatchTask] = [model(app, "embed")]
+    (setup,) = device_setups(app, tasks, Settings(devices=["cuda:0"], memory_fraction=0.5))
+    assert setup.memory_fraction == 0.5

@@ -1,0 +1,205 @@
+"""From calls to jobs, and to refusals that fail one job."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from batchery import BatchArgumentError, BatchTask, InvalidItem, Settings
+from batchery_worker.dispatch.admission import Admission
+from batchery_worker.ipc.messages import Work, dump_message, load_context
+from batchery_worker.job import Job, Limits
+from batchery_worker.task_call import TaskCall
+
+app = Celery("admission", broker="memory://", set_as_current=False)
+
+
+@app.task(base=BatchTask, shared=False, max_batch_size=8, max_batch_tokens=99, max_wait_ms=0)
+def own(items: list[Any], **keywords: Any) -> list[Any]:
+    return items
+
+
+@app.task(base=BatchTask, shared=False)
+def defaults(items: list[Any]) -> list[Any]:
+    return items
+
+
+@app.task(base=BatchTask, shared=False, cache="7")
+def kept(items: list[Any]) -> list[Any]:
+    return items
+
+
+@app.task(base=BatchTask, shared=False, cache="8", cache_ttl_s=5, cache_max_bytes=99)
+def briefly(items: list[Any]) -> list[Any]:
+    return items
+
+
+@app.task(base=BatchTask, shared=False, bind=True)
+def looking(self: BatchTask, items: list[Any]) -> list[Any]:
+    return items
+
+
+def nothing(*_: Any) -> Any:
+    return None
+
+
+def call(**message: Any) -> TaskCall:
+    return TaskCall(nothing, (own.name, "id-1", message), nothing, nothing, nothing, None)
+
+
+@pytest.fixture
+def admission() -> Admission:
+    return Admission(Settings(max_batch_size=32, max_wait_ms=250, max_batch_tokens=1_000))
+
+
+def admit(admission: Admission, **message: Any) -> Job[TaskCall]:
+    return admission.job(call(**message), own, (None, None), 1.0)
+
+
+def test_a_job_carries_its_item_its_key_and_its_limits(admission: Admission) -> None:
+    given = call(args=["text"], kwargs={"tag": "x"})
+    job = admission.job(given, own, (1.0, 2.0), 7.5)
+    assert (job.id, job.items, job.arrived_s, job.deaths) == ("id-1", 1, 7.5, 0)
+    assert (job.key.task, job.key.keywords, job.key.time_limits) == (
+        own.name,
+        '{"tag": "x"}',
+        (1.0, 2.0),
+    )
+    assert job.payload is given
+    assert (given.items, given.is_packed) == (["text"], False)
+
+
+def test_limits_of_the_task_win_over_the_settings(admission: Admission) -> None:
+    assert admission.limits(own) == Limits(8, 0.0)
+    assert admission.limits(defaults) == Limits(32, 0.25)
+    assert admission.max_batch_tokens(own) == 99
+    assert admission.max_batch_tokens(defaults) == 1_000
+
+
+def test_the_order_of_keywords_does_not_matter(admission: Admission) -> None:
+    one = admit(admission, args=[1], kwargs={"a": 1, "b": {"c": [1], "d": None}})
+    other = admit(admission, args=[2], kwargs={"b": {"d": None, "c": [1]}, "a": 1})
+    assert one.key == other.key
+
+
+@pytest.mark.parametrize("other", [{"a": 2}, {"a": "1"}, {"a": True}, {"b": 1}, {}, {"a": [1]}])
+def test_different_keywords_never_share_a_batch(
+    admission: Admission, other: dict[str, Any]
+) -> None:
+    one = admit(admission, args=[1], kwargs={"a": 1})
+    assert one.key != admit(admission, args=[1], kwargs=other).key
+
+
+@pytest.mark.parametrize("kwargs", [None, {}])
+def test_no_keywords_are_spelled_in_one_way(admission: Admission, kwargs: Any) -> None:
+    assert admit(admission, args=[1], kwargs=kwargs).key == admit(admission, args=[1]).key
+
+
+def test_keywords_that_only_celery_can_spell_are_admitted(admission: Admission) -> None:
+    job = admit(admission, args=[1], kwargs={"at": datetime(2026, 1, 2, tzinfo=UTC)})
+    assert "2026" in job.key.keywords
+
+
+@pytest.mark.parametrize("depth", [700, 50_000])
+def test_an_item_nested_too_deeply_for_the_pipe_fails_the_job_alone(
+    admission: Admission, depth: int
+) -> None:
+    """JSON reads it; pickling it with its batch would end the worker, again at each delivery."""
+    deep: Any = []
+    for _ in range(depth):
+        deep = [deep]
+    with pytest.raises(InvalidItem, match="cannot be handed to a device"):
+        admit(admission, args=[deep])
+    with pytest.raises((InvalidItem, BatchArgumentError)):
+        admit(admission, args=["x"], kwargs={"a": deep})
+    while deep:
+        deep = deep.pop()
+
+
+def test_whatever_is_admitted_can_be_pickled_in_a_batch(admission: Admission) -> None:
+    deep: Any = []
+    admitted = 0
+    for depth in range(1, 800):
+        deep = [deep]
+        try:
+            job = admit(admission, args=[deep])
+        except InvalidItem:
+            continue
+        admitted = depth
+        dump_message(Work(1, own.name, {}, [(job.id, job.payload.items, False)], 8, None))
+    assert admitted > 200
+
+
+def test_keywords_that_cannot_be_spelled_fail_the_job_alone(admission: Admission) -> None:
+    deep: Any = []
+    for _ in range(50_000):
+        deep = [deep]
+    for kwargs in ({"a": object()}, {"a": 1, 2: "b"}, {"a": deep}):
+        with pytest.raises((BatchArgumentError, InvalidItem), match="cannot be"):
+            admit(admission, args=[1], kwargs=kwargs)
+    while deep:
+        deep = deep.pop()
+
+
+@pytest.mark.parametrize("args", [[], None, [1, 2]])
+def test_anything_but_one_positional_argument_is_refused(admission: Admission, args: Any) -> None:
+    with pytest.raises(BatchArgumentError, match="exactly one positional argument"):
+        admit(admission, args=args)
+
+
+def test_a_packed_message_counts_its_items(admission: Admission) -> None:
+    job = admit(admission, args=[["a", "b", "c"]], batchery={"v": 1, "n": 3})
+    assert (job.items, job.payload.items, job.payload.is_packed) == (3, ["a", "b", "c"], True)
+
+
+def test_what_a_function_with_self_may_see_travels_with_its_job(admission: Admission) -> None:
+    given = call(args=["text"], kwargs={}, id="id-1", retries=2, tenant="x", properties={"a": 1})
+    admission.job(given, looking, (None, None), 1.0)
+    assert load_context(given.context) == {"id": "id-1", "retries": 2, "tenant": "x"}
+    admission.job(given := call(args=["text"], id="id-1"), own, (None, None), 1.0)
+    assert given.context == b""
+
+
+def test_headers_that_cannot_travel_fail_the_job_alone(admission: Admission) -> None:
+    nested: Any = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(InvalidItem, match="headers cannot be handed to a device"):
+        admission.job(call(args=["text"], tenant=nested), looking, (None, None), 1.0)
+
+
+def test_a_list_without_the_header_is_one_item(admission: Admission) -> None:
+    job = admit(admission, args=[["a", "b"]])
+    assert (job.items, job.payload.items) == (1, [["a", "b"]])
+
+
+def test_a_malformed_header_is_refused(admission: Admission) -> None:
+    with pytest.raises(InvalidItem, match="n=4"):
+        admit(admission, args=[["a"]], batchery={"v": 1, "n": 4})
+
+
+def test_a_cache_has_the_limits_of_its_task_or_else_those_of_the_settings() -> None:
+    admission = Admission(Settings(cache_ttl_s=60, cache_max_bytes=1_000))
+    assert admission.cache(own) is None
+    assert admission.cache(kept) == ("7", 60, 1_000)
+    assert admission.cache(briefly) == ("8", 5, 99)
+
+
+@pytest.mark.parametrize(
+    ("message", "fold"),
+    [
+        ({"args": ["text"]}, b"stext"),
+        ({"args": [{"b": 1, "a": 2}]}, b'j{"a":2,"b":1}'),
+        ({"args": [["a"]], "batchery": {"v": 1, "n": 1}}, None),
+        ({"args": [datetime(2026, 1, 2, tzinfo=UTC)]}, None),
+    ],
+    ids=["text", "object", "packed", "date"],
+)
+def test_between_devices_equal_items_of_a_task_with_a_cache_are_known(
+    message: dict[str, Any], fold: bytes | None
+) -> None:
+    several = Admission(Settings(), several_devices=True)
+    assert several.job(call(**message), kept, (None, None), 1.0).fold == fold
+    assert several.job(call(**message), own, (None, None), 1.0).fold is None
+    assert Admission(Settings()).job(call(**message), kept, (None, None), 1.0).fold is None

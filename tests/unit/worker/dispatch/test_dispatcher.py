@@ -1,0 +1,316 @@
+"""What becomes of jobs between Celery and the devices; seen by their callers and on the queue."""
+
+import pytest
+from celery.exceptions import TaskRevokedError, TimeLimitExceeded
+from celery.worker import state as worker_state
+
+from apps.batches import LIMITED, PATIENT, TRACKED, app
+from batchery import BatchArgumentError, DeviceDied
+from support.fake_devices import FORWARD_MS
+from support.fake_worker import FakeChannel, FakeLeaseStore, StartPool
+
+# From Celery to a device
+
+
+def test_what_is_read_in_one_turn_shares_a_batch_and_each_caller_gets_its_own(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    requests = worker.receive_each("a", "b", "c")
+    assert worker.device.hear() == []
+    assert worker.works() == [["a", "b", "c"]]
+    worker.work_off()
+    assert worker.results(requests) == ["a", "b", "c"]
+    worker.settled(*requests)
+    assert sorted(worker.channel.acknowledged) == ["1", "2", "3"]
+
+
+def test_a_busy_device_gets_one_more_batch_only_if_that_is_full(start_pool: StartPool) -> None:
+    worker = start_pool()
+    worker.receive_each(1)
+    assert worker.works() == [[1]]
+    worker.receive_each(2, 3, 4)
+    assert worker.works() == [[1]]
+    worker.receive_each(5, 6, 7, 8, 9, 10)
+    assert worker.works() == [[1], [2, 3, 4, 5]]
+    info = worker.info()
+    assert info["waiting"] == 5
+    assert info["devices"]["cpu"]["batches_in_flight"] == 2
+    # With the first one back, the next full one goes; the tenth waits for company.
+    worker.device.answer()
+    assert worker.works() == [[1], [2, 3, 4, 5], [6, 7, 8, 9]]
+    worker.work_off()
+    assert worker.works()[-1] == [10]
+
+
+def test_the_device_with_the_least_to_do_gets_the_batch(start_pool: StartPool) -> None:
+    worker = start_pool("cuda:0", "cuda:1")
+    first, second = worker.devices.started
+    for item in (1, 2):
+        worker.receive_each(item)
+        worker.loop.settle()
+    assert (worker.works(first), worker.works(second)) == ([[1]], [[2]])
+    # No third one: neither device is idle, and it is not full.
+    worker.receive_each(3)
+    assert (worker.works(first), worker.works(second)) == ([[1]], [[2]])
+    second.answer()
+    assert worker.works(second) == [[2], [3]]
+
+
+def test_a_job_that_can_be_in_no_batch_fails_at_once_and_alone(start_pool: StartPool) -> None:
+    worker = start_pool()
+    bad = worker.receive("a", "b")
+    (good,) = worker.receive_each("good")
+    with pytest.raises(BatchArgumentError, match="exactly one positional argument"):
+        worker.result(bad.id)
+    assert worker.works() == [["good"]]
+    worker.work_off()
+    assert worker.result(good.id) == "good"
+    worker.settled(bad, good)
+
+
+def test_a_revoked_job_never_reaches_a_device(start_pool: StartPool) -> None:
+    worker = start_pool()
+    revoked, mate = worker.receive_each("never", "mate")
+    worker_state.revoked.add(revoked.id)
+    assert worker.works() == [["mate"]]
+    with pytest.raises(TaskRevokedError):
+        worker.result(revoked.id)
+    worker.settled(revoked)
+    assert not mate.acknowledged
+
+
+def test_a_batch_of_revoked_jobs_does_not_hold_up_the_next_one(start_pool: StartPool) -> None:
+    worker = start_pool()
+    revoked = worker.receive_each(1, 2, 3, 4)
+    worker_state.revoked.update(request.id for request in revoked)
+    worker.receive_each(5)
+    assert worker.works() == [[5]]
+
+
+def test_a_job_is_seen_as_started_while_it_runs(start_pool: StartPool) -> None:
+    worker = start_pool()
+    (job,) = worker.receive_each("a", task=TRACKED)
+    worker.loop.settle()
+    worker.loop.until(lambda: app.AsyncResult(job.id).state == "STARTED", "it runs")
+    assert app.AsyncResult(job.id).info["pid"] == worker.device.pid
+    assert job.worker_pid == worker.device.pid
+    worker.work_off()
+    assert worker.result(job.id) == "a"
+
+
+# Waiting for a batch to fill
+
+
+def test_an_idle_device_waits_as_long_as_the_oldest_job_may_and_no_longer(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    worker.receive_each(1, task=PATIENT)
+    worker.loop.sleep(0.2)
+    worker.receive_each(2, task=PATIENT)
+    worker.loop.sleep(0.049)
+    assert worker.works() == []
+    assert worker.info()["oldest_waiting_s"] == 0.249
+    worker.loop.sleep(0.001)
+    assert worker.works() == [[1, 2]]
+
+
+def test_a_full_batch_waits_for_nothing(start_pool: StartPool) -> None:
+    worker = start_pool()
+    worker.receive_each(1, 2, 3, 4, 5, task=PATIENT)
+    assert worker.works() == [[1, 2, 3, 4]]
+    worker.device.answer()
+    # The fifth has not waited long enough, though the device is idle again.
+    worker.loop.sleep(0.249)
+    assert worker.works() == [[1, 2, 3, 4]]
+    worker.loop.sleep(0.001)
+    assert worker.works() == [[1, 2, 3, 4], [5]]
+
+
+def test_each_waiting_batch_leaves_in_its_own_time(start_pool: StartPool) -> None:
+    worker = start_pool("cuda:0", "cuda:1", "cuda:2")
+    for number in range(3):
+        worker.receive_each(number, task=PATIENT, kwargs={"key": number})
+        worker.loop.sleep(0.1)
+    left = []
+    for _ in range(4):
+        left.append([worker.works(device) for device in worker.devices.started])
+        worker.loop.sleep(0.1)
+    # At 0.3, 0.4 and 0.5 s those of 0.0, 0.1 and 0.2 s have waited long enough.
+    assert [sum(map(len, each)) for each in left] == [1, 2, 3, 3]
+
+
+def test_a_job_beside_which_nothing_may_run_lets_the_loop_sleep(start_pool: StartPool) -> None:
+    worker = start_pool("cuda:0", "cuda:1")
+    first, second = worker.devices.started
+    worker.channel.lease_store = FakeLeaseStore()
+    # It was alone on a device when its worker died.
+    worker.receive_each("suspect", deaths=1)
+    worker.receive_each("other")
+    # `works` fails if the loop finds something to do again and again.
+    assert worker.works(first) == [["suspect"]]
+    assert worker.works(second) == []
+    first.answer()
+    worker.loop.settle()
+    batches = worker.works(first) + worker.works(second)
+    assert batches == [["suspect"], ["other"]]
+
+
+# Devices that die
+
+
+def test_jobs_of_a_dead_device_run_alone_and_are_all_answered(start_pool: StartPool) -> None:
+    worker = start_pool()
+    requests = worker.receive_each(1, 2, 3, 4, 5)
+    assert worker.works() == [[1, 2, 3, 4]]
+    requests += worker.receive_each(6, 7, 8)
+    assert worker.works() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+    worker.device.die()
+    worker.loop.sleep(0.1)
+    # One at a time, and nothing beside it.
+    assert worker.works() == [[1]]
+    worker.work_off()
+    assert worker.works() == [[number] for number in range(1, 9)]
+    assert worker.results(requests) == list(range(1, 9))
+    assert worker.info()["batches"]["device_restarts"] == 1
+
+
+def test_the_job_that_kills_its_device_twice_alone_fails_and_no_other(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    killer, *mates = worker.receive_each("kill", "a", "b")
+    worker.work_off()
+    with pytest.raises(DeviceDied, match="running alone when the device process for cpu died"):
+        worker.result(killer.id)
+    assert worker.results(mates) == ["a", "b"]
+    worker.settled(killer, *mates)
+    # With its mates, alone, alone again; and the last one lives.
+    assert [device.code for device in worker.devices.started] == [-9, -9, -9, None]
+
+
+def test_a_killer_is_kept_as_a_dead_letter_where_it_is_leased(start_pool: StartPool) -> None:
+    worker = start_pool()
+    worker.channel.lease_store = FakeLeaseStore()
+    (killer,) = worker.receive_each("kill")
+    worker.work_off()
+    with pytest.raises(DeviceDied):
+        worker.result(killer.id)
+    assert list(worker.channel.lease_store.dead_letters) == ["1"]
+
+
+def test_what_a_dead_device_had_committed_does_not_run_again(start_pool: StartPool) -> None:
+    worker = start_pool()
+    lease_store = worker.channel.lease_store = FakeLeaseStore()
+    committed, fenced, left = worker.receive_each("committed", "fenced", "left")
+    assert worker.works() == [["committed", "fenced", "left"]]
+    # The leases of two are gone; of one of them this worker has heard why.
+    lease_store.held -= {"1", "2"}
+    lease_store.believed -= {"2"}
+    worker.device.die()
+    worker.loop.sleep(0.1)
+    assert worker.works() == [["left"]]
+    worker.work_off()
+    assert worker.result(left.id) == "left"
+    worker.settled(committed, fenced, left)
+    # The other two messages are gone already, or another worker's.
+    assert worker.channel.acknowledged == ["3"]
+    batches = worker.info()["batches"]
+    assert (batches["committed_jobs"], batches["fenced_jobs"]) == (1, 1)
+
+
+def test_a_dead_device_had_committed_nothing_of_another_broker_s_jobs(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    # The broker failed over, and both have a token 2.
+    worker.channel.lease_store = FakeLeaseStore()
+    (before,) = worker.receive_each("before")
+    worker.channel = FakeChannel()
+    worker.channel.lease_store = FakeLeaseStore()
+    (after,) = worker.receive_each("after")
+    assert worker.works() == [["before", "after"]]
+    worker.device.die()
+    worker.work_off()
+    assert worker.results([before, after]) == ["before", "after"]
+
+
+def test_a_job_that_reaches_its_time_limit_alone_fails_and_its_mates_run_again(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    slow, mate = worker.receive_each("slow", "mate", task=LIMITED)
+    behind = worker.receive_each(1, 2, 3, 4)
+    assert worker.works() == [["slow", "mate"], [1, 2, 3, 4]]
+    worker.loop.sleep(4.9)
+    assert worker.device.code is None
+    worker.loop.sleep(0.2)
+    # It has a process of its own now, and its whole time.
+    assert worker.works() == [["slow"]]
+    worker.loop.sleep(4.9)
+    assert worker.works() == [["slow"]]
+    worker.loop.sleep(1.0)
+    with pytest.raises(TimeLimitExceeded):
+        worker.result(slow.id)
+    worker.work_off()
+    assert worker.result(mate.id) == "mate"
+    assert worker.results(behind) == [1, 2, 3, 4]
+
+
+def test_without_any_device_the_worker_ends_with_the_code_for_a_start_that_failed(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    (job,) = worker.receive_each("kill")
+    worker.devices.has_room = False
+    worker.loop.settle()
+    worker.work_off()
+    worker.loop.sleep(60)
+    assert worker_state.should_stop == 2
+    assert not job.acknowledged
+
+
+# What a device answers
+
+
+def test_a_committed_job_is_told_and_not_acknowledged_again(start_pool: StartPool) -> None:
+    worker = start_pool()
+    worker.channel.lease_store = FakeLeaseStore()
+    committed, fenced, plain = worker.receive_each("committed", "fenced", "plain")
+    worker.loop.settle()
+    worker.device.answer(
+        ("committed", ("'shown'",)), ("fenced", ()), ("needs tracer", ("value", "plain"))
+    )
+    assert worker.result(plain.id) == "plain"
+    worker.settled(committed, fenced, plain)
+    assert worker.channel.acknowledged == ["3"]
+    assert committed.id in worker_state.successful_requests
+    assert fenced.id not in worker_state.successful_requests
+    assert not worker_state.active_requests
+    assert not worker_state.reserved_requests
+
+
+def test_the_facts_of_a_batch_are_stored_and_counted(start_pool: StartPool) -> None:
+    worker = start_pool()
+    (first,) = worker.receive_each(1, task=PATIENT)
+    worker.loop.sleep(0.1)
+    (second,) = worker.receive_each(2, task=PATIENT)
+    worker.loop.sleep(0.15)
+    worker.work_off()
+    worker.settled(first, second)
+    facts = [app.backend.get_task_meta(job.id)["batch"] for job in (first, second)]
+    assert [each["waited_ms"] for each in facts] == [250.0, 150.0]
+    assert [(each["size"], each["device"]) for each in facts] == [(2, "cpu")] * 2
+    batches = worker.info()["batches"]
+    assert (batches["batches"], batches["jobs"], batches["mean_batch_size"]) == (1, 2, 2.0)
+    assert (batches["mean_waited_ms"], batches["mean_forward_ms"]) == (200.0, FORWARD_MS)
+
+
+def test_an_answer_for_too_few_jobs_loses_none_of_them(start_pool: StartPool) -> None:
+    worker = start_pool()
+    jobs = worker.receive_each("a", "b")
+    worker.loop.settle()
+    worker.device.answer(("needs tracer", ("value", "a")))
+    worker.work_off()
+    assert worker.results(jobs) == ["a", "b"]

@@ -1,0 +1,91 @@
+"""Plain values, and their JSON: what Python's own encoder would say, value by value."""
+
+import json
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchery_worker.ipc.values import HUGE, is_plain, plain_json
+
+#: Of every plane, halves of surrogate pairs included.
+TEXT = st.text(st.characters(codec=None, exclude_categories=()))
+
+Values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXT,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(TEXT, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+@given(value=Values)
+def test_it_reads_as_what_python_s_encoder_writes(value: Any) -> None:
+    # As texts, since NaN is not itself.
+    assert repr(json.loads(plain_json(value))) == repr(json.loads(json.dumps(value)))
+
+
+@given(bits=st.lists(st.integers(0, 2**64 - 1), max_size=20))
+def test_floats_are_read_to_the_last_bit(bits: list[int]) -> None:
+    floats = [struct.unpack("d", struct.pack("Q", each))[0] for each in bits]
+    finite = [each for each in floats if each - each == 0]
+    assert struct.pack(f"{len(finite)}d", *json.loads(plain_json(finite))) == struct.pack(
+        f"{len(finite)}d", *finite
+    )
+
+
+def test_what_is_not_finite_is_spelled_as_celery_spells_it() -> None:
+    assert plain_json([float("nan"), float("inf"), -float("inf")]) == b"[NaN,Infinity,-Infinity]"
+
+
+def test_deep_values_are_written_as_far_as_python_goes() -> None:
+    value: list[Any] = []
+    for _ in range(400):
+        value = [value]
+    assert plain_json(value) == b"[" * 401 + b"]" * 401
+
+
+def test_a_value_that_contains_itself_is_refused() -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises((ValueError, RecursionError)):
+        plain_json(endless)
+
+
+class Odd(int):
+    """A number that is more than a number."""
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, -1, 0.5, "x", [], (1, 2.5), {"a": [None, {"b": ()}]}, HUGE - 1, [1 - HUGE, 7]],
+    ids=repr,
+)
+def test_plain(value: Any) -> None:
+    assert is_plain(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"x",
+        {1, 2},
+        1j,
+        Odd(1),
+        [Odd(1)],
+        {1: 2},
+        {"a": b""},
+        [[b""]],
+        HUGE,
+        [1, -HUGE],
+        [0.5, HUGE],
+    ],
+    ids=repr,
+)
+def test_not_plain(value: Any) -> None:
+    assert not is_plain(value)

@@ -1,0 +1,110 @@
+"""Texts in, tokens out: the fast way gives what the tokenizer gives, or is not taken."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+
+from batchery.errors import InvalidItem
+from batchery.outcomes import Failed
+from batchery_worker.models import EmbeddingModel
+from batchery_worker.models.loading.tokenizer import PROBES, TextTokenizer
+from support.tiny_models import Build, Load, make_tokenizer
+
+TEXTS = ["the cat", "rain", "a dog barked at nine cats in the old garden", "ships carry tea"]
+
+FITS = {"vocabulary": 1000, "max_length": 8, "truncate": True}
+
+
+def made(tokenizer: Any, **options: Any) -> TextTokenizer:
+    return TextTokenizer(tokenizer, ["input_ids", "token_type_ids"], **{**FITS, **options})
+
+
+def usual(tokenizer: Any, texts: list[str], **options: Any) -> list[Any]:
+    columns = tokenizer(texts, truncation=True, max_length=8, **options)
+    return [
+        [columns[name][row] for name in ("input_ids", "token_type_ids") if name in columns]
+        for row in range(len(texts))
+    ]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_tokens_are_those_of_the_tokenizer(causal: bool) -> None:
+    tokenizer = make_tokenizer(causal=causal)
+    texts = made(tokenizer)
+    prepared = texts(TEXTS)
+    assert [each.tolist() for each in prepared] == usual(tokenizer, TEXTS)  # type: ignore[union-attr]
+    assert all(each.dtype == np.int64 for each in prepared)  # type: ignore[union-attr]
+    assert texts._columns == texts._fast
+
+
+def test_so_are_those_of_minilm_with_all_its_scripts(minilm: EmbeddingModel) -> None:
+    assert minilm._tokenize._columns == minilm._tokenize._fast
+    columns = minilm.tokenizer(list(PROBES), truncation=True, max_length=minilm.max_length)
+    for place, each in enumerate(minilm.preprocess(list(PROBES[:-1]))):
+        assert each[0].tolist() == columns["input_ids"][place]  # type: ignore[index]
+
+
+def test_limits_that_others_leave_in_the_tokenizer_do_no_harm() -> None:
+    tokenizer = make_tokenizer()
+    texts = made(tokenizer)
+    before = texts(TEXTS)
+    tokenizer(TEXTS, truncation=True, max_length=3, padding="max_length")
+    for one, other in zip(before, texts(TEXTS), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+class Particular(transformers.PreTrainedTokenizerFast):
+    """Does something of its own around the library."""
+
+    def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+        return super().__call__([each.upper() for each in text], *args, **options)
+
+
+class Slow:
+    """Knows no library."""
+
+    def __init__(self) -> None:
+        self._inner = make_tokenizer()
+
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        return self._inner(texts, **options)
+
+
+def test_a_tokenizer_that_does_more_is_called_itself() -> None:
+    plain = make_tokenizer()
+    particular: Any = Particular(tokenizer_object=plain.backend_tokenizer, unk_token="[UNK]")  # type: ignore[no-untyped-call]
+    for tokenizer in (particular, Slow()):
+        texts = made(tokenizer)
+        assert texts._columns == texts._usual
+        prepared = texts(TEXTS)
+        assert [each.tolist() for each in prepared] == usual(tokenizer, TEXTS)  # type: ignore[union-attr]
+
+
+def test_what_does_not_fit_fails_alone() -> None:
+    texts = made(make_tokenizer(), max_length=4, truncate=False)
+    short, long, another = texts(["rain", "the cat sat on the mat", "tea"])
+    assert isinstance(long, Failed)
+    assert isinstance(long.error, InvalidItem)
+    assert "8 tokens are more than max_length = 4 tokens" in str(long.error)
+    assert not isinstance(short, Failed)
+    assert not isinstance(another, Failed)
+
+
+def test_no_text_has_no_tokens() -> None:
+    assert made(make_tokenizer())([]) == []
+
+
+def test_a_token_beyond_the_vocabulary_fails_alone(build: Build, embedder: Load) -> None:
+    texts = made(make_tokenizer(), vocabulary=30)
+    known, unknown = texts(["cat", "sea ships garden"])
+    assert not isinstance(known, Failed)
+    assert isinstance(unknown, Failed)
+    assert "is unknown to the model" in str(unknown.error)
+
+
+def test_a_tokenizer_may_drop_all_of_a_text() -> None:
+    (nothing,) = made(make_tokenizer(causal=True))([" "])
+    assert isinstance(nothing, Failed)
+    assert "has no tokens" in str(nothing.error)

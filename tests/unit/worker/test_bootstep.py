@@ -1,0 +1,269 @@
+"""How much a worker prefetches, which queues it consumes, and when it refuses to start."""
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.concurrency.solo import TaskPool as SoloPool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchery import BatchTask, Model, Settings, install, register
+from batchery_worker import bootstep
+from batchery_worker.bootstep import BatchStep, prefetch_jobs
+from batchery_worker.pool import BatchPool
+
+
+class Worker:
+    """As much of Celery's `WorkController` as the step reads."""
+
+    autoscale: tuple[int, int] | None = None
+    max_tasks_per_child: int | None = None
+    max_memory_per_child: int | None = None
+
+    def __init__(
+        self, app: Celery, *, pool: type = BatchPool, concurrency: int = 2, multiplier: int = 4
+    ) -> None:
+        self.app = app
+        self.pool = pool(concurrency, app=app)
+        self.concurrency = concurrency
+        self.prefetch_multiplier = multiplier
+
+
+def make_app(**settings: Any) -> Celery:
+    app = Celery("stepped", broker="memory://", set_as_current=False)
+    return install(app, **settings)
+
+
+def add_task(app: Celery, name: str = "work", **options: Any) -> BatchTask:
+    task: BatchTask = app.register_task(
+        type("Work", (BatchTask,), {"name": name, "run": lambda _, items: items, **options})()
+    )
+    return task
+
+
+def prepare(worker: Worker) -> None:
+    BatchStep(worker).create(worker)
+
+
+def test_every_task_has_room_for_its_running_and_its_waiting_batches() -> None:
+    app = make_app()
+    tasks = [add_task(app, "one", max_batch_size=10), add_task(app, "two")]
+    assert prefetch_jobs(tasks, Settings(max_batch_size=64, prefetch_batches=2)) == 10 * 3 + 64 * 3
+    assert prefetch_jobs([], Settings()) == 0
+
+
+@settings(max_examples=25)
+@given(
+    concurrency=st.integers(1, 40),
+    multiplier=st.integers(0, 10),
+    size=st.integers(1, 500),
+    batches=st.integers(1, 5),
+)
+def test_the_prefetch_is_widened_as_far_as_needed_and_never_narrowed(
+    concurrency: int, multiplier: int, size: int, batches: int
+) -> None:
+    app = make_app(max_batch_size=size, prefetch_batches=batches)
+    add_task(app)
+    worker = Worker(app, concurrency=concurrency, multiplier=multiplier)
+    prepare(worker)
+    needed = size * (1 + batches)
+    if multiplier == 0:
+        assert worker.prefetch_multiplier == 0
+    else:
+        assert worker.prefetch_multiplier == max(multiplier, math.ceil(needed / concurrency))
+
+
+def test_each_models_queue_has_its_part_of_the_prefetch() -> None:
+    app = make_app(max_batch_size=10, prefetch_batches=1)
+    app.conf.broker_transport_options = {"queue_prefetch": {"gpu": 7}, "lease_expiry_s": 2}
+    register(app, "embed", Model)
+    register(app, "rerank", Model, queue="embed", max_batch_size=5)
+    register(app, "classify", Model, queue="gpu")
+    prepare(Worker(app))
+    assert app.conf.broker_transport_options == {
+        "drain_messages": 20,
+        "queue_prefetch": {"embed": 30, "gpu": 7},
+        "lease_expiry_s": 2,
+    }
+
+
+def test_a_worker_without_batch_tasks_is_left_alone() -> None:
+    app = make_app(max_batch_size=500)
+    worker = Worker(app)
+    prepare(worker)
+    assert worker.prefetch_multiplier == 4
+    assert set(app.amqp.queues.consume_from) == set(app.amqp.queues)
+
+
+def test_another_pool_is_left_alone_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    add_task(app)
+    worker = Worker(app, pool=SoloPool)
+    prepare(worker)
+    assert worker.prefetch_multiplier == 4
+    assert "celery.concurrency.solo runs batch tasks one job at a time" in caplog.text
+
+
+def test_no_queue_choice_consumes_the_queues_of_all_models() -> None:
+    app = make_app()
+    register(app, "embed", Model)
+    register(app, "classify", Model, queue="gpu")
+    prepare(Worker(app))
+    assert set(app.amqp.queues.consume_from) == {"celery", "embed", "gpu"}
+
+
+def test_a_queue_choice_is_kept() -> None:
+    app = make_app()
+    register(app, "embed", Model)
+    app.amqp.queues.select(["celery"])
+    prepare(Worker(app))
+    assert set(app.amqp.queues.consume_from) == {"celery"}
+
+
+def refused(worker: Worker, caplog: pytest.LogCaptureFixture) -> str:
+    with pytest.raises(SystemExit) as ended:
+        prepare(worker)
+    assert ended.value.code == 2
+    (record,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
+    assert "\n" not in record.getMessage()
+    return record.getMessage()
+
+
+def test_a_wrong_setting_ends_the_worker_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app(max_batch_size=0)
+    add_task(app)
+    assert "max_batch_size = 0" in refused(Worker(app), caplog)
+
+
+def test_a_wrong_model_setting_found_at_finalize_ends_the_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = make_app(models={"embed": {"kind": "poetry", "model": "x"}})
+    app.finalize()
+    assert "models.embed.kind" in refused(Worker(app), caplog)
+
+
+def test_disabled_prefetch_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    app.conf.worker_disable_prefetch = True
+    add_task(app)
+    assert "worker_disable_prefetch" in refused(Worker(app), caplog)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"max_batch_size": 0},
+        {"max_batch_size": -1},
+        {"max_batch_size": "64"},
+        {"max_batch_size": 2.5},
+        {"max_batch_size": True},
+        {"max_batch_tokens": 0},
+        {"max_wait_ms": -1},
+        {"max_wait_ms": "soon"},
+        {"max_wait_ms": float("nan")},
+        {"cache": True},
+        {"cache": ""},
+        {"cache": 1},
+        {"cache_ttl_s": 0},
+        {"cache_max_bytes": 0.5},
+    ],
+)
+def test_an_impossible_task_option_ends_the_worker(
+    option: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app()
+    add_task(app, "odd", **option)
+    (name,) = option
+    assert f"task 'odd': {name} = {option[name]!r}" in refused(Worker(app), caplog)
+
+
+def add_function(app: Celery, function: Callable[..., Any], **options: Any) -> None:
+    app.finalize()
+    decorate: Any = app.task(base=BatchTask, shared=False, name="odd", **options)
+    decorate(function)
+
+
+def same(items: list[Any]) -> list[Any]:
+    return items
+
+
+def seeing(task: BatchTask, items: list[Any]) -> list[Any]:
+    return [task.name, *items]
+
+
+def test_a_cache_for_a_function_that_sees_its_requests_ends_the_worker(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = make_app()
+    add_function(app, seeing, bind=True, cache="1")
+    assert "task 'odd': its function sees the requests" in refused(Worker(app), caplog)
+
+
+@pytest.mark.parametrize("backend", ["cache+memory://", None], ids=["memory", "none"])
+def test_a_cache_without_redis_ends_the_worker(
+    backend: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = make_app()
+    app.conf.update(result_backend=backend)
+    add_function(app, same, cache="1")
+    assert "task 'odd': cache needs Celery's result backend for Redis" in refused(
+        Worker(app), caplog
+    )
+
+
+def test_a_cache_in_redis_is_fine() -> None:
+    app = make_app()
+    app.conf.update(result_backend="redis://localhost:1/0")
+    add_function(app, same, cache="1", cache_ttl_s=60, cache_max_bytes=1)
+    prepare(Worker(app))
+
+
+def test_autoscale_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    app = make_app()
+    add_task(app)
+    worker = Worker(app)
+    worker.autoscale = (4, 1)
+    assert "--autoscale does not go with batches" in refused(worker, caplog)
+
+
+def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_process_holds(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app()
+    add_task(app)
+    worker = Worker(app)
+    worker.max_memory_per_child = 10
+    monkeypatch.setattr(bootstep, "resident_kib", lambda _: 1)
+    prepare(worker)
+    assert not caplog.text
+    monkeypatch.setattr(bootstep, "resident_kib", lambda _: None)
+    prepare(worker)
+    assert "max_memory_per_child has no effect" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((700, 10, 10), bootstep.GC_THRESHOLDS),
+        ((2000, 10, 0), bootstep.GC_THRESHOLDS),
+        ((1000, 1, 1), (1000, 1, 1)),
+    ],
+)
+def test_garbage_is_looked_for_less_often_unless_somebody_chose_otherwise(
+    before: tuple[int, int, int], after: tuple[int, int, int]
+) -> None:
+    stock = gc.get_threshold()
+    try:
+        gc.set_threshold(*before)
+        app = make_app()
+        add_task(app)
+        worker = Worker(app)
+        BatchStep(worker).create(worker)
+        assert gc.get_threshold() == after
+    finally:
+        gc.set_threshold(*stock)
