@@ -8,14 +8,14 @@ from typing import Any
 from celery.app.task import Context, Task
 
 #: Attributes of Celery's request that jobs of one batch have in common.
-OF_ALL_JOBS = frozenset({"hostname", "kwargs"})
+SHARED_ATTRIBUTES = frozenset({"hostname", "kwargs"})
 
 #: Attributes that say something only of one job.
-OF_ONE_JOB = frozenset(
+PER_JOB_ATTRIBUTES = frozenset(
     name
     for name, value in vars(Context).items()
     if not (name.startswith("_") or callable(value) or isinstance(value, property))
-) - (OF_ALL_JOBS | {"called_directly", "is_eager"})
+) - (SHARED_ATTRIBUTES | {"called_directly", "is_eager"})
 
 
 class JobContext(Context):
@@ -68,9 +68,9 @@ class BatchContext(Context):
             self.__dict__ = state
 
     def __getattribute__(self, name: str) -> Any:
-        if name in OF_ALL_JOBS and not self._single:
+        if name in SHARED_ATTRIBUTES and not self._single:
             return getattr(self.jobs[0], name)
-        if name in OF_ONE_JOB and not self._single:
+        if name in PER_JOB_ATTRIBUTES and not self._single:
             raise AttributeError(
                 f"request.{name} is of one job, and a batch may have several:"
                 f" say request.jobs[i].{name}, or request.per_item[i].{name}"

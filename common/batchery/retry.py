@@ -12,11 +12,11 @@ logger = logging.getLogger("batchery.pool")
 REFUSALS = (redis.OutOfMemoryError, redis.ReadOnlyError)
 
 #: Errors that say that no Redis answers, or that it takes no writes for now.
-AWAY = (redis.ConnectionError, redis.TimeoutError, *REFUSALS, OSError)
+AWAY_ERRORS = (redis.ConnectionError, redis.TimeoutError, *REFUSALS, OSError)
 
 #: How the text of a refusal begins when Redis answers and cannot write: a full disk, a server that
 #: is not ready.
-CANNOT_WRITE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
+REFUSAL_PREFIXES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 
 #: How long the completion of one job waits in all, in seconds. A shutdown may have to wait as long.
 COMPLETION_DEADLINE_S = 30.0
@@ -28,7 +28,7 @@ MAX_PAUSE_S = 1.0
 
 def is_away(error: BaseException) -> bool:
     """Whether Redis cannot be reached, or cannot write; not whether it refused this one command."""
-    return isinstance(error, AWAY) or str(error).startswith(CANNOT_WRITE)
+    return isinstance(error, AWAY_ERRORS) or str(error).startswith(REFUSAL_PREFIXES)
 
 
 def pause_s(failures: int, longest_s: float = MAX_PAUSE_S) -> float:

@@ -30,7 +30,7 @@ _loading = threading.Lock()
 SEND_MANY = "batchery_producer.submit_many:send_many"
 
 #: So many jobs are worth a connection of their own.
-MANY = 16
+MIN_BULK_ITEMS = 16
 
 
 class Delivery:
@@ -239,7 +239,7 @@ class BatchTask(_Task):
         """
         items = list(items)
         own = {"producer", "connection"} & set(options)
-        if len(items) >= MANY and not own and not self.app.conf.task_always_eager:
+        if len(items) >= MIN_BULK_ITEMS and not own and not self.app.conf.task_always_eager:
             send_many: Any = symbol_by_name(SEND_MANY)
             return cast(ResultSet, send_many(self, items, keywords or {}, options))
         with self.app.producer_or_acquire(options.pop("producer", None)) as producer:

@@ -193,7 +193,7 @@ def test_devices_are_renewed_one_at_a_time(crews: Callable[..., Crew]) -> None:
 def test_a_device_that_does_not_leave_is_killed(
     crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchery_worker.device_pool.supervisor.LEAVE_S", 0.1)
+    monkeypatch.setattr("batchery_worker.device_pool.supervisor.LEAVE_TIMEOUT_S", 0.1)
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
     (device,) = crew.supervisor

@@ -131,7 +131,7 @@ def unreadable(house: House) -> None:
 
 
 def begun(house: House) -> None:
-    house.broker.sadd(house.keys.sent("tag-1"), "a dedupe key")
+    house.broker.sadd(house.keys.dedupe_keys("tag-1"), "a dedupe key")
 
 
 def wrong_type(house: House) -> None:

@@ -318,15 +318,15 @@ def test_marks_of_what_a_job_has_sent_go_with_its_lease_and_only_then(
 ) -> None:
     mine, lost = drain(lease_store, owner, "1", "2")
     for token in (mine, lost):
-        lease_store.client.sadd(KEYS.sent(f"tag-{token}"), "mark")
+        lease_store.client.sadd(KEYS.dedupe_keys(f"tag-{token}"), "mark")
         lease_store.published(token, f"tag-{token}")
     lease_store.client.hdel(lease_store.lease_key, lost)
     lease_store.ack(mine)
     lease_store.ack(lost)
     lease_store.flush()
-    assert not lease_store.client.exists(KEYS.sent(f"tag-{mine}"))
+    assert not lease_store.client.exists(KEYS.dedupe_keys(f"tag-{mine}"))
     # Another worker has it, and will send what is not marked.
-    assert lease_store.client.exists(KEYS.sent(f"tag-{lost}"))
+    assert lease_store.client.exists(KEYS.dedupe_keys(f"tag-{lost}"))
     assert leased(lease_store) == 0
 
 

@@ -91,7 +91,7 @@ def test_a_second_run_sends_only_what_the_first_did_not(send: Send, bare: Any, p
             assert completion.outbox.has_dedupe_keys
     waiting = [json.loads(each)["headers"]["id"] for each in bare.lrange(f"{prefix}q", 0, -1)]
     assert waiting == ["parent", "step"]
-    key = Keys(prefix).sent("tag")
+    key = Keys(prefix).dedupe_keys("tag")
     assert bare.scard(key) == 2
     assert bare.ttl(key) > 0
 
@@ -108,7 +108,7 @@ def test_what_redis_refuses_leaves_no_mark(send: Send, bare: Any, prefix: str) -
     bare.set(f"{prefix}q", "no list")
     with publishing("tag"), pytest.raises(Exception, match="WRONGTYPE"):
         send("step")
-    assert not bare.exists(Keys(prefix).sent("tag"))
+    assert not bare.exists(Keys(prefix).dedupe_keys("tag"))
     bare.delete(f"{prefix}q")
     with publishing("tag"):
         send("step")
@@ -118,7 +118,7 @@ def test_what_redis_refuses_leaves_no_mark(send: Send, bare: Any, prefix: str) -
 def test_who_has_lost_the_job_sends_nothing(send: Send, bare: Any, prefix: str) -> None:
     lease = (SimpleNamespace(lease_key=Keys(prefix).lease("me")), "7")
     for held in (True, False):
-        bare.delete(Keys(prefix).sent("tag"), Keys(prefix).lease("me"))
+        bare.delete(Keys(prefix).dedupe_keys("tag"), Keys(prefix).lease("me"))
         if held:
             bare.hset(Keys(prefix).lease("me"), "7", "the job's message")
         with publishing("tag", lease):

@@ -252,9 +252,9 @@ def test_a_result_that_redis_cannot_hold_is_left_to_the_tracer(house: House) -> 
 
 
 def test_large_batches_and_large_results_go_in_parts(house: House) -> None:
-    many = range(1, committer.MAX_JOBS + 100)
+    many = range(1, committer.MAX_JOBS_PER_SCRIPT + 100)
     house.lease(*many)
-    big = "x" * (committer.MAX_BYTES // 2)
+    big = "x" * (committer.MAX_BYTES_PER_SCRIPT // 2)
     jobs = [(f"t{token}", big if token < 6 else token) for token in many]
     assert house.commit(*jobs) == [COMMITTED] * len(many)
     assert house.leased() == set()

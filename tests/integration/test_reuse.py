@@ -10,7 +10,7 @@ from celery import Celery, chain
 from celery.exceptions import TaskRevokedError
 
 from batchery import DeviceDied
-from batchery_worker.cache.store import BESIDE_BYTES
+from batchery_worker.cache.store import OVERHEAD_BYTES
 from conftest import StartWorker
 from support.cached_jobs import TIMEOUT_S, answers, computed, send
 from support.harness import Worker, unsettled, wait_for
@@ -56,7 +56,7 @@ def test_of_a_thousand_jobs_with_a_hundred_different_items_a_hundred_are_compute
     assert found["hits"] >= 10
     assert found["hit_rate"] >= 0.8
     assert found["results"] >= 100
-    assert found["bytes"] >= 100 * BESIDE_BYTES
+    assert found["bytes"] >= 100 * OVERHEAD_BYTES
     assert found["errors"] == 0
     assert unsettled(redis_url) == 0
 
@@ -144,7 +144,7 @@ def test_results_have_no_more_room_than_they_may(
     wait_for(lambda: figures(worker, client, "small").get("items") == len(sizes), "all are counted")
     kept = store.keys("batchery:cache:apps.cached.small:*")
     assert len(kept) == 3
-    assert sum(store.strlen(key) + BESIDE_BYTES for key in kept) <= 40_000
+    assert sum(store.strlen(key) + OVERHEAD_BYTES for key in kept) <= 40_000
     found = figures(worker, client, "small")
     assert (found["results"], found["evicted"]) == (3, 7)
     # The newest ones have stayed.

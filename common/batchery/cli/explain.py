@@ -44,11 +44,11 @@ Exit codes:
 """
 
 #: How long workers may take to say whether they have the job, in seconds.
-ASK_S = 1.0
+ANSWER_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
+class JobStatus:
     """What is known of one job.
 
     Attributes:
@@ -86,7 +86,7 @@ class Whereabouts:
         }
 
 
-def from_result(task_id: str, stored: Mapping[str, Any]) -> Whereabouts:
+def from_result(task_id: str, stored: Mapping[str, Any]) -> JobStatus:
     """Explains a job by its stored result.
 
     Args:
@@ -98,7 +98,7 @@ def from_result(task_id: str, stored: Mapping[str, Any]) -> Whereabouts:
     result = stored.get("result")
     error = spell_error(result) if isinstance(result, BaseException) else None
     known = describe_batch(batch) if batch else "no facts of a batch are stored with its result"
-    return Whereabouts(
+    return JobStatus(
         task_id,
         state,
         f"{known}; {error}" if error else known,
@@ -108,7 +108,7 @@ def from_result(task_id: str, stored: Mapping[str, Any]) -> Whereabouts:
     )
 
 
-def from_workers(task_id: str, answers: Mapping[str, Any]) -> Whereabouts:
+def from_workers(task_id: str, answers: Mapping[str, Any]) -> JobStatus:
     """Explains a job without a result by what the workers say of it.
 
     Args:
@@ -122,12 +122,12 @@ def from_workers(task_id: str, answers: Mapping[str, Any]) -> Whereabouts:
             where = str(job[0])
             state = {"reserved": "WAITING", "ready": "ENDED"}.get(where, where.upper())
             text = f"{IN_WORKER.get(where, 'is in')} worker {worker}"
-            return Whereabouts(task_id, state, text, UNFINISHED, worker=worker)
+            return JobStatus(task_id, state, text, UNFINISHED, worker=worker)
     who = f"none of {len(answers)} workers has it" if answers else "no worker answers"
     if len(answers) == 1:
         who = f"worker {next(iter(answers))} does not have it"
     text = f"no result, and {who}: still in its queue, expired, or never sent"
-    return Whereabouts(task_id, "UNKNOWN", text, UNKNOWN)
+    return JobStatus(task_id, "UNKNOWN", text, UNKNOWN)
 
 
 def describe_batch(batch: Mapping[str, Any]) -> str:
@@ -162,7 +162,7 @@ def spell_error(error: BaseException) -> str:
 @click.command(help=HELP)
 @click.argument("task_id")
 @app_options
-@timeout_option(ASK_S, "How long to wait for the workers' answers.")
+@timeout_option(ANSWER_TIMEOUT_S, "How long to wait for the workers' answers.")
 @click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
 @click.pass_context
 def explain(
@@ -180,7 +180,7 @@ def explain(
     context.exit(found.exit_code)
 
 
-def find(app: Celery, task_id: str, timeout_s: float = ASK_S) -> Whereabouts:
+def find(app: Celery, task_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> JobStatus:
     """Looks for a job: in the result backend first, then in the workers.
 
     Args:

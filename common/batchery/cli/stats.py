@@ -20,7 +20,7 @@ from batchery.errors import StartError
 REFRESH_S = 1.0
 
 #: Exit code where no worker with batches answers.
-NOBODY = 1
+NO_WORKER = 1
 
 HELP = """Show what the batches of all workers look like, each second.
 
@@ -112,7 +112,7 @@ def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
         click.echo(json.dumps(second.report(first)))
     else:
         _print_tables(second, first)
-    return 0 if any("batches" in figures for figures in second.workers.values()) else NOBODY
+    return 0 if any("batches" in figures for figures in second.workers.values()) else NO_WORKER
 
 
 def _print_tables(now: Survey, before: Survey) -> None:

@@ -102,7 +102,7 @@ def compute(
 
     Args:
         model: Loaded.
-        prepared: As `prepare` returned it; failed items keep their place.
+        prepared: As `prepare` returned it; failed items keep their position.
         keywords: The keywords of the batch.
         plan: Cuts it into micro-batches; asked again for what is left when memory ran out, as
             it may know better by then.
@@ -122,33 +122,36 @@ def compute(
     computed_tokens = 0
     ahead = _cut(plan, lengths, list(lengths))
     while ahead:
-        places = ahead.popleft()
+        positions = ahead.popleft()
         passes.begin_next = partial(
             passes.begin, list(islice(ahead, model.passes_ahead)), following
         )
         failures = passes.failures
-        results = isolate(passes.run, places, name=name)
-        for place, result in zip(places, results, strict=True):
-            passes.outcomes[place] = result
-        computed_tokens += _computed(model, lengths, places)
+        results = isolate(passes.run, positions, name=name)
+        for position, result in zip(positions, results, strict=True):
+            passes.outcomes[position] = result
+        computed_tokens += _computed(model, lengths, positions)
         if ahead and passes.failures > failures:
-            ahead = _cut(plan, lengths, [place for part in ahead for place in part])
+            ahead = _cut(plan, lengths, [position for part in ahead for position in part])
     return passes.outcomes, sum(lengths.values()), computed_tokens
 
 
 def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list[Any]]:
     """The items of the passes that may be begun before the first one's turn; in their order."""
     lengths = {
-        place: length
-        for place, length in enumerate(_lengths(model, prepared))
+        position: length
+        for position, length in enumerate(_lengths(model, prepared))
         if not isinstance(length, SETTLED)
     }
     ahead = _cut(plan, lengths, list(lengths))
-    return [[prepared[place] for place in places] for places in islice(ahead, model.passes_ahead)]
+    return [
+        [prepared[position] for position in positions]
+        for positions in islice(ahead, model.passes_ahead)
+    ]
 
 
 class _Passes:
-    """The forward passes of one prepared batch; an item is known by its place in it."""
+    """The forward passes of one prepared batch; an item is known by its position in it."""
 
     def __init__(
         self,
@@ -166,31 +169,31 @@ class _Passes:
         self._limit = limit
         self._memory = memory
         self.outcomes = list(prepared)
-        #: Tokens of the items that are fit to run, by place.
+        #: Tokens of the items that are fit to run, by position.
         self.lengths: dict[int, int] = {}
         #: How often memory ran out.
         self.failures = 0
         #: Called between a pass and its results.
         self.begin_next: Callable[[], None] = lambda: None
-        for place, length in enumerate(_lengths(model, prepared)):
+        for position, length in enumerate(_lengths(model, prepared)):
             if isinstance(length, SETTLED):
-                self.outcomes[place] = length
+                self.outcomes[position] = length
             else:
-                self.lengths[place] = length
+                self.lengths[position] = length
 
     def begin(self, passes: Sequence[Sequence[int]], following: Callable[[], None]) -> None:
-        """Begins the passes over what stands at these places, which are likely the next ones."""
-        for places in passes:
-            self._early.begin(self._items(places), self._keywords)
+        """Begins the passes over what stands at these positions, which are likely the next ones."""
+        for positions in passes:
+            self._early.begin(self._items(positions), self._keywords)
         if self._early.has_room:
             following()
 
-    def run(self, places: Sequence[int]) -> Any:
-        """One pass, over what stands at these places."""
-        tokens = _computed(self._model, self.lengths, places)
+    def run(self, positions: Sequence[int]) -> Any:
+        """One pass, over what stands at these positions."""
+        tokens = _computed(self._model, self.lengths, positions)
         try:
             with self._limit():
-                outputs = self._early.forward(self._items(places), self._keywords)
+                outputs = self._early.forward(self._items(positions), self._keywords)
                 self.begin_next()
                 answer = self._model.postprocess(outputs, **self._keywords)
         except BaseException as error:
@@ -203,19 +206,19 @@ class _Passes:
             self._memory.passed(tokens)
         return answer
 
-    def _items(self, places: Sequence[int]) -> list[Any]:
-        return [self._prepared[place] for place in places]
+    def _items(self, positions: Sequence[int]) -> list[Any]:
+        return [self._prepared[position] for position in positions]
 
 
-def _cut(plan: Plan, lengths: Mapping[int, int], places: Sequence[int]) -> deque[Sequence[int]]:
-    """Micro-batches of what stands at these places."""
-    cuts = plan([lengths[place] for place in places])
-    return deque([places[each] for each in chosen] for chosen in cuts)
+def _cut(plan: Plan, lengths: Mapping[int, int], positions: Sequence[int]) -> deque[Sequence[int]]:
+    """Micro-batches of what stands at these positions."""
+    cuts = plan([lengths[position] for position in positions])
+    return deque([positions[each] for each in chosen] for chosen in cuts)
 
 
-def _computed(model: Model, lengths: Mapping[int, int], places: Sequence[int]) -> int:
-    """Tokens of a pass over what stands at these places, padding counted if there is any."""
-    chosen = [lengths[place] for place in places]
+def _computed(model: Model, lengths: Mapping[int, int], positions: Sequence[int]) -> int:
+    """Tokens of a pass over what stands at these positions, padding counted if there is any."""
+    chosen = [lengths[position] for position in positions]
     return max(chosen) * len(chosen) if model.pads else sum(chosen)
 
 
@@ -248,5 +251,5 @@ def _resolve(coroutine: Any) -> Any:
 
 @cache
 def _turn() -> Any:
-    # Made at its first use, when gevent or eventlet have surely put their own lock in place.
+    # Made at its first use, when gevent or eventlet have surely put their own lock in position.
     return threading.RLock()

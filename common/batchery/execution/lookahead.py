@@ -9,7 +9,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from batchery.model import Model
 
 
-class Begun(NamedTuple):
+class StartedPass(NamedTuple):
     """A pass that the device computes."""
 
     items: Sequence[Any]
@@ -23,7 +23,7 @@ class Early:
     def __init__(self, model: Model) -> None:
         self._model = model
         #: In the order of their turns.
-        self._begun: deque[Begun] = deque()
+        self._begun: deque[StartedPass] = deque()
 
     @property
     def has_room(self) -> bool:
@@ -47,7 +47,7 @@ class Early:
             raise
         except Exception:  # noqa: BLE001 - the code of any model
             return
-        self._begun.append(Begun(items, keywords, outputs))
+        self._begun.append(StartedPass(items, keywords, outputs))
 
     def forward(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
         """The outputs of a pass: of the one that was begun, if it was this one."""
@@ -60,7 +60,7 @@ class Early:
         return self._model.forward(items, **keywords)
 
 
-def _is(begun: Begun, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+def _is(begun: StartedPass, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
     """Whether a pass that was begun is this one."""
     if len(begun.items) != len(items) or begun.keywords != keywords:
         return False

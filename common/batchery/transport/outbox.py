@@ -44,7 +44,7 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
             key: Key of the queue.
             message: As kombu makes it.
         """
-        keys = [Keys(self.global_keyprefix).sent(outbox.publish_tag), key]
+        keys = [Keys(self.global_keyprefix).dedupe_keys(outbox.publish_tag), key]
         args = [outbox.dedupe_key(message), DEDUPE_TTL_S, dumps(message)]
         if outbox.lease is not None:
             holder, token = outbox.lease

@@ -60,7 +60,7 @@ class Keys:
         """HASH of batch ids to the tokens that are on a device."""
         return f"{self.prefix}batchery:running:{worker}"
 
-    def sent(self, publish_tag: str) -> str:
+    def dedupe_keys(self, publish_tag: str) -> str:
         """SET of dedupe keys: what the completion of one job has published."""
         return f"{self.prefix}batchery:sent:{publish_tag}"
 

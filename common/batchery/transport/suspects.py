@@ -68,7 +68,7 @@ class AckBookkeeping:
 
     def completed(self, token: str, publish_tag: str) -> None:
         """Notes an acknowledgement, with which the job's dedupe keys go."""
-        self._completed.append((token, self._keys.sent(publish_tag)))
+        self._completed.append((token, self._keys.dedupe_keys(publish_tag)))
 
     def dead_lettered(self, token: str, letter: Mapping[str, Any]) -> None:
         """Notes that a message becomes a dead letter."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchery import BatchTask, Model, Replace, RetryAfter, install, register
 from batchery.execution.batch import run_function
-from batchery.request import OF_ONE_JOB, BatchContext, JobContext, looking_at, shares
+from batchery.request import PER_JOB_ATTRIBUTES, BatchContext, JobContext, looking_at, shares
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ def test_a_batch_of_several_has_no_attribute_of_any_one_of_them() -> None:
     batch = several("a", "b")
     assert [job.id for job in batch.jobs] == ["a", "b"]
     assert all(isinstance(job, Context) and job.retries == 1 for job in batch.jobs)
-    for name in OF_ONE_JOB:
+    for name in PER_JOB_ATTRIBUTES:
         assert hasattr(batch.jobs[0], name), f"Celery's request has no {name} any more"
         with pytest.raises(AttributeError, match=rf"say request.jobs\[i\].{name}"):
             getattr(batch, name)
-    assert {"id", "retries", "headers", "delivery_info", "root_id", "args"} <= OF_ONE_JOB
+    assert {"id", "retries", "headers", "delivery_info", "root_id", "args"} <= PER_JOB_ATTRIBUTES
     assert (batch.called_directly, batch.hostname) == (True, "h")
     assert "BatchContext" in repr(batch)
 

@@ -16,10 +16,10 @@ from batchery_worker.ipc.values import is_plain
 DIGEST_BYTES = 20
 
 #: Changes whenever what is named or stored here gets another form.
-FORMAT = 1
+KEY_FORMAT = 1
 
 #: Weights in formats that are never loaded, and may be many gigabytes.
-UNUSED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite"}
+NEVER_LOADED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite"}
 
 
 def canonical(value: Any) -> bytes | None:
@@ -52,7 +52,7 @@ def digests(
     if shared is None:
         return [None] * len(items)
     # The length keeps one part from passing for the end of the other.
-    head = json.dumps([FORMAT, *version, len(shared)]).encode() + shared
+    head = json.dumps([KEY_FORMAT, *version, len(shared)]).encode() + shared
     start = hashlib.blake2b(head, digest_size=DIGEST_BYTES)
     return [_digest(start, canonical(item)) for item in items]
 
@@ -70,7 +70,7 @@ def folder_digest(folder: Path) -> str:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or path.suffix in UNUSED or not path.is_file():
+        if hidden or path.suffix in NEVER_LOADED or not path.is_file():
             continue
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "blake2b").hexdigest()

@@ -177,4 +177,4 @@ class Reuse:
         """
         assert work.cache is not None
         told = self._cache.put(work.task, folding.fresh(), work.cache)
-        return {**folding.counts(), **told, **self._cache.trouble()}
+        return {**folding.counts(), **told, **self._cache.take_errors()}

@@ -23,21 +23,21 @@ REMEMBER_LUA = Path(__file__).parent / "lua" / "remember.lua"
 
 #: Most results in one command, and most bytes after which no further one is added to it: Redis
 #: serves nobody else meanwhile.
-MAX_RESULTS = 512
-MAX_BYTES = 4 << 20
+MAX_RESULTS_PER_COMMAND = 512
+MAX_BYTES_PER_COMMAND = 4 << 20
 
 #: Memory that Redis needs for a result beside its JSON, in bytes: its key, and two entries that say
 #: how old and how large it is. Redis 6.2 takes 350 to 410.
-BESIDE_BYTES = 400
+OVERHEAD_BYTES = 400
 
 #: Length of the checksum before each JSON: what is not ours, or not whole, is no result.
-SUM_BYTES = 4
+CHECKSUM_BYTES = 4
 
 #: How long an answer may take, in seconds: a batch waits for it.
-PATIENCE_S = 5.0
+ANSWER_TIMEOUT_S = 5.0
 
 #: How long a direction that failed is left alone, in seconds.
-PAUSE_S = 5.0
+FAILURE_PAUSE_S = 5.0
 
 
 class ResultCache:
@@ -66,8 +66,8 @@ class ResultCache:
         """
         found: dict[bytes, bytes] = {}
         prefix = self._key("cache", task) + b":"
-        for start in range(0, len(digests), MAX_RESULTS):
-            part = digests[start : start + MAX_RESULTS]
+        for start in range(0, len(digests), MAX_RESULTS_PER_COMMAND):
+            part = digests[start : start + MAX_RESULTS_PER_COMMAND]
             keys = [prefix + digest for digest in part]
             values: list[bytes | None] | None = self._reads.attempt(
                 partial(self._client.mget, keys)
@@ -75,9 +75,9 @@ class ResultCache:
             if values is None:
                 break
             found.update(
-                (digest, value[SUM_BYTES:])
+                (digest, value[CHECKSUM_BYTES:])
                 for digest, value in zip(part, values, strict=True)
-                if value is not None and value[:SUM_BYTES] == _sum(value[SUM_BYTES:])
+                if value is not None and value[:CHECKSUM_BYTES] == _sum(value[CHECKSUM_BYTES:])
             )
         return found
 
@@ -97,7 +97,7 @@ class ResultCache:
         small = {
             digest: _sum(json) + json
             for digest, json in results.items()
-            if SUM_BYTES + len(json) + BESIDE_BYTES <= policy.max_bytes
+            if CHECKSUM_BYTES + len(json) + OVERHEAD_BYTES <= policy.max_bytes
         }
         for part in _parts(small):
             answer = self._writes.attempt(partial(self._remember, task, part, policy))
@@ -107,7 +107,7 @@ class ResultCache:
             told = {"bytes": size, "results": count, "evicted": told.get("evicted", 0) + evicted}
         return told
 
-    def trouble(self) -> dict[str, Any]:
+    def take_errors(self) -> dict[str, Any]:
         """What went wrong since somebody asked last: `errors`, and the `error`; mostly empty."""
         failed = [each for each in (self._reads, self._writes) if each.errors]
         if not failed:
@@ -126,7 +126,7 @@ class ResultCache:
         prefix = self._key("cache", task) + b":"
         keys = [self._key("cache-ages", task), self._key("cache-sizes", task)]
         keys += [prefix + digest for digest in part]
-        args: list[Any] = [int(policy.ttl_s * 1000), policy.max_bytes, prefix, BESIDE_BYTES]
+        args: list[Any] = [int(policy.ttl_s * 1000), policy.max_bytes, prefix, OVERHEAD_BYTES]
         for digest, json in part.items():
             args += (digest, json)
         size, count, evicted = self._script(keys=keys, args=args)
@@ -135,9 +135,9 @@ class ResultCache:
     @cached_property
     def _client(self) -> Any:
         # Of its own: that of the backend may wait for minutes, and may give up texts for bytes.
-        own: dict[str, Any] = {"socket_timeout": PATIENCE_S, "decode_responses": False}
+        own: dict[str, Any] = {"socket_timeout": ANSWER_TIMEOUT_S, "decode_responses": False}
         if "socket_connect_timeout" in self._backend.connparams:
-            own["socket_connect_timeout"] = PATIENCE_S
+            own["socket_connect_timeout"] = ANSWER_TIMEOUT_S
         return self._backend._create_client(**{**self._backend.connparams, **own})
 
     @cached_property
@@ -167,12 +167,12 @@ class _Direction:
                 logger.warning("the cache of results %s", text)
             self.error = text
             self.errors += 1
-            self._paused_until_s = self._clock() + PAUSE_S
+            self._paused_until_s = self._clock() + FAILURE_PAUSE_S
             return None
 
 
 def _sum(json: bytes) -> bytes:
-    return zlib.crc32(json).to_bytes(SUM_BYTES, "big")
+    return zlib.crc32(json).to_bytes(CHECKSUM_BYTES, "big")
 
 
 def _parts(results: Mapping[bytes, bytes]) -> Iterator[Mapping[bytes, bytes]]:
@@ -182,7 +182,7 @@ def _parts(results: Mapping[bytes, bytes]) -> Iterator[Mapping[bytes, bytes]]:
     for digest, json in results.items():
         part[digest] = json
         size_bytes += len(json)
-        if len(part) == MAX_RESULTS or size_bytes >= MAX_BYTES:
+        if len(part) == MAX_RESULTS_PER_COMMAND or size_bytes >= MAX_BYTES_PER_COMMAND:
             yield part
             part, size_bytes = {}, 0
     if part:

@@ -30,10 +30,10 @@ logger = logging.getLogger("batchery.device")
 LUA = Path(__file__).parent / "lua"
 
 #: Maximum number of jobs of one script. Redis serves nobody else meanwhile.
-MAX_JOBS = 512
+MAX_JOBS_PER_SCRIPT = 512
 
 #: Number of bytes after which no further result is added to a script, for the same reason.
-MAX_BYTES = 4 << 20
+MAX_BYTES_PER_SCRIPT = 4 << 20
 
 #: How often a commit is sent to a Redis that is well before the tracer may try. A lost connection
 #: explains the first failure, a failover the second.
@@ -43,7 +43,7 @@ MAX_TRIES = 3
 MAX_PAUSE_S = 2.0
 
 #: Kinds of outcomes, as `encode_outcome` spells them, that are results.
-STORABLE = ("value", "json", "encoded")
+STORABLE_KINDS = ("value", "json", "encoded")
 
 
 def result_scripts(client: "redis.Redis") -> RedisScripts:
@@ -185,7 +185,7 @@ class RedisCommitter:
     ) -> _Entry | None:
         """What the script needs of a job; None if the tracer must have it."""
         kind, content = job.spelled[0], job.spelled[1]
-        if context is None or kind not in STORABLE:
+        if context is None or kind not in STORABLE_KINDS:
             return None
         token, waited_ms, fields = context
         try:
@@ -208,12 +208,12 @@ class RedisCommitter:
             self._db,
             context.broker_db,
             expires_s,
-            len(context.replies),
+            len(context.completion_streams),
         ]
         for entry in part:
             args += (entry.token, entry.value)
-        if context.replies:
-            self._add_replies(keys, args, part, context.replies)
+        if context.completion_streams:
+            self._add_completion_streams(keys, args, part, context.completion_streams)
         answers, tries = self._answers(keys, args)
         if answers is None:
             return [CommitStatus.NEEDS_TRACER] * len(part)
@@ -222,15 +222,15 @@ class RedisCommitter:
             for entry, answer in zip(part, answers, strict=True)
         ]
 
-    def _add_replies(
+    def _add_completion_streams(
         self,
         keys: list[Any],
         args: list[Any],
         part: Sequence[_Entry],
-        replies: Mapping[str, Sequence[int]],
+        completion_streams: Mapping[str, Sequence[int]],
     ) -> None:
         numbers = {entry.index: number for number, entry in enumerate(part, 1)}
-        for name, indexes in replies.items():
+        for name, indexes in completion_streams.items():
             keys.append(reply_key(self._backend, name))
             wanted = [index for index in indexes if index in numbers]
             args.append(len(wanted))
@@ -294,7 +294,7 @@ class RedisCommitter:
 
 
 def _json(kind: str, content: Any) -> bytes:
-    """The JSON of a result that `encode_outcome` spelled as one of `STORABLE`."""
+    """The JSON of a result that `encode_outcome` spelled as one of `STORABLE_KINDS`."""
     if kind == "encoded":
         encoded: bytes = content
         return encoded
@@ -313,7 +313,7 @@ def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
     for entry in entries:
         part.append(entry)
         size_bytes += len(entry.value)
-        if len(part) == MAX_JOBS or size_bytes >= MAX_BYTES:
+        if len(part) == MAX_JOBS_PER_SCRIPT or size_bytes >= MAX_BYTES_PER_SCRIPT:
             yield part
             part, size_bytes = [], 0
     if part:

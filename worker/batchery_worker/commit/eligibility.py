@@ -41,7 +41,7 @@ ALWAYS_STORED = frozenset(
 )
 
 
-class TracerNeeds:
+class TracerReasons:
     """Says why jobs need the tracer; remembers answers, so that a job costs less than 1 µs."""
 
     def __init__(self, app: Celery) -> None:
@@ -51,7 +51,7 @@ class TracerNeeds:
         #: The receivers of each signal when `_receivers` was filled.
         self._connected: list[list[Any]] = []
 
-    def why(
+    def of_job(
         self, task: BatchTask, message: Mapping[str, Any], embed: Mapping[str, Any] | None
     ) -> str | None:
         """Says why a job needs the tracer; None if it does not.
@@ -61,9 +61,9 @@ class TracerNeeds:
             message: The headers of its message.
             embed: The third part of the message's body.
         """
-        return self.why_all(task) or request_needs_tracer(message, embed)
+        return self.of_task(task) or request_needs_tracer(message, embed)
 
-    def why_all(self, task: BatchTask) -> str | None:
+    def of_task(self, task: BatchTask) -> str | None:
         """Says why all jobs of a task need the tracer as of now; None if they do not."""
         name = task.name
         if name not in self._tasks:
@@ -141,7 +141,7 @@ class CommitEligibility:
     """Decides for every batch before it leaves for its device; costs a few µs per job."""
 
     def __init__(self, app: Celery) -> None:
-        self._needs = TracerNeeds(app)
+        self._tracer_reasons = TracerReasons(app)
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
 
     def context(
@@ -174,7 +174,7 @@ class CommitEligibility:
             broker_db=store.db,
             jobs=eligible,
             text_chars=_text_chars(task, jobs[0].payload),
-            replies=_replies(jobs),
+            completion_streams=_completion_streams(jobs),
         )
 
     def _of_job(
@@ -182,7 +182,7 @@ class CommitEligibility:
     ) -> JobCommit:
         call = job.payload
         assert call.request is not None
-        if self._needs.why(task, call.message, call.request.embed):
+        if self._tracer_reasons.of_job(task, call.message, call.request.embed):
             return None
         fields = stored_fields(
             call.message, ignores_result=bool(task.ignore_result), extended=self._extended
@@ -194,14 +194,14 @@ class CommitEligibility:
         return token, round((dispatched_s - job.arrived_s) * 1e3, 3), fields
 
 
-def _replies(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:
+def _completion_streams(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:
     """Which jobs ask for which completion stream."""
-    replies: dict[str, list[int]] = {}
+    completion_streams: dict[str, list[int]] = {}
     for index, job in enumerate(jobs):
         header = job.payload.message.get(multi_item.HEADER)
         if header is not None and (name := reply_of(header)) is not None:
-            replies.setdefault(name, []).append(index)
-    return replies
+            completion_streams.setdefault(name, []).append(index)
+    return completion_streams
 
 
 def _text_chars(task: BatchTask, call: TaskCall) -> int | None:

@@ -61,7 +61,7 @@ class AtomicFinisher:
     def _call(self, job: HeldJob) -> ScriptCall:
         store, outbox = job.lease.store, job.outbox
         keys = [
-            *(store.keys.workers, store.lease_key, store.keys.sent(outbox.publish_tag)),
+            *(store.keys.workers, store.lease_key, store.keys.dedupe_keys(outbox.publish_tag)),
             self._backend.get_key_for_task(outbox.task_id),
             *(held.queue_key for held in outbox.messages),
         ]

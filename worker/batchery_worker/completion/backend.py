@@ -30,7 +30,7 @@ else:
 STORE_RETRIES = 15
 
 #: The answer of store.lua to a stored result that it cannot read.
-UNSURE = 2
+UNREADABLE = 2
 
 #: One of Celery's Lua scripts.
 Script = Callable[..., Any]
@@ -99,7 +99,7 @@ class CompletionRedisBackend(CompletionBackend):
             return
         stored = self._result_scripts.run("store", [key], value, int(self.expires or 0))
         # No script can read a result of another serializer; Celery's own decoders can.
-        if stored == UNSURE and (
+        if stored == UNREADABLE and (
             super()._get_task_meta_for(self._strip_prefix(key))["status"] != SUCCESS
         ):
             super()._set_with_state(key, value, state)

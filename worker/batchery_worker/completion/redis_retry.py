@@ -17,7 +17,7 @@ from redis.backoff import AbstractBackoff, NoBackoff
 from redis.retry import Retry
 
 from batchery.completion import current_completion
-from batchery.retry import AWAY, REFUSALS, RetryDeadline, RetryDeadlineExceeded
+from batchery.retry import AWAY_ERRORS, REFUSALS, RetryDeadline, RetryDeadlineExceeded
 
 #: Celery's own: set while its tracer publishes callbacks and the next step of a chain.
 _follows_a_job: ContextVar[bool] = getattr(
@@ -39,7 +39,7 @@ class DeadlineRetry(Retry):
 
     def __init__(self, own: Retry | None) -> None:
         """Wraps a client's own retries; None for a client that has none."""
-        super().__init__(_DeadlineBackoff(), -1, AWAY)
+        super().__init__(_DeadlineBackoff(), -1, AWAY_ERRORS)
         self._own = own or Retry(NoBackoff(), 0)
 
     def call_with_retry(self, *args: Any, **options: Any) -> Any:

@@ -20,13 +20,13 @@ from celery.exceptions import Ignore, Reject, Retry
 from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import Outbox
 from batchery.outcomes import Failed, Replace
-from batchery_worker.commit.eligibility import TracerNeeds
+from batchery_worker.commit.eligibility import TracerReasons
 from batchery_worker.completion.atomic_finish import HeldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.task_call import TaskCall
 
 #: Outcomes after which Celery has its own ways to go on.
-NO_VALUES = (Failed, Replace, Ignore, Reject)
+NEVER_HELD = (Failed, Replace, Ignore, Reject)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class Tracer:
 
     def __init__(self, app: Celery) -> None:
         self._app = app
-        self._needs = TracerNeeds(app)
+        self._tracer_reasons = TracerReasons(app)
         #: By name of the task; Celery makes new ones after each reconnect to the broker.
         self._tracers: dict[str, Any] = {}
 
@@ -66,7 +66,7 @@ class Tracer:
         if not self._one_broker or call.publish_tag is None:
             return False
         task: Any = self._app.tasks[call.task_name]
-        return self._needs.why_all(task) is None
+        return self._tracer_reasons.of_task(task) is None
 
     @cached_property
     def _one_broker(self) -> bool:
@@ -90,7 +90,7 @@ class Tracer:
             if outbox is None:
                 completion.traced = call.target(*call.args)[:2]
                 return
-            outbox.holds = completion.may_hold and not isinstance(completion.outcome, NO_VALUES)
+            outbox.holds = completion.may_hold and not isinstance(completion.outcome, NEVER_HELD)
             try:
                 self._trace(completion, outbox)
             finally:

@@ -32,10 +32,10 @@ MAX_BACKOFF_S = 30.0
 ONEDNN_PROGRAMS_PER_CORE = 8
 
 #: How long a process may take to leave after its pipe was closed, in seconds; then it is killed.
-LEAVE_S = 5.0
+LEAVE_TIMEOUT_S = 5.0
 
 #: The same for a process that closed the pipe itself: it is as good as gone, and the loop waits.
-DEAD_S = 0.05
+REAP_TIMEOUT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class State(Enum):
     STARTING = auto()
     READY = auto()
     #: It gets no more batches, and leaves when it has answered those it holds.
-    RETIRING = auto()
+    RECYCLING = auto()
     #: It was told to leave and holds nothing.
     LEAVING = auto()
     DEAD = auto()
@@ -96,8 +96,8 @@ class DeviceProcess:
     load_s: float = 0.0
     #: Jobs that this process has answered.
     jobs: int = 0
-    #: What the process has told of its models and its memory.
-    told: Mapping[str, Any] = field(default_factory=dict)
+    #: What the process has reported of its models and its memory.
+    reported: Mapping[str, Any] = field(default_factory=dict)
     #: Whether a fresh process must take its place as soon as it can be spared.
     recycle_due: bool = False
     link: Link | None = None
@@ -136,7 +136,7 @@ class DeviceProcess:
             "load_s": round(self.load_s, 3),
             "batches_in_flight": len(self.batches),
             "resident_kib": resident_kib(self.pid) if self.link is not None else None,
-            **self.told,
+            **self.reported,
         }
 
     def spawn(self) -> None:
@@ -160,7 +160,7 @@ class DeviceProcess:
                 raise
         self.pid = self._process.pid
         self.jobs = 0
-        self.told = {}
+        self.reported = {}
         self.recycle_due = False
         self.link = Link(ours)
         self.link.send(dump_message(self.setup))
@@ -202,7 +202,7 @@ class DeviceProcess:
         assert self.link is not None
         replies = [load_reply(frame) for frame in self.link.receive()]
         for reply in replies:
-            self.told = getattr(reply, "figures", None) or self.told
+            self.reported = getattr(reply, "figures", None) or self.reported
         return replies
 
     def leave(self) -> None:
@@ -220,7 +220,7 @@ class DeviceProcess:
         assert process is not None
         self.dismiss()
         try:
-            code = process.wait(DEAD_S)
+            code = process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             self._dying.append(process)
@@ -240,7 +240,7 @@ class DeviceProcess:
         process, self._process = self._process, None
         if process is not None:
             try:
-                process.wait(0.0 if kill_at_once else LEAVE_S)
+                process.wait(0.0 if kill_at_once else LEAVE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

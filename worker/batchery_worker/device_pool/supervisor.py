@@ -8,7 +8,7 @@ from typing import Any
 
 import batchery.errors
 from batchery.errors import ModelLoadError, StartError
-from batchery_worker.device_pool.process import LEAVE_S, ChildLimits, DeviceProcess, State
+from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, ChildLimits, DeviceProcess, State
 from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Waiting
 from batchery_worker.task_call import DispatchedBatch
 
@@ -78,7 +78,7 @@ class DeviceSupervisor:
                 self._listen(device)
                 self._watch(device)
                 if device.state is State.LEAVING:
-                    hub.call_later(LEAVE_S, self._kill_if_leaving, device, device.pid)
+                    hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
             else:
                 hub.call_later(device.backoff_s, self._spawn, device)
 
@@ -260,13 +260,13 @@ class DeviceSupervisor:
         if all(device.state is State.READY for device in self.devices):
             for device in self.devices:
                 if device.recycle_due:
-                    device.state = State.RETIRING
+                    device.state = State.RECYCLING
                     break
         for device in self.devices:
-            if device.state is State.RETIRING and not device.batches:
+            if device.state is State.RECYCLING and not device.batches:
                 logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
                 device.leave()
-                self._hub.call_later(LEAVE_S, self._kill_if_leaving, device, device.pid)
+                self._hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
 
     def _kill_if_leaving(self, device: DeviceProcess, pid: int) -> None:
         if device.state is State.LEAVING and device.pid == pid:

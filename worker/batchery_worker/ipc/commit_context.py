@@ -37,4 +37,4 @@ class CommitContext:
     #: it.
     text_chars: int | None = None
     #: Name of a completion stream -> index of each job that asks for it.
-    replies: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    completion_streams: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -18,17 +18,17 @@ _ATOMS = {type(None), bool, float, str}
 
 #: Integers from here on are not plain: Python reads no number of some thousands of digits, and its
 #: own encoder says so before it is stored.
-HUGE = 1 << 64
+MAX_PLAIN_INT = 1 << 64
 
 #: Celery's JSON has objects with this key for dates and their like. A plain result that has it,
 #: too, would be read as something else: it goes the ordinary way.
-_MARK = b'"__type__"'
+_TYPE_KEY = b'"__type__"'
 
 #: Types that can always be pickled: for the common job, a text, nothing is tried.
-FLAT = {str, bytes, int, float, bool, type(None)}
+ALWAYS_PORTABLE_TYPES = {str, bytes, int, float, bool, type(None)}
 
 #: Levels of nesting that the trial adds: more than the message to the device adds.
-MARGIN = 20
+EXTRA_LEVELS = 20
 
 
 def is_plain(value: Any) -> bool:
@@ -41,13 +41,13 @@ def is_plain(value: Any) -> bool:
     if kind is dict:
         return set(map(type, value)) <= {str} and is_plain(list(value.values()))
     if kind is int:
-        return bool(-HUGE < value < HUGE)
+        return bool(-MAX_PLAIN_INT < value < MAX_PLAIN_INT)
     if kind is not list and kind is not tuple:
         return kind in _ATOMS
     # Long vectors are the common case: they are looked at without a loop in Python.
     kinds = set(map(type, value))
     if kinds == {int}:
-        return bool(min(value) > -HUGE and max(value) < HUGE)
+        return bool(min(value) > -MAX_PLAIN_INT and max(value) < MAX_PLAIN_INT)
     return kinds <= _ATOMS or all(map(is_plain, value))
 
 
@@ -96,7 +96,7 @@ def encoded(value: Any) -> Encoded | None:
         text = plain_json(value)
     except Exception:  # noqa: BLE001 - whatever the value's own code raises
         return None
-    return None if _MARK in text else Encoded(text, value)
+    return None if _TYPE_KEY in text else Encoded(text, value)
 
 
 def joined(parts: Sequence[Encoded]) -> Encoded:
@@ -111,9 +111,9 @@ def check_portable(values: Iterable[Any]) -> None:
         Exception: Whatever pickle, or the values' own code, raises where they cannot.
     """
     wrapped: Any = list(values)
-    if set(map(type, wrapped)) <= FLAT:
+    if set(map(type, wrapped)) <= ALWAYS_PORTABLE_TYPES:
         return
-    for _ in range(MARGIN):
+    for _ in range(EXTRA_LEVELS):
         wrapped = [wrapped]
     pickle.dumps(wrapped, protocol=pickle.HIGHEST_PROTOCOL)
 

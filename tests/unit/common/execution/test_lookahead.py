@@ -98,7 +98,7 @@ def test_a_pass_that_cannot_be_begun_fails_in_its_turn() -> None:
         model, list("abcde"), {}, lambda lengths: cuts if len(lengths) == 5 else [], memory=Told()
     )
     assert outcomes == list("ABCDE")
-    # Begun in vain, it is not counted; in its turn it is.
+    # StartedPass in vain, it is not counted; in its turn it is.
     assert failed == [3]
     assert model.log.count("forward c d e") == 2
 

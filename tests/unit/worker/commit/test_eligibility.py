@@ -201,4 +201,4 @@ def test_a_device_hears_which_jobs_ask_for_which_reply() -> None:
     ]
     context = CommitEligibility(app).context(TASK, jobs, 10.0)
     assert context is not None
-    assert context.replies == {"mine": [0, 3]}
+    assert context.completion_streams == {"mine": [0, 3]}

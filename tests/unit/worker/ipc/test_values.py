@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.ipc.values import HUGE, is_plain, plain_json
+from batchery_worker.ipc.values import MAX_PLAIN_INT, is_plain, plain_json
 
 #: Of every plane, halves of surrogate pairs included.
 TEXT = st.text(st.characters(codec=None, exclude_categories=()))
@@ -63,7 +63,19 @@ class Odd(int):
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 0, -1, 0.5, "x", [], (1, 2.5), {"a": [None, {"b": ()}]}, HUGE - 1, [1 - HUGE, 7]],
+    [
+        None,
+        True,
+        0,
+        -1,
+        0.5,
+        "x",
+        [],
+        (1, 2.5),
+        {"a": [None, {"b": ()}]},
+        MAX_PLAIN_INT - 1,
+        [1 - MAX_PLAIN_INT, 7],
+    ],
     ids=repr,
 )
 def test_plain(value: Any) -> None:
@@ -81,9 +93,9 @@ def test_plain(value: Any) -> None:
         {1: 2},
         {"a": b""},
         [[b""]],
-        HUGE,
-        [1, -HUGE],
-        [0.5, HUGE],
+        MAX_PLAIN_INT,
+        [1, -MAX_PLAIN_INT],
+        [0.5, MAX_PLAIN_INT],
     ],
     ids=repr,
 )

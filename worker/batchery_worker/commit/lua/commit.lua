@@ -26,8 +26,8 @@
 -- Leases go last. A command that Redis refuses ends the script in between, which undoes nothing: then
 -- every lease is still held, and no job is lost.
 local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local workers, leases, replies = KEYS[1], KEYS[2], tonumber(ARGV[5])
-local count = #KEYS - 2 - replies
+local workers, leases, completion_streams = KEYS[1], KEYS[2], tonumber(ARGV[5])
+local count = #KEYS - 2 - completion_streams
 
 use(broker, backend)
 if not is_known(workers, leases, worker) then
@@ -66,7 +66,7 @@ for i = 1, count do
 end
 
 local at = 2 * count + 6
-for i = 1, replies do
+for i = 1, completion_streams do
   local last, done = at + 2 * tonumber(ARGV[at]), {}
   for j = at + 1, last, 2 do
     if verdicts[tonumber(ARGV[j])] == 1 then

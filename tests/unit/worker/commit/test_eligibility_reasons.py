@@ -13,7 +13,7 @@ from batchery import BatchTask, install
 from batchery_worker.commit.eligibility import (
     HOOKS,
     SIGNALS,
-    TracerNeeds,
+    TracerReasons,
     receivers_need_tracer,
     request_needs_tracer,
     task_needs_tracer,
@@ -242,9 +242,9 @@ def renamed(options: dict[str, Any]) -> dict[str, Any]:
 def test_what_holds_is_remembered_and_what_changes_is_not() -> None:
     app = make_app()
     task = make_task(app)
-    needs = TracerNeeds(app)
-    assert needs.why(task, {}, PLAIN) is None
-    assert needs.why(task, {}, {**PLAIN, "chain": ["next"]}) == "chain"
+    needs = TracerReasons(app)
+    assert needs.of_job(task, {}, PLAIN) is None
+    assert needs.of_job(task, {}, {**PLAIN, "chain": ["next"]}) == "chain"
     with connected(signals.task_success, listen):
-        assert needs.why(task, {}, PLAIN) == "a receiver of task_success"
-    assert needs.why(task, {}, PLAIN) is None
+        assert needs.of_job(task, {}, PLAIN) == "a receiver of task_success"
+    assert needs.of_job(task, {}, PLAIN) is None
