@@ -78,7 +78,7 @@ def test_what_the_batch_before_has_learnt_is_not_computed() -> None:
     assert run(folding, items, function, {b"b": "before"}) == ["A", "before", "before", "A"]
     assert function.calls == [["a"]]
     assert folding.counts() == {"items": 4, "hits": 0, "folded": 3, "computed": 1}
-    assert folding.learnt == {b"a": "A"}
+    assert folding.computed_values == {b"a": "A"}
 
 
 def test_nothing_is_called_where_there_is_nothing_to_compute() -> None:
@@ -96,7 +96,7 @@ def test_twins_of_an_item_that_fails_are_computed_for_themselves() -> None:
     assert outcomes[1:] == ["A", "X1", "X1", "A"]
     assert function.calls == [["x1", "a"], ["x1", "x1"]]
     assert folding.counts() == {"items": 5, "hits": 0, "folded": 1, "computed": 4}
-    assert folding.learnt == {b"a": "A", b"x1": "X1"}
+    assert folding.computed_values == {b"a": "A", b"x1": "X1"}
 
 
 def test_no_outcome_but_a_value_is_kept() -> None:
@@ -104,7 +104,7 @@ def test_no_outcome_but_a_value_is_kept() -> None:
     folding = Folding([b"a", b"b", b"c"], {})
     assert folding.run(["a", "b", "c"], {}, lambda _: settled) == settled
     folding.encode()
-    assert not folding.learnt
+    assert not folding.computed_values
     assert not folding.fresh()
 
 
