@@ -14,8 +14,6 @@ from batchery.transport.dead_letters import (
     dead_letter_malformed,
     describe,
     on_dead_letter,
-    queue_of,
-    readable_headers,
 )
 from batchery.transport.lease_store import LeaseStore
 from support.harness import wait_for
@@ -252,28 +250,3 @@ def test_without_an_id_nobody_is_told(
     (letter,) = letters
     assert letter.id is None
     assert len(letter.reason) == MAX_REASON_CHARS
-
-
-@pytest.mark.parametrize(
-    "body", [None, 7, "", "[", "bm90IGpzb24=", "###", [[], {}, {}], "[[], {}]", "[[], {}, 7]"]
-)
-def test_a_body_that_cannot_be_read_leaves_the_headers(body: Any) -> None:
-    message = json.dumps({"headers": {"id": "an-id"}, "body": body}).encode()
-    assert readable_headers(message) == {"id": "an-id"}
-
-
-def test_an_id_is_read_beside_what_is_no_utf_8() -> None:
-    assert readable_headers(b'{"headers": {"id": "an-id"}, "body": "\xff"}') == {"id": "an-id"}
-
-
-@pytest.mark.parametrize(
-    ("key", "queue"),
-    [
-        ("shop:embed", "embed"),
-        ("shop:embed\x06\x163", "embed"),
-        ("shop:embed\x06\x16x", "embed\x06\x16x"),
-        ("other", "other"),
-    ],
-)
-def test_a_key_names_its_queue(key: str, queue: str) -> None:
-    assert queue_of(key, PREFIX) == queue

@@ -16,39 +16,10 @@ from support.plain_kombu import OURS, queue_of
 KNOWN = {"job": "parent", "next": {"chain": [{"options": {"task_id": "step"}}]}}
 
 
-def message(task_id: str, body: str = "[]", task: str = "work", retries: int = 0) -> dict[str, Any]:
-    return {"headers": {"id": task_id, "task": task, "retries": retries}, "body": body}
-
-
-def dedupe_keys(*messages: dict[str, Any]) -> list[str]:
-    outbox = Outbox("tag", KNOWN)
-    return [outbox.dedupe_key(each) for each in messages]
-
-
 def publishing(tag: str | None, lease: Any = None) -> Any:
     """Makes this thread complete a job; one without a tag came over another transport."""
     outbox = None if tag is None else Outbox(tag, KNOWN, lease)
     return completing(JobCompletion(outbox=outbox))
-
-
-def test_what_has_an_id_already_is_told_by_it() -> None:
-    assert dedupe_keys(message("step", "[1]")) == dedupe_keys(message("step", "[2]"))
-    assert len(set(dedupe_keys(message("step"), message("parent"), message("parent")))) == 2
-    assert dedupe_keys(message("parent", retries=1)) != dedupe_keys(message("parent", retries=2))
-    assert dedupe_keys(message("parent", task="another")) != dedupe_keys(message("parent"))
-
-
-def test_what_gets_a_new_id_each_time_is_told_by_its_body() -> None:
-    assert dedupe_keys(message("new-1", "[1]")) == dedupe_keys(message("new-2", "[1]"))
-    assert dedupe_keys(message("new-1", "[1]")) != dedupe_keys(message("new-2", "[2]"))
-    # Two equal callbacks are two, and the same two when the job runs again.
-    first = dedupe_keys(message("new-1"), message("new-2"))
-    assert len(set(first)) == 2
-    assert first == dedupe_keys(message("new-3"), message("new-4"))
-
-
-def test_what_kombu_sends_again_is_the_same_message() -> None:
-    assert len(set(dedupe_keys(message("new-1"), message("new-1")))) == 1
 
 
 Send = Callable[[str], None]
