@@ -69,7 +69,7 @@ def bury(
     return held
 
 
-def test_a_dead_letter_says_what_it_is_and_keeps_its_message(
+def test_dead_letter_has_its_description_and_its_message(
     lease_store: LeaseStore, letters: DeadLetters
 ) -> None:
     bury(lease_store, 7, b"\xff\0raw", "shop:embed\x06\x169")
@@ -83,7 +83,9 @@ def test_a_dead_letter_says_what_it_is_and_keeps_its_message(
     assert letters.get("8") is None
 
 
-def test_they_are_listed_oldest_first(lease_store: LeaseStore, letters: DeadLetters) -> None:
+def test_dead_letters_are_listed_oldest_first(
+    lease_store: LeaseStore, letters: DeadLetters
+) -> None:
     for token in (100, 9, 20):
         bury(lease_store, token)
     assert [letter.token for letter in letters] == ["9", "20", "100"]
@@ -91,7 +93,7 @@ def test_they_are_listed_oldest_first(lease_store: LeaseStore, letters: DeadLett
     assert len(letters) == 3
 
 
-def test_requeued_ones_go_behind_those_that_wait_in_their_own_queue(
+def test_requeued_dead_letters_go_to_the_end_of_their_own_queue(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     bare.lpush("shop:embed", "waits")
@@ -107,7 +109,7 @@ def test_requeued_ones_go_behind_those_that_wait_in_their_own_queue(
     assert letters.requeue(["1"]) == []
 
 
-def test_purged_ones_are_gone_with_their_messages(
+def test_purged_dead_letters_are_deleted_with_their_messages(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     bury(lease_store, 1)
@@ -117,7 +119,9 @@ def test_purged_ones_are_gone_with_their_messages(
     assert bare.hkeys("shop:batchery:dead-messages") == [b"2"]
 
 
-def test_many_are_moved_in_parts(lease_store: LeaseStore, letters: DeadLetters, bare: Any) -> None:
+def test_many_dead_letters_are_moved_in_parts(
+    lease_store: LeaseStore, letters: DeadLetters, bare: Any
+) -> None:
     many = 2 * MAX_TOKENS_PER_COMMAND + 1
     for name, content in (("dead-messages", "{}"), ("dead", json.dumps(describe("?", "", "")))):
         values = dict.fromkeys(range(many), f"shop:embed\x00{content}")
@@ -127,7 +131,7 @@ def test_many_are_moved_in_parts(lease_store: LeaseStore, letters: DeadLetters, 
     assert bare.llen("shop:embed") == many
 
 
-def test_a_condemned_message_is_buried_where_it_would_have_been_acknowledged(
+def test_poison_message_becomes_a_dead_letter_when_it_is_acknowledged(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     condemned, good = hold(lease_store, 1, b"bad"), hold(lease_store, 2, b"good")
@@ -141,7 +145,7 @@ def test_a_condemned_message_is_buried_where_it_would_have_been_acknowledged(
     assert not bare.exists(lease_store.lease_key)
 
 
-def test_a_condemned_message_that_is_given_back_is_not_buried(
+def test_poison_message_that_is_requeued_becomes_no_dead_letter(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     condemned = hold(lease_store, 1, b"bad")
@@ -162,7 +166,9 @@ def test_a_full_redis_does_not_hold_up_acknowledgements(lease_store: LeaseStore,
     assert not bare.exists(lease_store.lease_key)
 
 
-def test_notes_of_running_batches_come_and_go(lease_store: LeaseStore, bare: Any) -> None:
+def test_notes_of_running_batches_are_written_and_removed(
+    lease_store: LeaseStore, bare: Any
+) -> None:
     key = f"shop:batchery:running:{lease_store.worker}"
 
     def told(*notes: bytes) -> None:
@@ -179,7 +185,7 @@ def test_notes_of_running_batches_come_and_go(lease_store: LeaseStore, bare: Any
     told(b"alone 3 b")
 
 
-def test_who_is_cleared_is_told_with_the_next_batch(lease_store: LeaseStore, bare: Any) -> None:
+def test_cleared_suspect_is_sent_with_the_next_batch(lease_store: LeaseStore, bare: Any) -> None:
     bare.hset("shop:batchery:suspects", mapping={"innocent": 0, "another": 0})
     token = hold(lease_store, 1, b"{}")
     lease_store.suspect(token, "innocent", 0)
@@ -215,7 +221,7 @@ BODY = json.dumps([[1], {}, EMBED])
 
 
 @pytest.mark.parametrize("body", [BODY, base64.b64encode(BODY.encode()).decode()])
-def test_the_caller_is_told_with_what_its_chord_needs(
+def test_caller_of_a_malformed_message_is_told_with_its_chord(
     lease_store: LeaseStore, letters: DeadLetters, told: Any, body: str
 ) -> None:
     headers = {"id": "an-id", "task": "embed", "group": "g"}
@@ -242,7 +248,7 @@ def test_the_caller_is_told_with_what_its_chord_needs(
         b"[" * 100_000,
     ],
 )
-def test_without_an_id_nobody_is_told(
+def test_malformed_message_without_an_id_tells_nobody(
     lease_store: LeaseStore, letters: DeadLetters, told: Any, message: bytes
 ) -> None:
     dead_letter_malformed(lease_store, hold(lease_store, 1, message), ValueError("x" * 5000))

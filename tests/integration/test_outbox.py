@@ -54,7 +54,9 @@ def send(url: str, prefix: str) -> Iterator[Send]:
         yield publish
 
 
-def test_a_second_run_sends_only_what_the_first_did_not(send: Send, bare: Any, prefix: str) -> None:
+def test_second_run_publishes_only_messages_that_the_first_did_not(
+    send: Send, bare: Any, prefix: str
+) -> None:
     for sent in (["step"], ["step", "parent"]):
         with publishing("tag") as completion:
             for task_id in sent:
@@ -67,7 +69,9 @@ def test_a_second_run_sends_only_what_the_first_did_not(send: Send, bare: Any, p
     assert bare.ttl(key) > 0
 
 
-def test_another_job_and_no_job_send_as_they_like(send: Send, bare: Any, prefix: str) -> None:
+def test_messages_of_other_jobs_and_outside_of_jobs_are_published(
+    send: Send, bare: Any, prefix: str
+) -> None:
     for tag in ("tag", "another", None, None):
         with publishing(tag):
             send("step")
@@ -75,7 +79,9 @@ def test_another_job_and_no_job_send_as_they_like(send: Send, bare: Any, prefix:
     assert bare.llen(f"{prefix}q") == 5
 
 
-def test_what_redis_refuses_leaves_no_mark(send: Send, bare: Any, prefix: str) -> None:
+def test_message_that_redis_refuses_leaves_no_dedupe_key(
+    send: Send, bare: Any, prefix: str
+) -> None:
     bare.set(f"{prefix}q", "no list")
     with publishing("tag"), pytest.raises(Exception, match="WRONGTYPE"):
         send("step")
@@ -86,7 +92,7 @@ def test_what_redis_refuses_leaves_no_mark(send: Send, bare: Any, prefix: str) -
     assert bare.llen(f"{prefix}q") == 1
 
 
-def test_who_has_lost_the_job_sends_nothing(send: Send, bare: Any, prefix: str) -> None:
+def test_worker_without_the_lease_publishes_nothing(send: Send, bare: Any, prefix: str) -> None:
     lease = (SimpleNamespace(lease_key=Keys(prefix).lease("me")), "7")
     for held in (True, False):
         bare.delete(Keys(prefix).dedupe_keys("tag"), Keys(prefix).lease("me"))

@@ -56,7 +56,7 @@ def results(*numbers: int, size: int = 10) -> dict[bytes, bytes]:
     return {digest(number): b"%*d" % (size, number) for number in numbers}
 
 
-def test_what_was_put_in_comes_out_and_nothing_else(make_cache: MakeCache, url: str) -> None:
+def test_stored_results_are_found_and_nothing_else(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
     assert cache.put("shout", results(1, 2), POLICY) == {
         "bytes": 2 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES),
@@ -77,7 +77,7 @@ def test_any_bytes_and_any_task_name_will_do(make_cache: MakeCache, url: str) ->
         assert cache.get(task, list(odd)) == odd
 
 
-def test_more_than_one_script_may_hold_goes_in_and_out(make_cache: MakeCache, url: str) -> None:
+def test_results_beyond_one_command_are_stored_and_found(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
     many = results(*range(2 * MAX_RESULTS_PER_COMMAND + 1))
     assert cache.put("shout", many, POLICY)["results"] == len(many)
@@ -97,9 +97,7 @@ def test_keys_begin_with_the_prefix_of_results(make_cache: MakeCache, url: str, 
     assert make_cache(url).get("shout", [digest(1)]) == {}
 
 
-def test_what_is_put_in_twice_stays_as_it_was_and_counts_once(
-    make_cache: MakeCache, url: str
-) -> None:
+def test_result_stored_twice_stays_and_counts_once(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
     first = cache.put("shout", {digest(1): b"first"}, POLICY)
     assert cache.put("shout", {digest(1): b"second, and longer"}, POLICY) == first
@@ -115,7 +113,7 @@ def test_results_expire_and_leave_nothing_behind(
     wait_for(lambda: not bare.keys(), "so does everything beside them")
 
 
-def test_what_has_expired_is_no_longer_counted(make_cache: MakeCache, url: str) -> None:
+def test_expired_results_are_not_counted(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
     cache.put("shout", results(*range(1500)), POLICY._replace(ttl_s=0.2))
     cache.put("shout", results(2000), POLICY)
@@ -137,7 +135,9 @@ def test_a_shorter_time_to_live_does_not_shorten_that_of_others(
     assert bare.pttl("batchery:cache-sizes:shout") > 1000
 
 
-def test_the_oldest_go_when_there_is_no_room(make_cache: MakeCache, url: str, bare: Any) -> None:
+def test_oldest_results_are_evicted_when_the_cache_is_full(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
     cache = make_cache(url)
     room = POLICY._replace(max_bytes=10 * (100 + CHECKSUM_BYTES + OVERHEAD_BYTES))
     for number in range(10):
@@ -171,9 +171,7 @@ def test_a_limit_that_was_lowered_is_kept_at_the_next_result(
     assert len(bare.keys("batchery:cache:shout:*")) == 10
 
 
-def test_a_result_that_is_larger_than_all_room_drives_nobody_out(
-    make_cache: MakeCache, url: str
-) -> None:
+def test_result_larger_than_the_cache_evicts_nothing(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
     room = POLICY._replace(max_bytes=2 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES))
     cache.put("shout", results(1), room)
@@ -192,7 +190,7 @@ def test_the_memory_of_redis_is_counted_about_right(
     assert 0.5 * taken < told["bytes"] < 2 * taken
 
 
-def test_what_redis_has_evicted_itself_may_come_again(
+def test_result_that_redis_evicted_can_be_stored_again(
     make_cache: MakeCache, url: str, bare: Any
 ) -> None:
     cache = make_cache(url)
@@ -231,9 +229,7 @@ def test_at_maxmemory_results_are_read_and_none_is_written(
     assert cache.put("shout", results(2), POLICY)["results"] == 2
 
 
-def test_a_key_of_another_type_is_no_cache_and_no_trouble_for_anybody(
-    make_cache: MakeCache, url: str, bare: Any
-) -> None:
+def test_key_of_another_type_counts_as_no_cache(make_cache: MakeCache, url: str, bare: Any) -> None:
     cache = make_cache(url)
     bare.set("batchery:cache-ages:shout", "somebody else's")
     assert cache.put("shout", results(1), POLICY) == {}
@@ -243,7 +239,7 @@ def test_a_key_of_another_type_is_no_cache_and_no_trouble_for_anybody(
 
 
 @pytest.mark.parametrize("value", [b"", b"abc", b'"json"', b"\0\0\0\0" + b'"json"'], ids=len)
-def test_what_somebody_else_has_put_there_is_no_result(
+def test_foreign_value_is_not_a_result(
     make_cache: MakeCache, url: str, bare: Any, value: bytes
 ) -> None:
     cache = make_cache(url)
@@ -252,7 +248,7 @@ def test_what_somebody_else_has_put_there_is_no_result(
     assert cache.get("shout", [digest(1)]) == {}
 
 
-def test_while_redis_is_away_nothing_is_found_and_then_it_is_again(
+def test_cache_finds_nothing_while_redis_is_away_and_recovers(
     make_cache: MakeCache, every_redis: OwnRedis
 ) -> None:
     clock = Clock()
