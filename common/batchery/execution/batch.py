@@ -111,8 +111,8 @@ def compute(
         limit: Entered around each forward pass.
         memory: Learns from each forward pass.
         early: The lookahead, which may have started the first pass already.
-        following: Called when this batch has no pass left to start, but the lookahead has room for
-            one: starts passes of the next batch.
+        following: Called when this batch has no pass left to start and the lookahead has room:
+            starts passes of the next batch.
 
     Returns:
         One outcome per item, in order; then the number of tokens that were needed, and the number

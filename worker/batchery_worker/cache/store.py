@@ -107,7 +107,7 @@ class ResultCache:
             told = {"bytes": size, "results": count, "evicted": told.get("evicted", 0) + evicted}
         return told
 
-    def take_errors(self) -> dict[str, Any]:
+    def trouble(self) -> dict[str, Any]:
         """The number of `errors` since the last call, and the last `error`; usually empty."""
         failed = [each for each in (self._reads, self._writes) if each.errors]
         if not failed:
