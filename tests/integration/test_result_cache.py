@@ -224,7 +224,7 @@ def test_at_maxmemory_results_are_read_and_none_is_written(
     assert told["error"].startswith("cannot be written: ")
     assert cache.trouble() == {}
     assert sorted(bare.keys()) == before
-    assert caplog.text.count("the cache of results cannot be written") == 1
+    assert caplog.text.count("the result cache cannot be written") == 1
     clock.now_s += FAILURE_PAUSE_S
     assert cache.put("shout", results(2), POLICY)["results"] == 2
 

@@ -164,7 +164,7 @@ class _Direction:
         except Exception as error:  # noqa: BLE001 - no error of the cache may end the device
             text = f"cannot be {self._verb}: {error}"
             if text != self.error:
-                logger.warning("the cache of results %s", text)
+                logger.warning("the result cache %s", text)
             self.error = text
             self.errors += 1
             self._paused_until_s = self._clock() + FAILURE_PAUSE_S
