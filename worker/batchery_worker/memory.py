@@ -1,4 +1,4 @@
-"""The memory of a device: its figures, and how to free it."""
+"""The memory of a device: what there is to know of it, and to do about it."""
 
 import os
 import platform
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Memory:
-    """The memory of a CPU, which nobody counts per tensor; base class for other devices."""
+    """Of a device whose memory nobody counts for us: a CPU's is that of the process."""
 
     def description(self) -> str:
-        """The kind of the device; equal devices have the same description."""
+        """What kind of device it is of: equal ones say the same."""
         return f"{platform.machine()}, {os.cpu_count()} cores"
 
     def figures(self) -> dict[str, Any]:
@@ -21,18 +21,18 @@ class Memory:
         return 0
 
     def free_bytes(self) -> int | None:
-        """Memory that is free for further tensors, in bytes; None if nobody knows."""
+        """What further tensors could hold; None if nobody knows."""
         return None
 
     def forget_peak(self) -> None:
-        """Resets `peak_bytes`, which counts from now on."""
+        """From now on `peak_bytes` is of what comes."""
 
     def peak_bytes(self) -> int:
-        """Maximum memory that tensors held at a time, in bytes."""
+        """Most that tensors held at a time."""
         return 0
 
     def release(self) -> None:
-        """Gives memory back that no tensor holds; slow, so only after memory ran out."""
+        """Gives back what no tensor holds; only after memory ran out, as it is slow."""
 
     def wait(self) -> None:
-        """Waits until the device has computed everything that was launched on it."""
+        """Returns when everything that was launched on the device is computed."""
