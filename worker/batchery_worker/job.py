@@ -48,9 +48,9 @@ class Job(Generic[T]):
     payload: T
     #: Number of devices and workers that died while they ran only this job.
     deaths: int = 0
-    #: Whether it was on a device when an earlier worker died.
+    #: Whether the job was on a device when an earlier worker died.
     recovered: bool = False
-    #: The same for jobs of one key whose results are the same; None for one that has no twins.
+    #: The same value for all jobs of one key with the same result; None for a job without a cache.
     fold: bytes | None = None
 
 

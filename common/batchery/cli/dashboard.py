@@ -142,7 +142,7 @@ def _cache(cache: Mapping[str, Any]) -> str:
 
 
 def _costs(facts: Mapping[str, Any]) -> str:
-    """What a forward pass costs, as it was measured at the start or by recent batches."""
+    """The costs of a forward pass, measured at the start or by recent batches."""
     batches, useful = facts.get("fitted_batches"), facts.get("useful_items")
     source = f"by {batches:,} batches" if batches else "as measured at the start"
     enough = f"; {useful:,} items fill one" if useful else ""

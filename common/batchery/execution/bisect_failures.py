@@ -18,7 +18,7 @@ def isolate(
     items: Sequence[Any],
     *,
     name: str,
-    spell: Callable[[Any], Any] | None = None,
+    convert: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
     """Calls with all items; after an exception with each half, until the culprit is alone.
 
@@ -26,7 +26,7 @@ def isolate(
         call: Returns one outcome per item; may raise.
         items: Any number of items.
         name: Name of the call in errors.
-        spell: Applied to each outcome; by default it makes rows of arrays plain lists.
+        convert: Applied to each outcome; by default it makes rows of arrays plain lists.
 
     Returns:
         One outcome per item, in order. If the number of outcomes was wrong, every item of that call
@@ -35,7 +35,7 @@ def isolate(
     if not items:
         return []
     try:
-        outcomes = [(spell or _plain)(each) for each in _outcomes(call(items), len(items), name)]
+        outcomes = [(convert or _plain)(each) for each in _outcomes(call(items), len(items), name)]
     except WrongLength as error:
         return [Failed(error) for _ in items]
     except BaseException as error:
@@ -49,8 +49,8 @@ def isolate(
     # Outside the handler, because by now the exception and the tensors in its frames are freed.
     middle = len(items) // 2
     return [
-        *isolate(call, items[:middle], name=name, spell=spell),
-        *isolate(call, items[middle:], name=name, spell=spell),
+        *isolate(call, items[:middle], name=name, convert=convert),
+        *isolate(call, items[middle:], name=name, convert=convert),
     ]
 
 

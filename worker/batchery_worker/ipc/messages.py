@@ -38,9 +38,9 @@ class Setup:
     #: Names of the tasks whose models are loaded before the device says that it is ready.
     load: Sequence[str]
     log_level: int
-    #: Names of those whose token budget the device finds by itself, as no setting says it.
+    #: Names of the tasks whose token budget the device measures, as no setting gives it.
     calibrate: Sequence[str] = ()
-    #: Where it keeps what it has found; None for nowhere.
+    #: Folder for the measured budgets; None to keep none.
     cache_dir: str | None = None
     #: Share of the device's memory that it may use.
     memory_fraction: float = 1.0

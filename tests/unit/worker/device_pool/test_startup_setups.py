@@ -80,7 +80,7 @@ def pair(app: Celery) -> list[BatchTask]:
     ],
     ids=str,
 )
-def test_models_without_a_budget_are_measured_where_it_pays_or_as_told(
+def test_models_without_a_budget_are_calibrated_on_cuda_or_if_set(
     app: Celery,
     pair: list[BatchTask],
     settings: dict[str, Any],
