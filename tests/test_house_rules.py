@@ -26,9 +26,8 @@ AMBIGUOUS_CLASSES = {"Capture", "Job", "Run", "Shape"}
 
 #: Constants that are still to be renamed; the list only becomes shorter.
 OLD_CONSTANTS = {
-    *("MOST_AGAIN", "MOST_BARS", "MOST_BUCKETS", "MOST_BYTES", "MOST_CHARACTERS", "MOST_EXAMPLES"),
-    *("MOST_FAILED_STARTS", "MOST_KINDS", "MOST_LINES", "MOST_NAMED", "MOST_SHOWN"),
-    *("MOST_SOURCES", "MOST_TOGETHER"),
+    *("MOST_BARS", "MOST_BUCKETS", "MOST_CHARACTERS", "MOST_KINDS", "MOST_LINES", "MOST_NAMED"),
+    *("MOST_SHOWN", "MOST_SOURCES"),
 }
 
 

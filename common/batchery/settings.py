@@ -45,8 +45,8 @@ def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]
     Raises:
         SettingsError: An entry names none of the settings; it would be silently ignored.
     """
-    # An app with a namespace, as Django's have it, spells its settings CELERY_BATCHERY_...
-    # Iterating also loads a configuration that Celery has put off, which `in` does not.
+    # An app with a namespace, such as Django's, spells its settings CELERY_BATCHERY_... Iterating
+    # loads a configuration that Celery has not loaded yet; `in` would not.
     keys = list(conf)
     namespace = str(getattr(conf, "prefix", None) or "")
     spelled = {
@@ -279,7 +279,7 @@ class Settings(BaseSettings):
             The settings, frozen.
 
         Raises:
-            SettingsError: Says which setting is wrong, where it came from and what would do.
+            SettingsError: A setting is wrong; the text says which, its source, and what is valid.
         """
         found = from_conf(cls.model_fields, conf) if conf is not None else {}
         _refuse_unknown_variables(cls)
@@ -296,7 +296,7 @@ class Settings(BaseSettings):
 
 
 def default_cache_dir() -> str | None:
-    """Where a user's caches go, by the XDG convention; None for a user without a home."""
+    """Folder of a user's caches, by the XDG convention; None for a user without a home."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return str((Path(base) if base else Path.home() / ".cache") / "batchery")
@@ -305,7 +305,7 @@ def default_cache_dir() -> str | None:
 
 
 def _refuse_unknown_variables(cls: type[Settings]) -> None:
-    """A misspelt variable would be silently ignored, and its default be used."""
+    """Refuses misspelt variables, which would be silently ignored."""
     known = {name.upper() for name in cls.model_fields}
     for variable in os.environ:
         if variable.upper().startswith(PREFIX):
@@ -318,11 +318,11 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
 
 
 def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping[str, Any]) -> str:
-    """Names the first wrong setting, its value, its source and what pydantic has against it."""
+    """Names the first wrong setting, its value, its source and pydantic's objection."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if "[" not in str(part)]
     name = path[0] if path else "settings"
-    # What is missing is missing from what is there.
+    # A missing field has no source. The object that lacks it has one.
     place = path[:-1] if first["type"] == "missing" else path
     if _has(keywords, place):
         source = "a keyword of install()"
@@ -340,14 +340,14 @@ def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping
 
 
 def _has(values: Any, path: Sequence[str]) -> bool:
-    """Whether a source says something at this place; sources are merged, down to one model's."""
+    """Whether a source has a value at this path; sources are merged, down to one model's fields."""
     if not path or not isinstance(values, Mapping):
         return bool(path == [] or values)
     return path[0] in values and _has(values[path[0]], path[1:])
 
 
 def _variable(path: Sequence[str]) -> str | None:
-    """The environment variable that sets this place, if there is one."""
+    """The environment variable that sets the value at this path; None if there is none."""
     there = {variable.upper(): variable for variable in os.environ}
     for length in range(len(path), 0, -1):
         variable = there.get(PREFIX + "__".join(path[:length]).upper())

@@ -1,4 +1,4 @@
-"""The memory of a device: what there is to know of it, and to do about it."""
+"""The memory of a device: its figures, and how to free it."""
 
 import os
 import platform
@@ -6,33 +6,33 @@ from typing import Any
 
 
 class Memory:
-    """Of a device whose memory nobody counts for us: a CPU's is that of the process."""
+    """The memory of a CPU, which nobody counts per tensor; base class for other devices."""
 
     def description(self) -> str:
-        """What kind of device it is of: equal ones say the same."""
+        """The kind of the device; equal devices have the same description."""
         return f"{platform.machine()}, {os.cpu_count()} cores"
 
     def figures(self) -> dict[str, Any]:
-        """What `batchery stats` shows of it."""
+        """Its figures in `batchery stats`."""
         return {}
 
     def allocated_bytes(self) -> int:
-        """What tensors hold now."""
+        """Memory that tensors hold now, in bytes."""
         return 0
 
     def free_bytes(self) -> int | None:
-        """What further tensors could hold; None if nobody knows."""
+        """Memory that is free for further tensors, in bytes; None if nobody knows."""
         return None
 
     def forget_peak(self) -> None:
-        """From now on `peak_bytes` is of what comes."""
+        """Resets `peak_bytes`, which counts from now on."""
 
     def peak_bytes(self) -> int:
-        """Most that tensors held at a time."""
+        """Maximum memory that tensors held at a time, in bytes."""
         return 0
 
     def release(self) -> None:
-        """Gives back what no tensor holds; only after memory ran out, as it is slow."""
+        """Gives memory back that no tensor holds; slow, so only after memory ran out."""
 
     def wait(self) -> None:
-        """Returns when everything that was launched on the device is computed."""
+        """Waits until the device has computed everything that was launched on it."""

@@ -1,4 +1,4 @@
-"""Forward passes that are begun before their turn, so that the device never waits for the host."""
+"""Lookahead: forward passes start before their turn, so the device never waits for the host."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ from celery.exceptions import SoftTimeLimitExceeded
 from batchery.model import Model
 
 
-class Begun(NamedTuple):
-    """A pass that the device computes."""
+class StartedPass(NamedTuple):
+    """A forward pass that was started and whose outputs nobody has taken yet."""
 
     items: Sequence[Any]
     keywords: Mapping[str, Any]
@@ -18,28 +18,27 @@ class Begun(NamedTuple):
 
 
 class Early:
-    """The forward passes of a model, of which as many may be begun early as it allows."""
+    """Starts forward passes of a model before their turn, at most as many as the model allows."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         #: In the order of their turns.
-        self._begun: deque[Begun] = deque()
+        self._started: deque[StartedPass] = deque()
 
     @property
     def has_room(self) -> bool:
-        """Whether one more pass may be begun."""
-        return len(self._begun) < self._model.passes_ahead
+        """Whether one more pass may be started."""
+        return len(self._started) < self._model.passes_ahead
 
     def begin(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Begins the pass that is likely next, or next but one, if it was not begun.
+        """Starts a pass that is likely to come soon, unless it was started already.
 
-        Whatever goes wrong is left for its turn: there the pass runs again, alone, and fails as any
-        other does.
+        An error is dropped here: in its turn the pass runs again, and fails like any other.
 
         Raises:
-            SoftTimeLimitExceeded: The limit of the batch in turn was reached meanwhile.
+            SoftTimeLimitExceeded: The running batch reached its limit meanwhile.
         """
-        if not self.has_room or any(_is(each, items, keywords) for each in self._begun):
+        if not self.has_room or any(_is(each, items, keywords) for each in self._started):
             return
         try:
             outputs = self._model.forward(items, **keywords)
@@ -47,21 +46,21 @@ class Early:
             raise
         except Exception:  # noqa: BLE001 - the code of any model
             return
-        self._begun.append(Begun(items, keywords, outputs))
+        self._started.append(StartedPass(items, keywords, outputs))
 
     def forward(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """The outputs of a pass: of the one that was begun, if it was this one."""
-        while self._begun:
-            # Outputs of another pass, for which the plan has changed, take memory.
-            begun = self._begun.popleft()
-            if _is(begun, items, keywords):
-                return begun.outputs
-            del begun
+        """The outputs of a pass: those of a pass that was started, if it is the same one."""
+        while self._started:
+            # The plan has changed if another pass was started. Its outputs take memory: drop them.
+            started = self._started.popleft()
+            if _is(started, items, keywords):
+                return started.outputs
+            del started
         return self._model.forward(items, **keywords)
 
 
-def _is(begun: Begun, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a pass that was begun is this one."""
-    if len(begun.items) != len(items) or begun.keywords != keywords:
+def _is(started: StartedPass, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a pass that was started has these very items and these keywords."""
+    if len(started.items) != len(items) or started.keywords != keywords:
         return False
-    return all(one is other for one, other in zip(begun.items, items, strict=True))
+    return all(one is other for one, other in zip(started.items, items, strict=True))

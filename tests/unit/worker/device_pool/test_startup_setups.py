@@ -57,7 +57,7 @@ def test_an_app_nobody_can_import_is_refused() -> None:
         device_setups(app, [], Settings(devices=["cpu"]))
 
 
-def test_devices_are_chosen_as_told() -> None:
+def test_devices_of_the_setting_are_used() -> None:
     assert choose(["cuda", "mps", "cpu"]) == ["cuda:0", "mps", "cpu"]
     assert choose("auto")
 
@@ -80,7 +80,7 @@ def pair(app: Celery) -> list[BatchTask]:
     ],
     ids=str,
 )
-def test_models_without_a_budget_are_measured_where_it_pays_or_as_told(
+def test_models_without_a_budget_are_calibrated_on_cuda_or_if_set(
     app: Celery,
     pair: list[BatchTask],
     settings: dict[str, Any],
