@@ -224,14 +224,6 @@ class Settings(BaseSettings):
     memory_fraction: Annotated[
         float, Field(gt=0, le=1, description="Share of a CUDA device's memory that is used.")
     ] = 1.0
-    calibrate: Annotated[
-        Literal["auto", "always", "never"],
-        Field(description="Measure models at the start, for `max_batch_tokens`; auto is on CUDA."),
-    ] = "auto"
-    cache_dir: Annotated[
-        str | None,
-        Field(description="Where measurements are kept; `batchery` in the user's cache if unset."),
-    ] = None
     cache_ttl_s: Annotated[
         float, Field(gt=0, description="How long a result is kept for equal items, in seconds.")
     ] = 86_400
@@ -293,15 +285,6 @@ class Settings(BaseSettings):
             raise SettingsError(f"{TOML_FILE}: cannot be read: {error.strerror}") from None
         except ValidationError as error:
             raise SettingsError(_explain(error, found, keywords)) from None
-
-
-def default_cache_dir() -> str | None:
-    """Where a user's caches go, by the XDG convention; None for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return str((Path(base) if base else Path.home() / ".cache") / "batchery")
-    except RuntimeError:
-        return None
 
 
 def _refuse_unknown_variables(cls: type[Settings]) -> None:

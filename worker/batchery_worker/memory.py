@@ -1,16 +1,10 @@
 """The memory of a device: what there is to know of it, and to do about it."""
 
-import os
-import platform
 from typing import Any
 
 
 class Memory:
     """Of a device whose memory nobody counts for us: a CPU's is that of the process."""
-
-    def description(self) -> str:
-        """What kind of device it is of: equal ones say the same."""
-        return f"{platform.machine()}, {os.cpu_count()} cores"
 
     def figures(self) -> dict[str, Any]:
         """What `batchery stats` shows of it."""
@@ -19,10 +13,6 @@ class Memory:
     def allocated_bytes(self) -> int:
         """What tensors hold now."""
         return 0
-
-    def free_bytes(self) -> int | None:
-        """What further tensors could hold; None if nobody knows."""
-        return None
 
     def forget_peak(self) -> None:
         """From now on `peak_bytes` is of what comes."""

@@ -26,7 +26,6 @@ from batchery.errors import BatcheryError
 from batchery.execution.batch import prepare
 from batchery.outcomes import Failed
 from batchery.task import ModelTask
-from batchery_worker.batching.calibration import CalibrationCache
 from batchery_worker.cache.single_flight import Folding, Reuse
 from batchery_worker.cache.store import ResultCache
 from batchery_worker.commit.committer import RedisCommitter
@@ -226,8 +225,6 @@ class Device:
             served = Served(task.name, model, self._name, self._memory, weights_bytes)
             served.identity = identity_of(task, model)
             self._served[task.name] = served
-            if task.name in self._setup.calibrate:
-                self._served[task.name].calibrate(CalibrationCache(self._setup.cache_dir))
         return self._served[task.name]
 
     def _news(self) -> dict[str, Any] | None:

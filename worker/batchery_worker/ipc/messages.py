@@ -38,10 +38,6 @@ class Setup:
     #: Names of the tasks whose models are loaded before the device says that it is ready.
     load: Sequence[str]
     log_level: int
-    #: Names of those whose token budget the device finds by itself, as no setting says it.
-    calibrate: Sequence[str] = ()
-    #: Where it keeps what it has found; None for nowhere.
-    cache_dir: str | None = None
     #: Share of the device's memory that it may use.
     memory_fraction: float = 1.0
 

@@ -3,14 +3,12 @@
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchery import Failed, Model
-from batchery_worker.batching.calibration import CalibrationCache
-from batchery_worker.batching.cost_model import Calibration, Costs
+from batchery_worker.batching.cost_model import Costs
 from batchery_worker.device.loading import memory_of
 from batchery_worker.device.served_model import Served
 from batchery_worker.ipc.messages import Work
@@ -148,37 +146,8 @@ def test_nobody_counts_the_memory_of_a_cpu() -> None:
     memory.forget_peak()
     memory.release()
     memory.wait()
-    assert (memory.figures(), memory.free_bytes()) == ({}, None)
+    assert memory.figures() == {}
     assert memory.allocated_bytes() == memory.peak_bytes() == 0
-
-
-def test_a_calibrated_model_begins_with_its_own_budget(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Tight
-) -> None:
-    found = Calibration(0.01, 0.0, 20.0, 0.0, measured_tokens=16_000)
-    measured: list[Any] = []
-
-    def measure(*_: Any) -> Calibration:
-        measured.append(1)
-        return found
-
-    monkeypatch.setattr("batchery_worker.device.served_model.calibrated", measure)
-    for _ in range(2):
-        served = Served("tight", model, "cpu", Memory())
-        served.calibrate(CalibrationCache(str(tmp_path)))
-        assert served.figures() == {
-            "max_batch_tokens": 16_000,
-            "chosen_by": "calibration",
-            "out_of_memory": 0,
-            "token_us": 10.0,
-            "item_us": 0.0,
-            "pass_ms": 20.0,
-        }
-        run(served, [10] * 4, max_batch_tokens=200)
-        assert served.figures()["chosen_by"] == "setting"
-        run(served, [10] * 4)
-        assert served.figures()["max_batch_tokens"] == 16_000
-    assert measured == [1]
 
 
 class Clocked(Tight):
@@ -203,7 +172,7 @@ def run_mixed(served: Served, batches: int) -> None:
         run(served, [4 + number * 7 % 60] * (1 + number * 13 % 64))
 
 
-def test_recent_batches_tell_what_a_pass_costs_where_nothing_was_measured() -> None:
+def test_costs_are_learned_from_batches_that_ran_and_leave_the_budget_alone() -> None:
     model = Clocked()
     served = clocked(model)
     assert "token_us" not in served.figures()
@@ -213,32 +182,7 @@ def test_recent_batches_tell_what_a_pass_costs_where_nothing_was_measured() -> N
     assert figures["pass_ms"] == pytest.approx(20, rel=0.05)
     assert figures["useful_items"] > 64
     assert figures["fitted_batches"] >= 384
-    # On a CPU, where nothing was asked for, the budget is left alone.
     assert (figures["max_batch_tokens"], figures["chosen_by"]) == (1024, "default")
-
-
-def test_a_budget_that_was_measured_follows_recent_batches(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = Calibration(0.01, 0.0, 20.0, 0.0, measured_tokens=1 << 17)
-    monkeypatch.setattr("batchery_worker.device.served_model.calibrated", lambda *_: found)
-    model = Clocked()
-    served = clocked(model)
-    served.calibrate(CalibrationCache(None))
-    assert served.figures()["max_batch_tokens"] == 38_000
-    with caplog.at_level(logging.INFO, "batchery.device"):
-        run_mixed(served, 200)
-        assert served.figures()["max_batch_tokens"] == 38_000
-        assert caplog.messages == []
-        model.costs = Costs(0.01, 0.0, 10.0)
-        run_mixed(served, 1500)
-    figures = served.figures()
-    assert figures["max_batch_tokens"] == pytest.approx(19_000, rel=0.3)
-    assert (figures["chosen_by"], figures["pass_ms"]) == ("calibration", pytest.approx(10, rel=0.1))
-    assert caplog.messages[-1].startswith("clocked on cpu: max_batch_tokens is ")
-    assert "by recent batches; it was " in caplog.messages[-1]
-    run(served, [10] * 4, max_batch_tokens=200)
-    assert (served.figures()["max_batch_tokens"], served.figures()["chosen_by"]) == (200, "setting")
 
 
 def test_batches_in_which_a_pass_failed_say_nothing_of_the_costs() -> None:
@@ -256,23 +200,3 @@ def test_batches_in_which_a_pass_failed_say_nothing_of_the_costs() -> None:
     run_mixed(served, 100)
     # Only those of one item ran as they were planned.
     assert "token_us" not in served.figures()
-
-
-def test_a_model_that_cannot_be_measured_keeps_the_default(
-    monkeypatch: pytest.MonkeyPatch, served: Served
-) -> None:
-    monkeypatch.setattr("batchery_worker.device.served_model.calibrated", lambda *_: None)
-    served.calibrate(CalibrationCache(None))
-    assert served.figures()["chosen_by"] == "default"
-
-
-def test_a_measurement_that_fails_in_any_way_leaves_the_default(
-    monkeypatch: pytest.MonkeyPatch, served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: Any) -> Calibration:
-        raise ArithmeticError("broken")
-
-    monkeypatch.setattr("batchery_worker.device.served_model.calibrated", broken)
-    served.calibrate(CalibrationCache(None))
-    assert served.figures()["chosen_by"] == "default"
-    assert "tight on cpu cannot be calibrated" in caplog.text

@@ -12,14 +12,8 @@ class CudaMemory(Memory):
 
     def __init__(self, device: str, fraction: float = 1.0) -> None:
         self._device = torch.device(device)
-        self._fraction = fraction
         if fraction < 1:
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)
-
-    def description(self) -> str:
-        """The name and the memory of the device."""
-        properties = torch.cuda.get_device_properties(self._device)
-        return f"{properties.name}, {properties.total_memory} bytes"
 
     def figures(self) -> dict[str, Any]:
         """In bytes: `allocated` to tensors, and at most so far; `reserved` from the device."""
@@ -35,14 +29,6 @@ class CudaMemory(Memory):
     def allocated_bytes(self) -> int:
         """What tensors of this process hold now."""
         return torch.cuda.memory_allocated(self._device)
-
-    def free_bytes(self) -> int | None:
-        """What nobody holds, and what this process holds in vain, as far as it may use it."""
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        allocated_bytes = self.allocated_bytes()
-        unused_bytes = torch.cuda.memory_reserved(self._device) - allocated_bytes
-        ours_bytes = int(self._fraction * total_bytes) - allocated_bytes
-        return max(0, min(free_bytes + unused_bytes, ours_bytes))
 
     def forget_peak(self) -> None:
         """From now on `peak_bytes` is of what comes."""

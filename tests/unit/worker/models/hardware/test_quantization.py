@@ -11,7 +11,6 @@ import torch
 
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
-from batchery_worker.batching.calibration import cache_key
 from batchery_worker.cli.verify import _spelled
 from batchery_worker.models import EmbeddingModel
 from batchery_worker.models.hardware import quantization
@@ -131,14 +130,6 @@ def test_without_torchao_the_error_names_the_extra(
 def test_a_model_without_plain_linear_layers_is_refused(build: Build) -> None:
     with pytest.raises(ModelLoadError, match="but it has no plain linear layers; set it to none"):
         load(build("gpt2"), "int8")
-
-
-def test_quantised_it_has_a_calibration_of_its_own(build: Build) -> None:
-    def key(how: str) -> str:
-        settings = {"kind": "embedding", "model": str(build("bert")), "quantize": how}
-        return cache_key("embed", EmbeddingModel(ModelSettings.model_validate(settings)), {})
-
-    assert key("none") == key("none") != key("int8")
 
 
 def test_quantize_is_a_setting() -> None:
