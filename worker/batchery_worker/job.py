@@ -50,8 +50,6 @@ class Job(Generic[T]):
     deaths: int = 0
     #: Whether it was on a device when an earlier worker died.
     recovered: bool = False
-    #: The same for jobs of one key whose results are the same; None for one that has no twins.
-    fold: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

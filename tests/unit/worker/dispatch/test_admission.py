@@ -184,22 +184,3 @@ def test_a_cache_has_the_limits_of_its_task_or_else_those_of_the_settings() -> N
     assert admission.cache(own) is None
     assert admission.cache(kept) == ("7", 60, 1_000)
     assert admission.cache(briefly) == ("8", 5, 99)
-
-
-@pytest.mark.parametrize(
-    ("message", "fold"),
-    [
-        ({"args": ["text"]}, b"stext"),
-        ({"args": [{"b": 1, "a": 2}]}, b'j{"a":2,"b":1}'),
-        ({"args": [["a"]], "batchery": {"v": 1, "n": 1}}, None),
-        ({"args": [datetime(2026, 1, 2, tzinfo=UTC)]}, None),
-    ],
-    ids=["text", "object", "packed", "date"],
-)
-def test_between_devices_equal_items_of_a_task_with_a_cache_are_known(
-    message: dict[str, Any], fold: bytes | None
-) -> None:
-    several = Admission(Settings(), several_devices=True)
-    assert several.job(call(**message), kept, (None, None), 1.0).fold == fold
-    assert several.job(call(**message), own, (None, None), 1.0).fold is None
-    assert Admission(Settings()).job(call(**message), kept, (None, None), 1.0).fold is None
