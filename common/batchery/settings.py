@@ -29,6 +29,9 @@ PREFIX = "BATCHERY_"
 
 TOML_FILE = Path("batchery.toml")
 
+#: Settings of earlier versions, and their names today.
+RENAMED_SETTINGS = {"lanes": "cpu_streams"}
+
 DEVICE_NAME = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
@@ -96,7 +99,7 @@ class ModelSettings(BaseModel):
         Literal["auto", "padded", "packed"],
         Field(description="Forward pass; auto is packed, without padding, where that is right."),
     ] = "auto"
-    lanes: Annotated[
+    cpu_streams: Annotated[
         int | None,
         Field(
             gt=0,
@@ -317,7 +320,8 @@ def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping
         source = str(TOML_FILE)
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        problem = "no such setting"
+        renamed = RENAMED_SETTINGS.get(path[-1])
+        problem = f"no such setting; it is now {renamed}" if renamed else "no such setting"
     given = "" if first["type"] in ("missing", "extra_forbidden") else f" = {first['input']!r}"
     return f"setting {'.'.join(path)}{given} (from {source}): {problem}"
 

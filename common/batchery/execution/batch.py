@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from kombu.utils.compat import detect_environment
 
 from batchery.execution.bisect_failures import SETTLED, as_failed, is_out_of_memory, isolate
-from batchery.execution.lookahead import Early
+from batchery.execution.lookahead import Early, max_lookahead
 from batchery.model import Model
 
 #: Makes a context that is entered around each call of the user's code.
@@ -124,7 +124,7 @@ def compute(
     while ahead:
         places = ahead.popleft()
         passes.begin_next = partial(
-            passes.begin, list(islice(ahead, model.passes_ahead)), following
+            passes.begin, list(islice(ahead, max_lookahead(model))), following
         )
         failures = passes.failures
         results = isolate(passes.run, places, name=name)
@@ -144,7 +144,7 @@ def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list
         if not isinstance(length, SETTLED)
     }
     ahead = _cut(plan, lengths, list(lengths))
-    return [[prepared[place] for place in places] for places in islice(ahead, model.passes_ahead)]
+    return [[prepared[place] for place in places] for places in islice(ahead, max_lookahead(model))]
 
 
 class _Passes:

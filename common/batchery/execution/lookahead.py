@@ -9,6 +9,15 @@ from celery.exceptions import SoftTimeLimitExceeded
 from batchery.model import Model
 
 
+def max_lookahead(model: Model) -> int:
+    """How many forward passes may be begun before the results of the one in turn are awaited.
+
+    Only models whose `forward` returns before the device has computed have `passes_ahead`, as the
+    built-in ones.
+    """
+    return int(getattr(model, "passes_ahead", 0))
+
+
 class Begun(NamedTuple):
     """A pass that the device computes."""
 
@@ -28,7 +37,7 @@ class Early:
     @property
     def has_room(self) -> bool:
         """Whether one more pass may be begun."""
-        return len(self._begun) < self._model.passes_ahead
+        return len(self._begun) < max_lookahead(self._model)
 
     def begin(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Begins the pass that is likely next, or next but one, if it was not begun.

@@ -15,9 +15,9 @@ from itertools import pairwise
 #: tokens in the time that it takes to launch its kernels.
 PASS_TOKENS = {"cpu": 32, "mps": 1_024, "cuda": 4_096}
 
-#: Fewest tokens, on average, of passes that a batch is cut into only to have one for each lane:
-#: smaller ones cost more beside their tokens than is won.
-LANE_TOKENS = 128
+#: Minimum mean tokens of passes that a batch is cut into only to have one for each stream: smaller
+#: passes cost more besides their tokens than is won.
+MIN_STREAM_TOKENS = 128
 
 
 def plan(
@@ -27,7 +27,7 @@ def plan(
     *,
     pads: bool = True,
     pass_tokens: int = PASS_TOKENS["cpu"],
-    lanes: int = 1,
+    streams: int = 1,
 ) -> list[list[int]]:
     """Cuts a window of items into micro-batches, at the least cost.
 
@@ -42,8 +42,8 @@ def plan(
         max_batch_size: Most items of one micro-batch.
         pads: Whether items are padded to the longest of their micro-batch.
         pass_tokens: What a forward pass costs beside its tokens, in tokens.
-        lanes: Passes that are computed side by side. With several, there are as many micro-batches
-            as keep all of them busy to the end, where each has `LANE_TOKENS`.
+        streams: Passes that are computed side by side. With several, there are as many
+            micro-batches as keep all streams busy to the end, if each has `MIN_STREAM_TOKENS`.
 
     Returns:
         Indices into `lengths`: each index exactly once, longest items first (so that memory peaks
@@ -53,26 +53,26 @@ def plan(
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     ordered = [max(1, lengths[index]) for index in order]
     if pads:
-        if lanes > 1:
-            share = max(LANE_TOKENS, -(-sum(ordered) // lanes))
+        if streams > 1:
+            share = max(MIN_STREAM_TOKENS, -(-sum(ordered) // streams))
             max_batch_tokens = min(max_batch_tokens, share)
         starts = _padded_starts(ordered, max_batch_tokens, max_batch_size, pass_tokens)
-    elif lanes > 1:
-        starts = _even_starts(ordered, max_batch_tokens, max_batch_size, lanes)
+    elif streams > 1:
+        starts = _even_starts(ordered, max_batch_tokens, max_batch_size, streams)
     else:
         starts = _packed_starts(ordered, max_batch_tokens, max_batch_size)
     return [order[start:end] for start, end in pairwise([*starts, len(order)])]
 
 
-def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, lanes: int) -> list[int]:
-    """As few micro-batches as can be, rounded up to whole rounds of all lanes.
+def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, streams: int) -> list[int]:
+    """As few micro-batches as can be, rounded up to whole rounds of all streams.
 
     Of all cuts into so many, the one whose largest micro-batch is the smallest.
     """
     starts = _packed_starts(lengths, max_tokens, max_size)
     total = sum(lengths)
-    rounds = -(-len(starts) // lanes)
-    wanted = max(len(starts), min(rounds * lanes, total // LANE_TOKENS))
+    rounds = -(-len(starts) // streams)
+    wanted = max(len(starts), min(rounds * streams, total // MIN_STREAM_TOKENS))
     if wanted < 2 or max_tokens <= lengths[0]:
         return starts
     # The more tokens one may have, the fewer there are.

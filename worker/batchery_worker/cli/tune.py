@@ -227,7 +227,7 @@ class Grid:
             case.max_batch_size,
             pads=self._model.pads,
             pass_tokens=self._pass_tokens,
-            lanes=self._model.lanes,
+            streams=getattr(self._model, "cpu_streams", 1),
         )
 
 

@@ -19,7 +19,7 @@ from batchery_worker.memory import Memory
 logger = logging.getLogger("batchery.device")
 
 #: Tokens of one forward pass where no setting says otherwise. On a CPU longer ones cost no less per
-#: token (docs/benchmarks.md), and others wait for them; a GPU wants its thousands of lanes filled.
+#: token (docs/benchmarks.md), and others wait for them; a GPU needs thousands of tokens to be busy.
 DEFAULT_MAX_BATCH_TOKENS = {"cpu": 1024, "mps": 8_192, "cuda": 16_384}
 
 
@@ -168,7 +168,7 @@ class Served:
             max_batch_size,
             pads=self.model.pads,
             pass_tokens=self._pass_tokens,
-            lanes=self.model.lanes,
+            streams=getattr(self.model, "cpu_streams", 1),
         )
 
     def _warn(self, allowed: int) -> None:

@@ -26,7 +26,7 @@ from batchery_worker.models.forward.cuda_graphs import (
 from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.probe_texts import RandomTexts
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
-from batchery_worker.models.hardware.cpu_lanes import Lanes, Passage
+from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
 from batchery_worker.models.hardware.devices import device_named, dtype_for
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import Arrival, Landing
@@ -51,7 +51,7 @@ class Outputs(NamedTuple):
     """
 
     tokens: list[int]
-    arrival: Arrival | Passage
+    arrival: Arrival | PendingPass
 
 
 class TextModel(Model):
@@ -62,6 +62,12 @@ class TextModel(Model):
 
     #: Why it is not packed, once loaded; empty where it is.
     why_padded = ""
+
+    #: How many forward passes the CPU computes side by side. Batches are cut into as many.
+    cpu_streams = 1
+
+    #: How many passes may be begun before `postprocess` of the one in turn.
+    passes_ahead = 0
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
@@ -76,9 +82,9 @@ class TextModel(Model):
         """
         self._device = device_named(device)
         self._landing = Landing(self._device)
-        self._lanes: Lanes | None = None
+        self._streams: CpuStreams | None = None
         if self._device.type == "cpu":
-            self._open_lanes(torch.get_num_threads())
+            self._open_streams(torch.get_num_threads())
         elif self._device.type == "cuda":
             self.passes_ahead = 1
         try:
@@ -89,12 +95,13 @@ class TextModel(Model):
         except Exception as error:
             raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
 
-    def _open_lanes(self, threads: int) -> None:
-        self.lanes = self.settings.lanes or threads
-        if self.lanes > 1:
-            self._lanes = Lanes(self.lanes, threads)
-            # One more than there are lanes is begun: a lane that is free goes on at once.
-            self.passes_ahead = self.lanes
+    def _open_streams(self, threads: int) -> None:
+        self.cpu_streams = self.settings.cpu_streams or threads
+        if self.cpu_streams > 1:
+            self._streams = CpuStreams(self.cpu_streams, threads)
+            # With the pass in turn, that is one more than there are streams: a stream that has
+            # ended its pass goes on at once.
+            self.passes_ahead = self.cpu_streams
 
     def _load(self, source: ModelSource) -> None:
         self._source = source
@@ -188,8 +195,8 @@ class TextModel(Model):
         forward, self.why_padded = choose(candidate)
         self._pass = Graphed(forward, graphs) if graphs else forward
         self.pads = self._pass.pads
-        lanes = f"{self.lanes} passes side by side" if self.lanes > 1 else ""
-        where = ", ".join(each for each in (self._device.type, lanes, self.why_padded) if each)
+        streams = f"{self.cpu_streams} passes side by side" if self.cpu_streams > 1 else ""
+        where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
         logger.info("model %s: %s on %s", source.name, self._pass.name, where)
 
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
@@ -265,8 +272,8 @@ class TextModel(Model):
     def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Prepared]) -> Outputs:
         """Begins a pass, which computes the values of a batch, and sends them on their way."""
         lengths = [self.tokens(prepared) for prepared in batch]
-        if self._lanes is not None:
-            return Outputs(lengths, self._lanes.begin(compute))
+        if self._streams is not None:
+            return Outputs(lengths, self._streams.begin(compute))
         with torch.inference_mode():
             return Outputs(lengths, self._landing.begin(compute()))
 
