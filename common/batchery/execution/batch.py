@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from kombu.utils.compat import detect_environment
 
 from batchery.execution.bisect_failures import SETTLED, as_failed, is_out_of_memory, isolate
-from batchery.execution.lookahead import Early, max_lookahead
+from batchery.execution.lookahead import Lookahead, max_lookahead
 from batchery.model import Model
 
 #: Makes a context that is entered around each call of the user's code.
@@ -93,12 +93,13 @@ def compute(
     *,
     limit: Limit = nullcontext,
     memory: Memory | None = None,
-    early: Early | None = None,
-    following: Callable[[], None] = lambda: None,
+    lookahead: Lookahead | None = None,
+    start_next_batch: Callable[[], None] = lambda: None,
 ) -> tuple[list[Any], int, int]:
     """Runs the forward passes of a prepared batch.
 
-    As many passes as the model allows are begun before the results of the one in turn are awaited.
+    As many passes as the model allows are started before the results of the current one are
+    awaited.
 
     Args:
         model: Loaded.
@@ -108,23 +109,23 @@ def compute(
             it may know better by then.
         limit: Entered around each forward pass.
         memory: Told of each forward pass.
-        early: Where the first pass may have been begun.
-        following: Called while there is room for a pass to be begun, and none left in this batch,
-            to begin what comes behind it.
+        lookahead: Knows whether the first pass has started.
+        start_next_batch: Called when one more pass may be started and none is left in this batch;
+            starts the first pass of the next batch.
 
     Returns:
         One outcome per item, in order; then the tokens that were needed and the tokens that were
         computed, padding included.
     """
-    passes = _Passes(model, prepared, keywords, limit, memory, early or Early(model))
+    passes = _Passes(model, prepared, keywords, limit, memory, lookahead or Lookahead(model))
     lengths = passes.lengths
     name = f"{type(model).__name__}.forward"
     computed_tokens = 0
     ahead = _cut(plan, lengths, list(lengths))
     while ahead:
         places = ahead.popleft()
-        passes.begin_next = partial(
-            passes.begin, list(islice(ahead, max_lookahead(model))), following
+        passes.start_next = partial(
+            passes.start, list(islice(ahead, max_lookahead(model))), start_next_batch
         )
         failures = passes.failures
         results = isolate(passes.run, places, name=name)
@@ -137,7 +138,7 @@ def compute(
 
 
 def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list[Any]]:
-    """The items of the passes that may be begun before the first one's turn; in their order."""
+    """The items of the passes that may be started before the turn of this batch, in order."""
     lengths = {
         place: length
         for place, length in enumerate(_lengths(model, prepared))
@@ -157,10 +158,10 @@ class _Passes:
         keywords: Mapping[str, Any],
         limit: Limit,
         memory: Memory | None,
-        early: Early,
+        lookahead: Lookahead,
     ) -> None:
         self._model = model
-        self._early = early
+        self._lookahead = lookahead
         self._prepared = prepared
         self._keywords = keywords
         self._limit = limit
@@ -171,27 +172,27 @@ class _Passes:
         #: How often memory ran out.
         self.failures = 0
         #: Called between a pass and its results.
-        self.begin_next: Callable[[], None] = lambda: None
+        self.start_next: Callable[[], None] = lambda: None
         for place, length in enumerate(_lengths(model, prepared)):
             if isinstance(length, SETTLED):
                 self.outcomes[place] = length
             else:
                 self.lengths[place] = length
 
-    def begin(self, passes: Sequence[Sequence[int]], following: Callable[[], None]) -> None:
-        """Begins the passes over what stands at these places, which are likely the next ones."""
+    def start(self, passes: Sequence[Sequence[int]], start_next_batch: Callable[[], None]) -> None:
+        """Starts the passes over the items at these places, which are likely to come next."""
         for places in passes:
-            self._early.begin(self._items(places), self._keywords)
-        if self._early.has_room:
-            following()
+            self._lookahead.start(self._items(places), self._keywords)
+        if self._lookahead.has_room:
+            start_next_batch()
 
     def run(self, places: Sequence[int]) -> Any:
-        """One pass, over what stands at these places."""
+        """Runs one pass, over the items at these places."""
         tokens = _computed(self._model, self.lengths, places)
         try:
             with self._limit():
-                outputs = self._early.forward(self._items(places), self._keywords)
-                self.begin_next()
+                outputs = self._lookahead.forward(self._items(places), self._keywords)
+                self.start_next()
                 answer = self._model.postprocess(outputs, **self._keywords)
         except BaseException as error:
             if is_out_of_memory(error):
@@ -208,13 +209,13 @@ class _Passes:
 
 
 def _cut(plan: Plan, lengths: Mapping[int, int], places: Sequence[int]) -> deque[Sequence[int]]:
-    """Micro-batches of what stands at these places."""
+    """Micro-batches of the items at these places."""
     cuts = plan([lengths[place] for place in places])
     return deque([places[each] for each in chosen] for chosen in cuts)
 
 
 def _computed(model: Model, lengths: Mapping[int, int], places: Sequence[int]) -> int:
-    """Tokens of a pass over what stands at these places, padding counted if there is any."""
+    """Tokens of a pass over the items at these places, padding counted if there is any."""
     chosen = [lengths[place] for place in places]
     return max(chosen) * len(chosen) if model.pads else sum(chosen)
 

@@ -1,4 +1,4 @@
-"""A model that a device serves: with its budget, and what there is to tell of it."""
+"""A model that a device serves, with its token budget, its costs and its figures."""
 
 import logging
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 from batchery.execution.batch import Limit, compute, first_passes
 from batchery.execution.bisect_failures import SETTLED
-from batchery.execution.lookahead import Early
+from batchery.execution.lookahead import Lookahead
 from batchery.model import Model
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
@@ -18,12 +18,12 @@ from batchery_worker.memory import Memory
 
 logger = logging.getLogger("batchery.device")
 
-#: Tokens of one forward pass where no setting says otherwise. On a CPU longer ones cost no less per
-#: token (docs/benchmarks.md), and others wait for them; a GPU needs thousands of tokens to be busy.
+#: Tokens of one forward pass without a setting. On a CPU, longer passes cost no less per token
+#: (docs/benchmarks.md), and jobs wait for them. A GPU needs thousands of tokens to be busy.
 DEFAULT_MAX_BATCH_TOKENS = {"cpu": 1024, "mps": 8_192, "cuda": 16_384}
 
 
-class Served:
+class ServedModel:
     """One model on one device."""
 
     def __init__(
@@ -35,19 +35,19 @@ class Served:
         weights_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Begins with the default budget of the device.
+        """Starts with the default budget of the device.
 
         Args:
-            name: Of its task.
+            name: Name of its task.
             model: Loaded.
             device: As torch spells it.
-            memory: Of that device.
-            weights_bytes: What its load took of it.
+            memory: Memory of that device.
+            weights_bytes: Memory that the weights take.
             clock: Seconds, on any scale.
         """
         self.name = name
         self.model = model
-        #: What its results depend on; empty where none of them is kept.
+        #: What its results depend on; empty if results are not cached.
         self.identity = ""
         self._device = device
         self._memory = memory
@@ -60,31 +60,31 @@ class Served:
         self._clock = clock
         self._cost_model = CostModel(Costs(1.0, 0.0, self._pass_tokens))
         self._budget = Budget(self._default_tokens)
-        self._early = Early(model)
+        self._lookahead = Lookahead(model)
         #: Forward passes that ran out of memory.
         self._failed_passes = 0
-        #: Of the batch that runs: passes as they were planned, and what of them ran.
+        #: Passes of the current batch that were planned and that ran, and tokens of the latter.
         self._planned_passes = self._passes = self._passed_tokens = 0
 
-    def begin(self, items: Sequence[Any], work: Work) -> None:
-        """Begins the first passes of the batch that comes next, as many as the model allows.
+    def start(self, items: Sequence[Any], work: Work) -> None:
+        """Starts the first passes of the batch that comes next, as many as the model allows.
 
         Raises:
-            SoftTimeLimitExceeded: As `Early.begin`.
+            SoftTimeLimitExceeded: As `Lookahead.start`.
         """
-        if self._early.has_room:
+        if self._lookahead.has_room:
             cuts = partial(self._cuts, max_batch_size=work.max_batch_size)
             for first in first_passes(self.model, items, cuts):
-                self._early.begin(first, work.keywords)
+                self._lookahead.start(first, work.keywords)
 
     def compute(
         self,
         items: Sequence[Any],
         work: Work,
         limit: Limit,
-        following: Callable[[], None] = lambda: None,
+        start_next_batch: Callable[[], None] = lambda: None,
     ) -> tuple[list[Any], int, int]:
-        """Runs the forward passes of a prepared batch; as `batchery.execution.batch.compute`."""
+        """Runs the forward passes of a prepared batch; see `batchery.execution.batch.compute`."""
         setting = work.max_batch_tokens
         self._budget.ceiling = setting or self._default_tokens
         self._source = "setting" if setting else "default"
@@ -99,8 +99,8 @@ class Served:
             partial(self._plan, max_batch_size=work.max_batch_size),
             limit=limit,
             memory=self,
-            early=self._early,
-            following=following,
+            lookahead=self._lookahead,
+            start_next_batch=start_next_batch,
         )
         took_ms = (self._clock() - started_s) * 1e3
         self._peak_bytes = max(self._peak_bytes, self._memory.peak_bytes())
@@ -119,7 +119,7 @@ class Served:
         self._budget.passed(tokens)
 
     def failed(self, tokens: int) -> None:
-        """A forward pass did not."""
+        """A forward pass did not fit into memory."""
         self._failed_passes += 1
         self._budget.failed(tokens)
 
@@ -149,9 +149,9 @@ class Served:
         }
 
     def _learn(self, items: Sequence[Any], computed_tokens: int, took_ms: float) -> None:
-        """Notes what a batch took, if all of it ran as it was planned."""
+        """Learns from a batch, if all of it ran as planned."""
         if (self._passes, self._passed_tokens) != (self._planned_passes, computed_tokens):
-            # A pass failed, and ran again in parts.
+            # A pass failed and ran again in parts.
             return
         fit = sum(not isinstance(each, SETTLED) for each in items)
         self._cost_model.ran(computed_tokens, fit, self._passes, took_ms)

@@ -15,7 +15,7 @@ from transformers import AutoModel
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.keywords import EmbeddingKeywords, read_keywords
-from batchery_worker.models.loading.pooling_config import read_recipe
+from batchery_worker.models.loading.pooling_config import read_pooling_config
 from batchery_worker.models.loading.source import ModelSource
 from batchery_worker.models.loading.tokenizer import Prepared
 from batchery_worker.models.text_model import Outputs, TextModel
@@ -67,20 +67,20 @@ class EmbeddingModel(TextModel):
             )
         if self.model.config.is_encoder_decoder:
             self.model = self.model.get_encoder()
-        recipe = read_recipe(source, self.settings.pooling)
-        self.prompts = {**recipe.prompts, **self.settings.prompts}
-        self.default_prompt = self.settings.default_prompt or recipe.default_prompt
+        config = read_pooling_config(source, self.settings.pooling)
+        self.prompts = {**config.prompts, **self.settings.prompts}
+        self.default_prompt = self.settings.default_prompt or config.default_prompt
         if self.default_prompt is not None and self.default_prompt not in self.prompts:
             raise ModelLoadError(
                 f"model {source.name!r}: default_prompt = {self.default_prompt!r}, but there"
                 f" {_are(self.prompts)}"
             )
-        self.pooling = recipe.pooling or ("last" if _is_decoder(self.model) else "mean")
-        where = "its files or settings" if recipe.pooling else "its architecture, a guess"
+        self.pooling = config.pooling or ("last" if _is_decoder(self.model) else "mean")
+        where = "its files or settings" if config.pooling else "its architecture, a guess"
         logger.info("model %s: pooling is %s, from %s", source.name, self.pooling, where)
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        self.dimensions = outputs.arrival.wait().shape[1]
+        self.dimensions = outputs.pending.wait().shape[1]
         if (self.settings.dimensions or 1) > self.dimensions:
             raise ModelLoadError(
                 f"model {source.name!r}: dimensions = {self.settings.dimensions}, but its vectors"

@@ -29,7 +29,7 @@ from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choos
 from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
 from batchery_worker.models.hardware.devices import device_named, dtype_for
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
-from batchery_worker.models.hardware.transfers import Arrival, Landing
+from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.loading.identity import identity
 from batchery_worker.models.loading.limits import longest_text, padding_position
 from batchery_worker.models.loading.source import ModelSource, quiet, reason
@@ -46,12 +46,12 @@ class Outputs(NamedTuple):
 
     Attributes:
         tokens: Length of each text in tokens, special ones included, in batch order.
-        arrival: Values on their way to the CPU: one row per text, in batch order, (B, ...),
+        pending: Values on their way to the CPU: one row per text, in batch order, (B, ...),
             float32.
     """
 
     tokens: list[int]
-    arrival: Arrival | PendingPass
+    pending: PendingCopy | PendingPass
 
 
 class TextModel(Model):
@@ -66,7 +66,7 @@ class TextModel(Model):
     #: How many forward passes the CPU computes side by side. Batches are cut into as many.
     cpu_streams = 1
 
-    #: How many passes may be begun before `postprocess` of the one in turn.
+    #: How many passes may be started before `postprocess` of the current one.
     passes_ahead = 0
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -81,7 +81,7 @@ class TextModel(Model):
             DeviceUnavailable: There is no such device; names those that there are.
         """
         self._device = device_named(device)
-        self._landing = Landing(self._device)
+        self._to_host = DeviceToHost(self._device)
         self._streams: CpuStreams | None = None
         if self._device.type == "cpu":
             self._open_streams(torch.get_num_threads())
@@ -273,13 +273,13 @@ class TextModel(Model):
         """Begins a pass, which computes the values of a batch, and sends them on their way."""
         lengths = [self.tokens(prepared) for prepared in batch]
         if self._streams is not None:
-            return Outputs(lengths, self._streams.begin(compute))
+            return Outputs(lengths, self._streams.submit(compute))
         with torch.inference_mode():
-            return Outputs(lengths, self._landing.begin(compute()))
+            return Outputs(lengths, self._to_host.start(compute()))
 
     def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
         """Waits for the values of a micro-batch and makes its results, in batch order."""
-        values = outputs.arrival.wait()
+        values = outputs.pending.wait()
         results = self._results(values, outputs.tokens, keywords)
         finite = values.isfinite().all(dim=1).tolist()
         # JSON has no NaN, and nobody has a use for one.

@@ -171,7 +171,7 @@ def _values(model: TextModel, batch: Sequence[Any]) -> Tensor:
     # Vectors of any length would need a tolerance of their own.
     keywords = {"normalize": True} if isinstance(model, EmbeddingModel) else {}
     outputs: Outputs = model.forward(batch, **keywords)
-    return outputs.arrival.wait()
+    return outputs.pending.wait()
 
 
 def _batched(model: TextModel, prepared: Sequence[Any]) -> Tensor:

@@ -5,7 +5,12 @@ from math import ceil, log2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchery_worker.batching.token_budget import CLOSE, RECOVERY_PASSES, STEADY_PASSES, Budget
+from batchery_worker.batching.token_budget import (
+    GAP_DIVISOR,
+    GROWTH_PASSES,
+    RECOVERY_PASSES,
+    Budget,
+)
 
 CEILINGS = st.integers(1, 100_000)
 
@@ -49,10 +54,10 @@ def test_then_it_closes_in_on_the_limit_with_few_more_failures(
     fits = data.draw(st.integers(1, ceiling))
     budget = Budget(ceiling)
     halvings = ceil(log2(ceiling / fits)) if fits < ceiling else 0
-    steps = ceil(log2(CLOSE)) + 1
-    failures = use(budget, fits, passes=halvings + steps * (STEADY_PASSES + 1))
+    steps = ceil(log2(GAP_DIVISOR)) + 1
+    failures = use(budget, fits, passes=halvings + steps * (GROWTH_PASSES + 1))
     assert failures <= halvings + steps
-    assert fits * (1 - 2 / CLOSE) - 2 <= budget.allows() <= fits
+    assert fits * (1 - 2 / GAP_DIVISOR) - 2 <= budget.allows() <= fits
 
 
 @SLOW

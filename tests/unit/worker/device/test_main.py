@@ -10,7 +10,7 @@ from batchery import Model
 from batchery_worker.cache.single_flight import Folding
 from batchery_worker.device import __main__ as device_module
 from batchery_worker.device.__main__ import Device, Prepared
-from batchery_worker.device.served_model import Served
+from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 
@@ -59,7 +59,7 @@ def model() -> Launched:
 
 def batch(model: Model, items: list[int], folding: Any = None, size: int = 2) -> Prepared:
     work = Work(1, "launched", {}, [(str(each), [each], False) for each in items], size, None)
-    return Prepared(work, items, Served("launched", model, "cpu", Memory()), folding, 0.0, 0.0)
+    return Prepared(work, items, ServedModel("launched", model, "cpu", Memory()), folding, 0.0, 0.0)
 
 
 def forward(device: Any, batch: Prepared) -> list[Any]:
@@ -75,9 +75,9 @@ def test_the_next_batch_is_begun_behind_the_last_pass(device: Any, model: Launch
         *("forward [9, 9]", "results [4, 4]"),
     ]
     model.log.clear()
-    following, device._next = device._next, None
-    assert forward(device, following) == [90, 90, 10]
-    # What was begun is not computed again.
+    next_batch, device._next = device._next, None
+    assert forward(device, next_batch) == [90, 90, 10]
+    # The pass that was started is not computed again.
     assert model.log == ["forward [1]", "results [9, 9]", "results [1]"]
 
 
@@ -104,9 +104,9 @@ def test_passes_that_do_not_return_early_take_turns(device: Any, model: Launched
 
 
 def test_the_first_pass_is_the_one_that_the_plan_begins_with(model: Launched) -> None:
-    served = Served("launched", model, "cpu", Memory())
+    served = ServedModel("launched", model, "cpu", Memory())
     one = batch(model, [1, 7, 3, 7])
-    served.begin(one.items, one.work)
+    served.start(one.items, one.work)
     assert model.log == ["forward [7, 7]"]
-    served.begin([], one.work)
+    served.start([], one.work)
     assert model.log == ["forward [7, 7]"]

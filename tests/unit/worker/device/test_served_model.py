@@ -10,7 +10,7 @@ import pytest
 from batchery import Failed, Model
 from batchery_worker.batching.cost_model import Costs
 from batchery_worker.device.loading import memory_of
-from batchery_worker.device.served_model import Served
+from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 
@@ -65,24 +65,24 @@ def model(memory: Counted) -> Tight:
 
 
 @pytest.fixture
-def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> Served:
+def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> ServedModel:
     monkeypatch.setattr(
         "batchery_worker.device.served_model.DEFAULT_MAX_BATCH_TOKENS", {"cpu": 512}
     )
-    return Served("tight", model, "cpu", memory, weights_bytes=70)
+    return ServedModel("tight", model, "cpu", memory, weights_bytes=70)
 
 
 def work(max_batch_tokens: int | None = None) -> Work:
     return Work(1, "tight", {}, [], 256, max_batch_tokens)
 
 
-def run(served: Served, items: list[int], max_batch_tokens: int | None = None) -> list[Any]:
+def run(served: ServedModel, items: list[int], max_batch_tokens: int | None = None) -> list[Any]:
     outcomes, _, _ = served.compute(items, work(max_batch_tokens), nullcontext)
     return outcomes
 
 
 def test_all_jobs_succeed_and_the_budget_is_found_within_a_few_batches(
-    served: Served, model: Tight
+    served: ServedModel, model: Tight
 ) -> None:
     items = [10 + number % 7 for number in range(128)]
     for _ in range(6):
@@ -99,7 +99,7 @@ def test_all_jobs_succeed_and_the_budget_is_found_within_a_few_batches(
 
 
 def test_what_is_left_of_a_batch_is_cut_anew_when_memory_ran_out(
-    served: Served, model: Tight
+    served: ServedModel, model: Tight
 ) -> None:
     items = [10] * 400
     assert run(served, items) == items
@@ -107,14 +107,14 @@ def test_what_is_left_of_a_batch_is_cut_anew_when_memory_ran_out(
     assert sum(padded > FITS for padded in model.passes) == 1
 
 
-def test_an_item_that_does_not_fit_alone_fails_alone(served: Served) -> None:
+def test_an_item_that_does_not_fit_alone_fails_alone(served: ServedModel) -> None:
     outcomes = run(served, [FITS + 1, 5, 5])
     assert isinstance(outcomes[0], Failed)
     assert outcomes[1:] == [5, 5]
 
 
 def test_one_line_warns_of_the_new_budget_and_the_cache_is_released(
-    served: Served, memory: Counted, caplog: pytest.LogCaptureFixture
+    served: ServedModel, memory: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "batchery.device"):
         run(served, [8] * 100)
@@ -126,7 +126,7 @@ def test_one_line_warns_of_the_new_budget_and_the_cache_is_released(
     assert memory.releases == 1
 
 
-def test_the_figures_say_what_chose_the_budget(served: Served) -> None:
+def test_the_figures_say_what_chose_the_budget(served: ServedModel) -> None:
     assert served.figures() == {
         "max_batch_tokens": 512,
         "chosen_by": "default",
@@ -163,11 +163,11 @@ class Clocked(Tight):
         return list(batch)
 
 
-def clocked(model: Clocked) -> Served:
-    return Served("clocked", model, "cpu", Memory(), clock=lambda: model.now_s)
+def clocked(model: Clocked) -> ServedModel:
+    return ServedModel("clocked", model, "cpu", Memory(), clock=lambda: model.now_s)
 
 
-def run_mixed(served: Served, batches: int) -> None:
+def run_mixed(served: ServedModel, batches: int) -> None:
     for number in range(batches):
         run(served, [4 + number * 7 % 60] * (1 + number * 13 % 64))
 

@@ -99,7 +99,7 @@ class Fixed(Padded):
             padded._device,
             padding=padded._padding,
             side=padded._side,
-            staging=padded._staging,
+            to_device=padded._to_device,
         )
         self._shape = shape
         size = (len(self._padding) + 1, *shape)

@@ -18,7 +18,7 @@ from batchery_worker.models.forward.attention import (
     row_of_this_pass,
 )
 from batchery_worker.models.forward.pooling import pool_row
-from batchery_worker.models.hardware.transfers import Staging
+from batchery_worker.models.hardware.transfers import HostToDevice
 from batchery_worker.models.loading.tokenizer import Prepared
 
 
@@ -56,7 +56,7 @@ class Packed:
         self._names = list(names)
         self._padding_position = padding_position
         self._varlen = varlen
-        self._staging = Staging(device)
+        self._to_device = HostToDevice(device)
         # Left out, they come from a list of zeros that is as long as one text may be. GPT-2 takes
         # them, too, but has no table of its own for them, and zero would be a word.
         self._has_types = any(
@@ -113,7 +113,7 @@ class Packed:
         ends = np.array([0, *accumulate(lengths)])
         rows = np.concatenate(batch, axis=1)
         positions = self._positions(rows[0], ends)
-        sent = self._staging.send(np.concatenate([rows.ravel(), positions, ends]))
+        sent = self._to_device.send(np.concatenate([rows.ravel(), positions, ends]))
         tokens, ends_there = torch.split(sent, [len(sent) - len(ends), len(ends)])
         names = [*self._names, "position_ids"]
         inputs = dict(zip(names, tokens.view(len(names), 1, ends[-1]), strict=True))

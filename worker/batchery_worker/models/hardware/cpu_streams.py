@@ -30,8 +30,8 @@ class CpuStreams:
         self._running: list[Future[Tensor]] = []
         self._lock = threading.Lock()
 
-    def begin(self, compute: Callable[[], Tensor]) -> "PendingPass":
-        """Takes a pass, which begins as soon as all streams are taken or a result is asked for.
+    def submit(self, compute: Callable[[], Tensor]) -> "PendingPass":
+        """Takes a pass, which starts as soon as all streams are taken or a result is asked for.
 
         Only then is it known how many passes share the threads: a lone pass has them all.
 
@@ -47,7 +47,7 @@ class CpuStreams:
         return PendingPass(self, future)
 
     def start(self) -> None:
-        """Begins all passes that were taken; a lone pass has ended when this returns."""
+        """Starts all passes that were taken; a lone pass has ended when this returns."""
         lone = None
         with self._lock:
             self._running = [each for each in self._running if not each.done()]

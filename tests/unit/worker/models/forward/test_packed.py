@@ -65,7 +65,7 @@ def test_no_forward_pass_keeps_what_only_training_needs(
         model = embedder(build("bert"), forward=forward)
     else:
         model = classifier(build("bert", labels=LABELS), forward=forward)
-    values = model.forward(model.preprocess(["the cat", "rain"])).arrival.wait()
+    values = model.forward(model.preprocess(["the cat", "rain"])).pending.wait()
     assert values.is_inference()
 
 

@@ -49,9 +49,9 @@ def passes() -> Passes:
 
 def test_lone_pass_has_all_threads_and_runs_on_the_waiting_thread(passes: Passes) -> None:
     torch.set_num_threads(4)
-    begun = CpuStreams(2, threads=4).begin(passes(7.0))
+    pending = CpuStreams(2, threads=4).submit(passes(7.0))
     assert passes.threads == []
-    assert begun.wait().tolist() == [7.0]
+    assert pending.wait().tolist() == [7.0]
     assert passes.threads == [4]
     assert passes.ran_on == [threading.current_thread().name]
 
@@ -64,16 +64,16 @@ def test_passes_of_two_streams_run_at_the_same_time() -> None:
         return torch.ones(1)
 
     streams = CpuStreams(2, threads=2)
-    begun = [streams.begin(computing), streams.begin(computing)]
-    assert [each.wait().tolist() for each in begun] == [[1.0], [1.0]]
+    pending = [streams.submit(computing), streams.submit(computing)]
+    assert [each.wait().tolist() for each in pending] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(("count", "threads", "each"), [(2, 4, 2), (3, 4, 1), (2, 1, 1), (4, 8, 4)])
 def test_passes_share_the_threads(passes: Passes, count: int, threads: int, each: int) -> None:
     streams = CpuStreams(count, threads)
     asked = 2 if count == 4 else count
-    begun = [streams.begin(passes()) for _ in range(asked)]
-    for one in begun:
+    pending = [streams.submit(passes()) for _ in range(asked)]
+    for one in pending:
         one.wait()
     assert passes.threads == [each] * asked
     assert all(name.startswith("batchery-cpu-stream") for name in passes.ran_on)
@@ -82,7 +82,7 @@ def test_passes_share_the_threads(passes: Passes, count: int, threads: int, each
 def test_a_thread_keeps_its_number_when_another_one_changes_its_own(passes: Passes) -> None:
     torch.set_num_threads(3)
     streams = CpuStreams(2, threads=2)
-    for one in [streams.begin(passes()), streams.begin(passes())]:
+    for one in [streams.submit(passes()), streams.submit(passes())]:
         one.wait()
     assert passes.threads == [1, 1]
     assert torch.get_num_threads() == 3
@@ -96,12 +96,12 @@ def test_passes_begin_as_soon_as_all_streams_are_taken() -> None:
         return torch.ones(1)
 
     streams = CpuStreams(2, threads=2)
-    begun = [streams.begin(computing)]
+    pending = [streams.submit(computing)]
     assert not began.acquire(blocking=False)
-    begun.append(streams.begin(computing))
+    pending.append(streams.submit(computing))
     assert began.acquire(timeout=TIMEOUT_S)
     assert began.acquire(timeout=TIMEOUT_S)
-    for each in begun:
+    for each in pending:
         each.wait()
 
 
@@ -110,7 +110,7 @@ def test_error_of_a_pass_is_raised_to_its_waiter(passes: Passes) -> None:
         raise MemoryError("no room")
 
     streams = CpuStreams(2, threads=2)
-    bad, good = streams.begin(failing), streams.begin(passes(3.0))
+    bad, good = streams.submit(failing), streams.submit(passes(3.0))
     with pytest.raises(MemoryError, match="no room"):
         bad.wait()
     assert good.wait().tolist() == [3.0]
