@@ -54,7 +54,7 @@ class Greedy(Model):
         return [int(held[0]) + length for length in batch]
 
 
-def test_what_tensors_hold_is_counted(memory: Memory) -> None:
+def test_memory_of_tensors_is_counted(memory: Memory) -> None:
     assert isinstance(memory, CudaMemory)
     before_bytes = memory.allocated_bytes()
     memory.forget_peak()

@@ -30,11 +30,11 @@ def shortened(values: NDArray[np.float32]) -> NDArray[np.float64]:
     """Rounds to nine significant digits.
 
     Args:
-        values: Of any shape.
+        values: An array of any shape.
 
     Returns:
-        The same shape. Cast to float32, each number is the one that was given, to the last bit;
-        written out, it is a third shorter. What is not finite stays so.
+        The same shape. Cast to float32, each number is exactly the given one. Written out, it is a
+        third shorter. NaN and infinities stay.
     """
     exact = values.astype(np.float64)
     # Zero has no logarithm, and infinity no digits.
@@ -58,7 +58,7 @@ class EmbeddingModel(TextModel):
     auto_class = AutoModel
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        # The pooler sits on top of the token vectors; it is not used, and often not there.
+        # The pooler follows the token vectors. It is not used, and often missing.
         lost = [key for key in missing if "pooler" not in key.split(".")]
         if lost:
             raise ModelLoadError(
@@ -108,7 +108,7 @@ class EmbeddingModel(TextModel):
 
         def compute() -> Tensor:
             vectors = self._values(self._pass, batch)
-            # Slicing is harmless where there is no limit: `[:, :None]` is everything.
+            # Without a limit, `[:, :None]` is everything.
             vectors = vectors[:, : wanted.dimensions or self.settings.dimensions]
             return normalize(vectors) if scale else vectors
 
@@ -132,7 +132,7 @@ class EmbeddingModel(TextModel):
 
 
 def _is_decoder(model: torch.nn.Module) -> bool:
-    """Whether tokens see only what is before them, so that the last one has seen the whole text."""
+    """Whether tokens see only earlier ones, so that only the last one has seen the whole text."""
     return any(getattr(module, "is_causal", False) for module in model.modules())
 
 

@@ -60,7 +60,7 @@ costs_of = st.builds(
 
 @FEW
 @given(costs_of, st.integers(0, 1000))
-def test_the_costs_are_found_whatever_was_believed(costs: Costs, seed: int) -> None:
+def test_costs_are_found_whatever_was_believed(costs: Costs, seed: int) -> None:
     model = CostModel(GUESS)
     feed(model, costs, 640, seed=seed)
     assert error(model, costs) < 0.05
@@ -68,7 +68,7 @@ def test_the_costs_are_found_whatever_was_believed(costs: Costs, seed: int) -> N
 
 @FEW
 @given(st.integers(0, 1000))
-def test_the_costs_are_found_in_noise(seed: int) -> None:
+def test_costs_are_found_in_noise(seed: int) -> None:
     costs = Costs(0.05, 0.5, 4.0)
     model = CostModel(GUESS)
     feed(model, costs, 512, seed=seed, noise=0.2)
@@ -78,7 +78,7 @@ def test_the_costs_are_found_in_noise(seed: int) -> None:
 
 @FEW
 @given(st.floats(0.1, 10), st.integers(0, 1000))
-def test_a_change_is_followed(factor: float, seed: int) -> None:
+def test_changed_costs_are_followed(factor: float, seed: int) -> None:
     before = Costs(0.05, 0.1, 2.0)
     after = Costs(*(factor * cost for cost in before))
     model = CostModel(before)
@@ -88,7 +88,7 @@ def test_a_change_is_followed(factor: float, seed: int) -> None:
     assert error(model, after) < 0.1
 
 
-def test_another_ratio_of_the_costs_is_followed() -> None:
+def test_changed_ratio_of_costs_is_followed() -> None:
     model = CostModel(Costs(0.05, 0.0, 1.0))
     feed(model, Costs(0.05, 0.0, 1.0), 300)
     feed(model, Costs(0.05, 0.0, 3.0), 2000)
@@ -108,7 +108,7 @@ def test_another_ratio_of_the_costs_is_followed() -> None:
     ),
     costs_of,
 )
-def test_nothing_that_is_measured_makes_nonsense_of_them(
+def test_costs_stay_finite_whatever_is_measured(
     batches: list[tuple[int, int, int, float]], believed: Costs
 ) -> None:
     model = CostModel(believed)
@@ -121,7 +121,7 @@ def test_nothing_that_is_measured_makes_nonsense_of_them(
             assert model.useful_items is None or model.useful_items >= 1
 
 
-def test_batches_that_are_all_alike_change_the_level_and_not_the_ratio() -> None:
+def test_equal_batches_change_the_level_and_not_the_ratio() -> None:
     model = CostModel(Costs(0.05, 0.0, 1.6))
     for _ in range(500):
         model.ran(512, 16, 1, 2 * (0.05 * 512 + 1.6))
@@ -130,7 +130,7 @@ def test_batches_that_are_all_alike_change_the_level_and_not_the_ratio() -> None
     assert model.costs.pass_ms == pytest.approx(3.2, rel=0.01)
 
 
-def test_where_each_item_is_a_token_it_costs_as_a_token() -> None:
+def test_item_cost_is_zero_where_each_item_is_one_token() -> None:
     model = CostModel(GUESS)
     for number in range(200):
         items = 1 + number % 64
@@ -140,7 +140,7 @@ def test_where_each_item_is_a_token_it_costs_as_a_token() -> None:
     assert model.costs.token_ms == pytest.approx(0.5, rel=0.02)
 
 
-def test_the_first_batch_does_not_count() -> None:
+def test_first_batch_is_ignored() -> None:
     alike = CostModel(GUESS)
     for number in range(REFRESH_BATCHES + 1):
         assert alike.costs is None
@@ -151,7 +151,7 @@ def test_the_first_batch_does_not_count() -> None:
     assert alike.batches == REFRESH_BATCHES
 
 
-def test_what_is_odd_now_and_then_does_not_count() -> None:
+def test_rare_outliers_are_ignored() -> None:
     costs = Costs(0.05, 0.0, 2.0)
     model = CostModel(costs)
     feed(model, costs, 100)
@@ -161,7 +161,7 @@ def test_what_is_odd_now_and_then_does_not_count() -> None:
     assert error(model, costs) < 1e-3
 
 
-def test_what_stays_odd_is_what_counts_from_then_on() -> None:
+def test_outliers_that_stay_replace_what_was_learned() -> None:
     slow = Costs(5.0, 0.0, 200.0)
     model = CostModel(Costs(0.05, 0.0, 2.0))
     feed(model, Costs(0.05, 0.0, 2.0), 1000)
@@ -169,7 +169,7 @@ def test_what_stays_odd_is_what_counts_from_then_on() -> None:
     assert error(model, slow) < 1e-3
 
 
-def test_the_useful_size_is_where_a_pass_costs_one_twentieth() -> None:
+def test_useful_items_spend_one_twentieth_on_the_pass() -> None:
     costs = Costs(0.1, 0.5, 10.0)
     model = CostModel(costs)
     assert model.useful_items is None

@@ -53,7 +53,7 @@ def fits(lengths: list[int], part: list[int], tokens: int, size: int, *, pads: b
     pass_tokens=Pass,
     streams=st.just(1) | st.integers(2, 16),
 )
-def test_a_plan_keeps_every_promise(
+def test_plan_has_each_item_once_in_order_and_within_limits(
     lengths: list[int], tokens: int, size: int, pads: bool, pass_tokens: int, streams: int
 ) -> None:
     parts = plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens, streams=streams)
@@ -129,7 +129,7 @@ def test_a_packed_micro_batch_ends_only_where_a_limit_says_so(
     size=st.integers(1, 9),
     streams=st.integers(2, 4),
 )
-def test_no_cut_into_so_many_has_a_smaller_largest_micro_batch(
+def test_cut_for_streams_minimizes_the_largest_micro_batch(
     lengths: list[int], tokens: int, size: int, streams: int
 ) -> None:
     parts = plan(lengths, tokens, size, pads=False, streams=streams)
@@ -197,7 +197,7 @@ def test_the_order_of_results_can_be_restored(
         ([0, 0], [[0, 1]], [[0, 1]]),
     ],
 )
-def test_small_windows(
+def test_plans_of_small_windows(
     lengths: list[int], by_padding: list[list[int]], by_packing: list[list[int]]
 ) -> None:
     assert plan(lengths, max_batch_tokens=10, max_batch_size=2) == by_padding
@@ -205,6 +205,6 @@ def test_small_windows(
 
 
 @pytest.mark.parametrize(("pass_tokens", "count"), [(0, 3), (30, 2), (10_000, 1)])
-def test_the_dearer_a_pass_the_fewer_there_are(pass_tokens: int, count: int) -> None:
+def test_more_expensive_passes_make_fewer_passes(pass_tokens: int, count: int) -> None:
     lengths = [100, 20, 20, 10, 10]
     assert len(plan(lengths, 10_000, 64, pass_tokens=pass_tokens)) == count

@@ -68,7 +68,7 @@ def test_an_idle_device_waits_from_the_oldest_job_on() -> None:
     assert scheduler.wake_s() is None
 
 
-def test_the_clock_of_what_is_left_counts_from_its_own_oldest_job() -> None:
+def test_wait_of_remaining_jobs_counts_from_their_oldest() -> None:
     scheduler = admitted(*(job(number, arrived_s=number, max_wait_s=9) for number in range(5)))
     assert ids(scheduler.next_batch(0, False, 4.0)) == ["0", "1", "2", "3"]
     assert scheduler.wake_s() == 13

@@ -98,7 +98,7 @@ def test_all_jobs_succeed_and_the_budget_is_found_within_a_few_batches(
     assert learned <= 1.1 * len(model.passes)
 
 
-def test_what_is_left_of_a_batch_is_cut_anew_when_memory_ran_out(
+def test_rest_of_a_batch_is_cut_anew_after_memory_ran_out(
     served: ServedModel, model: Tight
 ) -> None:
     items = [10] * 400
@@ -141,7 +141,7 @@ def test_the_figures_say_what_chose_the_budget(served: ServedModel) -> None:
     assert figures == {"chosen_by": "memory", "out_of_memory": 1, "weights_bytes": 70}
 
 
-def test_nobody_counts_the_memory_of_a_cpu() -> None:
+def test_cpu_memory_is_not_counted() -> None:
     memory = memory_of("cpu")
     memory.forget_peak()
     memory.release()
@@ -185,7 +185,7 @@ def test_costs_are_learned_from_batches_that_ran_and_leave_the_budget_alone() ->
     assert (figures["max_batch_tokens"], figures["chosen_by"]) == (1024, "default")
 
 
-def test_batches_in_which_a_pass_failed_say_nothing_of_the_costs() -> None:
+def test_batches_with_a_failed_pass_teach_no_costs() -> None:
     model = Clocked()
     served = clocked(model)
     whole = model.forward

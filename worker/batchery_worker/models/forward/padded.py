@@ -1,4 +1,4 @@
-"""The forward pass that suits any model: texts below each other, filled up to the longest."""
+"""The forward pass that suits any model: a row for each text, padded to the longest."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,14 +28,14 @@ class Padded:
         side: str,
         to_device: HostToDevice | None = None,
     ) -> None:
-        """Prepares it.
+        """Prepares the pass.
 
         Args:
             model: Loaded, on the device.
             device: Where it is.
-            padding: What to pad each input with, by name, in the order of a tokenized text's rows.
+            padding: Padding of each input, by name, in the order of a tokenized text's rows.
             side: `left` or `right`.
-            to_device: Another's way to the device, to be shared.
+            to_device: Transfers to share with another pass.
         """
         self._model = model
         self._device = device

@@ -75,7 +75,7 @@ def test_minilm_is_smaller_and_passes_verification(
     assert report.to_json()["quantize"] == "int8"
 
 
-def test_a_wrong_quantisation_does_not_pass(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_quantization_does_not_pass(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def coarse(name: str, model: Any, how: str, device: torch.device) -> None:
         quantize(name, model, how, device)
         for layer in model.modules():
@@ -94,7 +94,7 @@ def load(folder: Path, how: str) -> None:
     model.load("cpu")
 
 
-def test_float8_is_refused_where_there_is_none(
+def test_float8_is_refused_on_a_device_without_it(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = "quantize = 'float8' needs a CUDA device of compute capability 8.9 or more"

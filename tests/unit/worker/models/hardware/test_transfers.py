@@ -11,14 +11,14 @@ import torch
 from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice
 
 
-def test_on_a_cpu_inputs_are_there_already() -> None:
+def test_cpu_inputs_are_not_copied() -> None:
     numbers = np.arange(6).reshape(2, 3)
     sent = HostToDevice(torch.device("cpu")).send(numbers)
     assert sent.tolist() == numbers.tolist()
     assert sent.data_ptr() == numbers.ctypes.data
 
 
-def test_on_a_cpu_results_are_there_already() -> None:
+def test_cpu_results_are_not_copied() -> None:
     values = torch.ones(2, 3)
     pending = DeviceToHost(torch.device("cpu")).start(values)
     assert pending.wait() is values
