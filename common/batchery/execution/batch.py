@@ -124,7 +124,7 @@ def compute(
     computed_tokens = 0
     ahead = _cut(plan, lengths, list(lengths))
     while ahead:
-        places = ahead.popleft()
+        positions = ahead.popleft()
         passes.start_next = partial(
             passes.start, list(islice(ahead, max_lookahead(model))), start_next_batch
         )
@@ -146,7 +146,10 @@ def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list
         if not isinstance(length, SETTLED)
     }
     ahead = _cut(plan, lengths, list(lengths))
-    return [[prepared[place] for place in places] for places in islice(ahead, max_lookahead(model))]
+    return [
+        [prepared[position] for position in positions]
+        for positions in islice(ahead, max_lookahead(model))
+    ]
 
 
 class _Passes:
@@ -174,25 +177,25 @@ class _Passes:
         self.failures = 0
         #: Called between a pass and its results.
         self.start_next: Callable[[], None] = lambda: None
-        for place, length in enumerate(_lengths(model, prepared)):
+        for position, length in enumerate(_lengths(model, prepared)):
             if isinstance(length, SETTLED):
                 self.outcomes[position] = length
             else:
                 self.lengths[position] = length
 
     def start(self, passes: Sequence[Sequence[int]], start_next_batch: Callable[[], None]) -> None:
-        """Starts the passes over the items at these places, which are likely to come next."""
-        for places in passes:
-            self._lookahead.start(self._items(places), self._keywords)
+        """Starts the passes over the items at these positions, which are likely to come next."""
+        for positions in passes:
+            self._lookahead.start(self._items(positions), self._keywords)
         if self._lookahead.has_room:
             start_next_batch()
 
-    def run(self, places: Sequence[int]) -> Any:
-        """Runs one pass, over the items at these places."""
-        tokens = _computed(self._model, self.lengths, places)
+    def run(self, positions: Sequence[int]) -> Any:
+        """Runs one pass, over the items at these positions."""
+        tokens = _computed(self._model, self.lengths, positions)
         try:
             with self._limit():
-                outputs = self._lookahead.forward(self._items(places), self._keywords)
+                outputs = self._lookahead.forward(self._items(positions), self._keywords)
                 self.start_next()
                 answer = self._model.postprocess(outputs, **self._keywords)
         except BaseException as error:
@@ -209,15 +212,15 @@ class _Passes:
         return [self._prepared[position] for position in positions]
 
 
-def _cut(plan: Plan, lengths: Mapping[int, int], places: Sequence[int]) -> deque[Sequence[int]]:
-    """Micro-batches of the items at these places."""
-    cuts = plan([lengths[place] for place in places])
-    return deque([places[each] for each in chosen] for chosen in cuts)
+def _cut(plan: Plan, lengths: Mapping[int, int], positions: Sequence[int]) -> deque[Sequence[int]]:
+    """Micro-batches of the items at these positions."""
+    cuts = plan([lengths[position] for position in positions])
+    return deque([positions[each] for each in chosen] for chosen in cuts)
 
 
-def _computed(model: Model, lengths: Mapping[int, int], places: Sequence[int]) -> int:
-    """Tokens of a pass over the items at these places, padding counted if there is any."""
-    chosen = [lengths[place] for place in places]
+def _computed(model: Model, lengths: Mapping[int, int], positions: Sequence[int]) -> int:
+    """Tokens of a pass over the items at these positions, padding counted if there is any."""
+    chosen = [lengths[position] for position in positions]
     return max(chosen) * len(chosen) if model.pads else sum(chosen)
 
 
