@@ -11,10 +11,9 @@ from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Done, Journal
 from batchery_producer.files.jsonl import JsonLines, TooLong
 from batchery_producer.files.openai_batch import Model, Spelling
-from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.records import Broken, Record, RowKey
 from batchery_producer.files.source import STANDARD_STREAM
 from batchery_producer.run.finalize import Final
-from batchery_producer.run.window import Place
 
 #: What the name of the journal ends with, after the name of the output.
 JOURNAL_SUFFIX = ".journal"
@@ -256,32 +255,32 @@ class Output:
                 )
             yield row
 
-    def result(self, place: Place, result: Any) -> str | None:
+    def result(self, row: RowKey, result: Any) -> str | None:
         """Adds the result of a job.
 
         Returns:
             None; or why no file can have it.
         """
         try:
-            self.results.write({**self._head(place), "result": result})
+            self.results.write({**self._head(row), "result": result})
         except TooLong as error:
             return str(error)
         return None
 
-    def failure(self, place: Place, type_: str, message: str) -> None:
+    def failure(self, row: RowKey, type_: str, message: str) -> None:
         """Adds a job that failed, or a line that became no job."""
         error = {"type": type_, "message": message}
-        self.errors.write({**self._head(place), "error": error})
+        self.errors.write({**self._head(row), "error": error})
 
-    def _head(self, place: Place) -> dict[str, Any]:
+    def _head(self, row: RowKey) -> dict[str, Any]:
         if self.journal is None or len(self.journal.files) == 1:
-            return {"id": place.id, "line": place.line}
-        file = self.journal.files[place.source]
-        return {"id": place.id, "file": file, "line": place.line}
+            return {"id": row.id, "line": row.line}
+        file = self.journal.files[row.source]
+        return {"id": row.id, "file": file, "line": row.line}
 
-    def place(self, place: Place) -> str:
+    def place(self, row: RowKey) -> str:
         """A line of the input, for messages."""
-        return self._source.place(place.source, place.line)
+        return self._source.place(row.source, row.line)
 
     def flush(self) -> None:
         """Writes what was added; raises as `JsonLines.flush` does."""

@@ -10,8 +10,9 @@ from batchery.cli.app import check_backend, check_broker
 from batchery.errors import SettingsError
 from batchery_producer.diagnosis import check_workers, explain_silence
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.records import Broken, Record, RowKey
 from batchery_producer.publishing.publisher import Publisher
+from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import collector_for
 from batchery_producer.retry import Patience
 from batchery_producer.run.loop import Run
@@ -19,7 +20,7 @@ from batchery_producer.run.output import Output
 from batchery_producer.run.reader import Feed
 from batchery_producer.run.resume import Survivors
 from batchery_producer.run.summary import Summary
-from batchery_producer.run.window import Window
+from batchery_producer.stream import Window
 
 
 class Sending:
@@ -54,7 +55,7 @@ class Sending:
                 or there are workers and none of them has the task.
             ValueError: The window is less than 1.
         """
-        self._jobs = Window(window)
+        self._jobs = Window[str, RowKey, Answer](window)
         self.task = task
         check_backend(app)
         if getattr(app.tasks.get(task), "ignore_result", False):
@@ -72,7 +73,6 @@ class Sending:
             keywords=keywords,
             patience=self._patience,
             persistent=True,
-            headers=self._collector.headers,
             **options,
         )
         check_workers(app, task, self._publisher.queue)
