@@ -203,7 +203,7 @@ class ItemSource:
         self._arguments = iter(items) if per_job == 0 else _lists(iter(items), per_job)
 
     def take(self, maximum: int, _wait_s: float) -> Sequence[NewJob[range]]:
-        """As `stream.Source.take`."""
+        """As `JobSource.take`."""
         arguments = list(islice(self._arguments, maximum))
         self.exhausted = len(arguments) < maximum
         jobs = []

@@ -120,7 +120,7 @@ class NewJob(NamedTuple, Generic[V]):
     ref: V
 
 
-class Source(Protocol[V]):
+class JobSource(Protocol[V]):
     """Where jobs come from."""
 
     @property
@@ -143,7 +143,7 @@ class Stream(Generic[V]):
         self,
         collector: Collector,
         window: Window[str, V, Answer],
-        source: Source[V] | None = None,
+        source: JobSource[V] | None = None,
         publisher: Publisher | None = None,
         *,
         missing: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,

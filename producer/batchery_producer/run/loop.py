@@ -183,11 +183,11 @@ class Run:
 
     @property
     def exhausted(self) -> bool:
-        """As `stream.Source.exhausted`."""
+        """As `JobSource.exhausted`."""
         return self._feed.exhausted
 
     def take(self, maximum: int, wait_s: float) -> list[NewJob[RowKey]]:
-        """As `stream.Source.take`; rows that become no job fail here."""
+        """As `JobSource.take`; rows that become no job fail here."""
         jobs = []
         for entry in self._feed.take(maximum, wait_s):
             if isinstance(entry, Broken):
