@@ -15,6 +15,7 @@ from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Outcome
 from batchery_producer.retry import GaveUp
 from batchery_producer.run.api import submit_file
+from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.summary import Ending, Snapshot, Summary
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Progress",
     "Publisher",
     "Snapshot",
+    "SubmitOptions",
     "Summary",
     "TaskClient",
     "submit_file",

@@ -54,23 +54,6 @@ class Broken:
     source: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class RowKey:
-    """A row whose job is in flight: where its result belongs, without its item.
-
-    Attributes:
-        line: Where it begins in the input, from 1.
-        id: The caller's.
-        source: Number of the file that it is in, from 0.
-        pack: How many items its job has; 0 if the argument is one item.
-    """
-
-    line: int
-    id: Any
-    source: int = 0
-    pack: int = 0
-
-
 class SeenIds:
     """The ids met so far, in a temporary database on disk: memory stays as it is.
 

@@ -1,26 +1,29 @@
-"""A bulk run: submits a dataset through a window, and writes down what comes back."""
+"""A run: submits the rows of a dataset through a window, and writes down what comes back."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
+from typing import Any
 
-from celery import uuid
+from celery import Celery
 
-from batchery.errors import BatcheryError
-from batchery_producer.files.records import Broken, Record, RowKey
+from batchery.cli.app import check_backend, check_broker
+from batchery.errors import BatcheryError, SettingsError
+from batchery_producer.diagnosis import check_workers, explain_silence
+from batchery_producer.files.journal import Journal
+from batchery_producer.files.records import Broken, Record
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, joined
-from batchery_producer.results.collector import Collector
-from batchery_producer.retry import GaveUp, Interrupted
+from batchery_producer.results.collector import collector_for
+from batchery_producer.retry import GaveUp, Interrupted, Patience
+from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
 from batchery_producer.run.reader import Feed
 from batchery_producer.run.report import Figures
+from batchery_producer.run.resume import Survivors
 from batchery_producer.run.summary import Ending, Snapshot, Summary
 from batchery_producer.stream import NewJob, Stream, Window
-
-logger = logging.getLogger(__name__)
 
 #: What "now" means for a rate, in seconds: shorter jumps with every batch, longer hides a change.
 SPAN_S = 15.0
@@ -61,84 +64,97 @@ class Stopped(BatcheryError):
     """A run was to end at the first failure."""
 
 
-class Run:
-    """One run; everything it uses is handed to it."""
+class FileRun:
+    """Submits the rows of a file once: checks, the loop, and what is told of it."""
 
-    def __init__(
-        self,
-        feed: Feed[Record | Broken],
-        publisher: Publisher,
-        collector: Collector,
-        output: Output,
-        window: Window[str, RowKey, Answer],
-        *,
-        task_id: Callable[[Record], str] = lambda _: uuid(),
-        lost: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
-        total: Callable[[], int | None] = lambda: None,
-        keep_results: bool = False,
-        timeout_s: float | None = None,
-        stop: Callable[[], bool] = lambda: False,
-        stop_at_failure: bool = False,
-        progress: Callable[[Snapshot], None] = lambda _: None,
-        explain: Callable[[], str] = lambda: "",
-        notice: Callable[[str], None] = logger.warning,
-        figures: Figures | None = None,
-    ) -> None:
-        """Prepares.
+    def __init__(self, app: Celery, task: str, options: SubmitOptions) -> None:
+        """Makes sure that jobs can be sent, that a worker has the task, and results can come back.
 
         Args:
-            feed: The input.
-            publisher: Sends jobs.
-            collector: Fetches results.
-            output: Is open.
-            window: Is empty; bounds the jobs in flight.
-            task_id: Names the job of a record.
-            lost: Says which jobs must be sent; the others are on their way from an earlier run.
-            total: Says how many lines the input has, as far as that is known.
-            keep_results: Leave results in the backend, where they expire.
-            timeout_s: Give up when no job has ended for so long, in seconds; None never does.
-            stop: Asked several times a second; True ends the run.
-            stop_at_failure: End the run when a job has failed, or a line become no job.
-            progress: Called several times a second.
-            explain: Says why nothing may be coming.
-            notice: Gets a line for the user.
-            figures: Of the run, for whoever wants them.
-        """
-        self._feed = feed
-        self._publisher = publisher
-        self._collector = collector
-        self._output = output
-        self._window = window
-        self._task_id = task_id
-        self._lost = lost
-        self._total = total
-        self._stop = stop
-        self._stop_at_failure = stop_at_failure
-        self._progress = progress
-        self._figures = figures or Figures()
-        self._submitted = self._succeeded = self._failed = 0
-        self._began_s = time.monotonic()
-        self._rate = Rate(self._began_s)
-        self._stopped_by: tuple[RowKey, str] | None = None
-        self._stream = Stream(
-            collector,
-            window,
-            self,
-            publisher,
-            missing=self._not_in_flight,
-            keep_results=keep_results,
-            timeout_s=timeout_s,
-            explain=explain,
-            notice=notice,
-        )
+            app: Where the jobs are sent and the results are stored.
+            task: Name of the task.
+            options: Those that say what to read and write do not matter here.
 
-    def run(self) -> Summary:
-        """Runs to the end of the input, or until it is stopped.
+        Raises:
+            RedisUnavailable: No Redis answers at one of the app's URLs.
+            StartError: No other broker answers.
+            SettingsError: The app or the task stores no results, the app does not allow the queue,
+                or there are workers and none of them has the task.
+            ValueError: The window is less than 1.
+        """
+        self._window = Window[str, Record, Answer](options.window)
+        check_backend(app)
+        if getattr(app.tasks.get(task), "ignore_result", False):
+            raise SettingsError(f"task {task!r} ignores its results; nothing would come back")
+        check_broker(app)
+        self.task = task
+        self._app = app
+        self._options = options
+        self._patience = Patience(options.stop)
+        self._collector = collector_for(app, self._patience)
+        expires: dict[str, Any] = (
+            {} if options.expires_s is None else {"expires": options.expires_s}
+        )
+        self._publisher = Publisher(
+            app,
+            task,
+            queue=options.queue,
+            keywords=options.keywords,
+            patience=self._patience,
+            persistent=True,
+            **expires,
+        )
+        check_workers(app, task, self._publisher.queue)
+
+    def run(
+        self,
+        rows: Iterable[Record | Broken],
+        output: Output,
+        journal: Journal,
+        *,
+        total: Callable[[], int | None] = lambda: None,
+        figures: Figures | None = None,
+    ) -> Summary:
+        """Sends rows and writes down their results, to the end of the input or until it is stopped.
+
+        Args:
+            rows: What is to be sent.
+            output: Is open.
+            journal: Of the run.
+            total: Says how many lines the input has, as far as that is known.
+            figures: Of the run, for the report.
 
         Raises:
             DatasetError: The input is unusable, or the output cannot be written any more. What was
                 written stays.
         """
+        queue, options = self._publisher.queue, self._options
+        survivors = Survivors(self._app, queue, journal.pattern, journal.window, self._patience)
+        self._lost = survivors.lost if output.is_resumed else list
+        self._output, self._journal, self._total = output, journal, total
+        self._figures = figures or Figures()
+        self._submitted = self._succeeded = self._failed = 0
+        self._stopped_by = ""
+        self._began_s = time.monotonic()
+        self._rate = Rate(self._began_s)
+        self._feed = Feed(rows, ahead=self._window.size)
+        self._stream = Stream(
+            self._collector,
+            self._window,
+            self,
+            self._publisher,
+            missing=self._not_in_flight,
+            keep_results=options.keep_results,
+            timeout_s=options.timeout_s,
+            explain=lambda: explain_silence(self._app, self.task, queue),
+            notice=options.notice,
+        )
+        with closing(self._collector), self._publisher, closing(self._feed):
+            summary = self._run()
+            output.finish(complete=self._feed.exhausted and not summary.in_flight)
+        return summary
+
+    def _run(self) -> Summary:
         ending, message = Ending.SUCCEEDED, ""
         try:
             while not self._stream.is_done:
@@ -156,7 +172,7 @@ class Run:
         finally:
             with suppress(GaveUp, Interrupted):
                 self._flush()
-        self._progress(self._snapshot())
+        self._options.progress(self._snapshot())
         if ending is Ending.SUCCEEDED and self._failed:
             ending = Ending.SOME_FAILED
         return Summary(
@@ -171,13 +187,12 @@ class Run:
         )
 
     def _step(self) -> None:
-        if self._stop():
+        if self._options.stop():
             raise Interrupted("asked to stop")
         self._note_all(self._stream.step())
-        self._progress(self._snapshot())
-        if self._stopped_by is not None:
-            row, why = self._stopped_by
-            raise Stopped(f"stopped at {self._output.place(row)}: {why}")
+        self._options.progress(self._snapshot())
+        if self._stopped_by:
+            raise Stopped(self._stopped_by)
         if over := self._stream.stalled():
             raise GaveUp(over)
 
@@ -186,16 +201,17 @@ class Run:
         """As `JobSource.exhausted`."""
         return self._feed.exhausted
 
-    def take(self, maximum: int, wait_s: float) -> list[NewJob[RowKey]]:
-        """As `JobSource.take`; rows that become no job fail here."""
+    def take(self, maximum: int, wait_s: float) -> list[NewJob[Record]]:
+        """As `JobSource.take`; rows that become no job fail here. The window keeps no items."""
         jobs = []
-        for entry in self._feed.take(maximum, wait_s):
-            if isinstance(entry, Broken):
-                self._fail(RowKey(entry.line, entry.id, entry.source), INVALID_LINE, entry.reason)
+        for row in self._feed.take(maximum, wait_s):
+            if isinstance(row, Broken):
+                self._fail(row, INVALID_LINE, row.reason)
                 continue
-            self._figures.read(entry.item if entry.pack else [entry.item])
-            row = RowKey(entry.line, entry.id, entry.source, entry.pack)
-            jobs.append(NewJob(self._task_id(entry), entry.item, entry.pack, row))
+            self._figures.read(row.item if row.pack else [row.item])
+            task_id = self._journal.task_id(row.source, row.line)
+            itemless = Record(row.line, row.id, None, row.source, row.pack)
+            jobs.append(NewJob(task_id, row.item, row.pack, itemless))
         return jobs
 
     def _not_in_flight(self, task_ids: Sequence[str]) -> Sequence[str]:
@@ -204,17 +220,17 @@ class Run:
         self._figures.sent(self._elapsed_s(), lost)
         return lost
 
-    def _sweep(self) -> Iterator[tuple[str, RowKey, Answer]]:
+    def _sweep(self) -> Iterator[tuple[str, Record, Answer]]:
         return self._stream.take(self._collector.sweep())
 
-    def _note_all(self, ended: Iterable[tuple[str, RowKey, Answer]]) -> None:
+    def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
         for task_id, row, answer in ended:
             if self._note(task_id, row, answer):
                 self._stream.discard(task_id)
         if self._stream.flush_is_due:
             self._flush()
 
-    def _note(self, task_id: str, row: RowKey, answer: Answer) -> bool:
+    def _note(self, task_id: str, row: Record, answer: Answer) -> bool:
         """Adds an answer to the output; says whether the backend may forget it."""
         self._figures.ended(self._elapsed_s(), task_id, answer.batch_size)
         if row.pack:
@@ -230,13 +246,13 @@ class Run:
             self._figures.succeeded(self._elapsed_s())
         return True
 
-    def _fail(self, row: RowKey, type_: str, message: str) -> None:
+    def _fail(self, row: Record | Broken, type_: str, message: str) -> None:
         self._failed += 1
         self._output.failure(row, type_, message)
         where = self._output.place(row)
         self._figures.failed(self._elapsed_s(), where, type_, message)
-        if self._stop_at_failure:
-            self._stopped_by = self._stopped_by or (row, f"{type_}: {message}")
+        if self._options.stop_at_failure and not self._stopped_by:
+            self._stopped_by = f"stopped at {where}: {type_}: {message}"
 
     def _flush(self) -> None:
         """Writes first and forgets then: a result is always in one of the two places."""

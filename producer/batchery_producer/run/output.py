@@ -11,7 +11,7 @@ from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Done, Journal
 from batchery_producer.files.jsonl import JsonLines, TooLong
 from batchery_producer.files.openai_batch import Model, Spelling
-from batchery_producer.files.records import Broken, Record, RowKey
+from batchery_producer.files.records import Broken, Record
 from batchery_producer.files.source import STANDARD_STREAM
 from batchery_producer.run.finalize import Final
 
@@ -255,7 +255,7 @@ class Output:
                 )
             yield row
 
-    def result(self, row: RowKey, result: Any) -> str | None:
+    def result(self, row: Record, result: Any) -> str | None:
         """Adds the result of a job.
 
         Returns:
@@ -267,18 +267,18 @@ class Output:
             return str(error)
         return None
 
-    def failure(self, row: RowKey, type_: str, message: str) -> None:
+    def failure(self, row: Record | Broken, type_: str, message: str) -> None:
         """Adds a job that failed, or a line that became no job."""
         error = {"type": type_, "message": message}
         self.errors.write({**self._head(row), "error": error})
 
-    def _head(self, row: RowKey) -> dict[str, Any]:
+    def _head(self, row: Record | Broken) -> dict[str, Any]:
         if self.journal is None or len(self.journal.files) == 1:
             return {"id": row.id, "line": row.line}
         file = self.journal.files[row.source]
         return {"id": row.id, "file": file, "line": row.line}
 
-    def place(self, row: RowKey) -> str:
+    def place(self, row: Record | Broken) -> str:
         """A line of the input, for messages."""
         return self._source.place(row.source, row.line)
 
