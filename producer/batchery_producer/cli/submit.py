@@ -25,9 +25,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 HELP = """Submit every row of SOURCE as one job, and write every result to a file.
 
-SOURCE is one or many files or patterns ('data/*.jsonl'), or - for standard input: JSON lines, CSV,
-TSV, plain text (one item per line), Parquet, Arrow, or requests of OpenAI's batch API for
-embeddings. gzip and zstd are recognised. Blank lines are passed over.
+SOURCE is one or many files, URLs (s3://, hf://, https://) or patterns ('data/*.jsonl'), or - for
+standard input: JSON lines, CSV, TSV, plain text (one item per line), Parquet, Arrow, or requests of
+OpenAI's batch API for embeddings. gzip, zstd, bz2 and xz are recognised. Blank lines are skipped.
 
 Results are JSON lines {"id", "line", "result"} in the order in which they are completed; or CSV,
 TSV, Parquet or Arrow, as OUTPUT ends, written when all are there. Jobs that fail, and lines that

@@ -32,10 +32,11 @@ def submit_file(
     lost never comes back, and `timeout_s` ends the wait for it. Jobs are sent at least once.
 
     Args:
-        source: Files, patterns such as `data/*.jsonl`, or `-` for standard input: JSON lines, CSV,
-            TSV or text; gzip and zstd are recognised.
+        source: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input; as for
+            `Dataset`.
         task: Name of the task; None for OpenAI's batch files, whose model names it.
-        output: Gets one line per result, in the order of completion; `-` is standard output.
+        output: Gets one line per result, in the order of completion; `-` is standard output. A
+            URL gets them at the end.
         app: Where the jobs are sent and the results are stored.
         options: What else can be chosen; by default nothing is.
         changes: Single options, in the place of those in `options`: `submit_file(..., limit=10)`.
