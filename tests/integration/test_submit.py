@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import fsspec
 import redis
 from celery import Celery
 
