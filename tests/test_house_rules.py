@@ -22,7 +22,7 @@ MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50
 
 #: Names of classes that still mean two things in one package; the list only becomes shorter.
-AMBIGUOUS_CLASSES = {"Run", "Shape"}
+AMBIGUOUS_CLASSES: set[str] = set()
 
 #: Constants that are still to be renamed; the list only becomes shorter.
 OLD_CONSTANTS = {

@@ -11,6 +11,7 @@ from celery import Celery
 
 import batchery
 import batchery.errors
+import batchery_producer
 from batchery.errors import BatcheryError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +21,9 @@ DOORS = sorted(
     for path in ROOT.glob(f"{folder}/*/__init__.py")
 )
 EACH_DOOR = pytest.mark.parametrize("path", DOORS, ids=lambda path: path.parent.name)
+
+#: What a door imports from the standard library, to load names when they are first used.
+LAZY_MEANS = {"TYPE_CHECKING", "Any", "importlib"}
 
 
 def exported(path: Path) -> list[str]:
@@ -33,16 +37,27 @@ def exported(path: Path) -> list[str]:
     raise AssertionError(f"{path} has no __all__")
 
 
-def public_names(path: Path) -> set[str]:
-    """Names that the module binds at its top level, without a leading underscore."""
+def is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def bound_names(body: list[ast.stmt]) -> set[str]:
     names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Import | ast.ImportFrom):
+    for node in body:
+        if isinstance(node, ast.If) and is_type_checking(node):
+            names |= bound_names(node.body)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Assign):
             names |= {each.id for each in node.targets if isinstance(each, ast.Name)}
+    return names
+
+
+def public_names(path: Path) -> set[str]:
+    """Names that users may import: bound at the top level or lazily, without an underscore."""
+    names = bound_names(ast.parse(path.read_text(encoding="utf-8")).body) - LAZY_MEANS
     return {name for name in names if not name.startswith("_")}
 
 
@@ -59,6 +74,22 @@ def test_every_public_object_has_a_docstring_of_its_own(path: Path) -> None:
     assert package.__doc__
     silent = [name for name in exported(path) if not getattr(package, name).__doc__]
     assert not silent
+
+
+def test_lazy_names_are_those_that_type_checkers_see() -> None:
+    body = ast.parse(DOORS[0].read_text(encoding="utf-8")).body
+    seen = bound_names([node for node in body if is_type_checking(node)])
+    assert seen == set(batchery._LAZY_MODULES)
+    assert seen <= set(dir(batchery))
+
+
+def test_the_door_has_every_name_of_the_producer() -> None:
+    assert set(batchery_producer.__all__) <= set(batchery._LAZY_MODULES)
+
+
+def test_an_unknown_name_of_the_door_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'batchery' has no attribute 'Clint'"):
+        batchery.Clint  # noqa: B018
 
 
 def drawn_tree() -> dict[str, tuple[str, str]]:

@@ -10,7 +10,13 @@ app = install(Celery("shop", broker="redis://", backend="redis://"))
 def shout(texts: list[str]) -> list[str]:
     return [text.upper() for text in texts]
 ```
+
+A client's names (`Client`, `Publisher`, `submit_file` and the rest) load when they are first used:
+an app that only declares tasks does not pay for them.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from batchery.errors import (
     AppNotImportable,
@@ -41,18 +47,43 @@ from batchery.results import Classification, Embedding, to_numpy
 from batchery.settings import ModelSettings, Settings
 from batchery.task import BatchTask
 
+if TYPE_CHECKING:
+    from batchery.transport.dead_letters import DeadLetter, DeadLetters
+    from batchery_producer import (
+        AsyncClient,
+        AsyncTask,
+        Client,
+        Ending,
+        GaveUp,
+        Outcome,
+        Progress,
+        Publisher,
+        Snapshot,
+        SubmitOptions,
+        Summary,
+        TaskClient,
+        submit_file,
+    )
+
 __all__ = [
     "AppNotImportable",
+    "AsyncClient",
+    "AsyncTask",
     "BatchArgumentError",
     "BatchTask",
     "BatcheryError",
     "BrokerRefused",
     "Classification",
+    "Client",
     "DatasetError",
+    "DeadLetter",
+    "DeadLetters",
     "DeviceDied",
     "DeviceUnavailable",
     "Embedding",
+    "Ending",
     "Failed",
+    "GaveUp",
     "Ignore",
     "InvalidItem",
     "ItemError",
@@ -62,7 +93,10 @@ __all__ = [
     "ModelSettings",
     "NoResult",
     "OutOfMemory",
+    "Outcome",
+    "Progress",
     "PublishError",
+    "Publisher",
     "QueueFull",
     "RedisUnavailable",
     "Reject",
@@ -70,10 +104,47 @@ __all__ = [
     "RetryAfter",
     "Settings",
     "SettingsError",
+    "Snapshot",
     "StartError",
+    "SubmitOptions",
+    "Summary",
+    "TaskClient",
     "UnserialisableResult",
     "WrongLength",
     "install",
     "register",
+    "submit_file",
     "to_numpy",
 ]
+
+#: Module -> names of it that load when they are first used.
+_LAZY_NAMES = {
+    "batchery.transport.dead_letters": ("DeadLetter", "DeadLetters"),
+    "batchery_producer": (
+        "AsyncClient",
+        "AsyncTask",
+        "Client",
+        "Ending",
+        "GaveUp",
+        "Outcome",
+        "Progress",
+        "Publisher",
+        "Snapshot",
+        "SubmitOptions",
+        "Summary",
+        "TaskClient",
+        "submit_file",
+    ),
+}
+_LAZY_MODULES = {name: module for module, names in _LAZY_NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if (module := _LAZY_MODULES.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -50,8 +50,6 @@ class Job(Generic[T]):
     deaths: int = 0
     #: Whether the job was on a device when an earlier worker died.
     recovered: bool = False
-    #: The same value for all jobs of one key with the same result; None for a job without a cache.
-    fold: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,10 @@
-"""The memory of a device: its figures, and how to free it."""
+"""The memory of a device."""
 
-import os
-import platform
 from typing import Any
 
 
 class Memory:
-    """The memory of a CPU, which nobody counts per tensor; base class for other devices."""
-
-    def description(self) -> str:
-        """The kind of the device; equal devices have the same description."""
-        return f"{platform.machine()}, {os.cpu_count()} cores"
+    """The memory of a device that is not counted, such as a CPU: its memory is the process's."""
 
     def figures(self) -> dict[str, Any]:
         """Its figures in `batchery stats`."""
@@ -20,19 +14,15 @@ class Memory:
         """Memory that tensors hold now, in bytes."""
         return 0
 
-    def free_bytes(self) -> int | None:
-        """Memory that is free for further tensors, in bytes; None if nobody knows."""
-        return None
-
     def forget_peak(self) -> None:
-        """Resets `peak_bytes`, which counts from now on."""
+        """Starts `peak_bytes` anew."""
 
     def peak_bytes(self) -> int:
-        """Maximum memory that tensors held at a time, in bytes."""
+        """Maximum that tensors held at a time."""
         return 0
 
     def release(self) -> None:
-        """Gives memory back that no tensor holds; slow, so only after memory ran out."""
+        """Gives back what no tensor holds. It is slow, so only after memory ran out."""
 
     def wait(self) -> None:
-        """Waits until the device has computed everything that was launched on it."""
+        """Waits until the device has computed everything that was launched."""

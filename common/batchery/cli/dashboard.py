@@ -63,7 +63,7 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         table.add_row(f"memory of {device}", _memory(state))
         for model, facts in state.get("models", {}).items():
             table.add_row(f"{model} on {device}", _model(facts))
-            if "token_us" in facts:
+            if "fitted_batches" in facts:
                 table.add_row("", _costs(facts))
     batches = figures["batches"]
     oldest = _number(figures["oldest_waiting_s"], "s")
@@ -142,13 +142,12 @@ def _cache(cache: Mapping[str, Any]) -> str:
 
 
 def _costs(facts: Mapping[str, Any]) -> str:
-    """The costs of a forward pass, measured at the start or by recent batches."""
-    batches, useful = facts.get("fitted_batches"), facts.get("useful_items")
-    source = f"by {batches:,} batches" if batches else "as measured at the start"
+    """What a forward pass costs, learned from the batches that ran."""
+    useful = facts["useful_items"]
     enough = f"; {useful:,} items fill one" if useful else ""
     return (
         f"{facts['token_us']:,.1f} µs per token, {facts['item_us']:,.1f} µs per item,"
-        f" {facts['pass_ms']:,.2f} ms per pass, {source}{enough}"
+        f" {facts['pass_ms']:,.2f} ms per pass, by {facts['fitted_batches']:,} batches{enough}"
     )
 
 

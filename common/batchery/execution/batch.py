@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from kombu.utils.compat import detect_environment
 
 from batchery.execution.bisect_failures import SETTLED, as_failed, is_out_of_memory, isolate
-from batchery.execution.lookahead import Early
+from batchery.execution.lookahead import Lookahead, max_lookahead
 from batchery.model import Model
 
 #: Makes a context manager that is entered around each call of the user's code.
@@ -94,13 +94,13 @@ def compute(
     *,
     limit: Limit = nullcontext,
     memory: Memory | None = None,
-    early: Early | None = None,
-    following: Callable[[], None] = lambda: None,
+    lookahead: Lookahead | None = None,
+    start_next_batch: Callable[[], None] = lambda: None,
 ) -> tuple[list[Any], int, int]:
     """Runs the forward passes of a prepared batch.
 
-    Before it waits for the results of a pass, it starts as many of the next passes as the model
-    allows.
+    As many passes as the model allows are started before the results of the current one are
+    awaited.
 
     Args:
         model: A loaded model.
@@ -110,23 +110,23 @@ def compute(
             rest, as it may know better by then.
         limit: Entered around each forward pass.
         memory: Learns from each forward pass.
-        early: The lookahead, which may have started the first pass already.
-        following: Called when this batch has no pass left to start and the lookahead has room:
-            starts passes of the next batch.
+        lookahead: Knows whether the first pass has started.
+        start_next_batch: Called when one more pass may be started and none is left in this batch;
+            starts the first pass of the next batch.
 
     Returns:
         One outcome per item, in order; then the number of tokens that were needed, and the number
         that were computed, with padding.
     """
-    passes = _Passes(model, prepared, keywords, limit, memory, early or Early(model))
+    passes = _Passes(model, prepared, keywords, limit, memory, lookahead or Lookahead(model))
     lengths = passes.lengths
     name = f"{type(model).__name__}.forward"
     computed_tokens = 0
     ahead = _cut(plan, lengths, list(lengths))
     while ahead:
         positions = ahead.popleft()
-        passes.begin_next = partial(
-            passes.begin, list(islice(ahead, model.passes_ahead)), following
+        passes.start_next = partial(
+            passes.start, list(islice(ahead, max_lookahead(model))), start_next_batch
         )
         failures = passes.failures
         results = isolate(passes.run, positions, name=name)
@@ -139,7 +139,7 @@ def compute(
 
 
 def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list[Any]]:
-    """The items of those passes that the lookahead may start, in the order of their turns."""
+    """The items of the passes that may be started before the turn of this batch, in order."""
     lengths = {
         position: length
         for position, length in enumerate(_lengths(model, prepared))
@@ -148,7 +148,7 @@ def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list
     ahead = _cut(plan, lengths, list(lengths))
     return [
         [prepared[position] for position in positions]
-        for positions in islice(ahead, model.passes_ahead)
+        for positions in islice(ahead, max_lookahead(model))
     ]
 
 
@@ -162,10 +162,10 @@ class _Passes:
         keywords: Mapping[str, Any],
         limit: Limit,
         memory: Memory | None,
-        early: Early,
+        lookahead: Lookahead,
     ) -> None:
         self._model = model
-        self._early = early
+        self._lookahead = lookahead
         self._prepared = prepared
         self._keywords = keywords
         self._limit = limit
@@ -175,28 +175,28 @@ class _Passes:
         self.lengths: dict[int, int] = {}
         #: How often memory ran out.
         self.failures = 0
-        #: Called after a pass was started and before its results are awaited.
-        self.begin_next: Callable[[], None] = lambda: None
+        #: Called between a pass and its results.
+        self.start_next: Callable[[], None] = lambda: None
         for position, length in enumerate(_lengths(model, prepared)):
             if isinstance(length, SETTLED):
                 self.outcomes[position] = length
             else:
                 self.lengths[position] = length
 
-    def begin(self, passes: Sequence[Sequence[int]], following: Callable[[], None]) -> None:
-        """Starts the passes over the items at these positions, which are likely the next ones."""
+    def start(self, passes: Sequence[Sequence[int]], start_next_batch: Callable[[], None]) -> None:
+        """Starts the passes over the items at these positions, which are likely to come next."""
         for positions in passes:
-            self._early.begin(self._items(positions), self._keywords)
-        if self._early.has_room:
-            following()
+            self._lookahead.start(self._items(positions), self._keywords)
+        if self._lookahead.has_room:
+            start_next_batch()
 
     def run(self, positions: Sequence[int]) -> Any:
-        """Runs one pass over the items at these positions."""
+        """Runs one pass, over the items at these positions."""
         tokens = _computed(self._model, self.lengths, positions)
         try:
             with self._limit():
-                outputs = self._early.forward(self._items(positions), self._keywords)
-                self.begin_next()
+                outputs = self._lookahead.forward(self._items(positions), self._keywords)
+                self.start_next()
                 answer = self._model.postprocess(outputs, **self._keywords)
         except BaseException as error:
             if is_out_of_memory(error):
@@ -213,13 +213,13 @@ class _Passes:
 
 
 def _cut(plan: Plan, lengths: Mapping[int, int], positions: Sequence[int]) -> deque[Sequence[int]]:
-    """Cuts the items at these positions into micro-batches."""
+    """Micro-batches of the items at these positions."""
     cuts = plan([lengths[position] for position in positions])
     return deque([positions[each] for each in chosen] for chosen in cuts)
 
 
 def _computed(model: Model, lengths: Mapping[int, int], positions: Sequence[int]) -> int:
-    """Tokens of a pass over the items at these positions, with padding if the model pads."""
+    """Tokens of a pass over the items at these positions, padding counted if there is any."""
     chosen = [lengths[position] for position in positions]
     return max(chosen) * len(chosen) if model.pads else sum(chosen)
 

@@ -1,4 +1,4 @@
-"""Lookahead: forward passes start before their turn, so the device never waits for the host."""
+"""Forward passes that are started before their turn, so that no device waits for the host."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,16 +9,25 @@ from celery.exceptions import SoftTimeLimitExceeded
 from batchery.model import Model
 
 
+def max_lookahead(model: Model) -> int:
+    """How many forward passes may be started before the results of the current one are awaited.
+
+    It is more than 0 only for models whose `forward` returns before the device has computed. The
+    built-in models say so by `passes_ahead`.
+    """
+    return int(getattr(model, "passes_ahead", 0))
+
+
 class StartedPass(NamedTuple):
-    """A forward pass that was started and whose outputs nobody has taken yet."""
+    """A pass that the device computes."""
 
     items: Sequence[Any]
     keywords: Mapping[str, Any]
     outputs: Any
 
 
-class Early:
-    """Starts forward passes of a model before their turn, at most as many as the model allows."""
+class Lookahead:
+    """Runs the forward passes of a model, and starts as many in advance as the model allows."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -28,17 +37,17 @@ class Early:
     @property
     def has_room(self) -> bool:
         """Whether one more pass may be started."""
-        return len(self._started) < self._model.passes_ahead
+        return len(self._started) < max_lookahead(self._model)
 
-    def begin(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Starts a pass that is likely to come soon, unless it was started already.
+    def start(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        """Starts a pass that is likely to come soon, unless it has started.
 
-        An error is dropped here: in its turn the pass runs again, and fails like any other.
+        Errors are left for its turn: there the pass runs again, and fails as any other pass does.
 
         Raises:
-            SoftTimeLimitExceeded: The running batch reached its limit meanwhile.
+            SoftTimeLimitExceeded: The limit of the current batch was reached meanwhile.
         """
-        if not self.has_room or any(_is(each, items, keywords) for each in self._started):
+        if not self.has_room or any(_is_same(each, items, keywords) for each in self._started):
             return
         try:
             outputs = self._model.forward(items, **keywords)
@@ -49,18 +58,19 @@ class Early:
         self._started.append(StartedPass(items, keywords, outputs))
 
     def forward(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """The outputs of a pass: those of a pass that was started, if it is the same one."""
+        """The outputs of a pass, which may have started."""
         while self._started:
-            # The plan has changed if another pass was started. Its outputs take memory: drop them.
+            # The plan may have changed since. Outputs of passes that are no longer wanted are
+            # dropped, because they take memory.
             started = self._started.popleft()
-            if _is(started, items, keywords):
+            if _is_same(started, items, keywords):
                 return started.outputs
             del started
         return self._model.forward(items, **keywords)
 
 
-def _is(started: StartedPass, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a pass that was started has these very items and these keywords."""
+def _is_same(started: StartedPass, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a started pass is over these very items."""
     if len(started.items) != len(items) or started.keywords != keywords:
         return False
     return all(one is other for one, other in zip(started.items, items, strict=True))

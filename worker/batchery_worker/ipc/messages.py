@@ -38,10 +38,6 @@ class Setup:
     #: Names of the tasks whose models are loaded before the device says that it is ready.
     load: Sequence[str]
     log_level: int
-    #: Names of the tasks whose token budget the device measures, as no setting gives it.
-    calibrate: Sequence[str] = ()
-    #: Folder for the measured budgets; None to keep none.
-    cache_dir: str | None = None
     #: Share of the device's memory that it may use.
     memory_fraction: float = 1.0
 
