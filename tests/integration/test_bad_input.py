@@ -87,7 +87,7 @@ def test_an_answer_that_is_no_list_fails_the_batch_and_no_more(answer: Any) -> N
         ("fussy", Exception, "fussy"),
     ],
 )
-def test_what_a_function_does_wrong_fails_its_job_alone(
+def test_wrong_answer_of_a_function_fails_its_job_alone(
     text: str, error: type[Exception], says: str
 ) -> None:
     jobs = ledger.misbehave.submit_many(["before", text, "after"])
