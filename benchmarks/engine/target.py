@@ -36,7 +36,7 @@ class Target:
     dtype: str
     #: Maximum texts of a batch in our worker.
     batch_size: int
-    #: Maximum tokens of a batch in the loops with a budget, padded and packed. Our device has its own
+    #: Maximum tokens of a batch in the loops with a budget, padded and packed. Our device uses its
     #: default.
     loop_tokens: tuple[int, int]
 
