@@ -138,7 +138,7 @@ def test_callbacks_are_called_once_each(run: Run) -> None:
     by_worker(run, wanted)
 
 
-def test_three_retries_then_success(run: Run) -> None:
+def test_job_with_three_retries_succeeds_across_a_restart(run: Run) -> None:
     assert run.sent.retried.get(timeout=TIMEOUT_S) == "retried after 3"
     with canvas.redis() as redis:
         attempts = [pid for item, pid in canvas.executions(redis) if item == "retried"]
