@@ -117,19 +117,19 @@ def header_of(count: int, reply: Any) -> dict[str, Any]:
     return {HEADER: {"v": VERSION, **known, **own}} if own or known else {}
 
 
-def outcomes_of(answer: Answer, indexes: range, is_multi_item: bool, backend: Any) -> list[Outcome]:
+def outcomes_of(answer: Answer, indexes: range, is_packed: bool, backend: Any) -> list[Outcome]:
     """The outcomes of the items of one message.
 
     Args:
         answer: How its job ended.
         indexes: Of its items.
-        is_multi_item: Whether it carried a list of them.
+        is_packed: Whether it carried a list of them.
         backend: Celery's; it knows how exceptions are stored.
     """
     if answer.error is not None:
         error = exception_of(answer, backend)
         return [Outcome(index, error=error) for index in indexes]
-    if not is_multi_item:
+    if not is_packed:
         return [Outcome(indexes.start, answer.value)]
     return list(_unpack(answer.value, indexes))
 
