@@ -30,7 +30,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     redis_url = os.environ.get("BATCHERY_REDIS_URL", "redis://localhost:6379/0")
     async with AsyncClient(redis_url) as client:
         # Without room in the queue, callers are sent away at once, and told when to come again.
-        app.state.embed = client.task("embed", most_waiting=10_000, wait_s=0)
+        app.state.embed = client.task("embed", max_waiting=10_000, wait_s=0)
         yield
 
 

@@ -117,5 +117,5 @@ def test_lines_are_done_once_they_were_noted(lines: set[tuple[int, int]]) -> Non
     ids=str,
 )
 def test_lines_of_something_else_are_refused(entry: dict[str, Any]) -> None:
-    with pytest.raises(DatasetError, match="not a line that this run has written"):
+    with pytest.raises(DatasetError, match="not a line that this run wrote"):
         Done(["a.txt"]).note(entry)

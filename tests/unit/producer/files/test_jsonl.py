@@ -90,7 +90,7 @@ def test_a_file_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path, 
 
 def test_a_line_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "out.jsonl")
-    with pytest.raises(TooLong, match=f"at most {MAX_LINE_BYTES:,}"):
+    with pytest.raises(TooLong, match=f"the maximum is {MAX_LINE_BYTES:,}"):
         file.write({"text": "x" * MAX_LINE_BYTES})
     file.write({"n": 1})
     file.flush()
@@ -103,7 +103,7 @@ def test_a_file_that_vanishes_is_noticed(tmp_path: Path) -> None:
     file.open()
     (tmp_path / "out.jsonl").unlink()
     file.write({"n": 1})
-    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: somebody has removed"):
+    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: the file was removed"):
         file.flush()
     file.close()
 

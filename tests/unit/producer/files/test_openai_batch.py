@@ -64,7 +64,7 @@ def test_other_rows_and_rows_with_a_field_of_your_own_are_not(tmp_path: Path) ->
         (request(2, dimensions=8), "dimensions cannot be chosen"),
         (request(1), "the id is already used in line 1"),
         ({"custom_id": "x"}, "no request: it needs custom_id, method, url and body"),
-        ({"custom_id": 5}, "no custom_id, or it is no text"),
+        ({"custom_id": 5}, "no custom_id, or it is not a text"),
         ("bare", "a bare string; expected a request"),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_table_of_nothing_has_its_columns(tmp_path: Path) -> None:
 
 
 def test_a_packed_parquet_file_makes_no_sense(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="parquet is packed as it is"):
+    with pytest.raises(DatasetError, match="parquet is compressed in itself"):
         Final(tmp_path / "out.parquet.gz")
 
 
@@ -97,7 +97,7 @@ def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path:
         output.result(Record(2, 2, None), "B")
         output.finish(complete=False)
     assert not path.exists()
-    with pytest.raises(DatasetError, match=r"out\.parquet: begun and not finished; --resume fin"):
+    with pytest.raises(DatasetError, match=r"out\.parquet: begun and not finished; --resume submits"):
         Output(source, path)
     with Output(source, path, resume=True) as output:
         assert output.open(Journal.of(source.sources, "embed", {}, 4)) == journal
@@ -109,5 +109,5 @@ def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path:
         {"id": 1, "line": 1, "result": "A"},
     ]
     assert sorted(each.name for each in tmp_path.iterdir() if "out" in each.name) == ["out.parquet"]
-    with pytest.raises(DatasetError, match=r"out\.parquet: complete, or not ours"):
+    with pytest.raises(DatasetError, match=r"out\.parquet: complete, or of another program"):
         Output(source, path, resume=True)

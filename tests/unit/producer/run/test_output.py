@@ -142,5 +142,5 @@ def test_a_result_that_fits_no_line_is_refused(tmp_path: Path, source: Dataset) 
         output.open(journal(source))
         refused = output.result(Record(1, 1, None), "x" * MAX_LINE_BYTES)
         assert refused is not None
-        assert "16,777,216 fit in a line" in refused
+        assert "the maximum is 16,777,216" in refused
         assert output.result(Record(1, 1, None), "x") is None
