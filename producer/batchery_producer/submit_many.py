@@ -111,7 +111,7 @@ def send_many(
         if collector is not None:
             collector.expect(())
         with Publisher(
-            app, task.name, keywords=keywords, retries=RetryPolicy(away_s=AWAY_S), **options
+            app, task.name, keywords=keywords, outage_policy=RetryPolicy(away_s=AWAY_S), **options
         ) as publisher:
             publisher.send(list(zip(ids, items, strict=True)))
     except GaveUp as error:

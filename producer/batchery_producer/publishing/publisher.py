@@ -86,7 +86,7 @@ class Publisher:
         keywords: Mapping[str, Any] | None = None,
         max_waiting: int = 0,
         wait_s: float | None = None,
-        retries: RetryPolicy | None = None,
+        outage_policy: RetryPolicy | None = None,
         persistent: bool = False,
         broker: BrokerConnection | None = None,
         **options: Any,
@@ -100,9 +100,9 @@ class Publisher:
             max_waiting: Maximum number of jobs in the queue, including those of other clients; 0 is
                 no limit. Only on Redis.
             wait_s: How long to wait for space in the queue, in seconds; None waits for ever.
-            retries: How long to retry when the broker is away.
+            outage_policy: How long to retry when the broker is away.
             persistent: Whether to retry, too, when the broker refuses jobs.
-            broker: A connection shared with others, which has its own `retries` and `persistent`.
+            broker: A connection shared with others, with an outage policy of its own.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`... By default, a task that the app does not know has a queue of the same
                 name.
@@ -129,7 +129,7 @@ class Publisher:
         self._wait_s = wait_s
         self._owns_broker = broker is None
         self._broker = broker or BrokerConnection(
-            app, retries or RetryPolicy(), persistent=persistent
+            app, outage_policy or RetryPolicy(), persistent=persistent
         )
         #: Name of the queue.
         self.queue = _queue_name(app, task, options.get("queue"))

@@ -101,7 +101,7 @@ class FileRun:
             task,
             queue=options.queue,
             keywords=options.keywords,
-            retries=self._retries,
+            outage_policy=self._retries,
             persistent=True,
             **expires,
         )

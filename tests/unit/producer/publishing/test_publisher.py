@@ -19,7 +19,7 @@ def make_app(**conf: Any) -> Celery:
 
 def queue_of(app: Celery, task: str, queue: str | None = None) -> str:
     """The queue in which one job of the task ends up; also what the publisher says it is."""
-    with Publisher(app, task, queue=queue, retries=RetryPolicy(lambda: False)) as publisher:
+    with Publisher(app, task, queue=queue, outage_policy=RetryPolicy(lambda: False)) as publisher:
         publisher.send([("an-id", "an item")])
         name = publisher.queue
     with app.connection_for_read() as connection:
@@ -53,7 +53,7 @@ def test_the_callers_queue_wins() -> None:
 def test_a_queue_that_the_app_does_not_create_is_refused() -> None:
     app = make_app(task_create_missing_queues=False)
     with pytest.raises(SettingsError, match="nowhere"):
-        Publisher(app, "any", queue="nowhere", retries=RetryPolicy(lambda: False))
+        Publisher(app, "any", queue="nowhere", outage_policy=RetryPolicy(lambda: False))
 
 
 def test_large_messages_are_pushed_few_at_a_time() -> None:

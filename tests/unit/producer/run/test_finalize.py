@@ -97,7 +97,9 @@ def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path:
         output.result(Record(2, 2, None), "B")
         output.finish(complete=False)
     assert not path.exists()
-    with pytest.raises(DatasetError, match=r"out\.parquet: begun and not finished; --resume submits"):
+    with pytest.raises(
+        DatasetError, match=r"out\.parquet: begun and not finished; --resume"
+    ):
         Output(source, path)
     with Output(source, path, resume=True) as output:
         assert output.open(Journal.of(source.sources, "embed", {}, 4)) == journal
