@@ -6,14 +6,14 @@ from batchery_producer.publishing.publisher import (
 )
 
 
-def test_before_anything_was_taken_a_hint_is_a_guess() -> None:
+def test_retry_after_with_unknown_rate_is_a_second() -> None:
     backpressure = Backpressure()
     assert backpressure.retry_after_s(10) == UNKNOWN_RATE_S
     backpressure.observe(1.0, 100, 100)
     assert backpressure.retry_after_s(10) == UNKNOWN_RATE_S
 
 
-def test_a_hint_follows_the_rate_at_which_jobs_are_taken() -> None:
+def test_retry_after_follows_the_rate_at_which_jobs_are_taken() -> None:
     backpressure = Backpressure()
     backpressure.observe(1.0, 100, 100)
     backpressure.observe(2.0, 100, 50)  # 50 a second
@@ -22,14 +22,14 @@ def test_a_hint_follows_the_rate_at_which_jobs_are_taken() -> None:
     assert backpressure.retry_after_s(10_000) == MAX_RETRY_AFTER_S
 
 
-def test_where_nothing_moves_it_is_asked_seldom() -> None:
+def test_retry_after_of_a_stalled_queue_is_the_maximum() -> None:
     backpressure = Backpressure()
     backpressure.observe(1.0, 100, 100)
     backpressure.observe(2.0, 100, 0)
     assert backpressure.retry_after_s(1) == MAX_RETRY_AFTER_S
 
 
-def test_two_looks_at_once_are_one() -> None:
+def test_backpressure_observed_twice_at_once_counts_the_next_interval() -> None:
     backpressure = Backpressure()
     backpressure.observe(1.0, 100, 100)
     backpressure.observe(1.0 + MIN_RETRY_AFTER_S / 2, 190, 100)

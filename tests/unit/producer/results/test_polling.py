@@ -15,7 +15,7 @@ from batchery_producer.results.polling import (
         st.tuples(st.integers(0, 100_000), st.integers(0, 5000), st.floats(0, 10), st.floats(0, 5))
     )
 )
-def test_pauses_stay_between_their_limits_whatever_happens(
+def test_polling_interval_stays_between_its_limits(
     sweeps: list[tuple[int, int, float, float]],
 ) -> None:
     pace = PollingInterval()
@@ -26,7 +26,7 @@ def test_pauses_stay_between_their_limits_whatever_happens(
         assert MIN_INTERVAL_S <= next_s <= max(MAX_INTERVAL_S, poll_s)
 
 
-def test_a_fast_queue_is_asked_often_enough_to_stay_full() -> None:
+def test_polling_interval_follows_the_rate_of_results() -> None:
     pace = PollingInterval()
     for _ in range(20):  # 10,000 results per second, 1,000 jobs in dispatched.
         next_s = pace.next_s(in_flight=1000, found=100, announced=0, since_s=0.01, poll_s=0.001)
@@ -37,7 +37,7 @@ def next_s(pace: PollingInterval, *, in_flight: int, found: int, since_s: float)
     return pace.next_s(in_flight=in_flight, found=found, announced=0, since_s=since_s, poll_s=0)
 
 
-def test_pauses_grow_while_nothing_comes_and_shrink_when_something_does() -> None:
+def test_polling_interval_grows_without_results_and_shrinks_with_them() -> None:
     pace = PollingInterval()
     pauses = [
         pace.next_s(in_flight=10, found=0, announced=0, since_s=1, poll_s=0) for _ in range(30)
@@ -47,7 +47,7 @@ def test_pauses_grow_while_nothing_comes_and_shrink_when_something_does() -> Non
     assert pace.next_s(in_flight=8, found=100, announced=0, since_s=0.1, poll_s=0) == MIN_INTERVAL_S
 
 
-def test_where_results_are_announced_sweeps_are_rare_and_take_a_tenth_of_the_time() -> None:
+def test_polling_with_announcements_takes_a_tenth_of_the_time() -> None:
     pace = PollingInterval()
     long_s = pace.next_s(in_flight=9000, found=3, announced=5000, since_s=1, poll_s=0.1)
     assert long_s == pytest.approx(0.1 * REST_PER_POLL)
