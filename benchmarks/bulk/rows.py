@@ -174,17 +174,17 @@ def whole_map(count: int, per_job: int | None = None, task: str = "noop") -> flo
         return timed(work, count)
 
 
-def whole_packed_8(count: int) -> float:
+def whole_multi_item_8(count: int) -> float:
     """Ours, 8 items in each message."""
     return whole_map(count, 8)
 
 
-def whole_packed_64(count: int) -> float:
+def whole_multi_item_64(count: int) -> float:
     """Ours, 64 items in each message, so that each is a batch of its own."""
     return whole_map(count, 64)
 
 
-def whole_packed_large(count: int) -> float:
+def whole_multi_item_large(count: int) -> float:
     """Ours, 64 items in each message, and up to 16 messages in a batch."""
     return whole_map(count, 64, "noop_large")
 

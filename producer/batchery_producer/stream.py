@@ -215,8 +215,8 @@ class Stream(Generic[V]):
     def flush(self) -> None:
         """Removes discarded results from the backend; the caller must have stored them by now."""
         self._flushed_s = time.monotonic()
-        discarded, self._discarded = self._discarded, []
-        self.collector.forget(discarded)
+        self.collector.forget(self._discarded)
+        self._discarded.clear()
 
     def stalled(self) -> str:
         """Why no job has ended for longer than the timeout; empty otherwise."""

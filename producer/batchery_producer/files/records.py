@@ -169,23 +169,23 @@ class Picker:
         if self._id_field is None:
             self._id_field = next((name for name in ID_FIELDS if name in row), None)
         if self._field is None:
-            self._field = choose_field(row, besides=self._id_field)
+            self._field = choose_field(row, id_field=self._id_field)
         self._is_determined = True
 
 
-def choose_field(row: Mapping[str, Any], *, besides: str | None = None) -> str:
+def choose_field(row: Mapping[str, Any], *, id_field: str | None = None) -> str:
     """Determines which field of a row is the item.
 
     Args:
         row: The first of the input.
-        besides: The field that is the id, if any.
+        id_field: The field that is the id, if any.
 
     Raises:
         DatasetError: There is no `text`, and not exactly one other string.
     """
     if ITEM_FIELD in row:
         return ITEM_FIELD
-    texts = [name for name, value in row.items() if isinstance(value, str) and name != besides]
+    texts = [name for name, value in row.items() if isinstance(value, str) and name != id_field]
     if len(texts) == 1:
         return texts[0]
     raise DatasetError(

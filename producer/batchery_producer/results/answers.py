@@ -168,10 +168,10 @@ def _each_outcome(entries: Any, indexes: range) -> Iterator[Outcome]:
 
 def _error_of(entry: Any) -> Exception:
     """The exception of one item: ours or Python's of that name, otherwise `ItemFailed`."""
-    spelled = entry.get("error") if isinstance(entry, dict) else None
-    if not isinstance(spelled, dict) or not {"type", "message"} <= set(spelled):
+    stored = entry.get("error") if isinstance(entry, dict) else None
+    if not isinstance(stored, dict) or not {"type", "message"} <= set(stored):
         return ItemFailed(f"its worker answered {entry!r:.80}: neither a value nor an error")
-    kind, text = str(spelled["type"]), str(spelled["message"])
+    kind, text = str(stored["type"]), str(stored["message"])
     known = getattr(errors, kind, None) or getattr(builtins, kind, None)
     if isinstance(known, type) and issubclass(known, Exception):
         try:

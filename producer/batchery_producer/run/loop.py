@@ -12,6 +12,7 @@ from batchery.cli.app import check_backend, check_broker
 from batchery.errors import BatcheryError, SettingsError
 from batchery_producer.diagnosis import check_workers, explain_stall
 from batchery_producer.files.journal import Journal
+from batchery_producer.files.openai_batch import INVALID_LINE
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, joined
@@ -31,9 +32,6 @@ RATE_SPAN_S = 15.0
 
 #: Minimum time between two samples of the rate, in seconds; limits how many are kept.
 SAMPLE_S = 0.5
-
-#: Error type, in the file of failures, of lines that cannot become jobs.
-INVALID_LINE = "InvalidLine"
 
 #: Error type of jobs whose result is too long for a line of the output.
 RESULT_TOO_LARGE = "ResultTooLarge"

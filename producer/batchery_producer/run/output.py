@@ -120,7 +120,7 @@ class Output:
         Args:
             source: The input, which must not be overwritten.
             results: A file or a URL, or `-` for standard output.
-            errors: A file; by default `<name>.errors.jsonl` beside the results; in the current
+            errors: A file; by default `<name>.errors.jsonl` next to the results; in the current
                 directory if they go to a URL or, named after the input, to standard output.
             overwrite: Whether files with content may be replaced.
             resume: Whether to continue an existing output.

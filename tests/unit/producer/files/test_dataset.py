@@ -29,13 +29,13 @@ CSV = 'id,text\na,first\nb,"zweite, größer"\n'
 TSV = "id\ttext\na\tfirst\nb\tzweite, größer\n"
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(("name", "content"), [("d.jsonl", JSONL), ("d.csv", CSV), ("d.tsv", TSV)])
 def test_input_in_every_format_gives_the_same_records(
-    tmp_path: Path, name: str, content: str, packed: bool
+    tmp_path: Path, name: str, content: str, compressed: bool
 ) -> None:
-    data = gzip.compress(content.encode()) if packed else content.encode()
-    records = read(write(tmp_path / (name + (".gz" if packed else "")), data))
+    data = gzip.compress(content.encode()) if compressed else content.encode()
+    records = read(write(tmp_path / (name + (".gz" if compressed else "")), data))
     assert [(each.id, each.item) for each in records if isinstance(each, Record)] == [
         ("a", "first"),
         ("b", "zweite, größer"),
@@ -82,7 +82,7 @@ def test_dotted_field_is_a_path_unless_a_key_has_that_name(tmp_path: Path) -> No
 
 
 def test_only_string_besides_the_id_is_the_item() -> None:
-    assert choose_field({"id": "7", "body": "b", "size": 3}, besides="id") == "body"
+    assert choose_field({"id": "7", "body": "b", "size": 3}, id_field="id") == "body"
     assert choose_field({"a": "1", "text": "t"}) == "text"
 
 
@@ -175,8 +175,8 @@ def test_line_longer_than_the_maximum_fails_alone(
 
 def test_gzip_that_is_torn_gives_its_rows_and_then_a_broken_row(tmp_path: Path) -> None:
     lines = "".join(f"{os.urandom(20).hex()}\n" for _ in range(20_000)).encode()
-    packed = gzip.compress(lines)
-    records = read(write(tmp_path / "d.txt.gz", packed[: len(packed) // 2]))
+    compressed = gzip.compress(lines)
+    records = read(write(tmp_path / "d.txt.gz", compressed[: len(compressed) // 2]))
     assert len(records) > 1000
     last = records[-1]
     assert isinstance(last, Broken)

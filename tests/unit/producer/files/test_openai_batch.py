@@ -136,8 +136,8 @@ def test_failure_is_written_in_openai_s_form(tmp_path: Path) -> None:
 
 def test_vectors_are_base64_if_the_request_says_so(tmp_path: Path) -> None:
     results, _, _ = run(tmp_path, encoding_format="base64")
-    packed = results[0]["response"]["body"]["data"][0]["embedding"]
-    assert struct.unpack("<2f", base64.b64decode(packed)) == (0.5, -1.0)
+    encoded = results[0]["response"]["body"]["data"][0]["embedding"]
+    assert struct.unpack("<2f", base64.b64decode(encoded)) == (0.5, -1.0)
 
 
 def test_request_of_several_texts_gets_a_vector_for_each(tmp_path: Path) -> None:

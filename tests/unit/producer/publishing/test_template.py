@@ -1,4 +1,4 @@
-"""What differs from job to job is spelled as Celery spells it."""
+"""What differs from job to job is formatted as Celery formats it."""
 
 from typing import Any
 from uuid import UUID

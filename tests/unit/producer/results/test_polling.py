@@ -16,40 +16,43 @@ from batchery_producer.results.polling import (
     )
 )
 def test_polling_interval_stays_between_its_limits(
-    sweeps: list[tuple[int, int, float, float]],
+    polls: list[tuple[int, int, float, float]],
 ) -> None:
-    pace = PollingInterval()
-    for in_flight, found, since_s, poll_s in sweeps:
-        next_s = pace.next_s(
+    interval = PollingInterval()
+    for in_flight, found, since_s, poll_s in polls:
+        next_s = interval.next_s(
             in_flight=in_flight, found=found, announced=0, since_s=since_s, poll_s=poll_s
         )
         assert MIN_INTERVAL_S <= next_s <= max(MAX_INTERVAL_S, poll_s)
 
 
 def test_polling_interval_follows_the_rate_of_results() -> None:
-    pace = PollingInterval()
+    interval = PollingInterval()
     for _ in range(20):  # 10,000 results per second, 1,000 jobs in dispatched.
-        next_s = pace.next_s(in_flight=1000, found=100, announced=0, since_s=0.01, poll_s=0.001)
+        next_s = interval.next_s(in_flight=1000, found=100, announced=0, since_s=0.01, poll_s=0.001)
     assert next_s == pytest.approx(1000 / 8 / 10_000)
 
 
-def next_s(pace: PollingInterval, *, in_flight: int, found: int, since_s: float) -> float:
-    return pace.next_s(in_flight=in_flight, found=found, announced=0, since_s=since_s, poll_s=0)
+def next_s(interval: PollingInterval, *, in_flight: int, found: int, since_s: float) -> float:
+    return interval.next_s(in_flight=in_flight, found=found, announced=0, since_s=since_s, poll_s=0)
 
 
 def test_polling_interval_grows_without_results_and_shrinks_with_them() -> None:
-    pace = PollingInterval()
+    interval = PollingInterval()
     pauses = [
-        pace.next_s(in_flight=10, found=0, announced=0, since_s=1, poll_s=0) for _ in range(30)
+        interval.next_s(in_flight=10, found=0, announced=0, since_s=1, poll_s=0) for _ in range(30)
     ]
     assert pauses == sorted(pauses)
     assert pauses[-1] == MAX_INTERVAL_S
-    assert pace.next_s(in_flight=8, found=100, announced=0, since_s=0.1, poll_s=0) == MIN_INTERVAL_S
+    assert (
+        interval.next_s(in_flight=8, found=100, announced=0, since_s=0.1, poll_s=0)
+        == MIN_INTERVAL_S
+    )
 
 
 def test_polling_with_announcements_takes_a_tenth_of_the_time() -> None:
-    pace = PollingInterval()
-    long_s = pace.next_s(in_flight=9000, found=3, announced=5000, since_s=1, poll_s=0.1)
+    interval = PollingInterval()
+    long_s = interval.next_s(in_flight=9000, found=3, announced=5000, since_s=1, poll_s=0.1)
     assert long_s == pytest.approx(0.1 * REST_PER_POLL)
-    short_s = pace.next_s(in_flight=9000, found=0, announced=5000, since_s=1, poll_s=0.001)
+    short_s = interval.next_s(in_flight=9000, found=0, announced=5000, since_s=1, poll_s=0.001)
     assert short_s == MAX_INTERVAL_S
