@@ -7,8 +7,20 @@ from celery.worker import state as worker_state
 
 from apps.batches import app
 from batchery import install
+from batchery_worker.commit.eligibility import SIGNALS
 from support.fake_devices import Clock, FakeDevices, Loop
 from support.fake_worker import FakeWorker, StartPool
+
+
+@pytest.fixture(autouse=True)
+def _no_receivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forgets the receivers of apps that other tests import; they would send jobs to the tracer."""
+    for signal in SIGNALS.values():
+        monkeypatch.setattr(signal, "receivers", [])
+        signal.sender_receivers_cache.clear()
+    yield
+    for signal in SIGNALS.values():
+        signal.sender_receivers_cache.clear()
 
 
 @pytest.fixture
