@@ -4,7 +4,6 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from batchery.errors import DatasetError
@@ -71,12 +70,7 @@ class SeenIds:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._base.close()
 
     def first_line(self, id_: Any, source: int, line: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ import redis
 from celery import Celery, states
 from celery.backends.redis import RedisBackend
 from celery.result import AsyncResult
+from celery.utils.functional import chunks
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as kombu_redis
 
@@ -123,13 +124,11 @@ def _waiting(client: Any, key: str) -> Iterator[bytes]:
 
 
 def _ended(app: Celery, task_ids: Iterable[str]) -> Iterator[str]:
-    ids = list(task_ids)
     backend: Any = app.backend
     if not isinstance(backend, RedisBackend):
-        yield from (each for each in ids if AsyncResult(each, app=app).ready())
+        yield from (each for each in task_ids if AsyncResult(each, app=app).ready())
         return
-    for start in range(0, len(ids), CHUNK):
-        some = ids[start : start + CHUNK]
+    for some in chunks(iter(task_ids), CHUNK):
         stored = backend.client.mget([backend.get_key_for_task(each) for each in some])
         for task_id, value in zip(some, stored, strict=True):
             if value is not None and backend.decode(value).get("status") in states.READY_STATES:
