@@ -187,9 +187,6 @@ class Stream(Generic[V]):
     def step(self, wait_s: float = WAIT_S) -> Iterator[tuple[str, V, Answer]]:
         """Sends jobs and yields those that have ended, if any: id, reference and answer.
 
-        Args:
-            wait_s: Maximum time to wait for results, in seconds.
-
         Raises:
             BatcheryError: As the publisher, the collector and the source do.
         """

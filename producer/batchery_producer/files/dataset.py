@@ -56,11 +56,7 @@ class Failures:
     """The rows that a file of failures names, in our form or in that of OpenAI's error files."""
 
     def __init__(self, path: str | Path, names: Sequence[str]) -> None:
-        """Checks that the file exists.
-
-        Args:
-            path: Written by an earlier run of the same input.
-            names: Of the input's files.
+        """Checks that the file exists; `names` are those of the input's files.
 
         Raises:
             DatasetError: It does not.

@@ -38,13 +38,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A row that cannot become a job.
+    """A row that cannot become a job; `reason` says why.
 
-    Attributes:
-        line: Line of the input at which the row begins, from 1.
-        id: The caller's if it could be read, otherwise as in a record.
-        reason: Why the row cannot become a job.
-        source: Number of its file, from 0.
+    Its id is the caller's only if that could be read. All else is as in a record.
     """
 
     line: int

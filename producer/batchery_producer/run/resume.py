@@ -71,7 +71,9 @@ class InFlightRecovery:
         if self._missing_in_a_row >= self._max_in_flight:
             return list(task_ids)
         if self._in_flight is None:
-            self._in_flight = self._retries.call(self._find, ERRORS)
+            self._in_flight = self._retries.call(
+                lambda: set(_find_in_flight(self._app, self._queue, self._pattern)), ERRORS
+            )
         absent = [task_id for task_id in task_ids if task_id not in self._in_flight]
         ended = self._retries.call(lambda: set(_ended(self._app, absent)), ERRORS)
         missing = [task_id for task_id in absent if task_id not in ended]
@@ -79,9 +81,6 @@ class InFlightRecovery:
             self._missing_in_a_row + len(missing) if missing == list(task_ids) else 0
         )
         return missing
-
-    def _find(self) -> set[str]:
-        return set(_find_in_flight(self._app, self._queue, self._pattern))
 
 
 def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
