@@ -86,12 +86,7 @@ class AsyncClient:
     ) -> Answer:
         """Sends one job and waits for its end; a cancellation revokes the job.
 
-        Args:
-            task: Name of the task.
-            item: The argument; a list if the job carries several items.
-            count: Length of that list; 0 if the argument is one item.
-            keywords: Keyword arguments of the job.
-            options: Options of `apply_async`.
+        The item of a multi-item job is a list of `count` items; 0 means that it is one item.
         """
         loop = self._loop = asyncio.get_running_loop()
         task_id = uuid()

@@ -42,13 +42,7 @@ class Backpressure:
         self._per_s: float | None = None
 
     def observe(self, now_s: float, length: int, pushed: int) -> None:
-        """Notes the length of the queue.
-
-        Args:
-            now_s: Current time, in seconds.
-            length: Number of messages in the queue.
-            pushed: How many messages were pushed since the last call.
-        """
+        """Notes the length of the queue, and how many messages were pushed since the last call."""
         if self._seen is not None:
             then_s, before = self._seen
             taken = before + pushed - length

@@ -69,10 +69,7 @@ class FileRun:
     def __init__(self, app: Celery, task: str, options: SubmitOptions) -> None:
         """Checks that jobs can be sent, that a worker has the task, and that results come back.
 
-        Args:
-            app: App to which jobs are sent and in which results are stored.
-            task: Name of the task.
-            options: Those for reading and writing files do not matter here.
+        The options for reading and writing files do not matter here.
 
         Raises:
             RedisUnavailable: No Redis answers at one of the app's URLs.

@@ -189,11 +189,7 @@ class Figures:
 
 
 def draw(figures: Figures, seconds: float) -> str:
-    """Draws the rate over time, and distributions of latencies, lengths and batch sizes.
-
-    Args:
-        figures: Figures of the run.
-        seconds: Duration of the run.
+    """Draws the rate over a run of so many seconds, and distributions of its other figures.
 
     Returns:
         An `svg` element without external references, whose text is text.

@@ -58,10 +58,6 @@ def flower_sees(url: str, worker: str) -> bool:
     """Whether Flower answers and has received an event of the worker.
 
     From then on it misses no job. An answer alone only means that its web server runs.
-
-    Args:
-        url: URL of Flower on this machine.
-        worker: Name of the worker, as `name@host`.
     """
     # Without a proxy: one from the environment cannot reach this machine's own addresses.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
