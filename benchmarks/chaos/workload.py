@@ -11,7 +11,7 @@ from benchmarks.chaos.plan import Plan
 #: Values stay below this prime, so that they are the same in JSON as in Python.
 MODULUS = 1_000_003
 
-#: Steps of a chain, parts of a chord, items of a packed job.
+#: Steps of a chain, parts of a chord, items of a multi-item job.
 STEPS = 3
 
 Item = dict[str, int]

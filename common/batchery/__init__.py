@@ -117,26 +117,11 @@ __all__ = [
     "to_numpy",
 ]
 
-#: Module -> names of it that load when they are first used.
-_LAZY_NAMES = {
-    "batchery.transport.dead_letters": ("DeadLetter", "DeadLetters"),
-    "batchery_producer": (
-        "AsyncClient",
-        "AsyncTask",
-        "Client",
-        "Ending",
-        "GaveUp",
-        "Outcome",
-        "Progress",
-        "Publisher",
-        "Snapshot",
-        "SubmitOptions",
-        "Summary",
-        "TaskClient",
-        "submit_file",
-    ),
+#: Modules of the names that load when they are first used.
+_LAZY_MODULES = {
+    **dict.fromkeys(set(__all__) - set(globals()), "batchery_producer"),
+    **dict.fromkeys(("DeadLetter", "DeadLetters"), "batchery.transport.dead_letters"),
 }
-_LAZY_MODULES = {name: module for module, names in _LAZY_NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

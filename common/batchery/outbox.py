@@ -86,12 +86,7 @@ class Outbox:
         self._store: Callable[[], None] | None = None
 
     def hold_result(self, result: bytes | str, store: Callable[[], None]) -> None:
-        """Holds a result back.
-
-        Args:
-            result: The result in its stored form.
-            store: Stores it in Celery's own way; for `replay`.
-        """
+        """Holds back a result in its stored form; `store` stores it in Celery's own way."""
         self.result, self._store = result, store
 
     def holds_result_of(self, task_id: str) -> bool:

@@ -31,12 +31,7 @@ def is_away(error: BaseException) -> bool:
 
 
 def pause_s(failures: int, longest_s: float = MAX_PAUSE_S) -> float:
-    """Pause before the next attempt, in seconds: it doubles with each failure.
-
-    Args:
-        failures: How many attempts have failed in a row, 1 or more.
-        longest_s: Maximum pause, in seconds.
-    """
+    """Pause before the next attempt, in seconds: it doubles with each failure in a row."""
     return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), longest_s)
 
 

@@ -36,14 +36,7 @@ DEVICE_NAME = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
 def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]:
-    """Reads the `batchery_<name>` entries of a Celery configuration.
-
-    Args:
-        known: Names of all settings.
-        conf: The configuration.
-
-    Returns:
-        The settings by name.
+    """The settings, by name, of the `batchery_<name>` entries of a Celery configuration.
 
     Raises:
         SettingsError: An entry names no setting; it would be ignored silently.
@@ -269,9 +262,6 @@ class Settings(BaseSettings):
         Args:
             conf: A Celery configuration; its `batchery_<name>` entries rank behind keywords.
             keywords: Settings by name; they rank first.
-
-        Returns:
-            The settings, frozen.
 
         Raises:
             SettingsError: A setting is wrong; the text says which, its source, and what is valid.

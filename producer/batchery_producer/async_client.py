@@ -10,6 +10,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from functools import partial
 from typing import Any, Self
 
 from celery import Celery, uuid
@@ -40,7 +41,10 @@ class AsyncClient:
         """
         self._owns_app = isinstance(app, str)
         self.app = make_app(app)
-        self._session = Session(self.app, self._on_answers, self._on_failure)
+        # The session has threads of its own.
+        self._session = Session(
+            self.app, partial(self._call_soon, self._settle), partial(self._call_soon, self._fail)
+        )
         self._futures: dict[str, asyncio.Future[Answer]] = {}
         self._cancelled: list[str] = []
         self._calls: list[Call] = []
@@ -82,12 +86,7 @@ class AsyncClient:
     ) -> Answer:
         """Sends one job and waits for its end; a cancellation revokes the job.
 
-        Args:
-            task: Name of the task.
-            item: The argument; a list if the job carries several items.
-            count: Length of that list; 0 if the argument is one item.
-            keywords: Keyword arguments of the job.
-            options: Options of `apply_async`.
+        The item of a multi-item job is a list of `count` items; 0 means that it is one item.
         """
         loop = self._loop = asyncio.get_running_loop()
         task_id = uuid()
@@ -119,20 +118,10 @@ class AsyncClient:
         cancelled, self._cancelled = self._cancelled, []
         self._session.revoke(cancelled)
 
-    # On the threads of the session
-
-    def _on_answers(self, answers: Sequence[tuple[str, Answer]]) -> None:
-        self._call_soon(self._settle, answers)
-
-    def _on_failure(self, task_ids: Sequence[str], error: Exception) -> None:
-        self._call_soon(self._fail, task_ids, error)
-
     def _call_soon(self, function: Any, *args: Any) -> None:
         assert self._loop is not None
         with suppress(RuntimeError):  # The event loop is closed, so no call waits.
             self._loop.call_soon_threadsafe(function, *args)
-
-    # On the thread of the event loop
 
     def _settle(self, answers: Sequence[tuple[str, Answer]]) -> None:
         for task_id, answer in answers:

@@ -19,7 +19,8 @@ from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.publishing.template import Job
 from batchery_producer.results.answers import Answer
-from batchery_producer.results.collector import Collector, collector_for
+from batchery_producer.results.collector import collector_for
+from batchery_producer.results.polling import Collector
 from batchery_producer.retry import Interrupted, RetryPolicy
 
 #: Maximum number of jobs that are sent before revoked jobs are handled.

@@ -3,13 +3,14 @@
 Its messages are stock Celery messages, and the results are stock Celery results.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
 from celery import Celery
 from celery.result import AsyncResult
+from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
 from batchery_producer.diagnosis import explain_stall
@@ -97,14 +98,23 @@ class TaskClient:
             Exception: The error of the first item that failed. Jobs that no worker has begun are
                 then revoked.
         """
-        with closing(self._stream(items, ordered=ordered, **settings)) as outcomes:
+        with closing(self.as_completed(items, ordered=ordered, **settings)) as outcomes:
             for outcome in outcomes:
                 if outcome.error is not None:
                     raise outcome.error
                 yield outcome.value
 
     def as_completed(
-        self, items: Iterable[Any], *, ordered: bool = False, **settings: Any
+        self,
+        items: Iterable[Any],
+        *,
+        ordered: bool = False,
+        keywords: Mapping[str, Any] | None = None,
+        per_job: int | None = None,
+        window: int = WINDOW,
+        timeout_s: float | None = None,
+        keep_results: bool = False,
+        progress: Callable[[Progress], None] = lambda _: None,
     ) -> Generator[Outcome, None, None]:
         """Yields an `Outcome` with the index of each item. A failed item does not stop the others.
 
@@ -114,8 +124,7 @@ class TaskClient:
         Args:
             items: Are read as the window has space for them.
             ordered: Whether outcomes come in the order of the items, or as they are done.
-            settings: As follows.
-            keywords: Keyword arguments of all jobs; a mapping.
+            keywords: Keyword arguments of all jobs.
             per_job: Number of items in one message. Workers form batches of items, whatever
                 messages they came in; larger messages mean less work for all but the device.
             window: Maximum number of items in flight.
@@ -129,20 +138,6 @@ class TaskClient:
             BatchArgumentError: A number is out of range.
             EncodeError: kombu's, for an item that cannot be serialized.
         """
-        return self._stream(items, ordered=ordered, **settings)
-
-    def _stream(
-        self,
-        items: Iterable[Any],
-        *,
-        ordered: bool,
-        keywords: Mapping[str, Any] | None = None,
-        per_job: int | None = None,
-        window: int = WINDOW,
-        timeout_s: float | None = None,
-        keep_results: bool = False,
-        progress: Callable[[Progress], None] = lambda _: None,
-    ) -> Generator[Outcome, None, None]:
         app, size = self._app, check_per_job(per_job)
         broker = BrokerConnection(app, RetryPolicy(), persistent=True)
         publisher = Publisher(app, self.name, keywords=keywords, broker=broker, **self._options)
@@ -201,7 +196,7 @@ class ItemSource:
         self.per_job = per_job
         self.taken = 0
         self.exhausted = False
-        self._arguments = iter(items) if per_job == 0 else _lists(iter(items), per_job)
+        self._arguments = chunks(iter(items), per_job) if per_job else iter(items)
 
     def take(self, maximum: int, _wait_s: float) -> Sequence[NewJob[range]]:
         """As `JobSource.take`."""
@@ -214,11 +209,6 @@ class ItemSource:
             self.taken = indexes.stop
             jobs.append(NewJob(task_id, argument, count, indexes))
         return jobs
-
-
-def _lists(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    while some := list(islice(items, size)):
-        yield some
 
 
 def make_app(app: Celery | str) -> Celery:

@@ -6,6 +6,7 @@ from typing import Any
 
 from celery import Celery
 
+from batchery.cli.survey import queue_depths
 from batchery.errors import SettingsError
 
 #: Duration of a stall after which the user is told once what the client waits for, in seconds.
@@ -84,19 +85,10 @@ def explain_stall(app: Celery, task: str, queue: str) -> str:
     """
     try:
         workers = app.control.inspect(timeout=ASK_S).active_queues() or {}
-        waiting = _waiting(app, queue)
+        waiting = queue_depths(app, {queue})[queue]
     except Exception as error:  # noqa: BLE001 (every transport has its own)
         return f"the broker cannot be asked about queue {queue!r}: {error}"
     return f"{waiting:,} waiting in queue {queue!r}; {_workers(app, workers, task, queue)}"
-
-
-def _waiting(app: Celery, queue: str) -> int:
-    with app.connection_for_read() as connection:
-        channel: Any = connection.default_channel
-        try:
-            return int(channel.queue_declare(queue=queue, passive=True).message_count)
-        except connection.channel_errors:
-            return 0  # In Redis, an empty queue does not exist.
 
 
 def _workers(

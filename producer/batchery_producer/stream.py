@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from batchery_producer.diagnosis import StallDetector
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, header_of
-from batchery_producer.results.collector import Collector
+from batchery_producer.results.polling import Collector
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +186,6 @@ class Stream(Generic[V]):
 
     def step(self, wait_s: float = WAIT_S) -> Iterator[tuple[str, V, Answer]]:
         """Sends jobs and yields those that have ended, if any: id, reference and answer.
-
-        Args:
-            wait_s: Maximum time to wait for results, in seconds.
 
         Raises:
             BatcheryError: As the publisher, the collector and the source do.

@@ -73,13 +73,7 @@ class Metrics:
     caches: dict[str, CacheMetrics] = field(default_factory=dict)
 
     def batch_done(self, done: Done, *, items: int, waited_ms: float) -> None:
-        """Counts one batch.
-
-        Args:
-            done: The device's message about it.
-            items: Number of items in the batch.
-            waited_ms: Time from arrival in the worker to dispatch, summed over the jobs.
-        """
+        """Counts one batch, whose jobs together waited so long from arrival to dispatch."""
         self.batches += 1
         self.jobs += len(done.jobs)
         self.items += items

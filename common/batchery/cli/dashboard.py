@@ -21,12 +21,7 @@ STATE_STYLES = {"ready": "green", "starting": "yellow", "dead": "bold red"}
 
 
 def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
-    """Draws a survey.
-
-    Args:
-        now: The survey to draw.
-        before: An earlier survey: gives the rates, and the workers that no longer answer.
-    """
+    """Draws a survey; the one before gives the rates, and the workers that no longer answer."""
     silent = sorted(set(before.workers) - set(now.workers)) if before is not None else []
     parts: list[RenderableType] = []
     for name, figures in sorted(now.workers.items()):

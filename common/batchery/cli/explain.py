@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -76,23 +76,13 @@ class JobStatus:
 
     def report(self) -> dict[str, Any]:
         """For programs: the same as values for JSON."""
-        return {
-            "task_id": self.task_id,
-            "state": self.state,
-            "text": self.text,
-            "batch": self.batch and {**self.batch},
-            "error": self.error,
-            "worker": self.worker,
-        }
+        report = asdict(self)
+        del report["exit_code"]
+        return report
 
 
 def from_result(task_id: str, stored: Mapping[str, Any]) -> JobStatus:
-    """Explains a job by its stored result.
-
-    Args:
-        task_id: Id of the job.
-        stored: The answer of `backend.get_task_meta`.
-    """
+    """Explains a job by its stored result, the answer of `backend.get_task_meta`."""
     state = str(stored["status"])
     batch = stored.get("batch")
     result = stored.get("result")
@@ -109,12 +99,7 @@ def from_result(task_id: str, stored: Mapping[str, Any]) -> JobStatus:
 
 
 def from_workers(task_id: str, answers: Mapping[str, Any]) -> JobStatus:
-    """Explains a job without a result by the workers' answers.
-
-    Args:
-        task_id: Id of the job.
-        answers: By worker, as from `celery inspect query_task`.
-    """
+    """Explains a job without a result by each worker's answer to `celery inspect query_task`."""
     for worker, found in sorted(answers.items()):
         # A worker that does not understand the question answers with another dictionary.
         job: Sequence[Any] | None = found.get(task_id)

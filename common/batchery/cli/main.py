@@ -26,9 +26,6 @@ INTERRUPTED = 128 + signal.SIGINT
 def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
     """Ends the process after an error with one line on stderr and an exit code.
 
-    Args:
-        with_traceback: Also print the traceback of a `StartError`.
-
     Raises:
         SystemExit: With the error's exit code, or 130 after Ctrl-C.
     """

@@ -35,11 +35,7 @@ class Survey:
     dead_letters: int | None = None
 
     def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
-        """The rates of a worker since an earlier survey, by the worker's own clock.
-
-        Args:
-            worker: Name of the worker.
-            before: The earlier survey.
+        """The rates of a worker since the survey before, by the worker's own clock.
 
         Returns:
             Jobs, items, batches and failed jobs per second, as `jobs_per_s` and so on; None if the

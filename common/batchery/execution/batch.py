@@ -230,11 +230,8 @@ def _lengths(model: Model, prepared: Sequence[Any]) -> list[Any]:
     def count(items: Sequence[Any]) -> list[Any]:
         return [each if isinstance(each, NON_VALUES) else int(model.tokens(each)) for each in items]
 
-    return isolate(count, prepared, name=f"{type(model).__name__}.tokens", convert=_as_it_is)
-
-
-def _as_it_is(outcome: Any) -> Any:
-    return outcome
+    name = f"{type(model).__name__}.tokens"
+    return isolate(count, prepared, name=name, convert=lambda outcome: outcome)
 
 
 def _resolve(coroutine: Any) -> Any:

@@ -34,21 +34,12 @@ def stream_name_of(header: Any) -> str | None:
 
 
 def stream_key(backend: Any, name: str) -> bytes:
-    """The key of a completion stream, with the prefix that results have.
-
-    Args:
-        backend: Celery's result backend for Redis.
-        name: A name from `stream_name_of`.
-    """
+    """The key of a completion stream in a Redis backend, with the prefix that results have."""
     return backend_prefix(backend) + b"batchery:reply:" + name.encode()
 
 
 def backend_prefix(backend: Any) -> bytes:
-    """The prefix of all result keys, and so of our keys next to them; usually empty.
-
-    Args:
-        backend: Celery's result backend for Redis.
-    """
+    """The prefix of a Redis backend's keys, and so of our keys next to them; usually empty."""
     prefix: bytes = backend.get_key_for_task("-").removesuffix(b"celery-task-meta--")
     return prefix
 

@@ -3,7 +3,6 @@
 import time
 from contextlib import AbstractContextManager
 from itertools import islice
-from types import TracebackType
 from typing import Self
 
 from rich.console import Console
@@ -40,12 +39,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     def show(self, run: Snapshot) -> None:
@@ -64,12 +58,7 @@ class LineDisplay(AbstractContextManager["LineDisplay"]):
         self._console = console
         self._next_s = time.monotonic() + LINE_EVERY_S
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Nothing to clean up."""
 
     def show(self, run: Snapshot) -> None:

@@ -3,8 +3,9 @@
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, BinaryIO
+
+from celery.utils.functional import chunks
 
 from batchery.errors import DatasetError
 from batchery_producer.files.extras import extra
@@ -132,7 +133,7 @@ def _write(entries: Entries, create: Callable[[Any], Any]) -> None:
     arrow = extra("pyarrow")
     schema = _schema(entries())
     with create(schema) as writer:
-        for batch in _batches(entries()):
+        for batch in chunks(iter(entries()), WRITE_ROWS):
             columns = [_column(field, batch) for field in schema]
             writer.write_batch(arrow.record_batch(columns, schema=schema))
 
@@ -141,7 +142,7 @@ def _schema(entries: Iterable[Mapping[str, Any]]) -> Any:
     """A schema whose types fit all values of their column; if none does, it is JSON text."""
     arrow = extra("pyarrow")
     fields: dict[str, Any] = {name: arrow.field(name, arrow.null()) for name in ("id", "line")}
-    for batch in _batches(entries):
+    for batch in chunks(iter(entries), WRITE_ROWS):
         for name in batch[0]:
             found = _field(name, batch)
             fields[name] = _joined(fields.get(name, found), found)
@@ -181,9 +182,3 @@ def _text(value: Any) -> str | None:
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     return None if value is None else json.dumps(value, ensure_ascii=False)
-
-
-def _batches(entries: Iterable[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    rest = iter(entries)
-    while batch := list(islice(rest, WRITE_ROWS)):
-        yield batch

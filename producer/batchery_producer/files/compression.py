@@ -39,10 +39,6 @@ class Compression(NamedTuple):
     create: Callable[[BinaryIO], BinaryIO]
 
 
-def _open_gzip(raw: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-
-
 def _open_zstd(raw: BinaryIO) -> BinaryIO:
     decompressor = extra("zstandard").ZstdDecompressor()
     stream = decompressor.stream_reader(raw, read_across_frames=True, closefd=False)
@@ -50,17 +46,9 @@ def _open_zstd(raw: BinaryIO) -> BinaryIO:
     return BufferedReader(stream, CHUNK_BYTES)
 
 
-def _create_gzip(raw: BinaryIO) -> BinaryIO:
-    return cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="wb"))
-
-
 def _create_zstd(raw: BinaryIO) -> BinaryIO:
     compressor = extra("zstandard").ZstdCompressor()
     return cast(BinaryIO, compressor.stream_writer(raw, closefd=False))
-
-
-def _compress_zstd(data: bytes | bytearray) -> bytes:
-    return cast(bytes, extra("zstandard").ZstdCompressor().compress(data))
 
 
 GZIP = Compression(
@@ -68,13 +56,13 @@ GZIP = Compression(
     magic=b"\x1f\x8b",
     compress=gzip.compress,
     decompressor=lambda: zlib.decompressobj(wbits=31),
-    open=_open_gzip,
-    create=_create_gzip,
+    open=lambda raw: cast(BinaryIO, gzip.GzipFile(fileobj=raw)),
+    create=lambda raw: cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="wb")),
 )
 ZSTD = Compression(
     suffix=".zst",
     magic=b"\x28\xb5\x2f\xfd",
-    compress=_compress_zstd,
+    compress=lambda data: cast(bytes, extra("zstandard").ZstdCompressor().compress(data)),
     decompressor=lambda: extra("zstandard").ZstdDecompressor().decompressobj(),
     open=_open_zstd,
     create=_create_zstd,
@@ -89,11 +77,7 @@ MAGIC_BYTES = 4
 
 
 def decompressed(raw: BufferedReader, name: str) -> BinaryIO:
-    """Reads a file as if it were not compressed; returns the file itself if it is not.
-
-    Args:
-        raw: At its start.
-        name: Of the file.
+    """Reads a file from its start as if it were not compressed; returns a plain file itself.
 
     Raises:
         DatasetError: A library is missing.

@@ -56,11 +56,7 @@ class Failures:
     """The rows that a file of failures names, in our form or in that of OpenAI's error files."""
 
     def __init__(self, path: str | Path, names: Sequence[str]) -> None:
-        """Checks that the file exists.
-
-        Args:
-            path: Written by an earlier run of the same input.
-            names: Of the input's files.
+        """Checks that the file exists; `names` are those of the input's files.
 
         Raises:
             DatasetError: It does not.
@@ -111,7 +107,6 @@ class Dataset:
         sources: The files, without empty ones.
         name: For messages.
         names: Of the files.
-        is_stdin: Whether it is standard input.
         is_stream: Whether it can be read only once: standard input, a pipe, a file of unknown size.
         is_openai: Whether the rows are requests of OpenAI's batch API.
         model: Model of those requests; None until one was read.
@@ -148,7 +143,6 @@ class Dataset:
                 was to be sampled, which can be read only once.
         """
         self.sources = find_sources(names, format)
-        self.is_stdin = self.sources[0].is_stdin
         self.is_stream = any(each.size_bytes is None for each in self.sources)
         self.name = self.sources[0].name
         if len(self.sources) > 1:

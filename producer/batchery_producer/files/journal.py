@@ -95,10 +95,7 @@ class Journal:
             raise DatasetError(f"{path}: cannot be written: {error.strerror}") from None
 
     def continued_by(self, now: "Journal") -> "Journal":
-        """The same run, resumed by another process.
-
-        Args:
-            now: The run that this process was asked for.
+        """The same run, resumed by another process, which was asked for the run `now`.
 
         Raises:
             DatasetError: Task, input or settings differ.

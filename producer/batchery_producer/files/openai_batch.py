@@ -111,13 +111,7 @@ class OpenAIFormat:
     def __init__(
         self, journal: Journal, model: Model, line_name: Callable[[int, int], str]
     ) -> None:
-        """Prepares.
-
-        Args:
-            journal: Journal of the run.
-            model: Model of the requests.
-            line_name: Names a line of the input in messages, by source and line.
-        """
+        """Prepares; `line_name` names a line of the input, given its source and its number."""
         self._journal = journal
         self._model = model
         self._line_name = line_name

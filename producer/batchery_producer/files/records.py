@@ -4,7 +4,6 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 from batchery.errors import DatasetError
@@ -39,13 +38,9 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A row that cannot become a job.
+    """A row that cannot become a job; `reason` says why.
 
-    Attributes:
-        line: Line of the input at which the row begins, from 1.
-        id: The caller's if it could be read, otherwise as in a record.
-        reason: Why the row cannot become a job.
-        source: Number of its file, from 0.
+    Its id is the caller's only if that could be read. All else is as in a record.
     """
 
     line: int
@@ -71,12 +66,7 @@ class SeenIds:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._base.close()
 
     def first_line(self, id_: Any, source: int, line: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import redis
 from celery import Celery
+from celery.utils.functional import chunks
 from kombu import Connection, exceptions
 from kombu.transport import redis as kombu_redis
 
@@ -83,8 +84,7 @@ class BrokerConnection:
     def revoke(self, task_ids: Sequence[str]) -> None:
         """Tells the workers not to begin these jobs."""
         control: Any = self.app.control
-        for start in range(0, len(task_ids), REVOKE_CHUNK):
-            some = list(task_ids[start : start + REVOKE_CHUNK])
+        for some in chunks(iter(task_ids), REVOKE_CHUNK):
             self.call(partial(self._tell, control.revoke, some), "celery.pidbox")
 
     def close(self) -> None:

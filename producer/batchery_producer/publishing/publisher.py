@@ -3,16 +3,16 @@
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 from celery import Celery, uuid
 from celery.exceptions import QueueNotFound
+from celery.utils.functional import chunks
 
 from batchery.errors import BatchArgumentError, PublishError, QueueFull, SettingsError
 from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.redis_push import Command, send_as_celery_does, split
-from batchery_producer.publishing.template import ITEM, Job, SentEvents, needs_celery, template_of
+from batchery_producer.publishing.template import ITEM, Job, needs_celery, sent_events, template_of
 from batchery_producer.retry import RetryPolicy
 
 #: Limits of `retry_after_s`, in seconds: a worker takes a few milliseconds for a batch, and a
@@ -42,13 +42,7 @@ class Backpressure:
         self._per_s: float | None = None
 
     def observe(self, now_s: float, length: int, pushed: int) -> None:
-        """Notes the length of the queue.
-
-        Args:
-            now_s: Current time, in seconds.
-            length: Number of messages in the queue.
-            pushed: How many messages were pushed since the last call.
-        """
+        """Notes the length of the queue, and how many messages were pushed since the last call."""
         if self._seen is not None:
             then_s, before = self._seen
             taken = before + pushed - length
@@ -136,17 +130,11 @@ class Publisher:
         #: Number of jobs sent so far.
         self.sent = 0
         self._backpressure = Backpressure()
-        self._events = SentEvents(app)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -176,7 +164,7 @@ class Publisher:
         if headers:
             options["headers"] = {**(options.get("headers") or {}), **headers}
         try:
-            for chunk in _chunks(jobs):
+            for chunk in chunks(map(Job._make, jobs), CHUNK_JOBS):
                 self._send_chunk(chunk, options)
         except PublishError as error:
             error.sent = self.sent - before
@@ -210,8 +198,9 @@ class Publisher:
                 ((key, (message, *_)),) = pushed.items()
                 template = template_of(self._app, job.id, message)
                 if template is not None:
-                    others = self._events.for_all(others, jobs, template.repr_of)
-                    return {key: template.fill(jobs)}, others
+                    return {key: template.fill(jobs)}, [
+                        sent_events(self._app, each, jobs, template.repr_item) for each in others
+                    ]
         with recording() as commands:
             for job in jobs:
                 self._send(job, options)
@@ -256,11 +245,6 @@ class Publisher:
     def _send(self, job: Job, options: Mapping[str, Any]) -> None:
         producer = self._broker.producer
         send_as_celery_does(self._app, self._task, job, self._keywords, producer, options)
-
-
-def _chunks(jobs: Sequence[tuple[str, Any]]) -> Iterator[list[Job]]:
-    for start in range(0, len(jobs), CHUNK_JOBS):
-        yield [Job(*job) for job in jobs[start : start + CHUNK_JOBS]]
 
 
 def _parts(messages: Iterable[str]) -> Iterator[list[str]]:

@@ -69,7 +69,11 @@ def _why_not_task(task: Any) -> str | None:
 
 
 class Template:
-    """Makes messages."""
+    """Makes messages.
+
+    Attributes:
+        repr_item: Formats the arguments of a job for people.
+    """
 
     def __init__(self, text: str, body: tuple[str, str], repr_item: Callable[[Any], str]) -> None:
         """Prepares.
@@ -77,11 +81,11 @@ class Template:
         Args:
             text: The message, with `%(id)s`, `%(body)s`, `%(repr)s` and `%(tag)s`.
             body: The parts of the body before and after the item.
-            repr_item: Formats the arguments for people.
+            repr_item: Formats the arguments.
         """
         self._text = text
         self._before, self._after = body
-        self._repr_item = repr_item
+        self.repr_item = repr_item
         self._encode = kombu_json.JSONEncoder().encode
 
     def fill(self, jobs: Sequence[Job]) -> Iterator[str]:
@@ -92,7 +96,7 @@ class Template:
         """
         text, before, after = self._text, self._before, self._after
         quote = json.encoder.encode_basestring_ascii
-        b64encode, repr_item = base64.b64encode, self._repr_item
+        b64encode, repr_item = base64.b64encode, self.repr_item
         for job, tag in zip(jobs, uuids(len(jobs)), strict=True):
             item = job.item
             body = f"{before}{self._json_of(item)}{after}".encode()
@@ -109,10 +113,6 @@ class Template:
             return self._encode(item)
         except Exception as error:
             raise EncodeError(f"item {item!r:.80}: {error}") from error
-
-    def repr_of(self, item: Any) -> str:
-        """The arguments of a job, formatted for people."""
-        return self._repr_item(item)
 
 
 def template_of(app: Celery, task_id: str, text: str) -> Template | None:
@@ -178,42 +178,34 @@ def uuids(count: int) -> list[str]:
     return ids
 
 
-class SentEvents:
-    """Makes the task-sent events of many jobs from the one that Celery made."""
+def sent_events(
+    app: Celery, command: Command, jobs: Sequence[Job], repr_item: Callable[[Any], str]
+) -> Command:
+    """The task-sent events of many jobs, made from the one that Celery made.
 
-    def __init__(self, app: Celery) -> None:
-        self._app = app
-
-    def for_all(
-        self, commands: Sequence[Command], jobs: Sequence[Job], repr_item: Callable[[Any], str]
-    ) -> list[Command]:
-        """Replaces the event of the template's job, if there is one, with those of all jobs."""
-        return [self._of_all(command, jobs, repr_item) for command in commands]
-
-    def _of_all(
-        self, command: Command, jobs: Sequence[Job], repr_item: Callable[[Any], str]
-    ) -> Command:
-        if command.name != "publish":
-            return command
-        topic, payload = command.args
-        message = json.loads(payload)
-        event = json.loads(base64.b64decode(message["body"]))
-        root_is_own = event["root_id"] == event["uuid"]
-        clock: Any = self._app.clock  # type: ignore[attr-defined]  # Celery's own clock of events.
-        events = [
-            {
-                **event,
-                "uuid": job.id,
-                "root_id": job.id if root_is_own else event["root_id"],
-                "args": repr_item(job.item),
-                "clock": clock.forward(),
-                "timestamp": time(),
-            }
-            for job in jobs
-        ]
-        many = json.dumps(events).encode()
-        message["body"] = base64.b64encode(many).decode()
-        info = message["properties"]["delivery_info"]
-        topic = topic.replace(info["routing_key"], "task.multi")
-        info["routing_key"] = "task.multi"
-        return Command("publish", (topic, kombu_json.dumps(message)))
+    Any other command stays as it is.
+    """
+    if command.name != "publish":
+        return command
+    topic, payload = command.args
+    message = json.loads(payload)
+    event = json.loads(base64.b64decode(message["body"]))
+    root_is_own = event["root_id"] == event["uuid"]
+    clock: Any = app.clock  # type: ignore[attr-defined]  # Celery's own clock of events.
+    events = [
+        {
+            **event,
+            "uuid": job.id,
+            "root_id": job.id if root_is_own else event["root_id"],
+            "args": repr_item(job.item),
+            "clock": clock.forward(),
+            "timestamp": time(),
+        }
+        for job in jobs
+    ]
+    many = json.dumps(events).encode()
+    message["body"] = base64.b64encode(many).decode()
+    info = message["properties"]["delivery_info"]
+    topic = topic.replace(info["routing_key"], "task.multi")
+    info["routing_key"] = "task.multi"
+    return Command("publish", (topic, kombu_json.dumps(message)))

@@ -63,12 +63,7 @@ def describe(error: Any) -> tuple[str, str]:
 
 
 def exception_of(answer: Answer, backend: Any) -> Exception:
-    """The exception of a job that failed, as `AsyncResult.get` would raise it.
-
-    Args:
-        answer: Answer of a job that failed.
-        backend: Celery's backend, which can restore exceptions.
-    """
+    """The exception of a job that failed, as `AsyncResult.get` would raise it."""
     stored = answer.stored
     known = stored if isinstance(stored, Exception) else backend.exception_to_python(stored)
     if isinstance(known, Exception):
@@ -122,7 +117,7 @@ def outcomes_of(answer: Answer, indexes: range, is_multi_item: bool, backend: An
 
     Args:
         answer: Answer of the job.
-        indexes: Indexes of its items.
+        indexes: Indexes of its items among those of the caller.
         is_multi_item: Whether its argument was a list of items.
         backend: Celery's backend, which can restore exceptions.
     """
@@ -135,12 +130,7 @@ def outcomes_of(answer: Answer, indexes: range, is_multi_item: bool, backend: An
 
 
 def joined(answer: Answer, count: int) -> Answer:
-    """One answer for all items of a job: all values, or the first error.
-
-    Args:
-        answer: Answer of the job.
-        count: Number of its items.
-    """
+    """One answer for all `count` items of a job: all values, or the first error."""
     if answer.error is not None:
         return answer
     outcomes = list(_each_outcome(answer.value, range(count)))

@@ -13,14 +13,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import redis
 from celery import Celery, uuid
 from celery.backends.base import DisabledBackend
 from celery.backends.redis import RedisBackend
 from celery.result import AsyncResult
+from celery.utils.functional import chunks
 from kombu.exceptions import KombuError
 from kombu.utils import json
 
@@ -28,7 +28,7 @@ from batchery.errors import SettingsError
 from batchery.protocol.completion_stream import FIELD, ids_of, stream_key
 from batchery.protocol.multi_item import HEADER, VERSION
 from batchery_producer.results.answers import Answer, answer_of
-from batchery_producer.results.polling import PollingCollector
+from batchery_producer.results.polling import Collector
 from batchery_producer.retry import RetryPolicy
 
 #: Number of results that one command fetches.
@@ -49,43 +49,8 @@ REPLY_S = 3600
 #: Minimum wait for the reply stream, in seconds: to Redis, 0 means for ever.
 MIN_WAIT_S = 0.001
 
-
 #: Matches the size of the batch in the stored fields before the value.
 BATCH_SIZE = re.compile(rb'"batch": \{"id": "\w+", "size": (\d+)')
-
-
-class Collector(Protocol):
-    """Awaits jobs. For use by one thread, but others may call `expect` and `drop`."""
-
-    @property
-    def headers(self) -> Mapping[str, Any]:
-        """Headers that the jobs' messages must have."""
-
-    def expect(self, task_ids: Iterable[str]) -> None:
-        """Awaits jobs; to be called before they are sent."""
-
-    def drop(self, task_ids: Iterable[str]) -> None:
-        """Stops awaiting jobs."""
-
-    def collect(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
-        """Yields jobs that have ended, each once, but not always all of them.
-
-        Args:
-            wait_s: How long to wait for the first one, in seconds.
-
-        Raises:
-            Interrupted: The caller asked to stop.
-            GaveUp: The backend stays away.
-        """
-
-    def poll_all(self) -> Iterator[tuple[str, Answer]]:
-        """Yields all jobs whose results are stored by now."""
-
-    def forget(self, task_ids: Sequence[str]) -> None:
-        """Removes results from the backend."""
-
-    def close(self) -> None:
-        """Removes everything but results."""
 
 
 def collector_for(app: Celery, retries: RetryPolicy) -> Collector:
@@ -103,7 +68,7 @@ def collector_for(app: Celery, retries: RetryPolicy) -> Collector:
     return AnyCollector(app, retries)
 
 
-class RedisCollector(PollingCollector):
+class RedisCollector(Collector):
     """Reads a reply stream of its own, and fetches many results in one command."""
 
     def __init__(self, backend: Any, retries: RetryPolicy) -> None:
@@ -144,7 +109,7 @@ class RedisCollector(PollingCollector):
 
     def forget(self, task_ids: Sequence[str]) -> None:
         """As `Collector.forget`; raises what a `RetryPolicy` raises."""
-        for chunk in _chunks(task_ids):
+        for chunk in chunks(iter(task_ids), CHUNK):
             self._call(partial(self._backend.client.unlink, *self._keys(chunk)))
 
     def close(self) -> None:
@@ -178,7 +143,7 @@ class RedisCollector(PollingCollector):
         return _entries(answer)
 
     def _answers(self, task_ids: Sequence[str]) -> Iterator[tuple[str, Answer]]:
-        for chunk in _chunks(task_ids):
+        for chunk in chunks(iter(task_ids), CHUNK):
             values = self._call(partial(self._backend.client.mget, self._keys(chunk)))
             for task_id, value in zip(chunk, values, strict=True):
                 if value is not None and (answer := self._answer(task_id, value)):
@@ -213,7 +178,7 @@ class RedisCollector(PollingCollector):
         return (facts, value[:-1]) if id_ else None
 
 
-class AnyCollector(PollingCollector):
+class AnyCollector(Collector):
     """Polls any backend of Celery's, one result at a time."""
 
     def __init__(self, app: Celery, retries: RetryPolicy) -> None:
@@ -268,9 +233,3 @@ def _entries(answer: Any) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
     (found,) = answer.values() if isinstance(answer, dict) else [pair[1] for pair in answer]
     # RESP3 has one more list around them.
     return list(found[0] if isinstance(answer, dict) and found else found)
-
-
-def _chunks(task_ids: Sequence[str]) -> Iterator[Sequence[str]]:
-    ids = iter(task_ids)
-    while chunk := list(islice(ids, CHUNK)):
-        yield chunk

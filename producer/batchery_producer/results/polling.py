@@ -1,7 +1,9 @@
 """Polling: the collector asks again and again for jobs in flight, oldest first."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from batchery_producer.results.answers import Answer
 
@@ -63,8 +65,11 @@ class PollingInterval:
         return max(self._interval_s, rest_s)
 
 
-class PollingCollector:
-    """Base of all collectors; a subclass asks the backend, and may receive announcements."""
+class Collector(ABC):
+    """Awaits jobs. For use by one thread, but others may call `expect` and `drop`.
+
+    A subclass asks the backend, and may receive announcements.
+    """
 
     def __init__(self) -> None:
         #: Oldest first.
@@ -74,17 +79,30 @@ class PollingCollector:
         self._announced = 0
         self._left: list[str] = []
 
+    @property
+    @abstractmethod
+    def headers(self) -> Mapping[str, Any]:
+        """Headers that the jobs' messages must have."""
+
     def expect(self, task_ids: Iterable[str]) -> None:
-        """As `Collector.expect`."""
+        """Awaits jobs; to be called before they are sent."""
         self._awaited.update(dict.fromkeys(task_ids))
 
     def drop(self, task_ids: Iterable[str]) -> None:
-        """As `Collector.drop`."""
+        """Stops awaiting jobs."""
         for task_id in task_ids:
             self._awaited.pop(task_id, None)
 
     def collect(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
-        """As `Collector.collect`."""
+        """Yields jobs that have ended, each once, but not always all of them.
+
+        Args:
+            wait_s: How long to wait for the first one, in seconds.
+
+        Raises:
+            Interrupted: The caller asked to stop.
+            GaveUp: The backend stays away.
+        """
         now_s = time.monotonic()
         if self._awaited and now_s >= self._poll_at_s:
             found = 0
@@ -100,8 +118,16 @@ class PollingCollector:
             yield ended
 
     def poll_all(self) -> Iterator[tuple[str, Answer]]:
-        """As `Collector.poll_all`."""
+        """Yields all jobs whose results are stored by now."""
         yield from self._ended(list(self._awaited))
+
+    @abstractmethod
+    def forget(self, task_ids: Sequence[str]) -> None:
+        """Removes results from the backend."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Removes everything but results."""
 
     def _poll_some(self) -> Iterator[tuple[str, Answer]]:
         if not self._left:

@@ -21,7 +21,7 @@ from batchery_producer.files.columnar import write_arrow, write_parquet
 from batchery_producer.files.compression import READ_ONLY, bare_name, compression_of_name
 from batchery_producer.files.extras import extra
 from batchery_producer.files.jsonl import read_lines
-from batchery_producer.files.source import Remote
+from batchery_producer.files.source import EXTENSIONS, Remote
 
 Entry = Mapping[str, Any]
 Entries = Callable[[], Iterable[Entry]]
@@ -29,14 +29,8 @@ Entries = Callable[[], Iterable[Entry]]
 #: The part's name is that of the output with this suffix.
 PART_SUFFIX = ".part"
 
-#: File extension, without that of a compression -> format. All others are JSON lines.
-TABLES = {
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".feather": "arrow",
-}
+#: Formats of tables, by the extension of the output. All other outputs are JSON lines.
+TABLES = ("csv", "tsv", "parquet", "arrow")
 
 
 class Final:
@@ -158,7 +152,8 @@ class Final:
 
 
 def _format_of(path: Path) -> str:
-    return TABLES.get(Path(bare_name(path.name.lower())).suffix, "jsonl")
+    format_ = EXTENSIONS.get(Path(bare_name(path.name.lower())).suffix)
+    return format_ if format_ in TABLES else "jsonl"
 
 
 def _all(part: Path) -> Iterator[tuple[Entry, int]]:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from typing import Any
 
@@ -69,10 +69,7 @@ class FileRun:
     def __init__(self, app: Celery, task: str, options: SubmitOptions) -> None:
         """Checks that jobs can be sent, that a worker has the task, and that results come back.
 
-        Args:
-            app: App to which jobs are sent and in which results are stored.
-            task: Name of the task.
-            options: Those for reading and writing files do not matter here.
+        The options for reading and writing files do not matter here.
 
         Raises:
             RedisUnavailable: No Redis answers at one of the app's URLs.
@@ -160,16 +157,14 @@ class FileRun:
         try:
             while not self._stream.is_done:
                 self._step()
-        except Interrupted:
-            ending, message = Ending.INTERRUPTED, "interrupted"
-            with suppress(GaveUp, Interrupted):
-                self._note_all(self._poll_all())  # Results that are ready now.
         except GaveUp as error:
             ending, message = Ending.GAVE_UP, str(error)
-        except Stopped as error:
-            ending, message = Ending.SOME_FAILED, str(error)
-            with suppress(GaveUp, Interrupted):
-                self._note_all(self._poll_all())
+        except (Interrupted, Stopped) as error:
+            ending, message = Ending.INTERRUPTED, "interrupted"
+            if isinstance(error, Stopped):
+                ending, message = Ending.SOME_FAILED, str(error)
+            with suppress(GaveUp, Interrupted):  # Results that are ready now.
+                self._note_all(self._stream.take(self._collector.poll_all()))
         finally:
             with suppress(GaveUp, Interrupted):
                 self._flush()
@@ -221,9 +216,6 @@ class FileRun:
         self._submitted += len(missing)
         self._figures.sent(self._elapsed_s(), missing)
         return missing
-
-    def _poll_all(self) -> Iterator[tuple[str, Record, Answer]]:
-        return self._stream.take(self._collector.poll_all())
 
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
         for task_id, row, answer in ended:

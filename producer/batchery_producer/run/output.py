@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from batchery.errors import DatasetError
@@ -236,12 +235,7 @@ class Output:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.results.close()
         self.errors.close()
         is_temporary = self._final.path is None and self._final.needs_part
@@ -284,10 +278,9 @@ class Output:
         self.errors.write({**self._head(row), "error": error})
 
     def _head(self, row: Record | Broken) -> dict[str, Any]:
-        if self.journal is None or len(self.journal.files) == 1:
-            return {"id": row.id, "line": row.line}
-        file = self.journal.files[row.source]
-        return {"id": row.id, "file": file, "line": row.line}
+        files = self.journal.files if self.journal else ()
+        file = {"file": files[row.source]} if len(files) > 1 else {}
+        return {"id": row.id, **file, "line": row.line}
 
     def line_name(self, row: Record | Broken) -> str:
         """Names a line of the input in messages."""
@@ -297,13 +290,6 @@ class Output:
         """Writes the added lines; raises as `JsonLines.flush` does."""
         self.results.flush()
         self.errors.flush()
-
-    def _openai_format(self) -> OpenAIFormat | None:
-        """Converter to OpenAI's form, if the input has that form."""
-        if not self._source.is_openai or self.journal is None:
-            return None
-        model = self._source.model or Model("", "float")
-        return OpenAIFormat(self.journal, model, self._source.line_name)
 
     def finish(self, *, complete: bool) -> None:
         """Gives the output its final form.
@@ -328,7 +314,10 @@ class Output:
         """Writes the output, and yields the files that it was made of."""
         assert self.journal is not None
         assert self.results.path is not None
-        openai, files = self._openai_format(), self.journal.files
+        openai, files = None, self.journal.files
+        if self._source.is_openai:
+            model = self._source.model or Model("", "float")
+            openai = OpenAIFormat(self.journal, model, self._source.line_name)
         self.results.close()
         self._is_part_needed = True  # Until the output is complete.
         self._final.write(self.results.path, files, openai.result if openai else None)

@@ -16,12 +16,7 @@ class Feed(Generic[T]):
     """Iterates on a thread of its own, up to a fixed number of entries ahead."""
 
     def __init__(self, entries: Iterable[T], ahead: int) -> None:
-        """Starts to read.
-
-        Args:
-            entries: Iterated over once, on the thread.
-            ahead: Maximum number of entries that wait to be taken, at least 1.
-        """
+        """Starts to read; up to `ahead` entries, at least 1, wait to be taken."""
         self._queue: queue.Queue[T] = queue.Queue(ahead)
         self._closed = False
         self._ended = threading.Event()

@@ -110,11 +110,7 @@ class Timeline:
         self.counts: list[int] = []
 
     def add(self, at_s: float) -> None:
-        """Counts one.
-
-        Args:
-            at_s: Time since the start, in seconds.
-        """
+        """Counts one, at a time since the start."""
         while at_s >= self.width_s * MAX_BUCKETS:
             self.width_s *= 2
             pairs = zip(self.counts[::2], [*self.counts[1::2], 0], strict=False)
@@ -167,13 +163,7 @@ class Figures:
         self._sent_s.update(dict.fromkeys(task_ids, at_s))
 
     def ended(self, at_s: float, task_id: str, batch_size: int) -> None:
-        """Notes a job that has ended.
-
-        Args:
-            at_s: Time of its end.
-            task_id: Id of the job.
-            batch_size: Number of items in its batch; 0 if unknown.
-        """
+        """Notes a job that has ended; the size of its batch is 0 if it is unknown."""
         sent_s = self._sent_s.pop(task_id, None)
         if sent_s is not None:
             self.latency.add(at_s - sent_s)
@@ -199,11 +189,7 @@ class Figures:
 
 
 def draw(figures: Figures, seconds: float) -> str:
-    """Draws the rate over time, and distributions of latencies, lengths and batch sizes.
-
-    Args:
-        figures: Figures of the run.
-        seconds: Duration of the run.
+    """Draws the rate over a run of so many seconds, and distributions of its other figures.
 
     Returns:
         An `svg` element without external references, whose text is text.

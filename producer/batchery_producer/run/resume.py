@@ -13,6 +13,7 @@ import redis
 from celery import Celery, states
 from celery.backends.redis import RedisBackend
 from celery.result import AsyncResult
+from celery.utils.functional import chunks
 from kombu.exceptions import OperationalError
 from kombu.transport import redis as kombu_redis
 
@@ -70,7 +71,9 @@ class InFlightRecovery:
         if self._missing_in_a_row >= self._max_in_flight:
             return list(task_ids)
         if self._in_flight is None:
-            self._in_flight = self._retries.call(self._find, ERRORS)
+            self._in_flight = self._retries.call(
+                lambda: set(_find_in_flight(self._app, self._queue, self._pattern)), ERRORS
+            )
         absent = [task_id for task_id in task_ids if task_id not in self._in_flight]
         ended = self._retries.call(lambda: set(_ended(self._app, absent)), ERRORS)
         missing = [task_id for task_id in absent if task_id not in ended]
@@ -78,9 +81,6 @@ class InFlightRecovery:
             self._missing_in_a_row + len(missing) if missing == list(task_ids) else 0
         )
         return missing
-
-    def _find(self) -> set[str]:
-        return set(_find_in_flight(self._app, self._queue, self._pattern))
 
 
 def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
@@ -123,13 +123,11 @@ def _waiting(client: Any, key: str) -> Iterator[bytes]:
 
 
 def _ended(app: Celery, task_ids: Iterable[str]) -> Iterator[str]:
-    ids = list(task_ids)
     backend: Any = app.backend
     if not isinstance(backend, RedisBackend):
-        yield from (each for each in ids if AsyncResult(each, app=app).ready())
+        yield from (each for each in task_ids if AsyncResult(each, app=app).ready())
         return
-    for start in range(0, len(ids), CHUNK):
-        some = ids[start : start + CHUNK]
+    for some in chunks(iter(task_ids), CHUNK):
         stored = backend.client.mget([backend.get_key_for_task(each) for each in some])
         for task_id, value in zip(some, stored, strict=True):
             if value is not None and backend.decode(value).get("status") in states.READY_STATES:

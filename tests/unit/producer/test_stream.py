@@ -10,6 +10,7 @@ from batchery_producer import stream
 from batchery_producer.client import ItemSource
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer
+from batchery_producer.results.polling import Collector
 from batchery_producer.stream import SEND_JOBS, NewJob, Stream, Window
 
 Numbers = Window[str, int, str]
@@ -91,7 +92,7 @@ class FakePublisher:
         self.sent.append(([item for _, item in jobs], headers))
 
 
-class FakeCollector:
+class FakeCollector(Collector):
     """Answers each job at the next look, with its own id."""
 
     headers: Mapping[str, Any] = {HEADER: {"v": VERSION, "reply": "here"}}

@@ -148,7 +148,7 @@ class SingleFlight:
         Args:
             work: The batch.
             items: The items of all its jobs, in order.
-            identity: Identity of the model; empty for a function.
+            identity: That of the model; empty for a function.
 
         Returns:
             None for a task without a cache.
@@ -161,28 +161,14 @@ class SingleFlight:
         return DedupedBatch(keys, self._cache.get(work.task, wanted))
 
     def run(self, deduped: DedupedBatch | None, items: Sequence[Any], run: Run) -> list[Any]:
-        """Computes the items that must be computed; on the main thread.
-
-        Args:
-            deduped: What `begin` returned for the batch.
-            items: The items that must be computed, prepared; all items for a task without a cache.
-            run: Computes items.
-        """
+        """Computes the prepared items that must be computed; on the main thread."""
         before, self._before = self._before, {} if deduped is None else deduped.computed_values
         if deduped is None:
             return list(run(list(items)))
         return deduped.run(items, before, run)
 
     def keep(self, deduped: DedupedBatch, work: Work) -> dict[str, Any]:
-        """Stores the computed results, before the batch is answered.
-
-        Args:
-            deduped: What `begin` returned for the batch; encoded.
-            work: The batch.
-
-        Returns:
-            Figures for the statistics.
-        """
+        """Stores the encoded results, before the batch is answered; returns figures of it."""
         assert work.cache is not None
         told = self._cache.put(work.task, deduped.fresh(), work.cache)
         return {**deduped.counts(), **told, **self._cache.take_errors()}

@@ -44,26 +44,13 @@ class ResultCache:
     """The caches of all tasks, in the result backend's Redis; for several threads."""
 
     def __init__(self, backend: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        """Does not connect yet.
-
-        Args:
-            backend: Celery's result backend for Redis.
-            clock: Monotonic time in seconds.
-        """
+        """Does not connect yet; the backend is Celery's for Redis."""
         self._backend = backend
         self._reads = _Direction("read", clock)
         self._writes = _Direction("written", clock)
 
     def get(self, task: str, digests: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Looks for results.
-
-        Args:
-            task: Name of the task.
-            digests: Digests of inputs, from `cache/keys.py`.
-
-        Returns:
-            The JSON of the results that were found, by digest.
-        """
+        """The JSON of the results that are there, by digest, see `cache/keys.py`."""
         found: dict[bytes, bytes] = {}
         prefix = self._key("cache", task) + b":"
         for start in range(0, len(digests), MAX_RESULTS_PER_COMMAND):

@@ -61,17 +61,7 @@ class EventLoop:
 def run_batch(
     task: BatchTask, work: Work, items: Sequence[Any], resolve: Callable[[Any], Any]
 ) -> list[Any]:
-    """Runs the function of a task over one batch.
-
-    Args:
-        task: The task of the function.
-        work: The batch.
-        items: The items of all its jobs, in order; at least one.
-        resolve: Drives a coroutine to its end.
-
-    Returns:
-        One outcome per item, in order.
-    """
+    """Runs the function of a task over the items of a batch; see `run_function`."""
     outcomes: list[Any] = []
     for start in range(0, len(items), work.max_batch_size):
         part = items[start : start + work.max_batch_size]

@@ -110,12 +110,7 @@ def find_task(app: Celery, name: str) -> BatchTask:
 
 
 def memory_of(device: str, fraction: float = 1.0) -> Memory:
-    """The memory of a device.
-
-    Args:
-        device: Its name in torch.
-        fraction: How much of it this process may use, if it is a CUDA device.
-    """
+    """The memory of a device, and on CUDA the fraction of it that this process may use."""
     if not device.startswith("cuda"):
         return Memory()
     # It imports torch, and a worker on a CPU may have none.

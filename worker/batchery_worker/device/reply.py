@@ -108,11 +108,9 @@ def _rest(
 
 
 def text_of(outcome: Any, chars: int) -> str:
-    """What Celery shows of a result, by `saferepr`, which reads a whole list to show its head.
+    """What Celery shows of a result, in roughly so many characters.
 
-    Args:
-        outcome: A plain value.
-        chars: Maximum length of the text, roughly.
+    Celery's `saferepr` reads a whole list to show its head, so here it gets only the head.
     """
     if isinstance(outcome, Encoded):
         try:

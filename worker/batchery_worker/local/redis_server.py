@@ -259,23 +259,19 @@ def _locked(directory: Path) -> Iterator[int]:
     descriptor = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while not _try_lock(descriptor):
-            if time.monotonic() > deadline:
-                raise RedisUnavailable(
-                    f"another Redis runs in {directory}: stop it, or give another directory"
-                )
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise RedisUnavailable(
+                        f"another Redis runs in {directory}: stop it, or give another directory"
+                    ) from None
             time.sleep(POLL_S)
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _answers(process: GuardedProcess, url: str) -> bool:

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -57,10 +58,6 @@ def flower_sees(url: str, worker: str) -> bool:
     """Whether Flower answers and has received an event of the worker.
 
     From then on it misses no job. An answer alone only means that its web server runs.
-
-    Args:
-        url: URL of Flower on this machine.
-        worker: Name of the worker, as `name@host`.
     """
     # Without a proxy: one from the environment cannot reach this machine's own addresses.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -260,9 +257,12 @@ class Stack:
         self._spawn("worker", [*worker, *self._worker_arguments], {})
         if self._wants_flower:
             self._start_flower()
-        self._wait_for("worker", self._worker_is_ready, deadline)
+        # A worker below log level INFO does not say it; one without remote control does not answer.
+        remote, said = self.remote, self._said_ready
+        self._wait_for("worker", lambda: said.is_set() or remote.answers(), deadline)
         if self.flower_url is not None:
-            self._wait_for("flower", self._flower_is_ready, deadline)
+            is_ready = partial(flower_sees, self.flower_url, self.worker_name)
+            self._wait_for("flower", is_ready, deadline)
         self._ready = True
 
     def _start_flower(self) -> None:
@@ -331,17 +331,7 @@ class Stack:
                 error = StartError(f"{name} was not ready after {self._start_timeout_s:g} s")
                 error.exit_code = 1
                 raise error
-
-    def _worker_is_ready(self) -> bool:
-        # A worker below log level INFO does not log it; one without remote control does not answer.
-        return self._said_ready.wait(POLL_S) or self.remote.answers()
-
-    def _flower_is_ready(self) -> bool:
-        assert self.flower_url is not None
-        if flower_sees(self.flower_url, self.worker_name):
-            return True
-        time.sleep(POLL_S)
-        return False
+            time.sleep(POLL_S)
 
     def _check_alive(self) -> None:
         if self._redis is not None and (code := self._redis.poll()) is not None:

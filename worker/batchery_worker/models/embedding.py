@@ -27,14 +27,10 @@ DIGITS = 9
 
 
 def shortened(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Rounds to nine significant digits.
+    """Rounds an array of any shape to nine significant digits.
 
-    Args:
-        values: An array of any shape.
-
-    Returns:
-        The same shape. Cast to float32, each number is exactly the given one. Written out, it is a
-        third shorter. NaN and infinities stay.
+    Cast to float32, each number is exactly the given one. Written out, it is a third shorter. NaN
+    and infinities stay.
     """
     exact = values.astype(np.float64)
     # Zero has no logarithm, and infinity no digits.

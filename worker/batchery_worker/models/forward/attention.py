@@ -31,13 +31,6 @@ class NotPackable(Exception):
     """A model asks for an attention that cannot be computed for texts in a row; says which."""
 
 
-class LengthGroup(NamedTuple):
-    """Neighbours of one length, which share one call of the attention."""
-
-    texts: int
-    length: int
-
-
 @dataclass
 class Row:
     """Where the texts of a row are.
@@ -58,12 +51,10 @@ class Row:
     windows: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        #: The texts, by neighbours of one length.
-        self.groups = [
-            LengthGroup(len(list(texts)), length) for length, texts in groupby(self.lengths)
-        ]
+        #: Number and length of neighbours of one length, which share one call of the attention.
+        self.groups = [(len(list(texts)), length) for length, texts in groupby(self.lengths)]
         #: Tokens of each group.
-        self.sizes = [group.texts * group.length for group in self.groups]
+        self.sizes = [texts * length for texts, length in self.groups]
 
 
 class Options(NamedTuple):

@@ -60,11 +60,7 @@ class Shape(NamedTuple):
 
 
 def shapes(max_length: int | None) -> list[Shape]:
-    """All shapes of a model, smallest first.
-
-    Args:
-        max_length: Maximum length of a text in tokens; None if unlimited.
-    """
+    """All shapes of a model whose texts have at most so many tokens, smallest first."""
     # The maximum length of the model is a shape, too: the next power of two may be too long.
     lengths = {length for length in LENGTHS if length <= (max_length or LENGTHS[-1])}
     if max_length is not None and max_length < LENGTHS[-1]:
@@ -106,11 +102,7 @@ class Fixed(Padded):
         self._there = torch.zeros(size, dtype=torch.int64, device=self._device)
 
     def fill(self, batch: Sequence[Prepared]) -> None:
-        """Copies a batch into place, behind what is queued on the device.
-
-        Args:
-            batch: No more texts, and no longer ones, than the shape has.
-        """
+        """Copies a batch, which must fit, into place, behind what is queued on the device."""
         # A text of nothing but padding would give NaN: the last text is repeated.
         more = [batch[-1]] * (self._shape.texts - len(batch))
         self._there.copy_(self._send([*batch, *more], self._shape.length), non_blocking=True)
@@ -158,12 +150,7 @@ class Graphed:
     """A forward pass that runs as a graph if one has room, and otherwise without a graph."""
 
     def __init__(self, forward: Forward, graphs: Mapping[Shape, Runs]) -> None:
-        """Puts graphs in front of a forward pass.
-
-        Args:
-            forward: For all other shapes.
-            graphs: By shape.
-        """
+        """Puts graphs in front of a forward pass, which runs for all other shapes."""
         self._forward = forward
         self._graphs = graphs
         self.name = f"{forward.name}, small passes by CUDA graphs"
