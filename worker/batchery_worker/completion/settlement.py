@@ -30,9 +30,6 @@ logger = logging.getLogger("batchery.pool")
 #: Stands in events and in the log for a result that nobody knows any more.
 UNKNOWN_RESULT = "..."
 
-#: When the loop turns again after jobs were settled, in seconds; 0 would be in the same turn.
-NEXT_TURN_S = 0.001
-
 
 class Settlement:
     """Settles each job once, and knows how many are being completed."""
@@ -80,9 +77,8 @@ class Settlement:
             _run(function)
             ran = True
         if ran:
-            # Celery acknowledges in the loop's next turn. Without this an idle loop begins its next
-            # turn only when something happens, up to a second later.
-            self._hub.call_later(NEXT_TURN_S, _ignore)
+            # Celery may have put calls of its own on the loop: acknowledgements, for instance.
+            begin_next_turn(self._hub)
 
     def finish(self) -> None:
         """Waits until no job is being completed; holds up the loop's thread meanwhile."""
@@ -236,8 +232,14 @@ def log_success(call: TaskCall, text: str, runtime_s: float) -> None:
         trace.info(trace.LOG_SUCCESS, context)
 
 
-def _ignore() -> None:
-    """Turns the loop, and does nothing else."""
+def begin_next_turn(hub: Any) -> None:
+    """Lets a loop turn once more before it sleeps; on the loop's own thread.
+
+    `call_soon` alone wakes a loop for other threads only. Where the loop's own thread calls it from
+    a timer, or from another call of this kind, the loop sleeps first, for up to a second.
+    """
+    if (waker := getattr(hub, "_waker", None)) is not None:
+        waker.wake()
 
 
 def _run(function: Callable[[], None]) -> None:

@@ -1,5 +1,5 @@
 -- Commits results of a batch: each one is stored, announced and acknowledged while its lease is held.
--- Follows result.lua.
+-- include result.lua
 --
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
 --                   transport's register and renew; a member goes with release or recovery.

@@ -1,5 +1,6 @@
 -- Finishes a job that Celery's tracer has completed: sends what follows it, stores and announces its
--- result, acknowledges it; all of it while its lease is held, or nothing. Follows result.lua.
+-- result, acknowledges it; all of it while its lease is held, or nothing.
+-- include result.lua
 --
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
 --                   transport's register and renew; a member goes with release or recovery.

@@ -1,5 +1,4 @@
--- What commit.lua, finish.lua and store.lua, each of which follows this text, have in common. No
--- script itself.
+-- What commit.lua, finish.lua and store.lua have in common; they include it. No script itself.
 
 -- Enters one of the two databases that a script works in.
 local function use(database, other)

@@ -1,4 +1,5 @@
--- Stores and announces a result, unless a SUCCESS is there. Follows result.lua.
+-- Stores and announces a result, unless a SUCCESS is there.
+-- include result.lua
 --
 -- KEYS[1]  STRING  <prefix>celery-task-meta-<task id>, of the result backend's database; see commit.lua.
 -- ARGV     what to store, seconds until it expires (0 for never)
