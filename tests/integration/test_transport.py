@@ -159,10 +159,10 @@ def test_an_acknowledgement_of_another_thread_makes_room_at_once(
     loop = threading.Thread(target=consumer.hub.run_forever)
     loop.start()
     try:
-        for number in range(100):
+        for _ in range(100):
             # Without a wake-up each of them waits for the loop's own poll, a second or more.
-            wait_for(lambda count=number: len(consumer.messages) > count, "the next one", 30)
-            consumer.messages[number].ack()
+            wait_for(lambda: consumer.messages, "the next one", 30)
+            consumer.messages.pop().ack()
     finally:
         consumer.hub.stop()
         consumer.hub.call_soon(lambda: None)

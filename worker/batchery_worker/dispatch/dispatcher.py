@@ -72,6 +72,11 @@ class Dispatcher:
         """The event loop that everything runs on now."""
         return self._hub
 
+    @property
+    def pids(self) -> set[int]:
+        """Process ids of the devices."""
+        return {device.pid for device in self._supervisor}
+
     def start(self) -> None:
         """Starts the devices and waits for their models.
 
