@@ -16,9 +16,8 @@ ARGS ?=
 # How many test processes at a time. Most tests wait for processes that they have started.
 PROCESSES ?= 3
 
-# What `make bench` measures: what the queue costs, what the engine leaves of a model's own speed,
-# single requests, waits under load, or bulk clients. `make bench BENCH=engine ARGS=--help` lists
-# the options.
+# What `make bench` measures, as docs/benchmarks.md lists it: queue, engine, engine.requests, load,
+# bulk or chaos. `make bench BENCH=engine ARGS=--help` lists the options.
 BENCH ?= queue
 
 # `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C.
@@ -47,7 +46,7 @@ lint: $(INSTALLED) ## check style, format, types and imports
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 
-bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, requests, load or bulk)
+bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, engine.requests, load, bulk or chaos)
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
@@ -61,7 +60,7 @@ clean: ## remove .venv, caches and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find common producer worker tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torch first and alone: its builds differ in size by gigabytes, and the choice shall be yours.
+# torch first and alone: its builds differ in size by gigabytes, and the choice is yours.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Batchery needs Python 3.11 or newer, but $(PYTHON) is %s; say make PYTHON=python3.11" % sys.version.split()[0])'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)

@@ -13,8 +13,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
-from batchery import InvalidItem, QueueFull
-from batchery_producer import AsyncClient
+from batchery import AsyncClient, InvalidItem, QueueFull
 
 
 class Question(BaseModel):
@@ -29,7 +28,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Opens and closes the client: a few connections, however many requests there are."""
     redis_url = os.environ.get("BATCHERY_REDIS_URL", "redis://localhost:6379/0")
     async with AsyncClient(redis_url) as client:
-        # Without room in the queue, callers are sent away at once, and told when to come again.
+        # If the queue is full, a caller gets 503 at once, and hears when to come again.
         app.state.embed = client.task("embed", most_waiting=10_000, wait_s=0)
         yield
 
@@ -57,11 +56,11 @@ async def embed(question: Question, request: Request) -> Any:
 async def unless_gone(request: Request, call: Awaitable[Any]) -> Any:
     """Awaits a call, and cancels it when its caller hangs up."""
     answer = asyncio.ensure_future(call)
-    # All of the request was read, so that nothing else can come.
+    # The request was read to its end, so the next message says that the caller is gone.
     gone = asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
-        # Nobody reads the None.
+        # Nobody reads the None of a caller who is gone.
         return answer.result() if answer.done() else None
     finally:
         answer.cancel()

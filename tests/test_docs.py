@@ -109,6 +109,55 @@ def test_every_link_inside_the_repository_leads_somewhere(path: Path) -> None:
             assert anchor in anchors(file), f"{path.name} links to {target}"
 
 
+#: Where a page may begin a path: at the root, or in one of the three packages.
+PLACES = [
+    ROOT,
+    ROOT / "common" / "batchery",
+    ROOT / "producer" / "batchery_producer",
+    ROOT / "worker" / "batchery_worker",
+]
+
+#: A source file in a folder, or a folder, as a page names it in backticks.
+SOURCE = re.compile(r"[\w./-]*/[\w.-]+\.(?:py|lua)|[\w-]+/(?:[\w-]+/)*")
+
+#: Maximum length of a line of prose, in characters; tables and code blocks are wider.
+MAX_LINE_CHARS = 100
+
+
+@EACH_PAGE
+def test_every_source_file_that_a_page_names_exists(path: Path) -> None:
+    tokens = MarkdownIt().parse(path.read_text(encoding="utf-8"))
+    named = {
+        child.content
+        for token in tokens
+        for child in token.children or ()
+        if child.type == "code_inline" and SOURCE.fullmatch(child.content)
+    }
+    missing = [name for name in named if not any((place / name).exists() for place in PLACES)]
+    assert not missing, f"{path.name} names {missing}"
+
+
+def test_picture_of_the_folders_names_only_what_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = ROOT
+    for line in page.partition("## Folders")[2].split("```")[1].splitlines()[1:]:
+        if line and line[0].isalpha():
+            package = ROOT / line.split()[0]
+            assert package.is_dir(), line
+        for name in re.findall(r"\b\w+(?:\.py|/(?=\s))", line):
+            assert (package / name).exists(), f"{package}: no {name}"
+
+
+@EACH_PAGE
+def test_prose_is_wrapped_at_one_width(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    tokens = MarkdownIt().parse("\n".join(lines))
+    code = {line for each in tokens if each.type == "fence" for line in range(*(each.map or [0]))}
+    for number, line in enumerate(lines):
+        if number not in code and not line.startswith("|"):
+            assert len(line) <= MAX_LINE_CHARS, f"{path}:{number + 1}: {len(line)} characters"
+
+
 def values(schema: dict[str, Any]) -> str:
     """What a setting may be, in words, from its JSON schema."""
     if "anyOf" in schema:

@@ -11,6 +11,7 @@ from celery import Celery
 
 import batchery
 import batchery.errors
+import batchery_producer
 from batchery.errors import BatcheryError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -80,6 +81,10 @@ def test_lazy_names_are_those_that_type_checkers_see() -> None:
     seen = bound_names([node for node in body if is_type_checking(node)])
     assert seen == set(batchery._LAZY_MODULES)
     assert seen <= set(dir(batchery))
+
+
+def test_the_door_has_every_name_of_the_producer() -> None:
+    assert set(batchery_producer.__all__) <= set(batchery._LAZY_MODULES)
 
 
 def test_an_unknown_name_of_the_door_is_an_attribute_error() -> None:

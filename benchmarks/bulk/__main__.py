@@ -174,7 +174,8 @@ def run(row: Row, url: str, items: int) -> dict[str, Any]:
     """
     with Redis.from_url(url) as redis:
         redis.flushall()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PEER_URL": url}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PEER_URL": url}
     with worker(row, url, environment):
         answer = subprocess.run(
             [row.python, "-W", "ignore", *row.client, str(items)],

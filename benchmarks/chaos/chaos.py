@@ -31,7 +31,7 @@ TICK_S = 0.02
 START_S = 120.0
 
 #: So many workers that end before the first job are no accident.
-MOST_FAILED_STARTS = 3
+MAX_FAILED_STARTS = 3
 
 
 def run(
@@ -113,7 +113,7 @@ class Run:
         deadline_s = self._clock() + START_S
         while not self._cluster.is_ready:
             self._cluster.tend()
-            if self._cluster.ended >= MOST_FAILED_STARTS or self._clock() > deadline_s:
+            if self._cluster.ended >= MAX_FAILED_STARTS or self._clock() > deadline_s:
                 raise StartError(f"no worker starts: {self._cluster.last_words}")
             self._sleep(TICK_S)
 

@@ -11,7 +11,7 @@ from benchmarks.chaos.outbox import Submission
 from benchmarks.chaos.recovery import Recovery
 
 #: Cases of a kind that a verdict describes; the counts tell how many there were.
-MOST_EXAMPLES = 4
+MAX_EXAMPLES = 4
 
 
 @dataclass(slots=True)
@@ -142,5 +142,5 @@ class Verdict:
 
     def _example(self, what: str, *details: object) -> None:
         kind = what.partition(":")[0]
-        if sum(each.startswith(f"{kind}:") for each in self.examples) < MOST_EXAMPLES:
+        if sum(each.startswith(f"{kind}:") for each in self.examples) < MAX_EXAMPLES:
             self.examples.append(" ".join([what, *(f"{detail!s:.300}" for detail in details)]))

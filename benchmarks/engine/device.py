@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 
-from batchery.settings import default_cache_dir
 from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Work
 from batchery_worker.job import DEVICE_DEPTH
@@ -38,9 +37,6 @@ class DirectDevice:
             modules=(),
             load=(TASK,),
             log_level=logging.WARNING,
-            # As a worker has it where no setting says otherwise.
-            calibrate=(TASK,) if target.device.startswith("cuda") else (),
-            cache_dir=default_cache_dir(),
         )
         self._device = DeviceProcess(setup)
         self._device.spawn()

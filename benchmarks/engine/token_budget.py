@@ -59,7 +59,7 @@ CASES = (
 )
 
 
-def cutter(case: Case, lanes: int) -> Any:
+def cutter(case: Case, streams: int) -> Any:
     """What cuts a batch into micro-batches."""
     if not case.max_batch_tokens:
         return lambda lengths: [range(len(lengths))]
@@ -68,14 +68,14 @@ def cutter(case: Case, lanes: int) -> Any:
         max_batch_tokens=case.max_batch_tokens,
         max_batch_size=case.max_batch_size,
         pads=case.forward == "padded",
-        lanes=lanes,
+        streams=streams,
     )
 
 
 def measure(model: EmbeddingModel, prepared: list[Any], case: Case) -> Any:
     """Computes all texts once; returns texts per second, processor time each, padding waste."""
     needed = computed = 0
-    cut = cutter(case, model.lanes)
+    cut = cutter(case, model.cpu_streams)
     started_s, cpu_s = time.perf_counter(), time.process_time()
     for start in range(0, len(prepared), case.max_batch_size):
         _, tokens, shapes = compute(model, prepared[start : start + case.max_batch_size], {}, cut)

@@ -1,8 +1,8 @@
-"""What a thread knows of the job that it is completing by Celery's own tracer.
+"""The context in which a thread completes one job by Celery's own tracer.
 
-A worker sets the completion around the tracer. From there the task takes the outcome that a device
-has computed, the result backend takes the facts of the batch and holds the result back, the
-transport publishes each message once, and whatever meets a Redis that is away waits.
+A worker sets it around the tracer. The task takes the outcome from it that a device has computed.
+The result backend takes the facts of the batch, and holds the result back. The transport publishes
+each message once. Every command waits while Redis is away, until the deadline.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,25 +19,25 @@ from batchery.retry import RetryDeadline
 class JobCompletion:
     """The completion of one job."""
 
-    #: Id of the job; empty where only the deadline counts.
+    #: Id of the job; empty if only the deadline matters.
     task_id: str = ""
-    #: What the task answers, as `batchery.outcomes` defines it; the device has computed it.
+    #: The outcome that the device computed, as `batchery.outcomes` defines it.
     outcome: Any = None
-    #: Whether the task has answered, or has nothing to answer.
+    #: Whether the task has taken the outcome, or there is none to take.
     is_answered: bool = True
-    #: Facts of the batch, which are stored with the result; None for a job that was in no batch.
+    #: Facts of the batch, stored with the result; None for a job that was in no batch.
     facts: Mapping[str, Any] | None = None
-    #: What the job publishes and stores; None where another transport brought its message.
+    #: What the job publishes and stores; None if another transport brought its message.
     outbox: Outbox | None = None
-    #: How long everything that is done for the job waits for a Redis that is away.
+    #: How long the whole completion waits for a Redis that is away.
     deadline: RetryDeadline = field(default_factory=RetryDeadline)
 
     def answers(self, task_id: str | None) -> bool:
-        """Whether this is the outcome of the job that asks, and it did not ask before."""
+        """Whether the outcome belongs to this job, and nobody has taken it yet."""
         return not self.is_answered and task_id == self.task_id
 
     def answer(self) -> Any:
-        """The outcome, given away once."""
+        """Hands out the outcome, once."""
         self.is_answered = True
         return self.outcome
 
@@ -51,13 +51,13 @@ _current: ContextVar[JobCompletion | None] = ContextVar("batchery_completion", d
 
 
 def current_completion() -> JobCompletion | None:
-    """The completion that this thread is at; None outside of any."""
+    """The completion that this thread works on; None outside of any."""
     return _current.get()
 
 
 @contextmanager
 def completing(completion: JobCompletion) -> Iterator[JobCompletion]:
-    """Makes this thread work at a completion within the block."""
+    """Makes a completion the current one of this thread, within the block."""
     token = _current.set(completion)
     try:
         yield completion

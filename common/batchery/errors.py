@@ -2,7 +2,7 @@
 
 ```
 BatcheryError
-├── StartError                  a command or worker cannot start: one line, exit code 2
+├── StartError                  a command or a worker cannot start: one line, exit code 2
 │   ├── SettingsError           a setting is unknown, unreadable or impossible
 │   ├── RedisUnavailable        no Redis answers, or none can be started
 │   ├── DeviceUnavailable       the device asked for is not there
@@ -17,14 +17,14 @@ BatcheryError
 └── ItemError                   why one job failed; stored as its result, raised by `get()`
     ├── InvalidItem             the item breaks a limit or has the wrong type; also a ValueError
     ├── ItemFailed              the function said `Failed("why")`
-    ├── WrongLength             the function returned another number of outcomes than items
+    ├── WrongLength             the function returned more or fewer outcomes than items
     ├── UnserialisableResult    the outcome cannot be written as JSON
     ├── OutOfMemory             the device has no memory for this item alone
     └── DeviceDied              the job killed its device process or worker, each time alone
 ```
 
-Every error takes one text, so that it survives the trip through a JSON result backend:
-what a caller catches is what the worker raised.
+Every error takes one text, so that it survives the trip through a JSON result backend: a caller
+catches the same error that the worker raised.
 """
 
 
@@ -64,16 +64,16 @@ class DatasetError(StartError):
 
 
 class PublishError(BatcheryError):
-    """Jobs could not be sent, or not all of them; those that were sent come first."""
+    """Some or all of a call's jobs could not be sent; the first `sent` of them were."""
 
-    #: How many of the call's jobs are in the queue.
+    #: How many of the call's jobs are in the queue, counted from the first.
     sent = 0
 
 
 class QueueFull(PublishError):
     """The queue holds as many jobs as the caller allows."""
 
-    #: When there may be room again, in seconds.
+    #: When to try again, in seconds from now; a hint.
     retry_after_s = 1.0
 
 
@@ -82,7 +82,7 @@ class BrokerRefused(PublishError):
 
 
 class NoResult(BatcheryError):
-    """No result has come for as long as the caller wanted to wait; says what the queue is doing."""
+    """No result came for as long as the caller waits; the text says what the queue is doing."""
 
 
 class BatchArgumentError(BatcheryError, TypeError):
@@ -102,7 +102,7 @@ class ItemFailed(ItemError):
 
 
 class WrongLength(ItemError):
-    """The function returned another number of outcomes than it was given items."""
+    """The function returned more or fewer outcomes than it was given items."""
 
 
 class UnserialisableResult(ItemError):
@@ -114,4 +114,4 @@ class OutOfMemory(ItemError):
 
 
 class DeviceDied(ItemError):
-    """The job ran alone when its device process, or its worker, died; as often as is allowed."""
+    """The job was running alone each time when its device process, or its worker, died."""

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
 STEP = "batchery_worker.bootstep:BatchStep"
 
-#: Where the built-in kinds live; a path, so that a producer never imports torch.
+#: Import paths of the built-in kinds; a path, so that a producer never imports torch.
 KINDS = {
     "embedding": "batchery_worker.models.embedding:EmbeddingModel",
     "classification": "batchery_worker.models.classification:ClassificationModel",
@@ -34,7 +34,7 @@ class Installation:
         self._app = app
         self._keywords = keywords
         self._settings: Settings | None = None
-        #: Why the models of the settings could not be registered; a worker refuses to start.
+        #: Why the models of the settings could not be registered; a worker stops with it.
         self.error: StartError | None = None
 
     @property
@@ -67,7 +67,7 @@ def install(app: Celery, **settings: Any) -> Celery:
         The same app.
     """
     _installations[app] = Installation(app, settings)
-    # Celery ranks such defaults above a configuration object, so that has to be asked.
+    # Celery ranks these defaults above the app's configuration, so its own choice is looked up.
     app.add_defaults(
         lambda: {
             "worker_consumer": _chosen(app, "worker_consumer") or CONSUMER,
@@ -83,7 +83,7 @@ def install(app: Celery, **settings: Any) -> Celery:
 
 
 def _chosen(app: Celery, name: str) -> Any:
-    """What the app's own configuration says; None where it is Celery's default."""
+    """The value in the app's configuration; None if it is Celery's default."""
     chosen: Any = app.conf[name]
     return None if chosen == DEFAULTS[name] else chosen
 
@@ -115,7 +115,7 @@ def register(
         app: An app that `install` was called with.
         name: Name of the task.
         model: A subclass of `Model`, or its import path as `package.module:Class`.
-        queue: Where its jobs wait; the name of the task where it is None.
+        queue: Name of its queue; None for the name of the task.
         options: Keyword arguments of the model's constructor.
         task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on.
 
@@ -128,7 +128,7 @@ def register(
         "model": model,
         "model_options": options or {},
         "__doc__": model.__doc__ if isinstance(model, type) else None,
-        # The caller's: that is what a device process imports to have this task.
+        # The caller's module: a device process imports it to get this task.
         "__module__": sys._getframe(1).f_globals.get("__name__", __name__),
         **task_options,
     }
@@ -137,7 +137,7 @@ def register(
 
 
 def _on_after_finalize(sender: Celery, **_: Any) -> None:
-    # Celery logs what a signal handler raises and goes on: keep it for the worker to stop with.
+    # Celery only logs an error of a signal handler. The worker must stop with it, so it is kept.
     try:
         _register_models(sender)
     except StartError as error:
@@ -148,7 +148,7 @@ def _on_after_finalize(sender: Celery, **_: Any) -> None:
 def _register_models(app: Celery) -> None:
     for name, settings in installation_of(app).settings.models.items():
         if isinstance(app.tasks.get(name), ModelTask):
-            # Of an earlier `install`; the last one holds.
+            # An earlier `install` registered it; the last call wins.
             app.tasks.unregister(name)
         _register_builtin(app, name, settings)
 

@@ -25,18 +25,11 @@ class Model:
     `def postprocess(self, outputs, top_k=1)` and ignores it in the others with `**_`.
 
     Attributes:
-        pads: Whether `forward` fills items up to the longest of a micro-batch, so that it costs as
-            many tokens as that one has, times the items. Without, it costs the sum of them.
-        passes_ahead: How many passes may be begun before `postprocess` of the one in turn; more
-            than 0 where `forward` returns before the device has computed, and only `postprocess`
-            waits.
-        lanes: How many passes the device computes side by side; a batch is cut into as many, if it
-            is large enough.
+        pads: Whether `forward` fills items up to the longest of a micro-batch. Then it costs as
+            many tokens as the longest item has, times the items; otherwise the sum of them.
     """
 
     pads = True
-    passes_ahead = 0
-    lanes = 1
 
     def load(self, device: str) -> None:
         """Loads weights onto the device; called once, before any batch.

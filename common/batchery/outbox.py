@@ -1,10 +1,10 @@
 """The transactional outbox: what the completion of a job publishes and stores, once.
 
-Celery's tracer publishes callbacks, the next step of a chain, and retries before it stores the
-result and acknowledges. A worker that is killed in between leaves a job that runs again, and would
-publish again. So either the outbox holds everything back until all of it can be written in one step
-with the acknowledgement. Or each message is published together with a dedupe key, under the tag of
-the job's own message; the dedupe keys go with its acknowledgement.
+Celery's tracer first publishes callbacks, the next step of a chain, and retries. Then it stores the
+result and acknowledges. If a worker is killed in between, the job runs again, and would publish
+again. The outbox prevents that in one of two ways. It holds everything back, and all of it is
+written in one step with the acknowledgement. Or it publishes each message together with a dedupe
+key, under the tag of the job's own message; the acknowledgement removes the dedupe keys.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class LeaseHolder(Protocol):
 
     @property
     def lease_key(self) -> str:
-        """HASH of its leases; another one after a fence."""
+        """HASH of its leases; a fenced worker gets another one."""
 
 
 class PublishingChannel(Protocol):
@@ -62,13 +62,13 @@ class Outbox:
         """Holds nothing back yet: messages are published at once, and results are stored.
 
         Args:
-            publish_tag: Tag of the job's message: the same however often it is delivered, another
-                one where somebody submits the job once more.
-            known: The job's headers and what follows it (callbacks, chain, chord), in which ids
-                that are given already can be found.
-            lease: Holder and token of the job's lease, without which nothing is published; None
-                where the lease is not on the server that the messages go to.
-            task_id: The job, whose result may be held back.
+            publish_tag: Tag of the job's message. All deliveries of a message have the same tag; a
+                job that is submitted once more gets another one.
+            known: The job's id, and what follows the job: callbacks, chain, chord. A message whose
+                id occurs here keeps that id when the job runs again.
+            lease: Holder and token of the job's lease. Nothing is published without the lease; None
+                if the lease is on another server than the one that the messages go to.
+            task_id: Id of the job, whose result may be held back.
         """
         self.publish_tag = publish_tag
         self.lease = lease
@@ -81,7 +81,7 @@ class Outbox:
         #: Whether messages and the result are held back.
         self.holds = False
         self.messages: list[HeldMessage] = []
-        #: The result as it is stored; empty if none is held.
+        #: The result in its stored form; empty if none is held back.
         self.result: bytes | str = b""
         self._store: Callable[[], None] | None = None
 
@@ -89,8 +89,8 @@ class Outbox:
         """Holds a result back.
 
         Args:
-            result: As it is stored.
-            store: Stores it in Celery's own way.
+            result: The result in its stored form.
+            store: Stores it in Celery's own way; for `replay`.
         """
         self.result, self._store = result, store
 
@@ -106,7 +106,7 @@ class Outbox:
             held.channel.publish_once(self, held.queue_key, held.message)
 
     def replay(self) -> None:
-        """Writes what was held back as if it had not been: each message with a dedupe key."""
+        """Writes now what was held back: each message with a dedupe key, then the result."""
         self.holds = False
         for held in self.messages:
             self.publish(held)
@@ -114,10 +114,10 @@ class Outbox:
             self._store()
 
     def dedupe_key(self, message: Mapping[str, Any]) -> str:
-        """Names a message so that it has the same name when the job runs again, and only then.
+        """Names a message: the same name when the job runs again, a name that no other message has.
 
         Args:
-            message: As kombu puts it into a queue; with the same id if kombu tries again.
+            message: In the form that kombu puts into a queue. Kombu keeps its id if it tries again.
         """
         headers = message.get("headers") or {}
         task_id = str(headers.get("id"))
@@ -128,7 +128,8 @@ class Outbox:
     def _name(self, task_id: str, headers: Mapping[str, Any], body: Any) -> str:
         if task_id in self._known_ids:
             return f"id {task_id} {headers.get('task')} {headers.get('retries')}"
-        # A callback, for instance, gets a new id each time. Two of them may be equal.
+        # A callback, for instance, gets a new id in each run, so its body names it. Two callbacks
+        # may be equal, so equal ones are counted.
         name = f"body {headers.get('task')} {hashlib.sha256(str(body).encode()).hexdigest()}"
         self._bodies[name] += 1
         return f"{name} {self._bodies[name]}"

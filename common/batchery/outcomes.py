@@ -1,7 +1,7 @@
 """What a batch function may answer for one item.
 
 A function returns one outcome per item, in order: a plain value, `Failed`, `RetryAfter`, `Replace`,
-or Celery's `Ignore` and `Reject`. Anything that is none of the five others is a value.
+or Celery's `Ignore` and `Reject`. Anything else is a value.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Failed:
     """This item failed; the others of its batch did not.
 
     Attributes:
-        error: The exception that the caller's `get()` raises, or a text that becomes an
+        error: The exception that the caller's `get()` raises; or a text, which becomes an
             `ItemFailed`.
-        traceback: Where it was raised, as text; empty where nobody raised it.
+        traceback: Where it was raised, as text; empty if it was not raised.
     """
 
     error: BaseException | str
@@ -31,20 +31,20 @@ class Failed:
 
     @property
     def exception(self) -> BaseException:
-        """The error as an exception, whichever way it was given."""
+        """The error as an exception, even if it was given as a text."""
         return ItemFailed(self.error) if isinstance(self.error, str) else self.error
 
 
 @dataclass(frozen=True, slots=True)
 class RetryAfter:
-    """This item shall run again later, as Celery's `self.retry` would do it.
+    """This item must run again later, as after Celery's `self.retry`.
 
-    Counts against the task's `max_retries`; when they are used up, the job fails with `error`, or
-    with Celery's `MaxRetriesExceededError` where none is given.
+    It counts against the task's `max_retries`. When they are used up, the job fails with `error`,
+    or with Celery's `MaxRetriesExceededError` if there is no `error`.
 
     Attributes:
-        seconds: Least time until the next attempt, in seconds; 0 or more.
-        error: Why, for the log, the RETRY state and the final failure.
+        seconds: Minimum time until the next attempt, in seconds; 0 or more.
+        error: The reason, for the log, the RETRY state and the final failure.
     """
 
     seconds: float
@@ -57,9 +57,9 @@ class RetryAfter:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """This job becomes another one, as Celery's `self.replace` would do it.
+    """Another job replaces this one, as after Celery's `self.replace`.
 
-    The other keeps the job's id, so that its caller waits for it, and the job's callbacks, and its
+    The new job keeps the id, so that the caller waits for it. It also keeps the callbacks, and the
     place in a chain, a group or a chord.
 
     Attributes:
@@ -74,7 +74,7 @@ class Replace:
 
 
 class Answered(Exception):
-    """Raised where Celery's `self.retry` and `self.replace` raise: an outcome, for one item."""
+    """Carries the outcome of one item out of `self.retry` and `self.replace`, which must raise."""
 
     def __init__(self, outcome: RetryAfter | Replace) -> None:
         super().__init__(f"an answer for one item, not an error: {outcome!r:.200}")

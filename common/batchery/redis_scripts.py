@@ -1,4 +1,4 @@
-"""Lua scripts: kept in a folder beside the code that needs them, run by their digest."""
+"""Lua scripts: each is a file in a folder next to the code that needs it, run by its digest."""
 
 import hashlib
 import re
@@ -39,14 +39,14 @@ def script_digest(folder: Path, name: str) -> str:
 class RedisScripts:
     """The scripts of one folder, run on one client; as thread-safe as the client is.
 
-    A server that does not know a script, or has forgotten it, is given its text first.
+    If the server does not know a script, it is given the text, and the script runs then.
     """
 
     def __init__(self, client: "redis.Redis", folder: Path) -> None:
         """Reads no file yet, and does not connect.
 
         Args:
-            client: One without kombu's key prefix, which would reach a script's first key only.
+            client: A client without kombu's key prefix, which would reach only the first key.
             folder: Where the files are.
         """
         # redis-py types every answer as one of an ordinary and an asynchronous client.
@@ -87,8 +87,8 @@ class RedisScripts:
         """Runs a script several times in one round trip, with the retries of the client.
 
         Args:
-            name: A script that may be called twice: where the server had forgotten it, all calls
-                are sent once more.
+            name: A script that may safely be called twice: if the server did not know it, all calls
+                are sent again.
             calls: Keys and arguments of each call.
 
         Returns:

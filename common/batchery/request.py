@@ -7,15 +7,15 @@ from typing import Any
 
 from celery.app.task import Context, Task
 
-#: Attributes of Celery's request that jobs of one batch have in common.
-OF_ALL_JOBS = frozenset({"hostname", "kwargs"})
+#: Attributes of Celery's request that all jobs of a batch share.
+SHARED_ATTRIBUTES = frozenset({"hostname", "kwargs"})
 
-#: Attributes that say something only of one job.
-OF_ONE_JOB = frozenset(
+#: Attributes that differ from job to job.
+PER_JOB_ATTRIBUTES = frozenset(
     name
     for name, value in vars(Context).items()
     if not (name.startswith("_") or callable(value) or isinstance(value, property))
-) - (OF_ALL_JOBS | {"called_directly", "is_eager"})
+) - (SHARED_ATTRIBUTES | {"called_directly", "is_eager"})
 
 
 class JobContext(Context):
@@ -23,14 +23,14 @@ class JobContext(Context):
 
     __slots__ = ("items",)
 
-    #: Where its items are in the list that the function was given: one, unless the job is packed.
+    #: Positions of its items in the list that the function was given; a multi-item job has several.
     items: range
 
     def __init__(self, state: dict[str, Any], items: range) -> None:
-        """Looks at a request.
+        """Wraps a request.
 
         Args:
-            state: The attributes of one of Celery's requests: shared with it, not copied.
+            state: The attributes of one of Celery's requests; shared with it, not copied.
             items: Positions of the job's items.
         """
         self.__dict__ = state
@@ -38,16 +38,16 @@ class JobContext(Context):
 
     @classmethod
     def of(cls, message: Mapping[str, Any], items: range) -> "JobContext":
-        """Makes the context of a job of which only its message is here."""
-        # Whatever the message says, no tracer of Celery's waits for an answer here.
+        """Makes the context of a job from its message alone."""
+        # Whatever the message says, this process does not run Celery's tracer for it.
         return cls(vars(Context({**message, "called_directly": True})), items)
 
 
 class BatchContext(Context):
     """`self.request` inside a batch function.
 
-    With a single job it is also that job's own request, and all of Celery's attributes are its.
-    With several, those of one job are in `jobs` only: to answer with any one's would be wrong.
+    With a single job it is also that job's own request, with all of Celery's attributes. With
+    several jobs, the attributes that differ are only in `jobs`: no job's value fits all of them.
     """
 
     __slots__ = ("_jobs", "_single")
@@ -55,22 +55,22 @@ class BatchContext(Context):
     def __init__(
         self, jobs: Callable[[], Sequence[JobContext]], state: dict[str, Any] | None = None
     ) -> None:
-        """Looks at jobs.
+        """Wraps the requests of jobs.
 
         Args:
-            jobs: Makes their contexts; called at the first look.
-            state: The attributes of the request of the only job, if there is only one.
+            jobs: Makes their contexts; called once, when somebody asks for one.
+            state: The attributes of the only job's request; None if there are several jobs.
         """
         self._jobs = cache(jobs)
         self._single = state is not None
         if state is not None:
-            # Shared: what Celery's own code notes here must be in the job's request afterwards.
+            # Shared: what Celery's own code sets here must be in the job's request afterwards.
             self.__dict__ = state
 
     def __getattribute__(self, name: str) -> Any:
-        if name in OF_ALL_JOBS and not self._single:
+        if name in SHARED_ATTRIBUTES and not self._single:
             return getattr(self.jobs[0], name)
-        if name in OF_ONE_JOB and not self._single:
+        if name in PER_JOB_ATTRIBUTES and not self._single:
             raise AttributeError(
                 f"request.{name} is of one job, and a batch may have several:"
                 f" say request.jobs[i].{name}, or request.per_item[i].{name}"

@@ -27,8 +27,8 @@ class Embedding(Result):
     """One text as a vector.
 
     Attributes:
-        vector: D floats; or, with `encoding="base64"`, the same as little-endian float32 in base64,
-            as the OpenAI API does it (a quarter of the size of the list).
+        vector: D floats. With `encoding="base64"`, the same as little-endian float32 in base64, as
+            in the OpenAI API: a quarter of the list's size.
     """
 
     vector: list[float] | str
@@ -43,9 +43,9 @@ class Classification(Result):
 
     Attributes:
         label: The most likely label, named as in the model's config.
-        score: Its probability, 0 to 1: softmax over the labels, or sigmoid where several may hold.
-            Of a regression, which has one label, the model's output as it is.
-        scores: As `score`, by label, likeliest first; only with `top_k`.
+        score: Its probability, 0 to 1: softmax over the labels, or sigmoid if several may hold. A
+            regression has one label; its score is the model's output itself.
+        scores: The score of each label, likeliest first; only with `top_k`.
     """
 
     label: str
@@ -54,7 +54,7 @@ class Classification(Result):
 
 
 def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.float32]":
-    """Turns an embedding result into a numpy array, whichever encoding it came in.
+    """Turns an embedding result into a numpy array, whatever its encoding.
 
     Args:
         result: The dictionary that `get()` returned, or only its `vector`.
@@ -71,7 +71,7 @@ def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.f
     vector = result["vector"] if isinstance(result, Mapping) else result
     if isinstance(vector, str):
         packed = np.frombuffer(base64.b64decode(vector, validate=True), dtype="<f4")
-        return packed.astype(np.float32)  # a copy: `frombuffer` gives what cannot be written to
+        return packed.astype(np.float32)  # a copy, as an array of `frombuffer` is read-only
     array = np.array(vector, dtype=np.float32)
     if array.ndim != 1:
         raise ValueError(f"vector has shape {array.shape}; expected a flat list of numbers")

@@ -1,4 +1,4 @@
-"""When Redis is away: which errors say so, and how long somebody waits for it to come back."""
+"""When Redis is away: which errors say so, and how long to wait until it is back."""
 
 import logging
 import time
@@ -8,17 +8,16 @@ import redis
 
 logger = logging.getLogger("batchery.pool")
 
-#: Errors of a Redis that answers, and takes no writes for now: it is full, or only a replica.
+#: Errors of a Redis that answers but takes no writes for now: it is full, or a replica.
 REFUSALS = (redis.OutOfMemoryError, redis.ReadOnlyError)
 
-#: Errors that say that no Redis answers, or that it takes no writes for now.
-AWAY = (redis.ConnectionError, redis.TimeoutError, *REFUSALS, OSError)
+#: Errors that mean that no Redis answers, or that it takes no writes for now.
+AWAY_ERRORS = (redis.ConnectionError, redis.TimeoutError, *REFUSALS, OSError)
 
-#: How the text of a refusal begins when Redis answers and cannot write: a full disk, a server that
-#: is not ready.
-CANNOT_WRITE = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
+#: First words of the error if Redis answers but cannot write: its disk is full, or it is not ready.
+REFUSAL_PREFIXES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
 
-#: How long the completion of one job waits in all, in seconds. A shutdown may have to wait as long.
+#: How long the completion of one job waits in total, in seconds. A shutdown may wait as long.
 COMPLETION_DEADLINE_S = 30.0
 
 #: First and longest pause between two attempts, in seconds.
@@ -27,8 +26,8 @@ MAX_PAUSE_S = 1.0
 
 
 def is_away(error: BaseException) -> bool:
-    """Whether Redis cannot be reached, or cannot write; not whether it refused this one command."""
-    return isinstance(error, AWAY) or str(error).startswith(CANNOT_WRITE)
+    """Whether Redis cannot be reached or cannot write; False if it refused just this command."""
+    return isinstance(error, AWAY_ERRORS) or str(error).startswith(REFUSAL_PREFIXES)
 
 
 def pause_s(failures: int, longest_s: float = MAX_PAUSE_S) -> float:
@@ -36,15 +35,15 @@ def pause_s(failures: int, longest_s: float = MAX_PAUSE_S) -> float:
 
     Args:
         failures: How many attempts have failed in a row, 1 or more.
-        longest_s: The pause does not grow beyond this, in seconds.
+        longest_s: Maximum pause, in seconds.
     """
     return min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), longest_s)
 
 
 class RetryDeadlineExceeded(BaseException):
-    """Redis was away for too long: nobody knows the end of the job, except that it has not come.
+    """Redis was away for too long, so the job could not be completed.
 
-    It is no `Exception`: Celery would store one as the failure of a job that succeeded.
+    This is not an `Exception`: Celery would store one as the failure of a job that succeeded.
     """
 
     def __init__(self, limit_s: float, error: object = None) -> None:
@@ -52,7 +51,7 @@ class RetryDeadlineExceeded(BaseException):
 
 
 class RetryDeadline:
-    """How long one piece of work goes on trying; the time counts from its first failure."""
+    """How long one piece of work is retried; the time counts from its first failure."""
 
     def __init__(
         self,
@@ -60,18 +59,18 @@ class RetryDeadline:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Begins when something fails.
+        """Does not start the time yet.
 
         Args:
-            limit_s: How long it lasts from then on, in seconds.
+            limit_s: Time from the first failure to the deadline, in seconds.
             clock: Monotonic time in seconds.
-            sleep: Waits for so many seconds.
+            sleep: Waits for a number of seconds.
         """
         self._limit_s = limit_s
         self._clock = clock
         self._sleep = sleep
         self._ends_s: float | None = None
-        #: Whether the time did not suffice.
+        #: Whether the deadline was exceeded.
         self.is_exceeded = False
 
     def wait(self, failures: int, error: object) -> None:

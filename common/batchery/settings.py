@@ -29,6 +29,9 @@ PREFIX = "BATCHERY_"
 
 TOML_FILE = Path("batchery.toml")
 
+#: Settings of earlier versions, and their names today.
+RENAMED_SETTINGS = {"lanes": "cpu_streams"}
+
 DEVICE_NAME = re.compile(r"cpu|mps|cuda(:\d+)?")
 
 
@@ -43,10 +46,10 @@ def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]
         The settings by name.
 
     Raises:
-        SettingsError: An entry names none of the settings; it would be silently ignored.
+        SettingsError: An entry names no setting; it would be ignored silently.
     """
-    # An app with a namespace, as Django's have it, spells its settings CELERY_BATCHERY_...
-    # Iterating also loads a configuration that Celery has put off, which `in` does not.
+    # An app with a namespace, as in Django projects, spells its settings CELERY_BATCHERY_...
+    # Iterating loads a configuration that Celery loads late; `in` does not.
     keys = list(conf)
     namespace = str(getattr(conf, "prefix", None) or "")
     spelled = {
@@ -63,7 +66,7 @@ def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]
 
 
 class ModelSettings(BaseModel):
-    """One model, by which it becomes a Celery task and a queue of its own."""
+    """One model, which becomes a Celery task with its own queue."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -96,7 +99,7 @@ class ModelSettings(BaseModel):
         Literal["auto", "padded", "packed"],
         Field(description="Forward pass; auto is packed, without padding, where that is right."),
     ] = "auto"
-    lanes: Annotated[
+    cpu_streams: Annotated[
         int | None,
         Field(
             gt=0,
@@ -111,14 +114,14 @@ class ModelSettings(BaseModel):
     ] = "never"
     max_length: Annotated[
         int | None,
-        Field(gt=0, description="Longest text in tokens; the model's own limit where unset."),
+        Field(gt=0, description="Maximum tokens of a text; the model's own limit if unset."),
     ] = None
     overflow: Annotated[
         Literal["truncate", "refuse"],
         Field(description="What to do with a text of more than `max_length` tokens."),
     ] = "truncate"
     max_chars: Annotated[
-        int, Field(gt=0, description="Longest text in characters; a longer one is refused.")
+        int, Field(gt=0, description="Maximum characters of a text; longer texts are refused.")
     ] = 1_000_000
     max_batch_size: Annotated[
         int | None, Field(gt=0, description="As the setting of that name, for this model alone.")
@@ -194,13 +197,13 @@ class Settings(BaseSettings):
         Field(description="Where batches run: `auto` is every CUDA device, or the CPU."),
     ] = "auto"
     max_batch_size: Annotated[
-        int, Field(gt=0, description="Most items that share a batch; a full batch leaves at once.")
+        int, Field(gt=0, description="Maximum items of a batch; a full batch leaves at once.")
     ] = 64
     max_batch_tokens: Annotated[
         int | None,
         Field(
             gt=0,
-            description="Most tokens of one forward pass, with its padding; by device if unset.",
+            description="Maximum tokens of one forward pass, with padding; by device if unset.",
         ),
     ] = None
     max_wait_ms: Annotated[
@@ -224,19 +227,11 @@ class Settings(BaseSettings):
     memory_fraction: Annotated[
         float, Field(gt=0, le=1, description="Share of a CUDA device's memory that is used.")
     ] = 1.0
-    calibrate: Annotated[
-        Literal["auto", "always", "never"],
-        Field(description="Measure models at the start, for `max_batch_tokens`; auto is on CUDA."),
-    ] = "auto"
-    cache_dir: Annotated[
-        str | None,
-        Field(description="Where measurements are kept; `batchery` in the user's cache if unset."),
-    ] = None
     cache_ttl_s: Annotated[
         float, Field(gt=0, description="How long a result is kept for equal items, in seconds.")
     ] = 86_400
     cache_max_bytes: Annotated[
-        int, Field(gt=0, description="Most memory of Redis for such results, of each task.")
+        int, Field(gt=0, description="Maximum memory of Redis for such results, per task.")
     ] = 268_435_456
 
     @field_validator("devices", mode="before")
@@ -264,7 +259,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Puts the TOML file behind keywords and the environment; no other source is read."""
+        """Ranks the TOML file behind keywords and the environment; reads no other source."""
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, TOML_FILE)
 
     @classmethod
@@ -279,7 +274,7 @@ class Settings(BaseSettings):
             The settings, frozen.
 
         Raises:
-            SettingsError: Says which setting is wrong, where it came from and what would do.
+            SettingsError: A setting is wrong; the text says which, its source, and what is valid.
         """
         found = from_conf(cls.model_fields, conf) if conf is not None else {}
         _refuse_unknown_variables(cls)
@@ -295,17 +290,8 @@ class Settings(BaseSettings):
             raise SettingsError(_explain(error, found, keywords)) from None
 
 
-def default_cache_dir() -> str | None:
-    """Where a user's caches go, by the XDG convention; None for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return str((Path(base) if base else Path.home() / ".cache") / "batchery")
-    except RuntimeError:
-        return None
-
-
 def _refuse_unknown_variables(cls: type[Settings]) -> None:
-    """A misspelt variable would be silently ignored, and its default be used."""
+    """A misspelt variable would be ignored silently, and the default would be used."""
     known = {name.upper() for name in cls.model_fields}
     for variable in os.environ:
         if variable.upper().startswith(PREFIX):
@@ -318,11 +304,11 @@ def _refuse_unknown_variables(cls: type[Settings]) -> None:
 
 
 def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping[str, Any]) -> str:
-    """Names the first wrong setting, its value, its source and what pydantic has against it."""
+    """Names the first wrong setting, its value, its source and the problem."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if "[" not in str(part)]
     name = path[0] if path else "settings"
-    # What is missing is missing from what is there.
+    # A missing setting is looked up by its parent, which exists.
     place = path[:-1] if first["type"] == "missing" else path
     if _has(keywords, place):
         source = "a keyword of install()"
@@ -334,20 +320,21 @@ def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping
         source = str(TOML_FILE)
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        problem = "no such setting"
+        renamed = RENAMED_SETTINGS.get(path[-1])
+        problem = f"no such setting; it is now {renamed}" if renamed else "no such setting"
     given = "" if first["type"] in ("missing", "extra_forbidden") else f" = {first['input']!r}"
     return f"setting {'.'.join(path)}{given} (from {source}): {problem}"
 
 
 def _has(values: Any, path: Sequence[str]) -> bool:
-    """Whether a source says something at this place; sources are merged, down to one model's."""
+    """Whether a source has this path; sources are merged, down to the settings of one model."""
     if not path or not isinstance(values, Mapping):
         return bool(path == [] or values)
     return path[0] in values and _has(values[path[0]], path[1:])
 
 
 def _variable(path: Sequence[str]) -> str | None:
-    """The environment variable that sets this place, if there is one."""
+    """The environment variable that sets this path, if there is one."""
     there = {variable.upper(): variable for variable in os.environ}
     for length in range(len(path), 0, -1):
         variable = there.get(PREFIX + "__".join(path[:length]).upper())

@@ -1,4 +1,4 @@
-"""The batch task: an ordinary Celery task whose function is given many jobs' items at once."""
+"""The batch task: an ordinary Celery task whose function gets the items of many jobs at once."""
 
 import inspect
 import threading
@@ -23,21 +23,21 @@ from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAf
 from batchery.protocol import multi_item
 from batchery.request import BatchContext, JobContext, looking_at
 
-#: Threads of an ordinary pool may all want a model that is not loaded yet: one copy is enough.
+#: Guards the loading of a model: threads of an ordinary pool must share one copy.
 _loading = threading.Lock()
 
-#: Sends many jobs at once; a path, as the producer's package imports this one.
+#: Sends many jobs at once; an import path, because the producer's package imports this one.
 SEND_MANY = "batchery_producer.submit_many:send_many"
 
-#: So many jobs are worth a connection of their own.
-MANY = 16
+#: Minimum number of items that are sent in bulk: fewer are not worth a connection of their own.
+MIN_BULK_ITEMS = 16
 
 
 class Delivery:
     """Turns one outcome into what Celery expects of a task: a value or an exception.
 
-    Stands in for the task where Celery's own autoretry is applied, so that `autoretry_for` sees the
-    exception of one job. Everything but `run` is the task's.
+    It takes the task's place in Celery's autoretry, so that `autoretry_for` sees the exception of
+    one job. Everything except `run` is the task's.
     """
 
     def __init__(self, task: "BatchTask") -> None:
@@ -53,7 +53,7 @@ class Delivery:
         delattr(self._task, name)
 
     def run(self, outcome: Any) -> Any:
-        """Returns a value, or raises what says that there is none."""
+        """Returns the value, or raises what Celery expects instead of one."""
         if isinstance(outcome, Failed):
             raise outcome.exception
         if isinstance(outcome, Ignore | Reject):
@@ -65,10 +65,10 @@ class Delivery:
         return outcome
 
     def _replace(self, signature: Signature[Any]) -> Any:
-        # A device has sent it as plain data.
+        # A signature from a device is plain data, without an app.
         whole: Any = maybe_signature(signature, app=self._task.app)
         if self._task.request.called_directly:
-            # There is no caller to wait for another job: it runs here, as this one has.
+            # No caller waits for another job, so that one runs here, as this one does.
             return whole.apply().get()
         return self._task.replace(whole)
 
@@ -83,22 +83,22 @@ class BatchTask(_Task):
     """Base class of batch tasks: `@app.task(base=BatchTask, max_batch_size=64)`.
 
     The function takes a list of items and returns one outcome per item, in order. To Celery and to
-    callers it is a task of one item: `task.delay(item).get()`. Called directly, eagerly, or on any
-    pool but Batchery's, it runs a batch of one.
+    callers it is a task of one item: `task.delay(item).get()`. If it is called directly or eagerly,
+    or runs on another pool than Batchery's, it runs a batch of one.
     """
 
     abstract = True
 
-    #: Most items in a batch; None takes the setting of that name, as below.
+    #: Maximum number of items in a batch; None takes the setting of that name, here and below.
     max_batch_size: int | None = None
-    #: Most tokens of one forward pass, padding counted; for tasks that are models.
+    #: Maximum number of tokens of one forward pass, with padding; for tasks that are models.
     max_batch_tokens: int | None = None
     #: How long an idle device waits for a batch to fill, in milliseconds.
     max_wait_ms: float | None = None
-    #: Version of its results: where it is set, equal items are computed once. Another version
-    #: shares nothing with this one.
+    #: Version of its results. If it is set, equal items are computed once, and their results kept.
+    #: Different versions share nothing.
     cache: str | None = None
-    #: How long such a result is kept, and how much of them; None takes the settings.
+    #: How long such a result is kept, in seconds; and maximum size of all of them.
     cache_ttl_s: float | None = None
     cache_max_bytes: int | None = None
 
@@ -107,8 +107,8 @@ class BatchTask(_Task):
     serializer = "json"
     Request = "batchery_worker.request:BatchRequest"
 
-    # Celery's autoretry wraps `run` unless it finds this name. Here `run` is the function of a
-    # whole batch, so retrying is wrapped around one job's outcome instead: see `Delivery`.
+    # Celery's autoretry wraps `run` unless it finds this name. Here `run` takes a whole batch, so
+    # the retry is wrapped around one job's outcome instead: see `Delivery`.
     _orig_run = None
 
     if TYPE_CHECKING:
@@ -119,11 +119,11 @@ class BatchTask(_Task):
 
     @cached_property
     def sees_request(self) -> bool:
-        """Whether the function is given `self`, and so may look at the requests of its jobs."""
+        """Whether the function gets `self`, and so can see the requests of its jobs."""
         return not isinstance(inspect.getattr_static(self, "run"), staticmethod)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        """Answers for one job: with the outcome a device computed, or by running a batch of one."""
+        """Answers one job: with the outcome from a device, or by running a batch of one."""
         completion = current_completion()
         if completion is not None and completion.answers(self.request.id):
             outcome = completion.answer()
@@ -139,7 +139,7 @@ class BatchTask(_Task):
             items, is_packed = multi_item.items_of(argument, header)
         except InvalidItem as error:
             return Failed(error)
-        # Called from inside another job, this is none: that one's request says nothing of it.
+        # A direct call inside another job is not that job: its request says nothing about the call.
         state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
         around = partial(self._looking_at, state)
         outcomes = run_function(self.run, items, keywords, around=around)
@@ -164,10 +164,10 @@ class BatchTask(_Task):
         max_retries: int | None = None,
         **options: Any,
     ) -> Any:
-        """Celery's own; inside the function on a device, the outcome `RetryAfter` of one item.
+        """As Celery's `retry`; inside the function on a device, the outcome `RetryAfter`.
 
         Raises:
-            BatchArgumentError: On a device, for what that outcome cannot say.
+            BatchArgumentError: On a device, for an argument that this outcome has no place for.
         """
         if not self._in_batch:
             return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
@@ -183,12 +183,12 @@ class BatchTask(_Task):
         return self._answer(RetryAfter(seconds, exc), throw)
 
     def replace(self, sig: Signature[Any]) -> Any:
-        """Celery's own; inside the function on a device, the outcome `Replace` of one item."""
+        """As Celery's `replace`; inside the function on a device, the outcome `Replace`."""
         return self._answer(Replace(sig)) if self._in_batch else super().replace(sig)
 
     @property
     def _in_batch(self) -> bool:
-        """Whether this is inside the function, and no tracer of Celery's waits outside."""
+        """Whether the function of a batch is running, outside of Celery's tracer."""
         return isinstance(self.request, BatchContext) and self.request.called_directly
 
     @staticmethod
@@ -228,18 +228,18 @@ class BatchTask(_Task):
         Args:
             items: Each becomes a job of its own.
             keywords: Keyword arguments that all jobs share.
-            options: Of `apply_async`, for all jobs.
+            options: Options of `apply_async`, for all jobs.
 
         Returns:
             The results, in the order of the items.
 
         Raises:
-            OperationalError: kombu's; no broker answers.
+            OperationalError: No broker answers; kombu's error.
             BrokerRefused: The broker takes no jobs.
         """
         items = list(items)
         own = {"producer", "connection"} & set(options)
-        if len(items) >= MANY and not own and not self.app.conf.task_always_eager:
+        if len(items) >= MIN_BULK_ITEMS and not own and not self.app.conf.task_always_eager:
             send_many: Any = symbol_by_name(SEND_MANY)
             return cast(ResultSet, send_many(self, items, keywords or {}, options))
         with self.app.producer_or_acquire(options.pop("producer", None)) as producer:
@@ -258,11 +258,11 @@ class ModelTask(BatchTask):
     #: Characters of a result in logs and events: enough to tell vectors apart, not to read them.
     resultrepr_maxsize = 128
 
-    #: Queue that its jobs are sent to, unless the call names another. Not Celery's own attribute
+    #: Queue that its jobs are sent to, unless the call names another. Celery's own attribute is
     #: `queue`, which Celery 6 will ignore.
     model_queue: str
 
-    #: The class, or where to import it from: a producer has no need of the model's code.
+    #: The class, or its import path: a producer does not need the model's code.
     model: type[Model] | str
     #: Keyword arguments of its constructor.
     model_options: Mapping[str, Any] = {}
@@ -271,13 +271,13 @@ class ModelTask(BatchTask):
 
     @cached_property
     def sees_request(self) -> bool:
-        """Never: a model is given items, and no task."""
+        """Always False: a model gets items, and no task."""
         return False
 
     def run(self, items: list[Any], **keywords: Any) -> list[Any]:
-        """Runs one batch with a model of this process's own, loaded on the CPU at the first call.
+        """Runs one batch on a model in this process, loaded on the CPU at the first call.
 
-        For tests, scripts and other pools; Batchery's pool has its models on the devices.
+        For tests, scripts and other pools. Batchery's pool runs models on its devices.
         """
         prepared = prepare(self._local_model, items, keywords)
         outcomes, _, _ = compute(
@@ -286,7 +286,7 @@ class ModelTask(BatchTask):
         return outcomes
 
     def _get_exec_options(self) -> dict[str, Any]:
-        # Celery's own place for a task's default options; `delay` and `send_task` both ask here.
+        # Celery asks here for a task's default options, in `delay` as in `send_task`.
         options = super()._get_exec_options()  # type: ignore[misc]
         return {**options, "queue": self.model_queue}
 

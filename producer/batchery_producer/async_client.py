@@ -19,6 +19,7 @@ from batchery_producer.async_session import Call, Session
 from batchery_producer.client import close_app, make_app
 from batchery_producer.publishing.template import Job
 from batchery_producer.results.answers import Answer, Outcome, check_per_job, header_of, outcomes_of
+from batchery_producer.stream import Window
 
 #: Items in flight.
 WINDOW = 1024
@@ -213,58 +214,63 @@ class AsyncTask:
             BatchArgumentError: A number is out of range.
         """
         size = check_per_job(per_job)
-        running: dict[asyncio.Task[list[Outcome]], None] = {}
-        source = _packs(items, size or 1)
-        most = max(1, window // (size or 1))
+        jobs = _arguments(items, size)
+        running = Window[asyncio.Task[list[Outcome]], None, list[Outcome]](
+            max(window // (size or 1), 1), ordered=ordered
+        )
+        ended: asyncio.Queue[asyncio.Task[list[Outcome]]] = asyncio.Queue()
         exhausted, start = False, 0
         try:
             while running or not exhausted:
-                while not exhausted and len(running) < most:
-                    pack = await anext(source, None)
-                    exhausted = pack is None
-                    if pack is not None:
-                        indexes = range(start, start + len(pack))
-                        start = indexes.stop
-                        work = self._outcomes(pack, indexes, size, keywords or {})
-                        running[asyncio.create_task(work)] = None
-                if not running:
-                    break
-                for done in await _some(running, timeout_s, first=ordered):
-                    del running[done]
-                    for outcome in done.result():
-                        yield outcome
+                for _ in range(0 if exhausted else running.to_send):
+                    argument = await anext(jobs, None)
+                    if exhausted := argument is None:
+                        break
+                    indexes = range(start, start + len(argument))
+                    start = indexes.stop
+                    call = self._outcomes(argument, indexes, size > 0, keywords or {})
+                    task = asyncio.create_task(call)
+                    task.add_done_callback(ended.put_nowait)
+                    running.add({task: None})
+                if running:
+                    done = await _next(ended, timeout_s)
+                    for _, _, outcomes in running.end(done, done.result()):
+                        for outcome in outcomes:
+                            yield outcome
         finally:
-            for task in running:
+            for task in running.in_flight:
                 task.cancel()
 
     async def _outcomes(
-        self, pack: list[Any], indexes: range, size: int, keywords: Mapping[str, Any]
+        self, argument: list[Any], indexes: range, are_many: bool, keywords: Mapping[str, Any]
     ) -> list[Outcome]:
-        item, count = (pack, len(pack)) if size else (pack[0], 0)
+        item, count = (argument, len(argument)) if are_many else (argument[0], 0)
         answer = await self._client.call(self.name, item, count, keywords, self._options)
-        return outcomes_of(answer, indexes, size > 0, self._client.app.backend)
+        return outcomes_of(answer, indexes, are_many, self._client.app.backend)
 
 
-async def _some(
-    running: Mapping[asyncio.Task[list[Outcome]], None], timeout_s: float | None, *, first: bool
-) -> list[asyncio.Task[list[Outcome]]]:
-    """Waits for tasks that are done: the oldest one, or any."""
-    awaited = [next(iter(running))] if first else list(running)
-    done, _ = await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    if not done:
-        raise NoResult(f"no result for {timeout_s:g} s; see `celery inspect batchery`")
-    return list(done)
+async def _next(
+    ended: asyncio.Queue[asyncio.Task[list[Outcome]]], timeout_s: float | None
+) -> asyncio.Task[list[Outcome]]:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await ended.get()
+    except TimeoutError:
+        raise NoResult(f"no result for {timeout_s:g} s; see `celery inspect batchery`") from None
 
 
-async def _packs(items: Iterable[Any] | AsyncIterable[Any], size: int) -> AsyncIterator[list[Any]]:
-    pack: list[Any] = []
+async def _arguments(
+    items: Iterable[Any] | AsyncIterable[Any], per_job: int
+) -> AsyncIterator[list[Any]]:
+    """The items of each job."""
+    some: list[Any] = []
     async for item in _each(items):
-        pack.append(item)
-        if len(pack) == size:
-            yield pack
-            pack = []
-    if pack:
-        yield pack
+        some.append(item)
+        if len(some) >= per_job:
+            yield some
+            some = []
+    if some:
+        yield some
 
 
 async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]:

@@ -3,16 +3,34 @@
 Everything that it sends is a stock Celery message, and every result a stock Celery result.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import closing
-from typing import Any, Self
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from itertools import islice
+from typing import Any, NamedTuple, Self
 
 from celery import Celery
 from celery.result import AsyncResult
 
-from batchery_producer.publishing.publisher import is_known
-from batchery_producer.results.answers import Outcome, check_per_job
-from batchery_producer.stream import WINDOW, Progress, Stream
+from batchery.errors import BatcheryError, NoResult
+from batchery_producer.diagnosis import explain_silence
+from batchery_producer.publishing.connection import Outlet
+from batchery_producer.publishing.publisher import Publisher, is_known
+from batchery_producer.publishing.template import uuids
+from batchery_producer.results.answers import Answer, Outcome, check_per_job, outcomes_of
+from batchery_producer.results.collector import collector_for
+from batchery_producer.retry import Patience
+from batchery_producer.stream import NewJob, Stream, Window
+
+#: Items in flight: some batches for each of several devices, and still little memory.
+WINDOW = 8192
+
+
+class Progress(NamedTuple):
+    """How far a stream is, in items."""
+
+    sent: int
+    done: int
+    failed: int
 
 
 class Client:
@@ -124,20 +142,82 @@ class TaskClient:
         keep_results: bool = False,
         progress: Callable[[Progress], None] = lambda _: None,
     ) -> Generator[Outcome, None, None]:
-        size = check_per_job(per_job)
-        return Stream(
-            self._app,
-            self.name,
-            items,
-            keywords=keywords or {},
-            options=self._options,
-            per_job=size,
-            window=max(window, size),
-            ordered=ordered,
-            timeout_s=timeout_s,
+        app, size = self._app, check_per_job(per_job)
+        outlet = Outlet(app, Patience(), persistent=True)
+        publisher = Publisher(app, self.name, keywords=keywords, outlet=outlet, **self._options)
+        source = ItemSource(items, size)
+        stream = Stream(
+            collector_for(app, Patience()),
+            Window[str, range, Answer](max(window // (size or 1), 1), ordered=ordered),
+            source,
+            publisher,
             keep_results=keep_results,
-            progress=progress,
-        ).run()
+            timeout_s=timeout_s,
+            explain=lambda: explain_silence(app, self.name, publisher.queue),
+        )
+        return self._outcomes(stream, source, outlet, progress)
+
+    def _outcomes(
+        self,
+        stream: Stream[range],
+        source: "ItemSource",
+        outlet: Outlet,
+        progress: Callable[[Progress], None],
+    ) -> Generator[Outcome, None, None]:
+        done = failed = 0
+        try:
+            while not stream.is_done:
+                for task_id, indexes, answer in stream.step():
+                    stream.discard(task_id)
+                    are_many = source.per_job > 0
+                    for outcome in outcomes_of(answer, indexes, are_many, self._app.backend):
+                        done += 1
+                        failed += outcome.error is not None
+                        yield outcome
+                if stream.flush_is_due:
+                    stream.flush()
+                progress(Progress(source.taken, done, failed))
+                if over := stream.stalled():
+                    raise NoResult(over)
+        finally:
+            with suppress(BatcheryError, OSError):
+                stream.flush()
+                outlet.revoke(stream.window.in_flight)
+            stream.collector.close()
+            outlet.close()
+
+
+class ItemSource:
+    """Makes jobs of items, as they are asked for.
+
+    Attributes:
+        per_job: Items in one job; 0 if each item is a job of its own and not in a list.
+        taken: How many items are in jobs by now.
+        exhausted: Whether there are no more.
+    """
+
+    def __init__(self, items: Iterable[Any], per_job: int) -> None:
+        self.per_job = per_job
+        self.taken = 0
+        self.exhausted = False
+        self._arguments = iter(items) if per_job == 0 else _lists(iter(items), per_job)
+
+    def take(self, maximum: int, _wait_s: float) -> Sequence[NewJob[range]]:
+        """As `JobSource.take`."""
+        arguments = list(islice(self._arguments, maximum))
+        self.exhausted = len(arguments) < maximum
+        jobs = []
+        for task_id, argument in zip(uuids(len(arguments)), arguments, strict=True):
+            count = len(argument) if self.per_job else 0
+            indexes = range(self.taken, self.taken + (count or 1))
+            self.taken = indexes.stop
+            jobs.append(NewJob(task_id, argument, count, indexes))
+        return jobs
+
+
+def _lists(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    while some := list(islice(items, size)):
+        yield some
 
 
 def make_app(app: Celery | str) -> Celery:

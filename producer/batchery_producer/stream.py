@@ -1,185 +1,250 @@
-"""A stream of items through a task: some in flight, outcomes as they come or in order."""
+"""The loop of every client that sends many jobs: some in flight, answers as they come.
+
+`Window` says how many jobs to send, and is pure. `Stream` does one round: it sends jobs, takes
+answers, and removes the results that nobody needs any more.
+"""
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import suppress
-from itertools import islice
-from typing import Any, NamedTuple
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from celery import Celery
-
-from batchery.errors import BatcheryError, NoResult
-from batchery_producer.diagnosis import Silence, explain_silence
-from batchery_producer.publishing.connection import Outlet
+from batchery_producer.diagnosis import Silence
 from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.publishing.template import uuids
-from batchery_producer.results.answers import Outcome, header_of, outcomes_of
-from batchery_producer.results.collector import Collector, collector_for
-from batchery_producer.retry import Patience
+from batchery_producer.results.answers import Answer, header_of
+from batchery_producer.results.collector import Collector
 
 logger = logging.getLogger(__name__)
 
-#: Items in flight: some batches for each of several devices, and still little memory.
-WINDOW = 8192
+#: What identifies a job in flight, what its caller needs to know of it, and how it ended.
+K = TypeVar("K")
+V = TypeVar("V")
+E = TypeVar("E")
 
-#: Part of the window that must be free for jobs to be sent while others are in flight: a few jobs
+#: Part of the window that must be free before jobs are sent while others are in flight: a few jobs
 #: cost as much as many.
 SEND_SHARE = 1 / 8
 
-#: Most jobs that are sent between two looks for results.
+#: Maximum number of jobs that are sent between two looks for results.
 SEND_JOBS = 1000
 
-#: How long it waits for results at a time, in seconds.
+#: How long one round waits for results, in seconds; a request to stop is noticed that late.
 WAIT_S = 0.25
 
-#: Results that are removed from the backend at a time.
-FORGET = 1000
+#: How long a round waits for results while more input may come at any moment, in seconds.
+SLOW_INPUT_S = 0.02
+
+#: How often results are made durable and removed from the backend, in seconds.
+FLUSH_S = 0.5
 
 
-class Progress(NamedTuple):
-    """How far a stream is, in items."""
+class Window(Generic[K, V, E]):
+    """Jobs in flight, oldest first; an ordered one holds ended jobs until the older ones end."""
 
-    sent: int
-    done: int
-    failed: int
+    def __init__(self, size: int, *, ordered: bool = False) -> None:
+        """Starts empty.
+
+        Args:
+            size: Maximum number of jobs, at least 1.
+            ordered: Whether jobs leave in the order in which they were added.
+
+        Raises:
+            ValueError: The size is less than 1.
+        """
+        if size < 1:
+            raise ValueError(f"window of {size} jobs: must be 1 or more")
+        self.size = size
+        self._ordered = ordered
+        self._jobs: dict[K, V] = {}
+        self._ended: dict[K, E] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def in_flight(self) -> list[K]:
+        """The jobs that have not ended, oldest first."""
+        return [key for key in self._jobs if key not in self._ended]
+
+    @property
+    def free(self) -> int:
+        """How many jobs may still be added."""
+        return self.size - len(self._jobs)
+
+    @property
+    def to_send(self) -> int:
+        """How many jobs to send now; 0 while so few are free that it is not worth a round trip."""
+        worth_sending = min(self.size * SEND_SHARE, SEND_JOBS)
+        return min(self.free, SEND_JOBS) if self.free >= worth_sending or not self._jobs else 0
+
+    def add(self, jobs: Mapping[K, V]) -> None:
+        """Notes jobs that are about to be sent.
+
+        Raises:
+            ValueError: The window has no space for them.
+        """
+        if len(jobs) > self.free:
+            raise ValueError(f"{len(jobs)} jobs for a window with {self.free} free")
+        self._jobs.update(jobs)
+
+    def end(self, key: K, ending: E) -> Iterator[tuple[K, V, E]]:
+        """Takes out a job that has ended; an ordered window may hold it, or have others follow.
+
+        Raises:
+            KeyError: The job is not in flight.
+        """
+        if not self._ordered:
+            yield key, self._jobs.pop(key), ending
+            return
+        if key not in self._jobs or key in self._ended:
+            raise KeyError(key)
+        self._ended[key] = ending
+        while self._jobs and (oldest := next(iter(self._jobs))) in self._ended:
+            yield oldest, self._jobs.pop(oldest), self._ended.pop(oldest)
 
 
-class Stream:
-    """Iterate over it once. Closing it, or an exception, revokes the jobs that were not begun."""
+class NewJob(NamedTuple, Generic[V]):
+    """A job to be sent.
+
+    Attributes:
+        id: Of the task.
+        item: The argument; a list if the job carries several items.
+        item_count: How many items the list has; 0 if the argument is one item.
+        ref: What the caller needs to know when it ends.
+    """
+
+    id: str
+    item: Any
+    item_count: int
+    ref: V
+
+
+class JobSource(Protocol[V]):
+    """Where jobs come from."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no job will follow."""
+
+    def take(self, maximum: int, wait_s: float) -> Sequence[NewJob[V]]:
+        """The next jobs, as far as they are there.
+
+        Args:
+            maximum: Number of jobs.
+            wait_s: How long to wait for the first one, in seconds.
+        """
+
+
+class Stream(Generic[V]):
+    """Everything that it uses is handed to it."""
 
     def __init__(
         self,
-        app: Celery,
-        task: str,
-        items: Iterable[Any],
+        collector: Collector,
+        window: Window[str, V, Answer],
+        source: JobSource[V] | None = None,
+        publisher: Publisher | None = None,
         *,
-        keywords: Mapping[str, Any],
-        options: Mapping[str, Any],
-        per_job: int,
-        window: int,
-        ordered: bool,
-        timeout_s: float | None,
-        keep_results: bool,
-        progress: Callable[[Progress], None],
+        missing: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
+        keep_results: bool = False,
+        timeout_s: float | None = None,
+        explain: Callable[[], str] = lambda: "",
+        notice: Callable[[str], None] = logger.warning,
     ) -> None:
-        self._app = app
-        self._task = task
-        self._items = iter(items)
-        self._is_packed = per_job > 0
-        self._size = per_job or 1
-        self._window = window
-        self._ordered = ordered
-        self._keep_results = keep_results
-        self._progress = progress
-        self._outlet = Outlet(app, Patience(), persistent=True)
-        self._collector: Collector = collector_for(app, Patience())
-        self._publisher = Publisher(app, task, keywords=keywords, outlet=self._outlet, **options)
-        #: Task id -> indexes of its items.
-        self._jobs: dict[str, range] = {}
-        #: Outcomes that wait for those before them.
-        self._early: dict[int, Outcome] = {}
-        self._read: list[str] = []
-        self._exhausted = False
-        self._sent = self._done = self._failed = self._yielded = 0
-        self._silence = Silence(self._why, logger.warning, timeout_s)
+        """Prepares.
 
-    def run(self) -> Generator[Outcome, None, None]:
-        """Yields one outcome per item.
+        Args:
+            collector: Fetches results.
+            window: Limits the jobs in flight.
+            source: Gives jobs; None if all of them are in the window.
+            publisher: Sends the jobs of the source.
+            missing: Says which jobs must be sent; the others are in flight already.
+            keep_results: Leave results in the backend, until they expire.
+            timeout_s: How long no job may end before the stream is stalled, in seconds.
+            explain: Says why nothing may be coming.
+            notice: Gets a line for the user when nothing has come for a while.
+        """
+        self.window = window
+        self.collector = collector
+        self._source = source
+        self._publisher = publisher
+        self._silence = Silence(explain, notice, timeout_s)
+        self._missing = missing
+        self._keep_results = keep_results
+        self._discarded: list[str] = []
+        self._flushed_s = time.monotonic()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every job has ended, and none will follow."""
+        return self._is_exhausted and not self.window
+
+    @property
+    def _is_exhausted(self) -> bool:
+        return self._source is None or self._source.exhausted
+
+    def step(self, wait_s: float = WAIT_S) -> Iterator[tuple[str, V, Answer]]:
+        """Sends jobs and yields those that have ended, if any: id, reference and answer.
+
+        Args:
+            wait_s: How long to wait for results at the most, in seconds.
 
         Raises:
-            NoResult: None came for as long as the timeout says.
-            GaveUp: Redis stays away.
-            EncodeError: kombu's, for an item that cannot be serialized.
+            BatcheryError: As the publisher, the collector and the source do.
         """
-        self._silence.heard()
-        try:
-            while not (self._exhausted and not self._jobs):
-                sent = self._send() if self._has_room else 0
-                yield from self._receive(0.0 if sent else WAIT_S)
-                self._progress(Progress(self._sent, self._done, self._failed))
-                if self._jobs and (over := self._silence.check()):
-                    raise NoResult(over)
-        finally:
-            self._end()
+        sent = self._send()
+        yield from self.take(self.collector.collect(0.0 if sent else self._wait_s(wait_s)))
+
+    def take(self, answers: Iterator[tuple[str, Answer]]) -> Iterator[tuple[str, V, Answer]]:
+        """Takes the jobs that have these answers out of the window, and yields them."""
+        for task_id, answer in answers:
+            self._silence.heard()
+            yield from self.window.end(task_id, answer)
+
+    def discard(self, task_id: str) -> None:
+        """Has the next flush remove a result from the backend, unless results are kept."""
+        if not self._keep_results:
+            self._discarded.append(task_id)
 
     @property
-    def _room(self) -> int:
-        """Items that may be sent, in whole jobs."""
-        # In order, what waits for an outcome before it counts as well: memory is bounded.
-        held = self._sent - (self._yielded if self._ordered else self._done)
-        return (self._window - held) // self._size * self._size
+    def flush_is_due(self) -> bool:
+        """Whether the last flush is some time ago."""
+        return time.monotonic() - self._flushed_s >= FLUSH_S
 
-    @property
-    def _has_room(self) -> bool:
-        """Whether it is worth while to send jobs."""
-        least = min(self._window * SEND_SHARE, SEND_JOBS * self._size)
-        room = self._room
-        return not self._exhausted and room > 0 and (not self._jobs or room >= least)
+    def flush(self) -> None:
+        """Removes discarded results from the backend; what they were must be durable by now."""
+        self._flushed_s = time.monotonic()
+        discarded, self._discarded = self._discarded, []
+        self.collector.forget(discarded)
+
+    def stalled(self) -> str:
+        """Why it has waited for longer than the timeout; empty if it has not."""
+        return self._silence.check() if self.window else ""
+
+    def _wait_s(self, maximum_s: float) -> float:
+        if not self.window:
+            return 0.0
+        waits_for_input = self.window.to_send and not self._is_exhausted
+        return min(SLOW_INPUT_S, maximum_s) if waits_for_input else maximum_s
 
     def _send(self) -> int:
-        count = min(self._room, SEND_JOBS * self._size)
-        items = list(islice(self._items, count))
-        self._exhausted = len(items) < count
-        whole = len(items) // self._size * self._size
-        self._publish(items[:whole], self._size)
-        self._publish(items[whole:], len(items) - whole)
-        return len(items)
-
-    def _publish(self, items: list[Any], size: int) -> None:
-        """Sends jobs of so many items each."""
-        if not items:
-            return
-        if not self._jobs:
+        count = self.window.to_send
+        if not count or self._source is None or self._source.exhausted:
+            return 0
+        # With nothing to wait for but the input, it may take its time.
+        jobs = self._source.take(count, 0.0 if self.window else WAIT_S)
+        if not jobs:
+            return 0
+        if not self.window:
             self._silence.heard()
-        starts = range(0, len(items), size)
-        ids = uuids(len(starts))
-        jobs = {
-            task_id: range(self._sent + start, self._sent + start + size)
-            for task_id, start in zip(ids, starts, strict=True)
-        }
-        self._jobs |= jobs
-        self._sent += len(items)
-        self._collector.expect(ids)
-        carried = [items[at : at + size] for at in starts] if self._is_packed else items
-        headers = header_of(size if self._is_packed else 0, self._collector.headers)
-        self._publisher.send(list(zip(ids, carried, strict=True)), headers)
-
-    def _receive(self, wait_s: float) -> Iterator[Outcome]:
-        for task_id, answer in self._collector.collect(wait_s):
-            self._silence.heard()
-            self._note_read(task_id)
-            indexes = self._jobs.pop(task_id)
-            for outcome in outcomes_of(answer, indexes, self._is_packed, self._app.backend):
-                self._done += 1
-                self._failed += outcome.error is not None
-                yield from self._in_order(outcome)
-
-    def _in_order(self, outcome: Outcome) -> Iterator[Outcome]:
-        if not self._ordered:
-            yield outcome
-            return
-        self._early[outcome.index] = outcome
-        while self._yielded in self._early:
-            self._yielded += 1
-            yield self._early.pop(self._yielded - 1)
-
-    def _note_read(self, task_id: str) -> None:
-        if not self._keep_results:
-            self._read.append(task_id)
-            if len(self._read) >= FORGET:
-                self._forget()
-
-    def _forget(self) -> None:
-        read, self._read = self._read, []
-        self._collector.forget(read)
-
-    def _why(self) -> str:
-        return explain_silence(self._app, self._task, self._publisher.queue)
-
-    def _end(self) -> None:
-        with suppress(BatcheryError, OSError):
-            self._forget()
-            if self._jobs:
-                self._outlet.revoke(list(self._jobs))
-        self._collector.close()
-        self._outlet.close()
+        by_id = {job.id: job for job in jobs}
+        # In flight before they are sent: an attempt that fails may have sent them all the same.
+        self.window.add({job.id: job.ref for job in jobs})
+        self.collector.expect(by_id)
+        missing = (by_id[task_id] for task_id in self._missing(list(by_id)))
+        for count, group in groupby(missing, key=lambda job: job.item_count):
+            assert self._publisher is not None
+            headers = header_of(count, self.collector.headers)
+            self._publisher.send([(job.id, job.item) for job in group], headers)
+        return len(jobs)

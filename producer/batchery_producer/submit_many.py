@@ -17,13 +17,10 @@ from batchery_producer.publishing.template import uuids
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import RedisCollector
 from batchery_producer.retry import GaveUp, Patience
+from batchery_producer.stream import WAIT_S, Stream, Window
 
 #: How long the broker or the backend may be away, in seconds: somebody waits for this call.
 AWAY_S = 10.0
-
-#: How long a wait for results is at a time, in seconds.
-WAIT_S = 0.25
-
 
 # Celery has no types for it.
 _assert_will_not_block: Any = vars(celery_result)["assert_will_not_block"]
@@ -60,11 +57,14 @@ class JobSet(ResultSet):
         results: Any = self.results
         awaited = {result.id: result for result in results if result._cache is None}
         self._collector.expect(awaited)
+        window = Window[str, Any, Answer](max(len(awaited), 1))
+        window.add(awaited)
+        stream = Stream(self._collector, window)
         with suppress(BatcheryError):
-            while awaited and (left_s := deadline_s - time.monotonic()) > 0:
-                for task_id, answer in self._collector.collect(min(left_s, WAIT_S)):
-                    awaited.pop(task_id)._maybe_set_cache(answer.value)
-        if not awaited:
+            while not stream.is_done and (left_s := deadline_s - time.monotonic()) > 0:
+                for _id, result, answer in stream.step(min(left_s, WAIT_S)):
+                    result._maybe_set_cache(answer.value)
+        if stream.is_done:
             self._collector.close()
             self._collector = None
 

@@ -1,6 +1,5 @@
 """An app for real device processes: tasks and models that do as their items say."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,17 +55,6 @@ class Narrow(Lengths):
         return super().forward(batch)
 
 
-class Measured(Lengths):
-    """As steady as a clock: each pass takes 2 ms, and 0.1 ms per ten tokens."""
-
-    def warm_up(self) -> Sequence[str]:
-        return ["x", "x" * 10, "x" * 100]
-
-    def forward(self, batch: Sequence[Any], *_: Any, **keywords: Any) -> Any:
-        time.sleep(2e-3 + 1e-5 * max(map(len, batch)) * len(batch))
-        return super().forward(batch)
-
-
 class Broken(Model):
     def load(self, device: str) -> None:
         raise OSError("no such weights")
@@ -79,6 +67,5 @@ class Cold(Lengths):
 
 lengths = register(app, "lengths", Lengths)
 narrow = register(app, "narrow", Narrow)
-measured = register(app, "measured", Measured)
 broken = register(app, "broken", Broken)
 cold = register(app, "cold", Cold)

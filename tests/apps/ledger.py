@@ -18,8 +18,8 @@ app.conf.broker_connection_retry_on_startup = True
 
 
 #: The most that Redis takes are 512 MB. Tests that reach it need gigabytes: less will do.
-MOST_BYTES = 120_000_000
-RedisBackend._MAX_STR_VALUE_SIZE = MOST_BYTES  # type: ignore[attr-defined]
+MAX_BYTES = 120_000_000
+RedisBackend._MAX_STR_VALUE_SIZE = MAX_BYTES  # type: ignore[attr-defined]
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
@@ -87,7 +87,7 @@ def misbehave(texts: list[str]) -> Any:
         if text == "generator":
             raise LookupError("in the middle")
         if text in ("huge", "too huge"):
-            return "x" * (100_000_000 if text == "huge" else MOST_BYTES + 1)
+            return "x" * (100_000_000 if text == "huge" else MAX_BYTES + 1)
         return nested(10_000) if text == "deep" else text.upper()
 
     return (answer(text) for text in texts)

@@ -47,7 +47,7 @@ def retried(gate: str, book: str) -> None:
 @pytest.mark.parametrize(
     ("send", "noted"), [(chained, "item"), (linked, "item"), (retried, "retried")]
 )
-def test_what_follows_a_job_is_sent_once(
+def test_callbacks_of_a_job_that_runs_twice_are_sent_once(
     start_worker: StartWorker,
     redis_url: str,
     tmp_path: Path,
@@ -71,7 +71,7 @@ def test_what_follows_a_job_is_sent_once(
         wait_for(lambda: not redis.keys("batchery:sent:*"), "no mark is left")
 
 
-def test_the_body_of_a_chord_is_sent_though_its_last_part_dies_before(
+def test_chord_body_is_sent_although_the_worker_of_its_last_part_dies(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
     """Celery's claim to send it stands for some twenty seconds, longer than recovery takes."""
@@ -90,7 +90,7 @@ def test_the_body_of_a_chord_is_sent_though_its_last_part_dies_before(
     assert book.read_text().splitlines() in ([str(["a", "b"])], [str(["b", "a"])])
 
 
-def test_a_callback_waits_while_redis_is_away(
+def test_callback_waits_until_redis_is_back(
     start_worker: StartWorker, tmp_path: Path, own_redis: OwnRedis
 ) -> None:
     """Celery gives up after half a second, and says that a job failed that has succeeded."""

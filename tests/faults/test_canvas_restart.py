@@ -147,7 +147,7 @@ def test_three_retries_then_success(run: Run) -> None:
     assert attempts == [run.pids[0]] * 3 + [run.pids[1]]
 
 
-def test_what_was_on_the_device_was_finished_by_the_first_worker(run: Run) -> None:
+def test_batch_on_the_device_is_finished_by_the_worker_that_stops(run: Run) -> None:
     late = {*range(25, 50), *range(110, 120), "good", "bad member", "better", "linked", "bad luck"}
     workers = by_worker(run, late)
     # The chain's second step is the 41st of them.
@@ -155,7 +155,7 @@ def test_what_was_on_the_device_was_finished_by_the_first_worker(run: Run) -> No
     assert sum(workers.values()) == 40
 
 
-def test_nothing_is_left_in_redis(run: Run, redis_url: str) -> None:
+def test_restart_leaves_nothing_in_redis(run: Run, redis_url: str) -> None:
     results = itertools.chain(run.sent.group.results or (), run.sent[2:])
     wait_for(lambda: all(each.ready() for each in results), "all results")
     wait_for(lambda: not unsettled(redis_url), "everything acknowledged")

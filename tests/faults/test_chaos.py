@@ -56,7 +56,7 @@ def test_the_harness_finds_the_jobs_that_stock_leaves_behind_a_killed_worker(
     assert any(example.startswith("stuck: ") for example in verdict.examples)
 
 
-def test_without_a_fault_the_harness_finds_nothing(tmp_path: Path) -> None:
+def test_harness_finds_nothing_without_a_fault(tmp_path: Path) -> None:
     options = [f"--{name}=0" for name in ("kills", "device-kills", "stops", "cuts", "fills")]
     options += ["--redis-restarts=0", "--malformed=0", "--jobs=60", "--workers=1"]
     arguments = ["--transport=stock", "--json", "--quiet", *options]

@@ -128,7 +128,7 @@ class Instrument:
         return len(self.sent_s) - self.answered
 
 
-def test_a_run_spreads_jobs_over_the_faults_and_waits_as_long_as_it_has_patience() -> None:
+def test_run_spreads_jobs_over_the_faults_and_waits_until_its_timeout() -> None:
     tool: Any = Instrument(answers_until_s=100)
     run = Run(PLAN, tool, tool, tool, tool.clock, tool.sleep)
     run.warm_up()

@@ -38,7 +38,7 @@ def kill(tmp_path: Path) -> Callable[[int], None]:
     return kill_one
 
 
-def test_one_that_is_killed_while_it_starts_is_started_again(
+def test_device_that_is_killed_while_it_starts_is_started_again(
     worker: Worker, kill: Callable[[int], None], redis_url: str, tmp_path: Path
 ) -> None:
     kill(0)
@@ -49,7 +49,7 @@ def test_one_that_is_killed_while_it_starts_is_started_again(
     assert job.get(timeout=TIMEOUT_S) == worker.devices()[0].pid
 
 
-def test_one_that_dies_each_time_ends_the_worker(
+def test_device_that_dies_at_each_start_ends_the_worker(
     worker: Worker, kill: Callable[[int], None]
 ) -> None:
     kill(0)

@@ -86,7 +86,7 @@ def serve(url: str, worker: Worker, queue: str = "celery") -> None:
         assert answers
 
 
-def test_the_jobs_of_a_killed_worker_come_back_soon_and_in_order(
+def test_jobs_of_a_killed_worker_are_redelivered_soon_and_in_order(
     start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
 ) -> None:
     first = start_worker("apps.leases", "-c", "2")
@@ -142,7 +142,7 @@ def test_a_worker_that_was_stopped_for_too_long_is_fenced_and_goes_on(
     assert first.stop() == 0
 
 
-def test_a_flushall_is_survived(
+def test_worker_survives_a_flushall(
     start_worker: StartWorker, redis_url: str, bare: Any, book: Path
 ) -> None:
     worker = start_worker("apps.leases")
@@ -162,7 +162,7 @@ def proxy(redis_url: str) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("task", ["late", "batch"])
-def test_what_runs_when_the_connection_breaks_runs_once(
+def test_job_that_runs_while_the_connection_breaks_runs_once(
     start_worker: StartWorker,
     redis_url: str,
     bare: Any,
@@ -220,7 +220,7 @@ def test_a_warm_shutdown_gives_back_at_once_and_in_order(
     assert {key for key in bare.keys("batchery:*") if b"token" not in key} == set()
 
 
-def test_a_job_of_the_future_stays_with_its_worker(
+def test_job_with_an_eta_stays_with_its_worker(
     start_worker: StartWorker, redis_url: str, bare: Any, book: Path
 ) -> None:
     worker = start_worker("apps.leases")
@@ -232,7 +232,7 @@ def test_a_job_of_the_future_stays_with_its_worker(
     assert worker.log.count("received") == 1
 
 
-def test_a_mixed_fleet_answers_every_job_once(
+def test_plain_and_batchery_workers_together_answer_every_job_once(
     start_worker: StartWorker, redis_url: str, bare: Any, book: Path
 ) -> None:
     start_worker("apps.stock")

@@ -18,7 +18,7 @@ def log(tmp_path: Path) -> Path:
     return path
 
 
-def test_when_a_worker_is_killed_twins_end_once_on_another_one(
+def test_equal_jobs_of_a_killed_worker_end_once_on_another_worker(
     start_worker: StartWorker, client: Celery, log: Path, tmp_path: Path, redis_url: str, store: Any
 ) -> None:
     gate = tmp_path / "gate"
@@ -39,7 +39,7 @@ def test_when_a_worker_is_killed_twins_end_once_on_another_one(
     assert len(store.keys("celery-task-meta-*")) == 41
 
 
-def test_another_version_of_a_task_computes_anew_and_the_first_one_finds_its_own_again(
+def test_versions_of_a_task_share_no_cached_results(
     start_worker: StartWorker, client: Celery, log: Path, redis_url: str
 ) -> None:
     # Each is another process: what is finished is shared by all workers.

@@ -76,7 +76,7 @@ def be_killed(*_: Any, **__: Any) -> None:
     raise Killed
 
 
-def test_l1_killed_between_taking_a_message_and_noting_it(
+def test_loss_window_1_worker_killed_between_pop_and_note(
     consume: StartConsumer,
     transport: str,
     url: str,
@@ -96,7 +96,7 @@ def test_l1_killed_between_taking_a_message_and_noting_it(
         assert consume("q").get(1) == ["job"]
 
 
-def test_l2_taken_by_a_connection_that_is_dead(
+def test_loss_window_2_message_popped_by_a_dead_connection(
     consume: StartConsumer, transport: str, url: str, bare: Any
 ) -> None:
     consumer = consume("q")
@@ -116,7 +116,9 @@ def test_l2_taken_by_a_connection_that_is_dead(
         assert consume("q").get(1) == ["job"]
 
 
-def test_l3_a_full_redis(consume: StartConsumer, transport: str, url: str, bare: Any) -> None:
+def test_loss_window_3_redis_is_full(
+    consume: StartConsumer, transport: str, url: str, bare: Any
+) -> None:
     consumer = consume("q")
     consumer.turn()
     send(url, "q", "job")
@@ -132,7 +134,7 @@ def test_l3_a_full_redis(consume: StartConsumer, transport: str, url: str, bare:
         consumer.until(lambda: held(bare) == 0)
 
 
-def test_l4_a_message_that_is_no_json(
+def test_loss_window_4_message_is_not_json(
     consume: StartConsumer, transport: str, url: str, bare: Any
 ) -> None:
     consumer = consume("q")
@@ -147,7 +149,7 @@ def test_l4_a_message_that_is_no_json(
         assert consumer.get(1) == ["job"]
 
 
-def test_l5_requeued_where_the_binding_is_gone(
+def test_loss_window_5_message_requeued_without_a_binding(
     consume: StartConsumer, transport: str, url: str, bare: Any
 ) -> None:
     consumer = consume("q")
@@ -161,7 +163,7 @@ def test_l5_requeued_where_the_binding_is_gone(
     assert bare.llen("q") == (0 if transport == STOCK else 1)
 
 
-def test_d1_a_job_that_takes_longer_than_the_timeout(
+def test_duplicate_window_1_job_runs_longer_than_the_visibility_timeout(
     consume: StartConsumer, transport: str, url: str, bare: Any
 ) -> None:
     options = {
@@ -189,7 +191,7 @@ def test_d1_a_job_that_takes_longer_than_the_timeout(
         assert held(bare) == 1
 
 
-def test_d2_the_connection_breaks_while_a_job_runs(
+def test_duplicate_window_2_connection_breaks_while_a_job_runs(
     consume: StartConsumer,
     transport: str,
     url: str,
@@ -212,7 +214,7 @@ def test_d2_the_connection_breaks_while_a_job_runs(
         assert consumer.texts == []
 
 
-def test_d3_a_worker_that_was_believed_dead_acknowledges(
+def test_duplicate_window_3_fenced_worker_acknowledges(
     consume: StartConsumer, transport: str, url: str, bare: Any
 ) -> None:
     send(url, "q", "job")
@@ -238,7 +240,7 @@ def test_d3_a_worker_that_was_believed_dead_acknowledges(
             first.until(lambda: False)
 
 
-def test_d4_a_message_sent_again_as_the_answer_was_lost_is_told_by_its_id(
+def test_duplicate_window_4_message_published_twice_keeps_its_id(
     consume: StartConsumer, transport: str, url: str, bare: Any
 ) -> None:
     """The producer's side is kombu's own: the message is there twice. Here that can be seen."""

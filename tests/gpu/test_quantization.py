@@ -25,7 +25,7 @@ def settings(quantize: str) -> ModelSettings:
 
 
 @pytest.mark.parametrize("how", ["int8", "float8"])
-def test_it_is_smaller_and_close(how: str) -> None:
+def test_quantized_model_is_smaller_and_close(how: str) -> None:
     if how == "float8" and torch.cuda.get_device_capability(0) < FLOAT8_CAPABILITY:
         with pytest.raises(ModelLoadError, match="needs a CUDA device of compute capability"):
             EmbeddingModel(settings(how)).load("cuda:0")

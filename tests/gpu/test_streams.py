@@ -11,7 +11,7 @@ from batchery.execution.batch import compute
 from batchery.results import to_numpy
 from batchery.settings import ModelSettings
 from batchery_worker.models import EmbeddingModel
-from batchery_worker.models.hardware.transfers import Landing, Staging
+from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,23 +34,23 @@ def device() -> torch.device:
 
 
 def test_inputs_arrive_whole_however_many_are_under_way(device: torch.device) -> None:
-    staging = Staging(device)
+    to_device = HostToDevice(device)
     # What was sent is read much later than the next ones are written.
     CUDA._sleep(BUSY_CYCLES)
-    sums = [staging.send(np.full((3, 40_000), number)).sum() for number in range(200)]
+    sums = [to_device.send(np.full((3, 40_000), number)).sum() for number in range(200)]
     assert [int(each) for each in sums] == [number * 120_000 for number in range(200)]
 
 
 def test_inputs_are_copied_while_the_device_computes(device: torch.device) -> None:
-    staging = Staging(device)
-    staging.send(np.zeros(1000, dtype=np.int64))
+    to_device = HostToDevice(device)
+    to_device.send(np.zeros(1000, dtype=np.int64))
     torch.cuda.synchronize()
     CUDA._sleep(BUSY_CYCLES)
     computed = CUDA.Event()
     computed.record()
-    staging.send(np.ones(1000, dtype=np.int64))
+    to_device.send(np.ones(1000, dtype=np.int64))
     copied = CUDA.Event()
-    copied.record(staging._stream)
+    copied.record(to_device._stream)
     copied.synchronize()
     assert not computed.query()
     torch.cuda.synchronize()
@@ -59,28 +59,28 @@ def test_inputs_are_copied_while_the_device_computes(device: torch.device) -> No
 def test_results_are_awaited_by_an_event_and_not_with_all_that_follows(
     device: torch.device,
 ) -> None:
-    landing = Landing(device)
+    to_host = DeviceToHost(device)
     values = torch.arange(1000.0, device=device) * 2
-    arrival = landing.begin(values)
+    pending = to_host.start(values)
     CUDA._sleep(BUSY_CYCLES)
     behind = CUDA.Event()
     behind.record()
-    assert arrival.wait().tolist() == [2.0 * number for number in range(1000)]
+    assert pending.wait().tolist() == [2.0 * number for number in range(1000)]
     assert not behind.query()
     torch.cuda.synchronize()
 
 
 def test_results_are_kept_until_they_are_copied(device: torch.device) -> None:
-    landing = Landing(device)
-    arrivals = []
+    to_host = DeviceToHost(device)
+    copies = []
     CUDA._sleep(BUSY_CYCLES)
     for number in range(100):
         values = torch.full((50_000,), float(number), device=device)
-        arrivals.append(landing.begin(values))
+        copies.append(to_host.start(values))
         # Its memory is the next one's, as soon as torch thinks that nobody needs it.
         del values
-    for number, arrival in enumerate(arrivals):
-        assert bool((arrival.wait() == number).all())
+    for number, pending in enumerate(copies):
+        assert bool((pending.wait() == number).all())
 
 
 @pytest.mark.parametrize("forward", ["padded", "auto"])

@@ -11,7 +11,7 @@ from celery import Celery
 from kombu.exceptions import EncodeError
 
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, NoResult
-from batchery_producer import Client, Outcome, Progress, stream
+from batchery_producer import Client, Outcome, Progress
 from support.harness import Worker, wait_for
 
 APP = "apps.shop"
@@ -41,7 +41,7 @@ def test_results_come_in_the_order_of_the_items(
     before = traces(store)
     numbers = itertools.count()
     new_ids = lambda count: [f"mine-{next(numbers)}" for _ in range(count)]  # noqa: E731
-    monkeypatch.setattr(stream, "uuids", new_ids)
+    monkeypatch.setattr("batchery_producer.client.uuids", new_ids)
     shout = shop.task(f"{APP}.shout", queue=QUEUE)
     items = (f"text {number}" for number in range(1500))
     found = list(shout.map(items, window=200, timeout_s=60))

@@ -73,7 +73,9 @@ class Commits:
             self._bare.hset("lease", mapping=dict.fromkeys(tokens, "celery\0message"))
         jobs = [EncodedOutcome(task_id, ("value", f"of {task_id}")) for task_id in ids]
         own: Any = [(token, 0.5, {}) for token in tokens]
-        context = CommitContext("me", "batchery:workers", "lease", 0, own, replies=replies)
+        context = CommitContext(
+            "me", "batchery:workers", "lease", 0, own, completion_streams=replies
+        )
         return self._committer.commit(jobs, context, FACTS)
 
 

@@ -100,7 +100,7 @@ class Events:
         return found()
 
 
-def test_each_job_of_a_mixed_batch_gets_what_it_needs(
+def test_mixed_batch_is_committed_or_traced_job_by_job(
     worker: Worker, redis: Any, tmp_path: Path
 ) -> None:
     before = counts(worker)
@@ -147,7 +147,7 @@ def test_jobs_with_callbacks_are_finished_together(
     redis.delete("nobody")
 
 
-def test_what_is_stored_is_what_celery_stores_and_the_batch(worker: Worker, redis: Any) -> None:
+def test_stored_result_is_celery_s_own_plus_the_batch(worker: Worker, redis: Any) -> None:
     job = commits.shout.apply_async(("me",), {})
     job.get(timeout=TIMEOUT_S)
     meta = stored(redis, job.id)
@@ -225,7 +225,7 @@ def test_a_job_without_a_result_is_acknowledged_all_the_same(
     assert stored(redis, job.id) is None
 
 
-def test_a_retry_is_the_tracer_s_and_its_success_is_committed(
+def test_retry_is_traced_and_its_success_is_committed(
     worker: Worker, redis: Any, tmp_path: Path
 ) -> None:
     before = counts(worker)["committed_jobs"]
@@ -237,7 +237,7 @@ def test_a_retry_is_the_tracer_s_and_its_success_is_committed(
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["committed", "by the tracer"])
-def test_a_job_that_was_taken_away_is_dropped(
+def test_job_taken_over_by_another_worker_is_dropped(
     worker: Worker, redis: Any, tmp_path: Path, linked: bool
 ) -> None:
     before = counts(worker)["fenced_jobs"]

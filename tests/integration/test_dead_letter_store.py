@@ -14,8 +14,6 @@ from batchery.transport.dead_letters import (
     dead_letter_malformed,
     describe,
     on_dead_letter,
-    queue_of,
-    readable_headers,
 )
 from batchery.transport.lease_store import LeaseStore
 from support.harness import wait_for
@@ -71,7 +69,7 @@ def bury(
     return held
 
 
-def test_a_dead_letter_says_what_it_is_and_keeps_its_message(
+def test_dead_letter_has_its_description_and_its_message(
     lease_store: LeaseStore, letters: DeadLetters
 ) -> None:
     bury(lease_store, 7, b"\xff\0raw", "shop:embed\x06\x169")
@@ -85,7 +83,9 @@ def test_a_dead_letter_says_what_it_is_and_keeps_its_message(
     assert letters.get("8") is None
 
 
-def test_they_are_listed_oldest_first(lease_store: LeaseStore, letters: DeadLetters) -> None:
+def test_dead_letters_are_listed_oldest_first(
+    lease_store: LeaseStore, letters: DeadLetters
+) -> None:
     for token in (100, 9, 20):
         bury(lease_store, token)
     assert [letter.token for letter in letters] == ["9", "20", "100"]
@@ -93,7 +93,7 @@ def test_they_are_listed_oldest_first(lease_store: LeaseStore, letters: DeadLett
     assert len(letters) == 3
 
 
-def test_requeued_ones_go_behind_those_that_wait_in_their_own_queue(
+def test_requeued_dead_letters_go_to_the_end_of_their_own_queue(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     bare.lpush("shop:embed", "waits")
@@ -109,7 +109,7 @@ def test_requeued_ones_go_behind_those_that_wait_in_their_own_queue(
     assert letters.requeue(["1"]) == []
 
 
-def test_purged_ones_are_gone_with_their_messages(
+def test_purged_dead_letters_are_deleted_with_their_messages(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     bury(lease_store, 1)
@@ -119,7 +119,9 @@ def test_purged_ones_are_gone_with_their_messages(
     assert bare.hkeys("shop:batchery:dead-messages") == [b"2"]
 
 
-def test_many_are_moved_in_parts(lease_store: LeaseStore, letters: DeadLetters, bare: Any) -> None:
+def test_many_dead_letters_are_moved_in_parts(
+    lease_store: LeaseStore, letters: DeadLetters, bare: Any
+) -> None:
     many = 2 * MAX_TOKENS_PER_COMMAND + 1
     for name, content in (("dead-messages", "{}"), ("dead", json.dumps(describe("?", "", "")))):
         values = dict.fromkeys(range(many), f"shop:embed\x00{content}")
@@ -129,7 +131,7 @@ def test_many_are_moved_in_parts(lease_store: LeaseStore, letters: DeadLetters, 
     assert bare.llen("shop:embed") == many
 
 
-def test_a_condemned_message_is_buried_where_it_would_have_been_acknowledged(
+def test_poison_message_becomes_a_dead_letter_when_it_is_acknowledged(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     condemned, good = hold(lease_store, 1, b"bad"), hold(lease_store, 2, b"good")
@@ -143,7 +145,7 @@ def test_a_condemned_message_is_buried_where_it_would_have_been_acknowledged(
     assert not bare.exists(lease_store.lease_key)
 
 
-def test_a_condemned_message_that_is_given_back_is_not_buried(
+def test_poison_message_that_is_requeued_becomes_no_dead_letter(
     lease_store: LeaseStore, letters: DeadLetters, bare: Any
 ) -> None:
     condemned = hold(lease_store, 1, b"bad")
@@ -164,7 +166,9 @@ def test_a_full_redis_does_not_hold_up_acknowledgements(lease_store: LeaseStore,
     assert not bare.exists(lease_store.lease_key)
 
 
-def test_notes_of_running_batches_come_and_go(lease_store: LeaseStore, bare: Any) -> None:
+def test_notes_of_running_batches_are_written_and_removed(
+    lease_store: LeaseStore, bare: Any
+) -> None:
     key = f"shop:batchery:running:{lease_store.worker}"
 
     def told(*notes: bytes) -> None:
@@ -181,7 +185,7 @@ def test_notes_of_running_batches_come_and_go(lease_store: LeaseStore, bare: Any
     told(b"alone 3 b")
 
 
-def test_who_is_cleared_is_told_with_the_next_batch(lease_store: LeaseStore, bare: Any) -> None:
+def test_cleared_suspect_is_sent_with_the_next_batch(lease_store: LeaseStore, bare: Any) -> None:
     bare.hset("shop:batchery:suspects", mapping={"innocent": 0, "another": 0})
     token = hold(lease_store, 1, b"{}")
     lease_store.suspect(token, "innocent", 0)
@@ -217,7 +221,7 @@ BODY = json.dumps([[1], {}, EMBED])
 
 
 @pytest.mark.parametrize("body", [BODY, base64.b64encode(BODY.encode()).decode()])
-def test_the_caller_is_told_with_what_its_chord_needs(
+def test_caller_of_a_malformed_message_is_told_with_its_chord(
     lease_store: LeaseStore, letters: DeadLetters, told: Any, body: str
 ) -> None:
     headers = {"id": "an-id", "task": "embed", "group": "g"}
@@ -244,7 +248,7 @@ def test_the_caller_is_told_with_what_its_chord_needs(
         b"[" * 100_000,
     ],
 )
-def test_without_an_id_nobody_is_told(
+def test_malformed_message_without_an_id_tells_nobody(
     lease_store: LeaseStore, letters: DeadLetters, told: Any, message: bytes
 ) -> None:
     dead_letter_malformed(lease_store, hold(lease_store, 1, message), ValueError("x" * 5000))
@@ -252,28 +256,3 @@ def test_without_an_id_nobody_is_told(
     (letter,) = letters
     assert letter.id is None
     assert len(letter.reason) == MAX_REASON_CHARS
-
-
-@pytest.mark.parametrize(
-    "body", [None, 7, "", "[", "bm90IGpzb24=", "###", [[], {}, {}], "[[], {}]", "[[], {}, 7]"]
-)
-def test_a_body_that_cannot_be_read_leaves_the_headers(body: Any) -> None:
-    message = json.dumps({"headers": {"id": "an-id"}, "body": body}).encode()
-    assert readable_headers(message) == {"id": "an-id"}
-
-
-def test_an_id_is_read_beside_what_is_no_utf_8() -> None:
-    assert readable_headers(b'{"headers": {"id": "an-id"}, "body": "\xff"}') == {"id": "an-id"}
-
-
-@pytest.mark.parametrize(
-    ("key", "queue"),
-    [
-        ("shop:embed", "embed"),
-        ("shop:embed\x06\x163", "embed"),
-        ("shop:embed\x06\x16x", "embed\x06\x16x"),
-        ("other", "other"),
-    ],
-)
-def test_a_key_names_its_queue(key: str, queue: str) -> None:
-    assert queue_of(key, PREFIX) == queue

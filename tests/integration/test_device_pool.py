@@ -103,7 +103,7 @@ def test_a_device_that_dies_is_replaced(crews: Callable[..., Crew]) -> None:
     assert not crew.lost
 
 
-def test_a_retired_fleet_replaces_nothing(crews: Callable[..., Crew]) -> None:
+def test_retired_supervisor_restarts_no_device(crews: Callable[..., Crew]) -> None:
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
     (device,) = crew.supervisor
@@ -130,7 +130,7 @@ def test_a_start_that_fails_says_why(crews: Callable[..., Crew]) -> None:
         crew.supervisor.start(crew.hub, 60, lambda: None)
 
 
-def test_what_a_device_has_said_is_read_without_a_loop(crews: Callable[..., Crew]) -> None:
+def test_messages_of_a_device_are_read_without_a_loop(crews: Callable[..., Crew]) -> None:
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
     (device,) = crew.supervisor
@@ -173,7 +173,7 @@ def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(
     assert (device.deaths, device.jobs) == (0, 0)
 
 
-def test_devices_are_renewed_one_at_a_time(crews: Callable[..., Crew]) -> None:
+def test_devices_are_recycled_one_at_a_time(crews: Callable[..., Crew]) -> None:
     crew = crews(devices=2)
     crew.supervisor.start(crew.hub, 60, lambda: None)
     before = crew.pids()
@@ -193,7 +193,7 @@ def test_devices_are_renewed_one_at_a_time(crews: Callable[..., Crew]) -> None:
 def test_a_device_that_does_not_leave_is_killed(
     crews: Callable[..., Crew], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchery_worker.device_pool.supervisor.LEAVE_S", 0.1)
+    monkeypatch.setattr("batchery_worker.device_pool.supervisor.LEAVE_TIMEOUT_S", 0.1)
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
     (device,) = crew.supervisor
@@ -203,7 +203,7 @@ def test_a_device_that_does_not_leave_is_killed(
     assert not crew.deaths
 
 
-def test_a_fleet_that_retires_renews_nothing(crews: Callable[..., Crew]) -> None:
+def test_retired_supervisor_recycles_no_device(crews: Callable[..., Crew]) -> None:
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
     crew.supervisor.retire()

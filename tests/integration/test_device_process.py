@@ -171,21 +171,6 @@ def test_memory_that_runs_out_fails_no_job_that_fits_alone_and_teaches_the_budge
         assert max(shared for _, shared in outcomes) <= 10
 
 
-def test_a_device_measures_the_models_that_it_was_told_to_and_keeps_what_it_found(
-    tmp_path: Path,
-) -> None:
-    given = setup(load=["measured", "lengths"], calibrate=["measured"], cache_dir=str(tmp_path))
-    with started(given) as process:
-        ready = process.read()
-    assert isinstance(ready, Ready)
-    assert ready.figures is not None
-    model, other = (ready.figures["models"][name] for name in ("measured", "lengths"))
-    assert other["chosen_by"] == "default"
-    # On a machine that is busy with something else nothing follows from the trial.
-    kept = len(list(tmp_path.iterdir()))
-    assert (model["chosen_by"], kept) in {("calibration", 1), ("default", 0)}
-
-
 def test_a_model_that_is_loaded_late_and_cannot_fails_its_jobs_and_no_more(
     device: Process,
 ) -> None:

@@ -118,7 +118,7 @@ def test_an_answer_that_is_lost_finishes_nothing_twice(house: House) -> None:
     assert len(house.queue("next")) == 2
 
 
-def test_a_success_that_is_stored_is_kept(house: House) -> None:
+def test_stored_success_is_not_overwritten(house: House) -> None:
     job = house.job("1", "later", ("next",))
     house.backend.store_result("t1", "first", "SUCCESS")
     assert house.finisher.finish([job]) == [COMMITTED]
@@ -131,7 +131,7 @@ def unreadable(house: House) -> None:
 
 
 def begun(house: House) -> None:
-    house.broker.sadd(house.keys.sent("tag-1"), "a dedupe key")
+    house.broker.sadd(house.keys.dedupe_keys("tag-1"), "a dedupe key")
 
 
 def wrong_type(house: House) -> None:
@@ -139,7 +139,7 @@ def wrong_type(house: House) -> None:
 
 
 @pytest.mark.parametrize("prepare", [unreadable, begun, wrong_type])
-def test_what_the_script_cannot_judge_is_left_as_it_is(
+def test_result_that_the_script_cannot_read_is_left_as_it_is(
     house: House, prepare: Callable[[House], None]
 ) -> None:
     prepare(house)
@@ -151,7 +151,7 @@ def test_what_the_script_cannot_judge_is_left_as_it_is(
     assert house.leased() == {"1"}
 
 
-def test_a_worker_that_redis_does_not_know_finishes_nothing(house: House) -> None:
+def test_unknown_worker_finishes_nothing(house: House) -> None:
     house.broker.zrem(house.keys.workers, "me")
     job = house.job("1", "A", ("next",))
     assert house.finisher.finish([job]) == [NEEDS_TRACER]
@@ -207,7 +207,7 @@ def test_a_result_that_no_script_can_read_is_judged_by_celery(house: House) -> N
     assert (house.stored("t1"), house.stored("t2")) == ("done", "late")
 
 
-def test_what_was_held_back_can_be_written_after_all(house: House, url: str) -> None:
+def test_held_messages_and_result_can_be_replayed(house: House, url: str) -> None:
     for _ in range(2):
         outbox = held_outbox("mine")
         with completing(JobCompletion(outbox=outbox)):

@@ -76,7 +76,7 @@ def leased(lease_store: LeaseStore) -> int:
     return int(lease_store.client.hlen(lease_store.lease_key))
 
 
-def test_acknowledgements_go_together(lease_store: LeaseStore, owner: Owner) -> None:
+def test_acknowledgements_are_sent_together(lease_store: LeaseStore, owner: Owner) -> None:
     tokens = drain(lease_store, owner, "1", "2", "3")
     for token in tokens[:2]:
         lease_store.ack(token)
@@ -88,7 +88,7 @@ def test_acknowledgements_go_together(lease_store: LeaseStore, owner: Owner) -> 
     assert leased(lease_store) == 1
 
 
-def test_all_that_waits_is_sent(lease_store: LeaseStore, owner: Owner) -> None:
+def test_flush_sends_all_waiting_acknowledgements(lease_store: LeaseStore, owner: Owner) -> None:
     for _ in range(30):
         for token in drain(lease_store, owner, *["x"] * 100):
             lease_store.ack(token)
@@ -97,7 +97,9 @@ def test_all_that_waits_is_sent(lease_store: LeaseStore, owner: Owner) -> None:
     assert leased(lease_store) == 0
 
 
-def test_what_nobody_holds_cannot_be_acknowledged(lease_store: LeaseStore, owner: Owner) -> None:
+def test_message_without_a_lease_cannot_be_acknowledged(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
     (token,) = drain(lease_store, owner, "1")
     lease_store.ack(token)
     lease_store.ack(token)
@@ -168,7 +170,7 @@ def test_close_gives_everything_back_in_order(bare: Any, owner: Owner) -> None:
     assert not bare.hlen(KEYS.worker_info)
 
 
-def test_reconcile_adopts_what_a_lost_answer_brought(lease_store: LeaseStore, owner: Owner) -> None:
+def test_reconcile_adopts_leases_of_a_lost_answer(lease_store: LeaseStore, owner: Owner) -> None:
     known = drain(lease_store, owner, "1")
     lost = drain(lease_store, None, "2", "3")
     again = lease_store.reconcile(owner, active=[])
@@ -176,7 +178,7 @@ def test_reconcile_adopts_what_a_lost_answer_brought(lease_store: LeaseStore, ow
     assert lease_store.holds(known[0])
 
 
-def test_reconcile_brings_what_waits_and_counts_what_runs(
+def test_reconcile_redelivers_waiting_messages_and_counts_running_ones(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
     waits, runs, done = drain(lease_store, owner, "waits", "runs", "done")
@@ -192,7 +194,7 @@ def test_reconcile_brings_what_waits_and_counts_what_runs(
     assert owner.forgotten == []
 
 
-def test_what_was_acknowledged_meanwhile_does_not_come_again(
+def test_message_acknowledged_meanwhile_is_not_redelivered(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
     (token,) = drain(lease_store, owner, "1")
@@ -202,7 +204,7 @@ def test_what_was_acknowledged_meanwhile_does_not_come_again(
     assert leased(lease_store) == 0
 
 
-def test_tokens_do_not_come_twice_after_redis_forgot_the_last(
+def test_tokens_are_not_given_twice_after_redis_forgot_the_last(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
     drain(lease_store, owner, "1", "2", "3")
@@ -211,7 +213,7 @@ def test_tokens_do_not_come_twice_after_redis_forgot_the_last(
     assert drain(lease_store, owner, "4") == ["4"]
 
 
-def test_a_fenced_worker_enters_anew_and_holds_nothing(
+def test_fenced_worker_registers_anew_and_holds_nothing(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
     before = lease_store.worker
@@ -225,9 +227,7 @@ def test_a_fenced_worker_enters_anew_and_holds_nothing(
     assert drain(lease_store, owner, "3")
 
 
-def test_a_worker_finds_out_that_others_took_over(
-    lease_store: LeaseStore, other: LeaseStore
-) -> None:
+def test_worker_learns_that_others_took_over(lease_store: LeaseStore, other: LeaseStore) -> None:
     heart = Heartbeat(lease_store, lease_store.client)
     heart.beat(0.0)
     assert not lease_store.fenced
@@ -255,7 +255,7 @@ def test_after_a_flushall_tokens_go_on(lease_store: LeaseStore, owner: Owner) ->
     assert drain(lease_store, owner, "3") == [str(int(tokens[-1]) + 1)]
 
 
-def test_the_jobs_of_a_silent_worker_go_back(
+def test_jobs_of_a_silent_worker_return_to_their_queues(
     lease_store: LeaseStore, other: LeaseStore, owner: Owner
 ) -> None:
     drain(other, owner, "1", "2")
@@ -271,7 +271,7 @@ def test_the_jobs_of_a_silent_worker_go_back(
 
 
 @pytest.mark.parametrize(("said", "after_s"), [(2.0, 2.0), (0.5, 0.5), ("soon", 1.0), (-1, 1.0)])
-def test_a_silent_worker_is_judged_by_the_expiry_that_it_told(
+def test_silent_worker_is_dead_after_the_expiry_that_it_registered(
     lease_store: LeaseStore, other: LeaseStore, owner: Owner, said: object, after_s: float
 ) -> None:
     drain(other, owner, "1")
@@ -313,24 +313,24 @@ def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
     assert lease_store.client.hgetall(KEYS.suspects) == {b"second": b"1"}
 
 
-def test_marks_of_what_a_job_has_sent_go_with_its_lease_and_only_then(
+def test_dedupe_keys_of_a_job_are_removed_with_its_lease(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
     mine, lost = drain(lease_store, owner, "1", "2")
     for token in (mine, lost):
-        lease_store.client.sadd(KEYS.sent(f"tag-{token}"), "mark")
+        lease_store.client.sadd(KEYS.dedupe_keys(f"tag-{token}"), "mark")
         lease_store.published(token, f"tag-{token}")
     lease_store.client.hdel(lease_store.lease_key, lost)
     lease_store.ack(mine)
     lease_store.ack(lost)
     lease_store.flush()
-    assert not lease_store.client.exists(KEYS.sent(f"tag-{mine}"))
+    assert not lease_store.client.exists(KEYS.dedupe_keys(f"tag-{mine}"))
     # Another worker has it, and will send what is not marked.
-    assert lease_store.client.exists(KEYS.sent(f"tag-{lost}"))
+    assert lease_store.client.exists(KEYS.dedupe_keys(f"tag-{lost}"))
     assert leased(lease_store) == 0
 
 
-def test_who_is_cleared_during_a_flush_is_told_with_the_next(
+def test_suspect_cleared_during_a_flush_is_sent_with_the_next_one(
     lease_store: LeaseStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease_store.client.hset(KEYS.suspects, mapping={"first": 0, "second": 0})
@@ -361,7 +361,9 @@ def test_who_is_cleared_during_a_flush_is_told_with_the_next(
     assert lease_store.client.hgetall(KEYS.suspects) == {}
 
 
-def test_still_held(lease_store: LeaseStore, owner: Owner) -> None:
+def test_still_held_returns_only_leases_that_redis_has(
+    lease_store: LeaseStore, owner: Owner
+) -> None:
     tokens = drain(lease_store, owner, "1", "2")
     lease_store.client.hdel(lease_store.lease_key, tokens[0])
     assert lease_store.still_held(tokens) == {tokens[1]}
@@ -379,7 +381,7 @@ def test_a_forked_child_leaves_the_leases_alone(lease_store: LeaseStore, owner: 
     assert waiting(lease_store.client) == []
 
 
-def test_two_channels_have_two_ledgers_and_the_next_has_what_one_left(
+def test_two_channels_have_two_stores_and_the_next_channel_gets_one_that_was_left(
     every_redis: OwnRedis,
 ) -> None:
     def make() -> LeaseStore:
@@ -402,12 +404,12 @@ def test_two_channels_have_two_ledgers_and_the_next_has_what_one_left(
         ({"redis_version": "7.0.15", "redis_mode": "cluster"}, "is a Redis Cluster"),
     ],
 )
-def test_a_redis_that_is_not_fit_is_refused(info: dict[str, str], words: str) -> None:
+def test_unsupported_redis_is_refused(info: dict[str, str], words: str) -> None:
     with pytest.raises(RedisUnavailable, match=words):
         require_supported(info)
 
 
-def test_a_redis_that_evicts_is_warned_of(bare: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_redis_that_evicts_keys_logs_a_warning(bare: Any, caplog: pytest.LogCaptureFixture) -> None:
     bare.config_set("maxmemory-policy", "allkeys-lru")
     try:
         lease_store = LeaseStore(bare, "", EXPIRY_S)

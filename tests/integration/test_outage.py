@@ -89,7 +89,7 @@ def test_a_message_waits_until_redis_is_back_and_is_sent_once(
 
 
 @pytest.mark.filterwarnings("ignore:Call to deprecated setex")
-def test_the_end_of_an_ordinary_job_waits_and_its_function_does_not(
+def test_completion_of_an_ordinary_job_waits_and_its_function_does_not(
     app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend: Any = app.backend
@@ -113,7 +113,7 @@ def test_the_end_of_an_ordinary_job_waits_and_its_function_does_not(
     assert queue_length(own_redis.url) == 1
 
 
-def test_what_follows_an_ordinary_job_fails_in_celery_s_way_if_that_cannot_come_again(
+def test_callback_of_an_acknowledged_job_fails_in_celery_s_way(
     app: Celery, own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_redis.kill()
@@ -125,7 +125,7 @@ def test_what_follows_an_ordinary_job_fails_in_celery_s_way_if_that_cannot_come_
         messages._retry_publish(app.send_task, "outage.body", [[1]], ignore_result=True)
 
 
-def test_what_waited_for_too_long_is_no_failure_of_the_job(
+def test_job_whose_completion_waited_too_long_does_not_fail(
     app: Celery, own_redis: OwnRedis
 ) -> None:
     own_redis.kill()
@@ -135,7 +135,7 @@ def test_what_waited_for_too_long_is_no_failure_of_the_job(
         app.send_task("outage.body", [[1]], retry=False)
 
 
-def test_outside_a_completion_nobody_waits(app: Celery, own_redis: OwnRedis) -> None:
+def test_commands_outside_a_completion_do_not_wait(app: Celery, own_redis: OwnRedis) -> None:
     backend: Any = app.backend
     own_redis.kill()
     with pytest.raises(app.connection().recoverable_connection_errors):

@@ -16,39 +16,10 @@ from support.plain_kombu import OURS, queue_of
 KNOWN = {"job": "parent", "next": {"chain": [{"options": {"task_id": "step"}}]}}
 
 
-def message(task_id: str, body: str = "[]", task: str = "work", retries: int = 0) -> dict[str, Any]:
-    return {"headers": {"id": task_id, "task": task, "retries": retries}, "body": body}
-
-
-def dedupe_keys(*messages: dict[str, Any]) -> list[str]:
-    outbox = Outbox("tag", KNOWN)
-    return [outbox.dedupe_key(each) for each in messages]
-
-
 def publishing(tag: str | None, lease: Any = None) -> Any:
     """Makes this thread complete a job; one without a tag came over another transport."""
     outbox = None if tag is None else Outbox(tag, KNOWN, lease)
     return completing(JobCompletion(outbox=outbox))
-
-
-def test_what_has_an_id_already_is_told_by_it() -> None:
-    assert dedupe_keys(message("step", "[1]")) == dedupe_keys(message("step", "[2]"))
-    assert len(set(dedupe_keys(message("step"), message("parent"), message("parent")))) == 2
-    assert dedupe_keys(message("parent", retries=1)) != dedupe_keys(message("parent", retries=2))
-    assert dedupe_keys(message("parent", task="another")) != dedupe_keys(message("parent"))
-
-
-def test_what_gets_a_new_id_each_time_is_told_by_its_body() -> None:
-    assert dedupe_keys(message("new-1", "[1]")) == dedupe_keys(message("new-2", "[1]"))
-    assert dedupe_keys(message("new-1", "[1]")) != dedupe_keys(message("new-2", "[2]"))
-    # Two equal callbacks are two, and the same two when the job runs again.
-    first = dedupe_keys(message("new-1"), message("new-2"))
-    assert len(set(first)) == 2
-    assert first == dedupe_keys(message("new-3"), message("new-4"))
-
-
-def test_what_kombu_sends_again_is_the_same_message() -> None:
-    assert len(set(dedupe_keys(message("new-1"), message("new-1")))) == 1
 
 
 Send = Callable[[str], None]
@@ -83,7 +54,9 @@ def send(url: str, prefix: str) -> Iterator[Send]:
         yield publish
 
 
-def test_a_second_run_sends_only_what_the_first_did_not(send: Send, bare: Any, prefix: str) -> None:
+def test_second_run_publishes_only_messages_that_the_first_did_not(
+    send: Send, bare: Any, prefix: str
+) -> None:
     for sent in (["step"], ["step", "parent"]):
         with publishing("tag") as completion:
             for task_id in sent:
@@ -91,12 +64,14 @@ def test_a_second_run_sends_only_what_the_first_did_not(send: Send, bare: Any, p
             assert completion.outbox.has_dedupe_keys
     waiting = [json.loads(each)["headers"]["id"] for each in bare.lrange(f"{prefix}q", 0, -1)]
     assert waiting == ["parent", "step"]
-    key = Keys(prefix).sent("tag")
+    key = Keys(prefix).dedupe_keys("tag")
     assert bare.scard(key) == 2
     assert bare.ttl(key) > 0
 
 
-def test_another_job_and_no_job_send_as_they_like(send: Send, bare: Any, prefix: str) -> None:
+def test_messages_of_other_jobs_and_outside_of_jobs_are_published(
+    send: Send, bare: Any, prefix: str
+) -> None:
     for tag in ("tag", "another", None, None):
         with publishing(tag):
             send("step")
@@ -104,21 +79,23 @@ def test_another_job_and_no_job_send_as_they_like(send: Send, bare: Any, prefix:
     assert bare.llen(f"{prefix}q") == 5
 
 
-def test_what_redis_refuses_leaves_no_mark(send: Send, bare: Any, prefix: str) -> None:
+def test_message_that_redis_refuses_leaves_no_dedupe_key(
+    send: Send, bare: Any, prefix: str
+) -> None:
     bare.set(f"{prefix}q", "no list")
     with publishing("tag"), pytest.raises(Exception, match="WRONGTYPE"):
         send("step")
-    assert not bare.exists(Keys(prefix).sent("tag"))
+    assert not bare.exists(Keys(prefix).dedupe_keys("tag"))
     bare.delete(f"{prefix}q")
     with publishing("tag"):
         send("step")
     assert bare.llen(f"{prefix}q") == 1
 
 
-def test_who_has_lost_the_job_sends_nothing(send: Send, bare: Any, prefix: str) -> None:
+def test_worker_without_the_lease_publishes_nothing(send: Send, bare: Any, prefix: str) -> None:
     lease = (SimpleNamespace(lease_key=Keys(prefix).lease("me")), "7")
     for held in (True, False):
-        bare.delete(Keys(prefix).sent("tag"), Keys(prefix).lease("me"))
+        bare.delete(Keys(prefix).dedupe_keys("tag"), Keys(prefix).lease("me"))
         if held:
             bare.hset(Keys(prefix).lease("me"), "7", "the job's message")
         with publishing("tag", lease):

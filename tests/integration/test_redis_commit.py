@@ -101,7 +101,7 @@ def make(server: OwnRedis) -> Iterator[Callable[..., House]]:
         yield lambda **conf: stack.enter_context(contextlib.closing(House(server, **conf)))
 
 
-def test_a_batch_is_stored_and_acknowledged_job_by_job(house: House) -> None:
+def test_batch_is_stored_and_acknowledged_job_by_job(house: House) -> None:
     house.lease(1, 2, 3, 9)
     jobs = [("t1", "A"), ("t2", ["B", None]), ("t3", ("failed", "{}", "")), ("t4", "late")]
     assert house.commit(*jobs) == [COMMITTED, COMMITTED, NEEDS_TRACER, FENCED]
@@ -170,7 +170,7 @@ def test_a_job_that_is_in_the_batch_twice_is_stored_once(house: House) -> None:
 
 
 @pytest.mark.parametrize("status", ["STARTED", "RETRY", "FAILURE", "50 % done"])
-def test_any_other_status_is(house: House, status: str) -> None:
+def test_any_status_but_success_is_overwritten(house: House, status: str) -> None:
     house.put("t1", json.dumps({"status": status, "result": None}))
     house.lease(1)
     assert house.commit(("t1", "done")) == [COMMITTED]
@@ -187,7 +187,7 @@ def test_any_other_status_is(house: House, status: str) -> None:
         "- yaml: SUCCESS",
     ],
 )
-def test_what_the_script_cannot_read_is_left_to_celery(house: House, content: Any) -> None:
+def test_result_that_the_script_cannot_read_is_left_to_celery(house: House, content: Any) -> None:
     house.put("t1", content)
     house.lease(1, 2)
     assert house.commit(("t1", "mine"), ("t2", "mine")) == [NEEDS_TRACER, COMMITTED]
@@ -209,7 +209,7 @@ def test_a_worker_that_lost_its_leases_writes_nothing(house: House) -> None:
     assert house.stored("t2")["status"] == "RETRY"
 
 
-def test_where_the_worker_is_unknown_its_leases_are_elsewhere(house: House) -> None:
+def test_commit_of_an_unknown_worker_is_left_to_the_tracer(house: House) -> None:
     house.lease(1)
     house.leases.delete(WORKERS)
     assert house.commit(("t1", 1)) == [NEEDS_TRACER]
@@ -220,20 +220,20 @@ def test_where_the_worker_is_unknown_its_leases_are_elsewhere(house: House) -> N
     assert house.leased() == {"1"}
 
 
-def test_without_a_wanted_result_the_lease_just_ends(house: House) -> None:
+def test_commit_of_an_ignored_result_only_ends_the_lease(house: House) -> None:
     house.lease(1)
     assert house.commit(("t1", "x"), context={"t1": ("1", 0.0, None)}) == [COMMITTED]
     assert house.leased() == set()
     assert house.stored("t1") is None
 
 
-def test_a_job_without_terms_is_not_touched(house: House) -> None:
+def test_job_without_a_commit_context_is_not_touched(house: House) -> None:
     house.lease(1, 2)
     assert house.commit(("t1", "x"), ("t2", "y"), context={"t1": None}) == [NEEDS_TRACER, COMMITTED]
     assert house.leased() == {"1"}
 
 
-def test_what_json_has_no_word_for_is_left_to_the_tracer(house: House) -> None:
+def test_value_that_json_cannot_write_is_left_to_the_tracer(house: House) -> None:
     house.lease(1, 2, 3, 4)
     date = ("json", '{"__type__": "date", "__value__": "2026-01-02"}')
     bad = ("3", 0.0, {"args": [object()]})
@@ -252,16 +252,16 @@ def test_a_result_that_redis_cannot_hold_is_left_to_the_tracer(house: House) -> 
 
 
 def test_large_batches_and_large_results_go_in_parts(house: House) -> None:
-    many = range(1, committer.MAX_JOBS + 100)
+    many = range(1, committer.MAX_JOBS_PER_SCRIPT + 100)
     house.lease(*many)
-    big = "x" * (committer.MAX_BYTES // 2)
+    big = "x" * (committer.MAX_BYTES_PER_SCRIPT // 2)
     jobs = [(f"t{token}", big if token < 6 else token) for token in many]
     assert house.commit(*jobs) == [COMMITTED] * len(many)
     assert house.leased() == set()
     assert house.stored(f"t{many[-1]}")["result"] == many[-1]
 
 
-def test_it_commits_when_redis_is_full(house: House) -> None:
+def test_commit_succeeds_when_redis_is_full(house: House) -> None:
     house.lease(1, 2)
     house.results.config_set("maxmemory", 1)
     try:
@@ -296,7 +296,7 @@ def test_scripts_may_be_flushed(house: House) -> None:
     assert house.leased() == set()
 
 
-def test_a_lost_answer_is_told_from_a_lost_lease(house: House) -> None:
+def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
     committer: Any = house.committer

@@ -8,13 +8,19 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from batchery_worker.cache.store import BESIDE_BYTES, MAX_RESULTS, PAUSE_S, SUM_BYTES, ResultCache
+from batchery_worker.cache.store import (
+    CHECKSUM_BYTES,
+    FAILURE_PAUSE_S,
+    MAX_RESULTS_PER_COMMAND,
+    OVERHEAD_BYTES,
+    ResultCache,
+)
 from batchery_worker.ipc.commit_context import CachePolicy
 from support.harness import wait_for
 from support.own_redis import OwnRedis
 
 #: Whatever is put there is still there at the end of the test.
-TERMS = CachePolicy("1", 3600, 10**9)
+POLICY = CachePolicy("1", 3600, 10**9)
 
 #: Makes a cache in a Redis: `make_cache(url, clock, **conf)`.
 MakeCache = Callable[..., ResultCache]
@@ -50,38 +56,38 @@ def results(*numbers: int, size: int = 10) -> dict[bytes, bytes]:
     return {digest(number): b"%*d" % (size, number) for number in numbers}
 
 
-def test_what_was_put_in_comes_out_and_nothing_else(make_cache: MakeCache, url: str) -> None:
+def test_stored_results_are_found_and_nothing_else(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
-    assert cache.put("shout", results(1, 2), TERMS) == {
-        "bytes": 2 * (10 + SUM_BYTES + BESIDE_BYTES),
+    assert cache.put("shout", results(1, 2), POLICY) == {
+        "bytes": 2 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES),
         "results": 2,
         "evicted": 0,
     }
     assert cache.get("shout", [digest(2), digest(3)]) == results(2)
     assert cache.get("embed", [digest(2)]) == {}
     assert cache.get("shout", []) == {}
-    assert cache.trouble() == {}
+    assert cache.take_errors() == {}
 
 
 def test_any_bytes_and_any_task_name_will_do(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
     for number, task in enumerate(["a b", "ä*?[", "x:y", "x"]):
         odd = {bytes(range(number, number + 20)): b'{"a": "\xc3\xa4\\u0000"}'}
-        cache.put(task, odd, TERMS)
+        cache.put(task, odd, POLICY)
         assert cache.get(task, list(odd)) == odd
 
 
-def test_more_than_one_script_may_hold_goes_in_and_out(make_cache: MakeCache, url: str) -> None:
+def test_results_beyond_one_command_are_stored_and_found(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
-    many = results(*range(2 * MAX_RESULTS + 1))
-    assert cache.put("shout", many, TERMS)["results"] == len(many)
+    many = results(*range(2 * MAX_RESULTS_PER_COMMAND + 1))
+    assert cache.put("shout", many, POLICY)["results"] == len(many)
     assert cache.get("shout", list(many)) == many
 
 
 def test_keys_begin_with_the_prefix_of_results(make_cache: MakeCache, url: str, bare: Any) -> None:
     prefix = {"global_keyprefix": "shop-"}
     cache = make_cache(url, result_backend_transport_options=prefix)
-    cache.put("shout", results(1), TERMS)
+    cache.put("shout", results(1), POLICY)
     assert sorted(bare.keys()) == [
         b"shop-batchery:cache-ages:shout",
         b"shop-batchery:cache-sizes:shout",
@@ -91,12 +97,10 @@ def test_keys_begin_with_the_prefix_of_results(make_cache: MakeCache, url: str, 
     assert make_cache(url).get("shout", [digest(1)]) == {}
 
 
-def test_what_is_put_in_twice_stays_as_it_was_and_counts_once(
-    make_cache: MakeCache, url: str
-) -> None:
+def test_result_stored_twice_stays_and_counts_once(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
-    first = cache.put("shout", {digest(1): b"first"}, TERMS)
-    assert cache.put("shout", {digest(1): b"second, and longer"}, TERMS) == first
+    first = cache.put("shout", {digest(1): b"first"}, POLICY)
+    assert cache.put("shout", {digest(1): b"second, and longer"}, POLICY) == first
     assert cache.get("shout", [digest(1)]) == {digest(1): b"first"}
 
 
@@ -104,36 +108,38 @@ def test_results_expire_and_leave_nothing_behind(
     make_cache: MakeCache, url: str, bare: Any
 ) -> None:
     cache = make_cache(url)
-    cache.put("shout", results(1, 2), TERMS._replace(ttl_s=0.05))
+    cache.put("shout", results(1, 2), POLICY._replace(ttl_s=0.05))
     wait_for(lambda: not cache.get("shout", [digest(1), digest(2)]), "they expire")
     wait_for(lambda: not bare.keys(), "so does everything beside them")
 
 
-def test_what_has_expired_is_no_longer_counted(make_cache: MakeCache, url: str) -> None:
+def test_expired_results_are_not_counted(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
-    cache.put("shout", results(*range(1500)), TERMS._replace(ttl_s=0.2))
-    cache.put("shout", results(2000), TERMS)
+    cache.put("shout", results(*range(1500)), POLICY._replace(ttl_s=0.2))
+    cache.put("shout", results(2000), POLICY)
     last = [digest(1499)]
     wait_for(lambda: not cache.get("shout", last), "they expire")
     # A thousand at a time.
-    cache.put("shout", results(2001), TERMS)
-    told = cache.put("shout", results(2002), TERMS)
-    assert told == {"bytes": 3 * (10 + SUM_BYTES + BESIDE_BYTES), "results": 3, "evicted": 0}
+    cache.put("shout", results(2001), POLICY)
+    told = cache.put("shout", results(2002), POLICY)
+    assert told == {"bytes": 3 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES), "results": 3, "evicted": 0}
 
 
 def test_a_shorter_time_to_live_does_not_shorten_that_of_others(
     make_cache: MakeCache, url: str, bare: Any
 ) -> None:
     cache = make_cache(url)
-    cache.put("shout", results(1), TERMS)
-    cache.put("shout", results(2), TERMS._replace(ttl_s=1))
+    cache.put("shout", results(1), POLICY)
+    cache.put("shout", results(2), POLICY._replace(ttl_s=1))
     assert bare.pttl("batchery:cache-ages:shout") > 1000
     assert bare.pttl("batchery:cache-sizes:shout") > 1000
 
 
-def test_the_oldest_go_when_there_is_no_room(make_cache: MakeCache, url: str, bare: Any) -> None:
+def test_oldest_results_are_evicted_when_the_cache_is_full(
+    make_cache: MakeCache, url: str, bare: Any
+) -> None:
     cache = make_cache(url)
-    room = TERMS._replace(max_bytes=10 * (100 + SUM_BYTES + BESIDE_BYTES))
+    room = POLICY._replace(max_bytes=10 * (100 + CHECKSUM_BYTES + OVERHEAD_BYTES))
     for number in range(10):
         cache.put("shout", results(number, size=100), room)
     told = cache.put("shout", results(10, 11, size=100), room)
@@ -151,19 +157,23 @@ def test_a_limit_that_was_lowered_is_kept_at_the_next_result(
     make_cache: MakeCache, url: str, bare: Any
 ) -> None:
     cache = make_cache(url)
-    cache.put("shout", results(*range(5000)), TERMS)
+    cache.put("shout", results(*range(5000)), POLICY)
     told = cache.put(
-        "shout", results(5000), TERMS._replace(max_bytes=10 * (10 + SUM_BYTES + BESIDE_BYTES))
+        "shout",
+        results(5000),
+        POLICY._replace(max_bytes=10 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES)),
     )
-    assert told == {"bytes": 10 * (10 + SUM_BYTES + BESIDE_BYTES), "results": 10, "evicted": 4991}
+    assert told == {
+        "bytes": 10 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES),
+        "results": 10,
+        "evicted": 4991,
+    }
     assert len(bare.keys("batchery:cache:shout:*")) == 10
 
 
-def test_a_result_that_is_larger_than_all_room_drives_nobody_out(
-    make_cache: MakeCache, url: str
-) -> None:
+def test_result_larger_than_the_cache_evicts_nothing(make_cache: MakeCache, url: str) -> None:
     cache = make_cache(url)
-    room = TERMS._replace(max_bytes=2 * (10 + SUM_BYTES + BESIDE_BYTES))
+    room = POLICY._replace(max_bytes=2 * (10 + CHECKSUM_BYTES + OVERHEAD_BYTES))
     cache.put("shout", results(1), room)
     assert cache.put("shout", results(2, size=room.max_bytes), room) == {}
     assert cache.get("shout", [digest(1), digest(2)]) == results(1)
@@ -173,23 +183,25 @@ def test_the_memory_of_redis_is_counted_about_right(
     make_cache: MakeCache, url: str, bare: Any
 ) -> None:
     cache = make_cache(url)
-    cache.put("warm", results(0), TERMS)
+    cache.put("warm", results(0), POLICY)
     before = bare.info("memory")["used_memory"]
-    told = cache.put("shout", results(*range(20_000), size=200), TERMS)
+    told = cache.put("shout", results(*range(20_000), size=200), POLICY)
     taken = bare.info("memory")["used_memory"] - before
     assert 0.5 * taken < told["bytes"] < 2 * taken
 
 
-def test_what_redis_has_evicted_itself_may_come_again(
+def test_result_that_redis_evicted_can_be_stored_again(
     make_cache: MakeCache, url: str, bare: Any
 ) -> None:
     cache = make_cache(url)
-    cache.put("shout", results(1, 2), TERMS)
+    cache.put("shout", results(1, 2), POLICY)
     bare.delete(b"batchery:cache:shout:" + digest(1))
     assert cache.get("shout", [digest(1), digest(2)]) == results(2)
-    assert cache.put("shout", results(1), TERMS)["bytes"] == 2 * (10 + SUM_BYTES + BESIDE_BYTES)
+    assert cache.put("shout", results(1), POLICY)["bytes"] == 2 * (
+        10 + CHECKSUM_BYTES + OVERHEAD_BYTES
+    )
     bare.delete("batchery:cache-ages:shout", "batchery:cache-sizes:shout")
-    assert cache.put("shout", results(3), TERMS)["results"] == 1
+    assert cache.put("shout", results(3), POLICY)["results"] == 1
     assert cache.get("shout", [digest(2)]) == results(2)
 
 
@@ -198,62 +210,60 @@ def test_at_maxmemory_results_are_read_and_none_is_written(
 ) -> None:
     clock = Clock()
     cache = make_cache(url, clock)
-    cache.put("shout", results(1), TERMS)
+    cache.put("shout", results(1), POLICY)
     before = sorted(bare.keys())
     bare.config_set("maxmemory", 1)
     with caplog.at_level(logging.WARNING):
-        assert cache.put("shout", results(2), TERMS) == {}
+        assert cache.put("shout", results(2), POLICY) == {}
         assert cache.get("shout", [digest(1)]) == results(1)
         # For a while nobody even tries.
         bare.config_set("maxmemory", 0)
-        assert cache.put("shout", results(2), TERMS) == {}
-    told = cache.trouble()
+        assert cache.put("shout", results(2), POLICY) == {}
+    told = cache.take_errors()
     assert told["errors"] == 1
     assert told["error"].startswith("cannot be written: ")
-    assert cache.trouble() == {}
+    assert cache.take_errors() == {}
     assert sorted(bare.keys()) == before
     assert caplog.text.count("the cache of results cannot be written") == 1
-    clock.now_s += PAUSE_S
-    assert cache.put("shout", results(2), TERMS)["results"] == 2
+    clock.now_s += FAILURE_PAUSE_S
+    assert cache.put("shout", results(2), POLICY)["results"] == 2
 
 
-def test_a_key_of_another_type_is_no_cache_and_no_trouble_for_anybody(
-    make_cache: MakeCache, url: str, bare: Any
-) -> None:
+def test_key_of_another_type_counts_as_no_cache(make_cache: MakeCache, url: str, bare: Any) -> None:
     cache = make_cache(url)
     bare.set("batchery:cache-ages:shout", "somebody else's")
-    assert cache.put("shout", results(1), TERMS) == {}
-    assert "WRONGTYPE" in cache.trouble()["error"]
+    assert cache.put("shout", results(1), POLICY) == {}
+    assert "WRONGTYPE" in cache.take_errors()["error"]
     bare.lpush(b"batchery:cache:shout:" + digest(2), "somebody else's")
     assert cache.get("shout", [digest(2)]) == {}
 
 
 @pytest.mark.parametrize("value", [b"", b"abc", b'"json"', b"\0\0\0\0" + b'"json"'], ids=len)
-def test_what_somebody_else_has_put_there_is_no_result(
+def test_foreign_value_is_not_a_result(
     make_cache: MakeCache, url: str, bare: Any, value: bytes
 ) -> None:
     cache = make_cache(url)
-    cache.put("shout", results(1), TERMS)
+    cache.put("shout", results(1), POLICY)
     bare.set(b"batchery:cache:shout:" + digest(1), value)
     assert cache.get("shout", [digest(1)]) == {}
 
 
-def test_while_redis_is_away_nothing_is_found_and_then_it_is_again(
+def test_cache_finds_nothing_while_redis_is_away_and_recovers(
     make_cache: MakeCache, every_redis: OwnRedis
 ) -> None:
     clock = Clock()
     cache = make_cache(every_redis.url, clock)
-    cache.put("shout", results(1), TERMS)
+    cache.put("shout", results(1), POLICY)
     every_redis.kill()
     try:
         assert cache.get("shout", [digest(1)]) == {}
-        assert cache.put("shout", results(2), TERMS) == {}
-        told = cache.trouble()
+        assert cache.put("shout", results(2), POLICY) == {}
+        told = cache.take_errors()
         assert told["errors"] == 2
     finally:
         every_redis.start()
-    clock.now_s += PAUSE_S
+    clock.now_s += FAILURE_PAUSE_S
     assert cache.get("shout", [digest(1)]) == {}
-    assert cache.put("shout", results(2), TERMS)["results"] == 1
+    assert cache.put("shout", results(2), POLICY)["results"] == 1
     assert cache.get("shout", [digest(2)]) == results(2)
-    assert cache.trouble() == {}
+    assert cache.take_errors() == {}

@@ -10,7 +10,7 @@ from celery import Celery, chain
 from celery.exceptions import TaskRevokedError
 
 from batchery import DeviceDied
-from batchery_worker.cache.store import BESIDE_BYTES
+from batchery_worker.cache.store import OVERHEAD_BYTES
 from conftest import StartWorker
 from support.cached_jobs import TIMEOUT_S, answers, computed, send
 from support.harness import Worker, unsettled, wait_for
@@ -56,7 +56,7 @@ def test_of_a_thousand_jobs_with_a_hundred_different_items_a_hundred_are_compute
     assert found["hits"] >= 10
     assert found["hit_rate"] >= 0.8
     assert found["results"] >= 100
-    assert found["bytes"] >= 100 * BESIDE_BYTES
+    assert found["bytes"] >= 100 * OVERHEAD_BYTES
     assert found["errors"] == 0
     assert unsettled(redis_url) == 0
 
@@ -109,7 +109,7 @@ def test_a_stored_result_goes_through_chains_as_a_computed_one(
     assert computed(log) == {"Up": 1, "UP": 1}
 
 
-def test_a_result_that_was_kept_is_stored_to_the_byte_as_it_was(
+def test_cached_result_is_stored_byte_for_byte(
     worker: Worker, client: Celery, log: Path, store: Any
 ) -> None:
     stored = []
@@ -134,7 +134,7 @@ def test_a_result_is_kept_no_longer_than_its_time_to_live(
     wait_for(again, "it is computed again")
 
 
-def test_results_have_no_more_room_than_they_may(
+def test_cache_keeps_within_its_limit(
     worker: Worker, client: Celery, log: Path, store: Any
 ) -> None:
     sizes = list(range(10_000, 10_010))
@@ -144,7 +144,7 @@ def test_results_have_no_more_room_than_they_may(
     wait_for(lambda: figures(worker, client, "small").get("items") == len(sizes), "all are counted")
     kept = store.keys("batchery:cache:apps.cached.small:*")
     assert len(kept) == 3
-    assert sum(store.strlen(key) + BESIDE_BYTES for key in kept) <= 40_000
+    assert sum(store.strlen(key) + OVERHEAD_BYTES for key in kept) <= 40_000
     found = figures(worker, client, "small")
     assert (found["results"], found["evicted"]) == (3, 7)
     # The newest ones have stayed.
@@ -154,7 +154,7 @@ def test_results_have_no_more_room_than_they_may(
     assert computed(log)[str(sizes[0])] == 2
 
 
-def test_what_has_failed_is_shared_with_nobody(worker: Worker, client: Celery, log: Path) -> None:
+def test_failure_is_not_shared(worker: Worker, client: Celery, log: Path) -> None:
     jobs = send(client, "once_bitten", *["text"] * 5, *["bad"] * 3, "other", path=str(log))
     assert answers(jobs[:5]) == ["TEXT"] * 5
     assert answers(jobs[-1:]) == ["OTHER"]
@@ -171,7 +171,7 @@ def gated(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "gate", tmp_path / "next-gate"
 
 
-def test_a_twin_gets_its_result_when_the_one_that_was_computed_is_revoked(
+def test_duplicate_gets_its_result_when_the_computed_job_is_revoked(
     worker: Worker, client: Celery, log: Path, tmp_path: Path
 ) -> None:
     gate, next_gate = gated(tmp_path)
@@ -189,7 +189,7 @@ def test_a_twin_gets_its_result_when_the_one_that_was_computed_is_revoked(
     assert computed(log) == {"blocker": 1, "a": 1}
 
 
-def test_a_twin_that_was_revoked_changes_nothing(
+def test_revoked_duplicate_changes_nothing(
     worker: Worker, client: Celery, log: Path, tmp_path: Path
 ) -> None:
     gate, _ = gated(tmp_path)
@@ -206,7 +206,7 @@ def test_a_twin_that_was_revoked_changes_nothing(
     assert computed(log) == {"a": 1}
 
 
-def test_twins_of_a_job_whose_device_was_killed_have_their_results(
+def test_duplicates_of_a_job_whose_device_died_get_their_results(
     worker: Worker, client: Celery, log: Path, tmp_path: Path, redis_url: str
 ) -> None:
     gate, _ = gated(tmp_path)
@@ -221,7 +221,7 @@ def test_twins_of_a_job_whose_device_was_killed_have_their_results(
     wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
 
 
-def test_of_deadly_twins_each_is_blamed_and_nobody_else(
+def test_each_of_two_equal_poison_jobs_fails_and_no_other(
     worker: Worker, client: Celery, log: Path
 ) -> None:
     jobs = send(client, "deadly", "die", "a", "die", "b", "a", path=str(log))

@@ -4,10 +4,11 @@ import gzip
 import json
 from pathlib import Path
 
+import fsspec
 import redis
 from celery import Celery
 
-from batchery_producer import Ending, Snapshot, submit_file
+from batchery_producer import Ending, Snapshot, SubmitOptions, submit_file
 from conftest import StartWorker
 from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from support.harness import Worker, wait_for
@@ -197,3 +198,21 @@ def test_a_backend_that_is_not_redis_works_too(
     assert summary.ending is Ending.SUCCEEDED
     assert len(read_rows(tmp_path / "out.jsonl")) == 50
     assert list(results.iterdir()) == []
+
+
+def test_rows_at_a_url_become_results_at_a_url(client: Celery, worker: Worker) -> None:
+    memory = fsspec.filesystem("memory")
+    memory.pipe("memory://shop/in.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
+    try:
+        summary = submit_file(
+            "memory://shop/*.gz",
+            f"{APP}.shout",
+            "memory://shop/out.csv",
+            app=client,
+            options=SubmitOptions(queue=QUEUE, ordered=True),
+            timeout_s=60,
+        )
+        assert (summary.ending, summary.succeeded) == (Ending.SUCCEEDED, 2)
+        assert memory.cat("memory://shop/out.csv") == b"id,line,result\n1,1,ONE\n2,2,TWO\n"
+    finally:
+        memory.rm("memory://shop", recursive=True)

@@ -15,7 +15,7 @@ from support.plain_kombu import Consumer, StartConsumer, leases, queue_of, send,
 KEYS = Keys()
 
 
-def test_what_waits_comes_in_order_and_is_acknowledged(
+def test_waiting_messages_are_delivered_in_order_and_acknowledged(
     both: StartConsumer, url: str, bare: Any
 ) -> None:
     send(url, "q", *"12345")
@@ -28,7 +28,7 @@ def test_what_waits_comes_in_order_and_is_acknowledged(
     consumer.until(lambda: leases(bare) == 0)
 
 
-def test_an_idle_consumer_is_woken(both: StartConsumer, url: str) -> None:
+def test_idle_consumer_is_woken_by_a_push(both: StartConsumer, url: str) -> None:
     consumer = both("q")
     for count in range(1, 6):
         consumer.until_waiting()
@@ -37,7 +37,7 @@ def test_an_idle_consumer_is_woken(both: StartConsumer, url: str) -> None:
     assert consumer.texts == list("12345")
 
 
-def test_it_waits_again_as_soon_as_it_has_taken_all(both: StartConsumer, url: str) -> None:
+def test_consumer_waits_again_when_the_queue_is_empty(both: StartConsumer, url: str) -> None:
     consumer = both("q", "other")
     for count in range(1, 4):
         consumer.until_waiting()
@@ -81,7 +81,9 @@ def test_commands_share_a_client_until_the_pool_is_another(consume: StartConsume
     assert channel._create_client() is not client
 
 
-def test_a_waiter_that_pops_is_still_served(consume: StartConsumer, url: str, bare: Any) -> None:
+def test_consumer_of_kombu_on_the_same_queue_is_still_served(
+    consume: StartConsumer, url: str, bare: Any
+) -> None:
     stock = consume("q", transport="kombu.transport.redis:Transport")
     stock.turn()
     consumer = consume("q")

@@ -38,7 +38,7 @@ def test_a_consumer_that_raises_loses_nothing(both: StartConsumer, url: str, bar
     assert leases(bare) == 4
 
 
-def test_what_redis_failed_in_comes_again_marked(
+def test_message_whose_delivery_failed_is_redelivered_and_marked(
     both: StartConsumer, url: str, bare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send(url, "q", *"123")
@@ -59,7 +59,7 @@ def test_what_redis_failed_in_comes_again_marked(
     assert all(message.delivery_info["redelivered"] for message in consumer.messages)
 
 
-def test_after_a_break_what_waits_comes_again_and_what_runs_does_not(
+def test_break_redelivers_waiting_messages_and_not_running_ones(
     both: StartConsumer, url: str, bare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     send(url, "q", *"123")
@@ -82,7 +82,7 @@ def test_after_a_break_what_waits_comes_again_and_what_runs_does_not(
     consumer.until(lambda: leases(bare) == 4)
 
 
-def test_a_lost_answer_is_found(both: StartConsumer, url: str, bare: Any) -> None:
+def test_message_of_a_lost_answer_is_delivered(both: StartConsumer, url: str, bare: Any) -> None:
     consumer = both("q")
     send(url, "q", *"123")
     consumer.channel.connection.cycle.on_poll_start()
@@ -91,7 +91,7 @@ def test_a_lost_answer_is_found(both: StartConsumer, url: str, bare: Any) -> Non
     assert consumer.get(3) == list("123")
 
 
-def test_a_lost_answer_is_found_over_a_new_channel(
+def test_message_of_a_lost_answer_is_delivered_over_a_new_channel(
     both: StartConsumer, url: str, bare: Any
 ) -> None:
     consumer = both("q")
@@ -103,7 +103,7 @@ def test_a_lost_answer_is_found_over_a_new_channel(
     assert consumer.get(3) == list("123")
 
 
-def test_a_lost_wake_up_is_found(both: StartConsumer, url: str, bare: Any) -> None:
+def test_message_of_a_lost_wake_up_is_delivered(both: StartConsumer, url: str, bare: Any) -> None:
     consumer = both("q")
     consumer.until_waiting()
     send(url, "q", "1")

@@ -144,7 +144,7 @@ def test_a_key_that_is_no_list_loses_nothing(there: Redis) -> None:
     assert len(there.leases()) == 2
 
 
-def test_a_worker_that_is_not_among_the_living_gets_nothing(there: Redis) -> None:
+def test_unregistered_worker_gets_nothing(there: Redis) -> None:
     push(there.client, "a", "1")
     there.recover()
     assert there.drain("a") is None
@@ -303,7 +303,7 @@ def blamed(client: Any) -> dict[str, int]:
     return {task_id.decode(): int(deaths) for task_id, deaths in found.items()}
 
 
-def test_recover_blames_only_what_ran_and_counts_only_what_ran_alone(there: Redis) -> None:
+def test_recover_suspects_running_jobs_and_counts_only_jobs_alone(there: Redis) -> None:
     push(there.client, "a", *"123456")
     there.drain("a")
     there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
@@ -325,7 +325,7 @@ def test_two_that_ran_alone_at_the_same_time_are_not_counted(there: Redis) -> No
     assert blamed(there.client) == {"one": 0, "two": 0}
 
 
-def test_what_was_settled_before_the_death_is_not_blamed(there: Redis) -> None:
+def test_job_settled_before_the_death_is_no_suspect(there: Redis) -> None:
     push(there.client, "a", "1", "2")
     there.drain("a")
     there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
@@ -334,7 +334,7 @@ def test_what_was_settled_before_the_death_is_not_blamed(there: Redis) -> None:
     assert blamed(there.client) == {"two": 0}
 
 
-def test_a_recovery_that_does_not_count_blames_nobody(there: Redis) -> None:
+def test_recovery_after_an_outage_makes_no_suspects(there: Redis) -> None:
     push(there.client, "a", "1")
     there.drain("a")
     there.client.hset(KEYS.running(ME), "1", "alone 1 one")
@@ -342,7 +342,7 @@ def test_a_recovery_that_does_not_count_blames_nobody(there: Redis) -> None:
     assert blamed(there.client) == {}
 
 
-def test_bury_moves_a_message_once(there: Redis) -> None:
+def test_dead_letter_script_moves_a_message_once(there: Redis) -> None:
     push(there.client, "a", "broken")
     there.drain("a")
     keys = [KEYS.lease(ME), KEYS.dead, KEYS.dead_messages]
@@ -353,7 +353,7 @@ def test_bury_moves_a_message_once(there: Redis) -> None:
     assert json.loads(there.client.hget(KEYS.dead, "1").partition(b"\0")[2]) == {"reason": "it is"}
 
 
-def test_tokens_do_not_come_twice_after_redis_lost_them(there: Redis) -> None:
+def test_tokens_are_not_given_twice_after_redis_lost_them(there: Redis) -> None:
     there.client.flushall()
     there.register(last=41)
     push(there.client, "a", "1")
@@ -363,7 +363,7 @@ def test_tokens_do_not_come_twice_after_redis_lost_them(there: Redis) -> None:
     assert there.drain("a")[0][0] == 43
 
 
-def test_a_heartbeat_tells_all_heartbeats(there: Redis) -> None:
+def test_renew_returns_all_heartbeats(there: Redis) -> None:
     there.register("another")
     names = [name.decode() for name in there.renew()[::2]]
     assert sorted(names) == ["another", ME]

@@ -1,6 +1,6 @@
-"""Celery's dispatcher of events, for workers that send three of them for each of many jobs.
+"""A faster event dispatcher, for workers that send three events for each of many jobs.
 
-What monitors receive is the same; it costs half as much.
+Monitors receive the same events; they cost half as much.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,34 +23,34 @@ if TYPE_CHECKING:
 else:
     _Dispatcher = EventDispatcher
 
-#: Events that are sent together at most. Celery sends what it has at the end of each turn of its
-#: loop, but in between after every 24 events: eight messages for a batch of 64 jobs.
+#: Maximum number of events in one message. Celery sends its events at the end of each turn of the
+#: loop, but also after every 24 events: eight messages for a batch of 64 jobs.
 MAX_EVENTS = 1000
 
-#: Keywords of `send` that are no fields of an event.
+#: Keywords of `send` that are not fields of the event.
 OPTIONS = frozenset({"blind", "utcoffset", "retry", "retry_policy", "Event"})
 
-#: Types that JSON has, and that hold nothing else.
+#: JSON's types without content of their own.
 _ATOMS = frozenset({type(None), bool, int, float, str})
 _ATOMS_AND_DICT = _ATOMS | {dict}
 
 
 def use_batch_events(app: Celery) -> None:
-    """Has a worker send its events so, unless its app has a dispatcher of its own."""
+    """Makes a worker use this dispatcher, unless its app has chosen another one."""
     events: Any = app.events
     if events.dispatcher_cls == Events.dispatcher_cls:
         events.dispatcher_cls = f"{__name__}:{BatchEvents.__name__}"
-        # Made from the other one by whoever has sent an event before.
+        # Celery caches the class; an earlier event may have done so with the other dispatcher.
         vars(events).pop("Dispatcher", None)
 
 
 class BatchEvents(_Dispatcher):  # type: ignore[misc]
-    """In the place of Celery's own, in a worker that runs batch tasks."""
+    """The event dispatcher of a worker that runs batch tasks."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.buffer_limit = MAX_EVENTS
-        #: When the offset was looked at last, in whole seconds, and the offset itself, in hours.
+        #: When the UTC offset was read last, in whole seconds, and the offset itself, in hours.
         self._looked_s = 0
         self._offset = 0.0
 
@@ -89,7 +89,7 @@ class BatchEvents(_Dispatcher):  # type: ignore[misc]
 
 
 class _Encoding:
-    """A producer that encodes events by itself where they are plain."""
+    """A producer that encodes plain events itself, which is faster."""
 
     def __init__(self, producer: Any) -> None:
         self._producer = producer
@@ -109,12 +109,12 @@ class _Encoding:
 
 
 def is_kombus_own(serializer: str) -> bool:
-    """Whether this is JSON, and nobody has put an encoder of his own in its place."""
+    """Whether the serializer is JSON, with kombu's own encoder."""
     return serializer == "json" and registry._encoders["json"].encoder is dumps
 
 
 def are_plain(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether JSON has a type for each field; `is_plain` is for any value, and slower."""
+    """Whether JSON has a type for each field; faster than `is_plain`, which is for any value."""
     fields = list(chain.from_iterable(event.values() for event in events))
     if not set(map(type, fields)) <= _ATOMS_AND_DICT:
         return False

@@ -1,8 +1,8 @@
-"""The jobs in flight: they have begun, as far as Celery knows, and are not settled yet.
+"""The jobs in flight: Celery was told that they have begun, and they are not settled yet.
 
-After its connection broke, the broker delivers again what was not acknowledged, including the jobs
-that a device is computing just then. They need not run twice. The message that came last replaces
-the earlier one, which can no longer be acknowledged, and the job goes on.
+After a broken connection the broker redelivers every message that was not acknowledged, also those
+of jobs that a device is computing. Such a job must not run twice. Its new message replaces the
+earlier one, which can no longer be acknowledged, and the job goes on.
 """
 
 import logging
@@ -28,7 +28,7 @@ class InFlight:
         return len(self._calls)
 
     def add(self, call: TaskCall, pid: int) -> None:
-        """Tells Celery that a job begins, unless it knows; `pid` is the process that runs it."""
+        """Tells Celery that a job begins, unless it was told; `pid` is the process that runs it."""
         if call.accepted:
             return
         call.accepted = True
@@ -36,25 +36,25 @@ class InFlight:
         _accept(call, pid)
 
     def wants(self, call: TaskCall) -> bool:
-        """Whether a job must still run: it may be revoked, or expire, while it waits here."""
+        """Whether a job must still run; it may have been revoked, or have expired."""
         request = call.request
         if request is None:
             return True
         if call.accepted:
-            # A suspect that was revoked while it ran must not get another device to kill.
+            # A suspect that was revoked while it ran must not kill another device.
             if request.discarded:
                 self.remove(call)
             return not request.discarded
         try:
             return not request.revoked()
         except Exception:
-            # Celery stores the revocation, which may fail; the other jobs of the batch must run.
+            # Celery stores the revocation, which may fail. The other jobs of the batch must run.
             logger.exception("%s[%s] cannot be revoked", call.task_name, call.task_id)
             return True
 
     def remove(self, call: TaskCall) -> None:
         """Forgets a job that is settled, or that nobody wants any more."""
-        # Its message may have come again meanwhile, as a job of its own.
+        # Its message may have been redelivered meanwhile, as another call.
         if self._calls.get(call.task_id) is call:
             del self._calls[call.task_id]
 
@@ -81,17 +81,17 @@ class InFlight:
 
 
 def _is_same_run(older: TaskCall, newer: TaskCall) -> bool:
-    """Whether two messages of one id ask for the same run: a retry has the id of its job."""
+    """Whether two messages with one id are the same attempt; a retry keeps the id of its job."""
     if older.request is None or older.request.discarded:
         return False
     return bool(older.message.get("retries") == newer.message.get("retries"))
 
 
 def _replace(call: TaskCall, newer: TaskCall, request: BatchRequest) -> None:
-    """Makes a job in flight settle the message that came last."""
+    """Makes a job in flight settle the newer message."""
     before = call.request
     assert before is not None
-    # Celery counts requests, not ids: the request that nobody will settle must not stay.
+    # Celery counts requests, not ids. Nobody will settle the older request, so it must go.
     worker_state.active_requests.discard(before)
     worker_state.reserved_requests.discard(before)
     call.request = request

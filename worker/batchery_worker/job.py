@@ -8,34 +8,34 @@ T = TypeVar("T")
 #: Soft and hard time limit of a job, in seconds; None for no limit.
 TimeLimits = tuple[float | None, float | None]
 
-#: Maximum number of batches that a device holds: one runs, one is prepared meanwhile. More would
-#: only wait there, where they can neither grow nor go to another device.
+#: Maximum number of batches that a device holds: one runs, the next one is prepared. A third would
+#: only wait there, where it can neither grow nor go to another device.
 DEVICE_DEPTH = 2
 
 
 @dataclass(frozen=True, slots=True)
 class BatchKey:
-    """What jobs must have in common to share a batch."""
+    """The values that jobs must share to be in one batch."""
 
     task: str
-    #: The keyword arguments, in a canonical spelling.
+    #: The keyword arguments, as canonical JSON.
     keywords: str = ""
     time_limits: TimeLimits = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How large and how old a batch of one key may get."""
+    """Maximum size and waiting time of the batches of one key."""
 
-    #: Maximum number of items in a batch; a job that alone has more runs in a batch of its own.
+    #: Maximum number of items in a batch; a job with more items is a batch of its own.
     max_batch_size: int
-    #: How long an idle device waits for the batch to fill, counted from its oldest job, in seconds.
+    #: How long an idle device waits for a batch to fill, in seconds from its oldest job's arrival.
     max_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[T]):
-    """One message, as far as the scheduler is concerned."""
+    """One message, as the scheduler sees it."""
 
     id: str
     key: BatchKey
@@ -46,12 +46,10 @@ class Job(Generic[T]):
     arrived_s: float
     #: Whatever the pool needs to run and settle it.
     payload: T
-    #: How often a device, or a worker, died while it ran this job and no other.
+    #: Number of devices and workers that died while they ran only this job.
     deaths: int = 0
-    #: Whether it was on a device when an earlier worker died.
+    #: Whether the job was on a device when an earlier worker died.
     recovered: bool = False
-    #: The same for jobs of one key whose results are the same; None for one that has no twins.
-    fold: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +57,7 @@ class Batch(Generic[T]):
     """Jobs that go to a device together; never empty, all of one key."""
 
     jobs: tuple[Job[T], ...]
-    #: Whether it runs with nothing else on its device, so that a death can be blamed on its only
-    #: job.
+    #: Whether it has its device to itself, so that its only job can be blamed for a death.
     alone: bool = False
 
     @property

@@ -1,38 +1,28 @@
-"""The memory of a device: what there is to know of it, and to do about it."""
+"""The memory of a device."""
 
-import os
-import platform
 from typing import Any
 
 
 class Memory:
-    """Of a device whose memory nobody counts for us: a CPU's is that of the process."""
-
-    def description(self) -> str:
-        """What kind of device it is of: equal ones say the same."""
-        return f"{platform.machine()}, {os.cpu_count()} cores"
+    """The memory of a device that is not counted, such as a CPU: its memory is the process's."""
 
     def figures(self) -> dict[str, Any]:
-        """What `batchery stats` shows of it."""
+        """Its figures in `batchery stats`."""
         return {}
 
     def allocated_bytes(self) -> int:
-        """What tensors hold now."""
+        """Memory that tensors hold now, in bytes."""
         return 0
 
-    def free_bytes(self) -> int | None:
-        """What further tensors could hold; None if nobody knows."""
-        return None
-
     def forget_peak(self) -> None:
-        """From now on `peak_bytes` is of what comes."""
+        """Starts `peak_bytes` anew."""
 
     def peak_bytes(self) -> int:
-        """Most that tensors held at a time."""
+        """Maximum that tensors held at a time."""
         return 0
 
     def release(self) -> None:
-        """Gives back what no tensor holds; only after memory ran out, as it is slow."""
+        """Gives back what no tensor holds. It is slow, so only after memory ran out."""
 
     def wait(self) -> None:
-        """Returns when everything that was launched on the device is computed."""
+        """Waits until the device has computed everything that was launched."""

@@ -1,4 +1,4 @@
-"""Counts what the batches of a worker looked like."""
+"""Statistics of a worker's batches."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,32 +7,32 @@ from typing import Any
 
 from batchery_worker.ipc.messages import Done
 
-#: Where a batch spends its time on a device, in order, as `Done` has it; `queued_ms` is the time
-#: between the other three.
+#: The stages of a batch on a device, named as in `Done`; `queued_ms` is the time between the other
+#: three.
 STAGES = ("prepare_ms", "queued_ms", "forward_ms", "commit_ms")
 
 
 @dataclass(slots=True)
 class CacheMetrics:
-    """The items of one task that has a cache, since the worker started."""
+    """Counts of one task with a cache, since the worker started."""
 
     items: int = 0
     #: Items whose result was in Redis.
     hits: int = 0
-    #: Items that had the result of an equal one, which was computed just then.
+    #: Items that shared the result of an equal item in the same or the previous batch.
     folded: int = 0
     computed: int = 0
-    #: Results that had to go for lack of room; those of other workers are theirs to count.
+    #: Results that this worker evicted because the cache was full.
     evicted: int = 0
-    #: Reads and writes that failed, and why the last one did.
+    #: Number of failed reads and writes, and the last error.
     errors: int = 0
     error: str = ""
-    #: What the cache had when something was last put into it.
+    #: Size of the cache when something was last put into it.
     results: int = 0
     bytes: int = 0
 
     def count(self, reused: Mapping[str, Any]) -> None:
-        """Counts one batch; `reused` is what its device said, see `reuse.py`."""
+        """Counts one batch; `reused` are the device's figures, see `cache/single_flight.py`."""
         for name in ("items", "hits", "folded", "computed", "evicted", "errors"):
             setattr(self, name, getattr(self, name) + reused.get(name, 0))
         for name in ("results", "bytes", "error"):
@@ -55,9 +55,9 @@ class Metrics:
     jobs: int = 0
     items: int = 0
     failed_jobs: int = 0
-    #: Jobs whose result a device stored itself; the others took the longer way, by Celery's tracer.
+    #: Jobs whose result a device stored itself; Celery's tracer completed the others.
     committed_jobs: int = 0
-    #: Jobs whose outcome was dropped, as another worker has them now.
+    #: Jobs whose outcome was dropped, because another worker has taken them over.
     fenced_jobs: int = 0
     waited_ms: float = 0.0
     prepare_ms: float = 0.0
@@ -67,18 +67,18 @@ class Metrics:
     tokens: int = 0
     computed_tokens: int = 0
     device_restarts: int = 0
-    #: How many batches had how many items, by the next power of two.
+    #: Number of batches by their number of items, rounded up to a power of two.
     sizes: Counter[int] = field(default_factory=Counter)
-    #: What the caches have saved, by task.
+    #: Counts of the caches, by task.
     caches: dict[str, CacheMetrics] = field(default_factory=dict)
 
     def batch_done(self, done: Done, *, items: int, waited_ms: float) -> None:
         """Counts one batch.
 
         Args:
-            done: What the device said of it.
-            items: Items in it.
-            waited_ms: Sum over its jobs of the time from arrival in the worker to dispatch.
+            done: The device's message about it.
+            items: Number of items in the batch.
+            waited_ms: Time from arrival in the worker to dispatch, summed over the jobs.
         """
         self.batches += 1
         self.jobs += len(done.jobs)
@@ -91,13 +91,13 @@ class Metrics:
         self.sizes[1 << (items - 1).bit_length()] += 1
 
     def reused(self, task: str, reused: Mapping[str, Any]) -> None:
-        """Counts how the items of one batch got their outcomes, where its task has a cache."""
+        """Counts how the items of one batch of a task with a cache got their outcomes."""
         self.caches.setdefault(task, CacheMetrics()).count(reused)
 
     def snapshot(self) -> dict[str, Any]:
-        """The sums, and the means that they give; means are None before the first batch.
+        """The sums and the means; means are None before the first batch.
 
-        The sums are there so that two snapshots give the means of the time between them.
+        Two snapshots' sums give the means of the time between them.
         """
 
         def mean(total: float, count: int) -> float | None:

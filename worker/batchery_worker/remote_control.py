@@ -1,7 +1,7 @@
-"""`celery inspect batchery`: what a worker's batches look like, over Celery's remote control.
+"""`celery inspect batchery`: figures of a worker's batches, over Celery's remote control.
 
-Imported by a worker, the module registers what answers. Imported by Celery's command line, which
-asks only for commands that it knows by name, it makes the name known; hence the subcommand here.
+In a worker, this module registers the command that answers. Celery's command line asks only for
+commands that it knows by name; there, this module makes the name known, by the subcommand below.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ def figures(state: Any, **_: Any) -> dict[str, Any]:
     if ask is None or (found := ask()) is None:
         return {"error": "no batch task is routed to this worker's queues, so it has no device"}
     consumer = state.consumer.task_consumer
-    # The broker may be away just now: then nothing is consumed.
+    # While the broker is away, nothing is consumed.
     queues = sorted(queue.name for queue in consumer.queues) if consumer else []
     return {**found, "queues": queues}
 
@@ -31,7 +31,7 @@ def figures(state: Any, **_: Any) -> dict[str, Any]:
 @click.pass_context
 def batchery(context: click.Context, *, once: bool, as_json: bool) -> None:
     """Show what the batches of all workers look like; as `batchery stats` for Celery's app."""
-    # Here, because Celery imports this module for each of its commands, workers included.
+    # Imported here, because Celery imports this module for each of its commands, also for workers.
     from batchery.cli.main import one_line_errors
     from batchery.cli.stats import watch
 

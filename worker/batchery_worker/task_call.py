@@ -1,4 +1,4 @@
-"""One call of the pool by Celery, and the batch on a device that it is part of."""
+"""One call of the pool by Celery, and the batch in which a device runs it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,12 +23,13 @@ class TaskCall:
     #: The request whose methods the callbacks are; None for a caller that is not Celery's worker.
     request: BatchRequest | None
     items: Sequence[Any] = ()
-    #: Whether the message carries several items.
+    #: Whether this is a multi-item job.
     is_packed: bool = False
-    #: What its function may see of the request, encoded; empty where it sees nothing.
+    #: What its function may see of the request, encoded; empty if it sees nothing.
     context: bytes = b""
+    #: Whether Celery was told that the job has begun.
     accepted: bool = False
-    #: Is done when the state STARTED is stored; None where nobody asked for it.
+    #: Done when the state STARTED is stored; None for a task that does not track it.
     started: Future[None] | None = None
 
     @property
@@ -43,7 +44,7 @@ class TaskCall:
 
     @property
     def lease(self) -> LeaseHandle | None:
-        """The lease of its message; None where there is none (any more)."""
+        """The lease of its message; None if there is none, or none any more."""
         return None if self.request is None else self.request.lease
 
     @property
@@ -67,11 +68,11 @@ class DispatchedBatch:
 
     batch: Batch[TaskCall]
     dispatched_s: float
-    #: Longest time that it may run, in seconds; then its process is killed.
+    #: Maximum time that it may run, in seconds; then its process is killed.
     hard_limit_s: float | None = None
-    #: Whether that has happened.
+    #: Whether it reached the hard limit.
     expired: bool = False
-    #: When its time began to count: when it was first at the head of its device.
+    #: When its time limit began to count: when it became the first batch of its device.
     began_s: float | None = None
-    #: What the broker was told of it, as `dispatch/poison.py` has it.
+    #: The note of it in the broker, made by `dispatch/poison.py`.
     note: object | None = None

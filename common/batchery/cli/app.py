@@ -69,8 +69,8 @@ def load_app(path: str, redis_url: str | None = None) -> Celery:
 
 def use_redis(app: Celery, url: str) -> None:
     """Makes a Redis the app's broker and result backend, whatever its environment names."""
-    # Not `broker_url` and `result_backend`: Celery ranks CELERY_BROKER_URL and
-    # CELERY_RESULT_BACKEND above them.
+    # `broker_url` and `result_backend` would not do: Celery ranks the variables CELERY_BROKER_URL
+    # and CELERY_RESULT_BACKEND above them.
     app.conf.update(broker_read_url=url, broker_write_url=url)
     app.backend_cls = url
 
@@ -85,7 +85,7 @@ def check_broker(app: Celery) -> None:
     with app.connection_for_read() as broker:
         url = broker.as_uri(include_password=True)
         if url.startswith(REDIS_SCHEMES):
-            # Celery has taken these out of the URL, or found them in a setting.
+            # Celery has moved the TLS options from the URL here, or found them in a setting.
             tls = broker.ssl if isinstance(broker.ssl, dict) else {}
             check_redis(_with_tls(url, tls), tls=tls)
             return
@@ -114,5 +114,5 @@ def check_backend(app: Celery) -> None:
 
 
 def _with_tls(url: str, tls: dict[str, Any]) -> str:
-    """To Celery, a setting for TLS outranks the scheme; and it spells options in its own way."""
+    """Makes a URL say that TLS is on: Celery keeps that in settings, and spells options its way."""
     return url.partition("?")[0].replace("redis://", "rediss://", 1) if tls else url

@@ -10,13 +10,13 @@ from rich.text import Text
 
 from batchery.cli.survey import Survey
 
-#: What stands where there is no figure yet.
+#: Shown where there is no figure yet.
 NONE = "-"
 
 #: A full bar of the size distribution, in characters.
 BAR_WIDTH = 20
 
-#: Colour of a device's state; a state that is not here has none.
+#: Colour of a device's state; other states have none.
 STATE_STYLES = {"ready": "green", "starting": "yellow", "dead": "bold red"}
 
 
@@ -24,8 +24,8 @@ def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
     """Draws a survey.
 
     Args:
-        now: What to draw.
-        before: An earlier survey, for rates, and to see who no longer answers.
+        now: The survey to draw.
+        before: An earlier survey: gives the rates, and the workers that no longer answer.
     """
     silent = sorted(set(before.workers) - set(now.workers)) if before is not None else []
     parts: list[RenderableType] = []
@@ -45,7 +45,7 @@ def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
 
 
 def queue_table(queues: Mapping[str, int]) -> Table:
-    """Messages in the broker, per queue."""
+    """How many messages wait in the broker, per queue."""
     table = Table("queue", box=box.SIMPLE)
     table.add_column("jobs waiting in the broker", justify="right")
     for name, depth in queues.items():
@@ -54,7 +54,7 @@ def queue_table(queues: Mapping[str, int]) -> Table:
 
 
 def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, float] | None) -> Table:
-    """The figures of one worker, a row each; means are over its whole life, rates are of now."""
+    """The figures of one worker, a row each. Means are over its whole life, rates are current."""
     table = Table(title=name, title_justify="left", box=box.SIMPLE, show_header=False)
     table.add_column(style="bold")
     table.add_column()
@@ -63,7 +63,7 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         table.add_row(f"memory of {device}", _memory(state))
         for model, facts in state.get("models", {}).items():
             table.add_row(f"{model} on {device}", _model(facts))
-            if "token_us" in facts:
+            if "fitted_batches" in facts:
                 table.add_row("", _costs(facts))
     batches = figures["batches"]
     oldest = _number(figures["oldest_waiting_s"], "s")
@@ -80,7 +80,7 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         "failed jobs": f"{batches['failed_jobs']:,}",
         "device restarts": f"{batches['device_restarts']:,}",
     }
-    # A worker of an earlier version does not say.
+    # A worker of an earlier version reports no caches.
     for task, cache in batches.get("caches", {}).items():
         rows[f"cache of {task}"] = _cache(cache)
     for label, text in rows.items():
@@ -102,7 +102,7 @@ def size_table(figures: Mapping[str, Any]) -> Table:
 
 
 def percent(share: float | None) -> str:
-    """A share of 1 as people say it."""
+    """A share of 1 as a percentage."""
     return NONE if share is None else f"{100 * share:.0f} %"
 
 
@@ -142,13 +142,12 @@ def _cache(cache: Mapping[str, Any]) -> str:
 
 
 def _costs(facts: Mapping[str, Any]) -> str:
-    """What a forward pass costs, as it was measured at the start or by recent batches."""
-    batches, useful = facts.get("fitted_batches"), facts.get("useful_items")
-    source = f"by {batches:,} batches" if batches else "as measured at the start"
+    """What a forward pass costs, learned from the batches that ran."""
+    useful = facts["useful_items"]
     enough = f"; {useful:,} items fill one" if useful else ""
     return (
         f"{facts['token_us']:,.1f} µs per token, {facts['item_us']:,.1f} µs per item,"
-        f" {facts['pass_ms']:,.2f} ms per pass, {source}{enough}"
+        f" {facts['pass_ms']:,.2f} ms per pass, by {facts['fitted_batches']:,} batches{enough}"
     )
 
 
@@ -158,7 +157,7 @@ def _mib(size_bytes: int) -> str:
 
 def _stages(batches: Mapping[str, Any]) -> str:
     shown = {"prepare": "mean_prepare_ms", "between": "mean_queued_ms", "commit": "mean_commit_ms"}
-    # A worker of an earlier version does not say.
+    # A worker of an earlier version does not report all of them.
     means = {label: batches.get(name) for label, name in shown.items()}
     return ", ".join(f"{label} {_number(mean, 'ms')}" for label, mean in means.items())
 

@@ -1,4 +1,4 @@
-"""`batchery dead`: messages that nobody could execute, for people to decide about."""
+"""`batchery dead`: shows, requeues and deletes messages that could not be executed."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,13 +19,13 @@ from batchery.cli.app import app_options, check_broker, load_app
 from batchery.errors import RedisUnavailable, SettingsError
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 
-#: Exit code where a dead letter that was named is not there.
+#: Exit code if a named dead letter does not exist.
 NOT_FOUND = 1
 
 #: Longest message that `show` prints without `--raw`, in characters.
 SHOWN_CHARS = 4000
 
-#: Width of the table, in characters, where the terminal does not say: enough for ids and reasons.
+#: Width of the table without a terminal, in characters: enough for ids and reasons.
 TABLE_WIDTH = 160
 
 HELP = """Look after dead letters: messages that could not be executed.
@@ -146,8 +146,8 @@ def opened(app: Celery) -> Iterator[DeadLetters]:
     """The dead letters of an app's broker.
 
     Raises:
-        RedisUnavailable: It does not answer, at first or later.
-        SettingsError: The broker is no Redis.
+        RedisUnavailable: The broker does not answer, at first or later.
+        SettingsError: The broker is not a Redis.
     """
     try:
         check_broker(app)
@@ -175,12 +175,12 @@ def draw(letters: Sequence[DeadLetter]) -> str:
         console.width = max(console.width, TABLE_WIDTH)
     with console.capture() as capture:
         console.print(table)
-    # Tables are filled up with spaces, which are a nuisance in a file or a mail.
+    # Tables are padded with spaces, which are a nuisance in a file or a mail.
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
 
 
 def describe(letter: DeadLetter, message: bytes) -> str:
-    """A dead letter as people read it."""
+    """Formats a dead letter for people."""
     headers = headers_of(message)
     text = message.decode(errors="backslashreplace")
     if len(text) > SHOWN_CHARS:
@@ -201,7 +201,7 @@ def describe(letter: DeadLetter, message: bytes) -> str:
 
 
 def headers_of(message: bytes) -> Mapping[str, Any]:
-    """Headers of a message; none where they cannot be read."""
+    """The headers of a message; empty if they cannot be read."""
     try:
         headers = json.loads(message)["headers"]
     except (ValueError, TypeError, LookupError, RecursionError):
@@ -210,14 +210,14 @@ def headers_of(message: bytes) -> Mapping[str, Any]:
 
 
 def printable(text: str) -> str:
-    """A text that strangers wrote, without what would move a terminal's cursor."""
+    """Escapes a stranger's text, so that it cannot move a terminal's cursor."""
     return "".join(
         char if char.isprintable() or char == "\n" else repr(char)[1:-1] for char in text
     )
 
 
 def moment(seconds: float) -> str:
-    """A time as people read it, in UTC."""
+    """Formats a time in UTC."""
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S}Z"
 
 

@@ -17,10 +17,10 @@ from batchery.errors import RedisUnavailable
 #: Exit codes of `batchery explain`.
 SUCCEEDED, FAILED, UNFINISHED, UNKNOWN = 0, 1, 3, 4
 
-#: State in Celery's result -> exit code; a job in any other state is on its way.
+#: State in Celery's result -> exit code. A job in any other state is not finished.
 ENDS = {"SUCCESS": SUCCEEDED, "FAILURE": FAILED, "REVOKED": FAILED}
 
-#: What a worker calls the states of a job -> what it does there.
+#: State of a job, as a worker calls it -> the same in words.
 IN_WORKER = {
     "active": "runs on",
     "reserved": "waits in",
@@ -44,21 +44,21 @@ Exit codes:
 """
 
 #: How long workers may take to say whether they have the job, in seconds.
-ASK_S = 1.0
+ANSWER_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Whereabouts:
-    """What is known of one job.
+class JobStatus:
+    """The status of one job.
 
     Attributes:
-        state: Celery's state, or `WAITING`, `ACTIVE`, `SCHEDULED`, `ENDED`, `UNKNOWN` of a job that
-            has no result.
-        text: What there is to say about it.
-        exit_code: Of the command that says it.
+        state: Celery's state; for a job without a result, one of `WAITING`, `ACTIVE`, `SCHEDULED`,
+            `ENDED` and `UNKNOWN`.
+        text: An explanation, in words.
+        exit_code: Exit code of `batchery explain`.
         batch: Facts of the batch, as they are stored with the result.
         error: Why the job failed, or is tried again.
-        worker: Where a job without a result is.
+        worker: The worker that has a job without a result.
     """
 
     task_id: str
@@ -75,7 +75,7 @@ class Whereabouts:
         return f"{self.state}: {self.text}"
 
     def report(self) -> dict[str, Any]:
-        """For programs: the same as JSON has it."""
+        """For programs: the same as values for JSON."""
         return {
             "task_id": self.task_id,
             "state": self.state,
@@ -86,19 +86,19 @@ class Whereabouts:
         }
 
 
-def from_result(task_id: str, stored: Mapping[str, Any]) -> Whereabouts:
+def from_result(task_id: str, stored: Mapping[str, Any]) -> JobStatus:
     """Explains a job by its stored result.
 
     Args:
-        task_id: Of the job.
-        stored: As `backend.get_task_meta` returns it.
+        task_id: Id of the job.
+        stored: The answer of `backend.get_task_meta`.
     """
     state = str(stored["status"])
     batch = stored.get("batch")
     result = stored.get("result")
     error = spell_error(result) if isinstance(result, BaseException) else None
     known = describe_batch(batch) if batch else "no facts of a batch are stored with its result"
-    return Whereabouts(
+    return JobStatus(
         task_id,
         state,
         f"{known}; {error}" if error else known,
@@ -108,30 +108,30 @@ def from_result(task_id: str, stored: Mapping[str, Any]) -> Whereabouts:
     )
 
 
-def from_workers(task_id: str, answers: Mapping[str, Any]) -> Whereabouts:
-    """Explains a job without a result by what the workers say of it.
+def from_workers(task_id: str, answers: Mapping[str, Any]) -> JobStatus:
+    """Explains a job without a result by the workers' answers.
 
     Args:
-        task_id: Of the job.
-        answers: By worker, as `celery inspect query_task` has them.
+        task_id: Id of the job.
+        answers: By worker, as from `celery inspect query_task`.
     """
     for worker, found in sorted(answers.items()):
-        # A worker that could not understand the question answers with another dictionary.
+        # A worker that does not understand the question answers with another dictionary.
         job: Sequence[Any] | None = found.get(task_id)
         if job is not None:
             where = str(job[0])
             state = {"reserved": "WAITING", "ready": "ENDED"}.get(where, where.upper())
             text = f"{IN_WORKER.get(where, 'is in')} worker {worker}"
-            return Whereabouts(task_id, state, text, UNFINISHED, worker=worker)
+            return JobStatus(task_id, state, text, UNFINISHED, worker=worker)
     who = f"none of {len(answers)} workers has it" if answers else "no worker answers"
     if len(answers) == 1:
         who = f"worker {next(iter(answers))} does not have it"
     text = f"no result, and {who}: still in its queue, expired, or never sent"
-    return Whereabouts(task_id, "UNKNOWN", text, UNKNOWN)
+    return JobStatus(task_id, "UNKNOWN", text, UNKNOWN)
 
 
 def describe_batch(batch: Mapping[str, Any]) -> str:
-    """The facts of a batch as a sentence; a fact that is not there is left out."""
+    """The facts of a batch in words; missing facts are left out."""
     size = batch.get("size")
     device = f" on {batch['device']}" if batch.get("device") else ""
     waited, padding = batch.get("waited_ms"), batch.get("padding")
@@ -148,7 +148,7 @@ def describe_batch(batch: Mapping[str, Any]) -> str:
 
 
 def duration(milliseconds: float) -> str:
-    """A time with as many digits as anybody wants to know."""
+    """Formats a time with few digits."""
     if milliseconds >= 10_000:
         return f"{milliseconds / 1e3:.1f} s"
     return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
@@ -162,7 +162,7 @@ def spell_error(error: BaseException) -> str:
 @click.command(help=HELP)
 @click.argument("task_id")
 @app_options
-@timeout_option(ASK_S, "How long to wait for the workers' answers.")
+@timeout_option(ANSWER_TIMEOUT_S, "How long to wait for the workers' answers.")
 @click.option("--json", "as_json", is_flag=True, help="The same as a JSON object.")
 @click.pass_context
 def explain(
@@ -180,18 +180,19 @@ def explain(
     context.exit(found.exit_code)
 
 
-def find(app: Celery, task_id: str, timeout_s: float = ASK_S) -> Whereabouts:
-    """Looks for a job: in the result backend first, then in the workers.
+def find(app: Celery, task_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> JobStatus:
+    """Looks for a job: first in the result backend, then in the workers.
 
     Args:
-        app: Whose backend and workers are asked.
-        task_id: Of the job.
-        timeout_s: How long workers may take to answer; not waited for where there is a result.
+        app: The app whose backend and workers are asked.
+        task_id: Id of the job.
+        timeout_s: How long workers may take to answer, in seconds. If there is a result, nobody
+            asks them.
 
     Raises:
-        RedisUnavailable: Backend or broker does not answer.
+        RedisUnavailable: The backend or the broker does not answer.
         SettingsError: The app stores no results.
-        StartError: A broker that is no Redis does not answer.
+        StartError: The broker is not a Redis, and does not answer.
     """
     check_backend(app)
     try:

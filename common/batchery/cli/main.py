@@ -1,7 +1,7 @@
 """The `batchery` command; each package adds its own subcommands by entry point.
 
-The group of the entry points is `batchery.commands`. A subcommand is imported when it is asked for;
-one that cannot be imported says so, and the others work.
+The group of the entry points is `batchery.commands`. A subcommand is imported when it is called. If
+it cannot be imported, it says so, and the others work.
 """
 
 import signal
@@ -18,16 +18,16 @@ from batchery.errors import StartError
 
 GROUP = "batchery.commands"
 
-#: Exit code of a command that was interrupted, as every shell has it.
+#: Exit code of an interrupted command, as in every shell.
 INTERRUPTED = 128 + signal.SIGINT
 
 
 @contextmanager
 def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
-    """Ends the process as a command of Batchery should: one line on stderr, and an exit code.
+    """Ends the process after an error with one line on stderr and an exit code.
 
     Args:
-        with_traceback: Print the traceback of a `StartError`, too.
+        with_traceback: Also print the traceback of a `StartError`.
 
     Raises:
         SystemExit: With the error's exit code, or 130 after Ctrl-C.
@@ -46,14 +46,14 @@ def one_line_errors(*, with_traceback: bool = False) -> Iterator[None]:
 
 
 class CommandGroup(click.Group):
-    """A group of commands that are found among the entry points of installed packages."""
+    """A group whose commands are entry points of installed packages."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Names of all subcommands, sorted; imports none."""
         return sorted({*super().list_commands(ctx), *entry_points(group=GROUP).names})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports one subcommand; one that cannot be imported is replaced by one that says why."""
+        """Imports one subcommand; if that fails, returns a command that says why."""
         if command := super().get_command(ctx, cmd_name):
             return command
         for entry in entry_points(group=GROUP, name=cmd_name):

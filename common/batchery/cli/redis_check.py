@@ -1,4 +1,4 @@
-"""Is there a Redis? Asked before anything is started or sent, so that a wrong URL is one line."""
+"""Checks that a Redis answers, before anything is started or sent: a wrong URL costs one line."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from redis.retry import Retry
 
 from batchery.errors import RedisUnavailable
 
-#: How long a Redis may take to answer, in seconds; the network's own patience is minutes.
+#: How long a Redis may take to answer, in seconds; the network's own timeouts are minutes.
 TIMEOUT_S = 5.0
 
 
@@ -22,13 +22,14 @@ def check_redis(
     """Makes sure that a Redis answers.
 
     Args:
-        url: As Celery understands it: `redis://`, `rediss://`, `redis+socket://` or `unix://`. The
-            choice behind `sentinel://` is left to Celery: such a URL is not checked.
-        timeout_s: How long the Redis may take to answer.
-        tls: Options of the Redis client, such as `ssl_ca_certs`, that the URL does not say.
+        url: A URL as Celery takes it: `redis://`, `rediss://`, `redis+socket://` or `unix://`. A
+            `sentinel://` URL is not checked: Celery itself finds the server behind it.
+        timeout_s: How long the Redis may take to answer, in seconds.
+        tls: Options of the Redis client that are not in the URL, such as `ssl_ca_certs`.
 
     Raises:
-        RedisUnavailable: It does not; names the URL without its password and what to do.
+        RedisUnavailable: It does not answer. The text names the URL, without its password, and what
+            to do.
     """
     if url.startswith("sentinel://"):
         return
@@ -36,7 +37,7 @@ def check_redis(
         with connect(url, timeout_s, tls) as client:
             client.ping()
     except BusyLoadingError:
-        return  # It is there, and serves as soon as it has read its data.
+        return  # It is there, and serves once it has read its data.
     except (RedisError, OSError, ValueError) as error:
         raise RedisUnavailable(
             f"no Redis at {masked(url)}: {_reason(error)}; {_advice(error)}"
@@ -44,7 +45,7 @@ def check_redis(
 
 
 def masked(url: str) -> str:
-    """The URL without its password, for people's eyes; it need not be a good one."""
+    """The URL without its password, for people; works for malformed URLs, too."""
     return re.sub(r"(password=)[^&]*", r"\1**", re.sub(r"(://[^:@/]*):.*@", r"\1:**@", url))
 
 

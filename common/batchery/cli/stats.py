@@ -1,4 +1,4 @@
-"""`batchery stats`: what the batches of all workers look like, live."""
+"""`batchery stats`: figures of all workers' batches, live."""
 
 import json
 import signal
@@ -16,11 +16,11 @@ from batchery.cli.dashboard import dashboard
 from batchery.cli.survey import Survey, survey
 from batchery.errors import StartError
 
-#: Time between two looks, in seconds; all of it is spent on waiting for the workers' answers.
+#: Time of one look, in seconds: how long it collects the workers' answers.
 REFRESH_S = 1.0
 
-#: Exit code where no worker with batches answers.
-NOBODY = 1
+#: Exit code if no worker with batches answers.
+NO_WORKER = 1
 
 HELP = """Show what the batches of all workers look like, each second.
 
@@ -61,17 +61,17 @@ def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_
     """Shows the figures of all workers until Ctrl-C, or once.
 
     Args:
-        app: Whose workers and queues they are.
+        app: The app whose workers and queues are shown.
         once: Look twice and show the second look.
-        as_json: JSON lines instead of tables.
-        timeout_s: How long a look lasts.
+        as_json: Print JSON lines instead of tables.
+        timeout_s: How long a look takes, in seconds.
 
     Returns:
         The exit code.
 
     Raises:
-        RedisUnavailable: The broker does not answer, or no longer, with `once`.
-        StartError: The broker is no Redis and does not answer.
+        RedisUnavailable: The broker does not answer; with `once`, also if it stops answering.
+        StartError: The broker is not a Redis, and does not answer.
     """
     check_broker(app)
     if once:
@@ -86,7 +86,7 @@ def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_
 
 @contextmanager
 def _ctrl_c() -> Iterator[Callable[[], None]]:
-    """Remembers Ctrl-C; Python drops what is raised while a destructor happens to run."""
+    """Remembers Ctrl-C, because Python drops a KeyboardInterrupt that is raised in a destructor."""
     came = False
 
     def note(*_: object) -> None:
@@ -112,14 +112,14 @@ def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
         click.echo(json.dumps(second.report(first)))
     else:
         _print_tables(second, first)
-    return 0 if any("batches" in figures for figures in second.workers.values()) else NOBODY
+    return 0 if any("batches" in figures for figures in second.workers.values()) else NO_WORKER
 
 
 def _print_tables(now: Survey, before: Survey) -> None:
     console = Console()
     with console.capture() as capture:
         console.print(dashboard(now, before))
-    # Tables are filled up with spaces, which are a nuisance in a file or a mail.
+    # Tables are padded with spaces, which are a nuisance in a file or a mail.
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n"))
 
 
@@ -140,7 +140,7 @@ def _live(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
             try:
                 now = survey(app, timeout_s)
             except StartError as error:
-                # It was there: whoever watches wants to see when it comes back.
+                # The broker was there before. A person who watches wants to see it come back.
                 live.update(str(error), refresh=True)
                 time.sleep(timeout_s)
                 continue

@@ -1,4 +1,4 @@
-"""What all workers say of their batches at one moment, and how long their queues are."""
+"""The figures of all workers at one moment, and the lengths of their queues."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from batchery.transport.dead_letters import DeadLetters
 #: Remote-control command that the workers answer.
 COMMAND = "batchery"
 
-#: What two surveys are compared by: figures per second over the time between them.
+#: Figures whose growth per second two surveys give.
 RATES = ("jobs", "items", "batches", "failed_jobs")
 
 
@@ -24,10 +24,10 @@ class Survey:
     """The answers of one moment.
 
     Attributes:
-        workers: Figures by worker, as `celery inspect batchery` has them; `{"error": why}` of one
+        workers: Figures by worker, as from `celery inspect batchery`; `{"error": why}` for a worker
             that runs no batches.
-        queues: Messages waiting in the broker, by name of each queue that one of them consumes.
-        dead_letters: Messages that nobody could execute; None where the broker is no Redis.
+        queues: Messages that wait in the broker, by name of each queue that a worker consumes.
+        dead_letters: Number of dead letters; None if the broker is not a Redis.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
@@ -35,17 +35,15 @@ class Survey:
     dead_letters: int | None = None
 
     def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
-        """What a worker got done per second since an earlier survey.
-
-        The time between is taken from the worker's own clock.
+        """The rates of a worker since an earlier survey, by the worker's own clock.
 
         Args:
-            worker: Its name.
+            worker: Name of the worker.
             before: The earlier survey.
 
         Returns:
-            Jobs, items, batches and failed jobs per second, as `jobs_per_s` and so on; None where
-            the worker was not in both surveys, or was restarted between them.
+            Jobs, items, batches and failed jobs per second, as `jobs_per_s` and so on; None if the
+            worker was not in both surveys, or was restarted between them.
         """
         now = self.workers.get(worker, {})
         then = before.workers.get(worker, {}) if before is not None else {}
@@ -58,7 +56,7 @@ class Survey:
         return {f"{name}_per_s": round(count / seconds, 3) for name, count in gained.items()}
 
     def report(self, before: "Survey | None" = None) -> dict[str, Any]:
-        """The survey as JSON has it: `workers`, each with its `rates`, `queues`, `dead_letters`."""
+        """The survey for JSON: `workers`, each with its `rates`; `queues`; `dead_letters`."""
         workers = {
             name: {**figures, "rates": self.rates(name, before)}
             if "batches" in figures
@@ -75,11 +73,11 @@ class Survey:
 def survey(app: Celery, timeout_s: float) -> Survey:
     """Asks all workers at once, then the broker.
 
-    Nobody knows how many workers will answer, so this takes all of the time that it is given.
+    Nobody knows how many workers will answer, so this always takes the full time.
 
     Args:
-        app: Whose broker is asked.
-        timeout_s: How long answers are collected.
+        app: The app whose broker is asked.
+        timeout_s: How long answers are collected, in seconds.
 
     Raises:
         RedisUnavailable: The broker does not answer.
@@ -94,9 +92,9 @@ def survey(app: Celery, timeout_s: float) -> Survey:
 
 
 def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
-    """How many messages wait in each queue, sorted by name; those that a worker holds do not count.
+    """How many messages wait in each queue, sorted by name, without those that a worker holds.
 
-    Asked as every broker of Celery's understands it: a declaration that must not create the queue.
+    It declares each queue passively, which every broker of Celery's answers without creating it.
     """
     depths: dict[str, int] = {}
     with app.connection_for_read() as connection:
@@ -106,7 +104,7 @@ def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
                 with channel:
                     declared = channel.queue_declare(queue=name, passive=True)
             except connection.channel_errors:
-                # To Redis an empty queue is none.
+                # In Redis an empty queue does not exist.
                 depths[name] = 0
             else:
                 depths[name] = declared.message_count
@@ -114,7 +112,7 @@ def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
 
 
 def dead_letters(app: Celery) -> int | None:
-    """How many messages nobody could execute; None where the broker is no Redis."""
+    """The number of dead letters; None if the broker is not a Redis."""
     with app.connection_for_read() as connection:
         letters = DeadLetters.of(connection)
         return None if letters is None else len(letters)

@@ -18,16 +18,16 @@ from typing import Any, Protocol
 from kombu.utils.compat import detect_environment
 
 from batchery.execution.bisect_failures import SETTLED, as_failed, is_out_of_memory, isolate
-from batchery.execution.lookahead import Early
+from batchery.execution.lookahead import Lookahead, max_lookahead
 from batchery.model import Model
 
-#: Makes a context that is entered around each call of the user's code.
+#: Makes a context manager that is entered around each call of the user's code.
 Limit = Callable[[], AbstractContextManager[Any]]
 
 #: Cuts prepared items, given their lengths in tokens, into micro-batches of indices.
 Plan = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
-#: Makes a context that is entered around each call with some of the items, given their positions.
+#: Makes a context manager that is entered around each call; takes the positions of its items.
 Around = Callable[[range], AbstractContextManager[Any]]
 
 
@@ -45,11 +45,12 @@ def run_function(
         function: Takes a list of items and the keywords.
         items: At least one.
         keywords: Passed once for the whole batch.
-        resolve: Drives a coroutine to its end; by default on an event loop of its own.
+        resolve: Runs a coroutine to its end; by default on an event loop of its own.
         around: Entered around each call of the function.
 
     Returns:
-        One outcome per item, in order. An exception splits the batch until it hits one item alone.
+        One outcome per item, in order. After an exception the batch is split, until the item that
+        raises is alone.
     """
 
     def call(part: Sequence[int]) -> Any:
@@ -58,7 +59,7 @@ def run_function(
             answer = function([items[position] for position in part], **keywords)
             if inspect.iscoroutine(answer):
                 answer = (resolve or _resolve)(answer)
-            # The body of a generator is the function's, too.
+            # A generator runs the function's body here, so its exceptions belong here as well.
             return list(answer) if inspect.isgenerator(answer) else answer
 
     name = getattr(function, "__name__", type(function).__name__)
@@ -71,7 +72,7 @@ def prepare(model: Model, items: Sequence[Any], keywords: Mapping[str, Any]) -> 
         lambda part: model.preprocess(part, **keywords),
         items,
         name=f"{type(model).__name__}.preprocess",
-        spell=as_failed,
+        convert=as_failed,
     )
 
 
@@ -79,10 +80,10 @@ class Memory(Protocol):
     """Learns how large a forward pass may be."""
 
     def passed(self, tokens: int) -> None:
-        """A pass of so many tokens fitted into memory."""
+        """A pass of this many tokens fitted into memory."""
 
     def failed(self, tokens: int) -> None:
-        """A pass of so many tokens did not; it is tried again in halves."""
+        """A pass of this many tokens did not fit; it is tried again in halves."""
 
 
 def compute(
@@ -93,62 +94,66 @@ def compute(
     *,
     limit: Limit = nullcontext,
     memory: Memory | None = None,
-    early: Early | None = None,
-    following: Callable[[], None] = lambda: None,
+    lookahead: Lookahead | None = None,
+    start_next_batch: Callable[[], None] = lambda: None,
 ) -> tuple[list[Any], int, int]:
     """Runs the forward passes of a prepared batch.
 
-    As many passes as the model allows are begun before the results of the one in turn are awaited.
+    As many passes as the model allows are started before the results of the current one are
+    awaited.
 
     Args:
-        model: Loaded.
-        prepared: As `prepare` returned it; failed items keep their place.
+        model: A loaded model.
+        prepared: The list that `prepare` returned; failed items keep their position.
         keywords: The keywords of the batch.
-        plan: Cuts it into micro-batches; asked again for what is left when memory ran out, as
-            it may know better by then.
+        plan: Cuts the batch into micro-batches. When memory ran out, it is called again for the
+            rest, as it may know better by then.
         limit: Entered around each forward pass.
         memory: Told of each forward pass.
-        early: Where the first pass may have been begun.
-        following: Called while there is room for a pass to be begun, and none left in this batch,
-            to begin what comes behind it.
+        lookahead: Knows whether the first pass has started.
+        start_next_batch: Called when one more pass may be started and none is left in this batch;
+            starts the first pass of the next batch.
 
     Returns:
-        One outcome per item, in order; then the tokens that were needed and the tokens that were
-        computed, padding included.
+        One outcome per item, in order; then the number of tokens that were needed, and the number
+        that were computed, with padding.
     """
-    passes = _Passes(model, prepared, keywords, limit, memory, early or Early(model))
+    passes = _Passes(model, prepared, keywords, limit, memory, lookahead or Lookahead(model))
     lengths = passes.lengths
     name = f"{type(model).__name__}.forward"
     computed_tokens = 0
     ahead = _cut(plan, lengths, list(lengths))
     while ahead:
-        places = ahead.popleft()
-        passes.begin_next = partial(
-            passes.begin, list(islice(ahead, model.passes_ahead)), following
+        positions = ahead.popleft()
+        passes.start_next = partial(
+            passes.start, list(islice(ahead, max_lookahead(model))), start_next_batch
         )
         failures = passes.failures
-        results = isolate(passes.run, places, name=name)
-        for place, result in zip(places, results, strict=True):
-            passes.outcomes[place] = result
-        computed_tokens += _computed(model, lengths, places)
+        results = isolate(passes.run, positions, name=name)
+        for position, result in zip(positions, results, strict=True):
+            passes.outcomes[position] = result
+        computed_tokens += _computed(model, lengths, positions)
         if ahead and passes.failures > failures:
-            ahead = _cut(plan, lengths, [place for part in ahead for place in part])
+            ahead = _cut(plan, lengths, [position for part in ahead for position in part])
     return passes.outcomes, sum(lengths.values()), computed_tokens
 
 
 def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list[Any]]:
-    """The items of the passes that may be begun before the first one's turn; in their order."""
+    """The items of the passes that may be started before the turn of this batch, in order."""
     lengths = {
-        place: length
-        for place, length in enumerate(_lengths(model, prepared))
+        position: length
+        for position, length in enumerate(_lengths(model, prepared))
         if not isinstance(length, SETTLED)
     }
     ahead = _cut(plan, lengths, list(lengths))
-    return [[prepared[place] for place in places] for places in islice(ahead, model.passes_ahead)]
+    return [
+        [prepared[position] for position in positions]
+        for positions in islice(ahead, max_lookahead(model))
+    ]
 
 
 class _Passes:
-    """The forward passes of one prepared batch; an item is known by its place in it."""
+    """The forward passes of one prepared batch; items are identified by their positions."""
 
     def __init__(
         self,
@@ -157,41 +162,41 @@ class _Passes:
         keywords: Mapping[str, Any],
         limit: Limit,
         memory: Memory | None,
-        early: Early,
+        lookahead: Lookahead,
     ) -> None:
         self._model = model
-        self._early = early
+        self._lookahead = lookahead
         self._prepared = prepared
         self._keywords = keywords
         self._limit = limit
         self._memory = memory
         self.outcomes = list(prepared)
-        #: Tokens of the items that are fit to run, by place.
+        #: Tokens of the items that are fit to run, by position.
         self.lengths: dict[int, int] = {}
         #: How often memory ran out.
         self.failures = 0
         #: Called between a pass and its results.
-        self.begin_next: Callable[[], None] = lambda: None
-        for place, length in enumerate(_lengths(model, prepared)):
+        self.start_next: Callable[[], None] = lambda: None
+        for position, length in enumerate(_lengths(model, prepared)):
             if isinstance(length, SETTLED):
-                self.outcomes[place] = length
+                self.outcomes[position] = length
             else:
-                self.lengths[place] = length
+                self.lengths[position] = length
 
-    def begin(self, passes: Sequence[Sequence[int]], following: Callable[[], None]) -> None:
-        """Begins the passes over what stands at these places, which are likely the next ones."""
-        for places in passes:
-            self._early.begin(self._items(places), self._keywords)
-        if self._early.has_room:
-            following()
+    def start(self, passes: Sequence[Sequence[int]], start_next_batch: Callable[[], None]) -> None:
+        """Starts the passes over the items at these positions, which are likely to come next."""
+        for positions in passes:
+            self._lookahead.start(self._items(positions), self._keywords)
+        if self._lookahead.has_room:
+            start_next_batch()
 
-    def run(self, places: Sequence[int]) -> Any:
-        """One pass, over what stands at these places."""
-        tokens = _computed(self._model, self.lengths, places)
+    def run(self, positions: Sequence[int]) -> Any:
+        """Runs one pass, over the items at these positions."""
+        tokens = _computed(self._model, self.lengths, positions)
         try:
             with self._limit():
-                outputs = self._early.forward(self._items(places), self._keywords)
-                self.begin_next()
+                outputs = self._lookahead.forward(self._items(positions), self._keywords)
+                self.start_next()
                 answer = self._model.postprocess(outputs, **self._keywords)
         except BaseException as error:
             if is_out_of_memory(error):
@@ -203,29 +208,29 @@ class _Passes:
             self._memory.passed(tokens)
         return answer
 
-    def _items(self, places: Sequence[int]) -> list[Any]:
-        return [self._prepared[place] for place in places]
+    def _items(self, positions: Sequence[int]) -> list[Any]:
+        return [self._prepared[position] for position in positions]
 
 
-def _cut(plan: Plan, lengths: Mapping[int, int], places: Sequence[int]) -> deque[Sequence[int]]:
-    """Micro-batches of what stands at these places."""
-    cuts = plan([lengths[place] for place in places])
-    return deque([places[each] for each in chosen] for chosen in cuts)
+def _cut(plan: Plan, lengths: Mapping[int, int], positions: Sequence[int]) -> deque[Sequence[int]]:
+    """Micro-batches of the items at these positions."""
+    cuts = plan([lengths[position] for position in positions])
+    return deque([positions[each] for each in chosen] for chosen in cuts)
 
 
-def _computed(model: Model, lengths: Mapping[int, int], places: Sequence[int]) -> int:
-    """Tokens of a pass over what stands at these places, padding counted if there is any."""
-    chosen = [lengths[place] for place in places]
+def _computed(model: Model, lengths: Mapping[int, int], positions: Sequence[int]) -> int:
+    """Tokens of a pass over the items at these positions, padding counted if there is any."""
+    chosen = [lengths[position] for position in positions]
     return max(chosen) * len(chosen) if model.pads else sum(chosen)
 
 
 def _lengths(model: Model, prepared: Sequence[Any]) -> list[Any]:
-    """Tokens of each prepared item as a plain number; items that have failed, or fail at it."""
+    """Tokens of each prepared item; instead of a number, the outcome of an item that has failed."""
 
     def count(items: Sequence[Any]) -> list[Any]:
         return [each if isinstance(each, SETTLED) else int(model.tokens(each)) for each in items]
 
-    return isolate(count, prepared, name=f"{type(model).__name__}.tokens", spell=_as_it_is)
+    return isolate(count, prepared, name=f"{type(model).__name__}.tokens", convert=_as_it_is)
 
 
 def _as_it_is(outcome: Any) -> Any:
@@ -233,9 +238,9 @@ def _as_it_is(outcome: Any) -> Any:
 
 
 def _resolve(coroutine: Any) -> Any:
-    """Drives a coroutine from a plain call; on another thread if this one runs an event loop."""
+    """Runs a coroutine from a plain call; on another thread if this one runs an event loop."""
     if detect_environment() != "default":
-        # All green threads share one thread, where one event loop can run at a time.
+        # All green threads share one thread, which can run one event loop at a time.
         with _turn():
             return asyncio.run(coroutine)
     try:
@@ -248,5 +253,5 @@ def _resolve(coroutine: Any) -> Any:
 
 @cache
 def _turn() -> Any:
-    # Made at its first use, when gevent or eventlet have surely put their own lock in place.
+    # Created on first use: by then gevent or eventlet have replaced the lock with their own.
     return threading.RLock()

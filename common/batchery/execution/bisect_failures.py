@@ -9,7 +9,7 @@ from typing import Any
 from batchery.errors import OutOfMemory, WrongLength
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 
-#: Outcomes that are final before a forward pass: no value will come of them.
+#: Outcomes that are not values. An item with one of them needs no forward pass.
 SETTLED = (Failed, RetryAfter, Replace, Ignore, Reject)
 
 
@@ -18,24 +18,24 @@ def isolate(
     items: Sequence[Any],
     *,
     name: str,
-    spell: Callable[[Any], Any] | None = None,
+    convert: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
     """Calls with all items; after an exception with each half, until the culprit is alone.
 
     Args:
         call: Returns one outcome per item; may raise.
-        items: Any number.
-        name: What to call it in errors.
-        spell: Applied to each outcome; by default, what makes a result of it.
+        items: Any number of items.
+        name: Name of the call in errors.
+        convert: Applied to each outcome; by default it makes rows of arrays plain lists.
 
     Returns:
-        One outcome per item, in order. Where the number of outcomes was wrong, every item of that
-        call has failed: nobody can tell which outcome belongs to which item.
+        One outcome per item, in order. If the number of outcomes was wrong, every item of that call
+        has failed: nobody can tell which outcome belongs to which item.
     """
     if not items:
         return []
     try:
-        outcomes = [(spell or _plain)(each) for each in _outcomes(call(items), len(items), name)]
+        outcomes = [(convert or _plain)(each) for each in _outcomes(call(items), len(items), name)]
     except WrongLength as error:
         return [Failed(error) for _ in items]
     except BaseException as error:
@@ -46,11 +46,11 @@ def isolate(
             return [_failed(error, name)]
     else:
         return outcomes
-    # Outside the handler, where the exception and the tensors in its frames are free again.
+    # Outside the handler, because by now the exception and the tensors in its frames are freed.
     middle = len(items) // 2
     return [
-        *isolate(call, items[:middle], name=name, spell=spell),
-        *isolate(call, items[middle:], name=name, spell=spell),
+        *isolate(call, items[:middle], name=name, convert=convert),
+        *isolate(call, items[middle:], name=name, convert=convert),
     ]
 
 
@@ -71,7 +71,7 @@ def _outcomes(answer: Any, expected: int, name: str) -> list[Any]:
 
 
 def as_failed(outcome: Any) -> Any:
-    """Takes an exception that was returned instead of raised for what was meant."""
+    """Treats an exception that was returned like one that was raised."""
     if isinstance(outcome, BaseException) and not isinstance(outcome, Ignore | Reject):
         outcome = Failed(outcome)
     if isinstance(outcome, Failed) and isinstance(outcome.error, BaseException):
@@ -106,12 +106,12 @@ def _failed(error: BaseException, name: str) -> Any:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on the host or on a device."""
-    # Known by its name, as torch is not imported here.
+    # The name identifies torch's error, as torch is not imported here.
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
 
 
 def _safe(error: BaseException, name: str) -> BaseException:
-    """Another exception for those by which Celery's worker would feel addressed itself."""
+    """Replaces exceptions that would end Celery's worker instead of the job."""
     if isinstance(error, SystemExit):
         return RuntimeError(f"{name} called sys.exit({error.code!r})")
     if isinstance(error, MemoryError):

@@ -1,4 +1,4 @@
-"""Forward passes that are begun before their turn, so that the device never waits for the host."""
+"""Forward passes that are started before their turn, so that no device waits for the host."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,16 @@ from celery.exceptions import SoftTimeLimitExceeded
 from batchery.model import Model
 
 
-class Begun(NamedTuple):
+def max_lookahead(model: Model) -> int:
+    """How many forward passes may be started before the results of the current one are awaited.
+
+    It is more than 0 only for models whose `forward` returns before the device has computed. The
+    built-in models say so by `passes_ahead`.
+    """
+    return int(getattr(model, "passes_ahead", 0))
+
+
+class StartedPass(NamedTuple):
     """A pass that the device computes."""
 
     items: Sequence[Any]
@@ -17,29 +26,28 @@ class Begun(NamedTuple):
     outputs: Any
 
 
-class Early:
-    """The forward passes of a model, of which as many may be begun early as it allows."""
+class Lookahead:
+    """Runs the forward passes of a model, and starts as many in advance as the model allows."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
         #: In the order of their turns.
-        self._begun: deque[Begun] = deque()
+        self._started: deque[StartedPass] = deque()
 
     @property
     def has_room(self) -> bool:
-        """Whether one more pass may be begun."""
-        return len(self._begun) < self._model.passes_ahead
+        """Whether one more pass may be started."""
+        return len(self._started) < max_lookahead(self._model)
 
-    def begin(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
-        """Begins the pass that is likely next, or next but one, if it was not begun.
+    def start(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        """Starts a pass that is likely to come soon, unless it has started.
 
-        Whatever goes wrong is left for its turn: there the pass runs again, alone, and fails as any
-        other does.
+        Errors are left for its turn: there the pass runs again, and fails as any other pass does.
 
         Raises:
-            SoftTimeLimitExceeded: The limit of the batch in turn was reached meanwhile.
+            SoftTimeLimitExceeded: The limit of the current batch was reached meanwhile.
         """
-        if not self.has_room or any(_is(each, items, keywords) for each in self._begun):
+        if not self.has_room or any(_is_same(each, items, keywords) for each in self._started):
             return
         try:
             outputs = self._model.forward(items, **keywords)
@@ -47,21 +55,22 @@ class Early:
             raise
         except Exception:  # noqa: BLE001 - the code of any model
             return
-        self._begun.append(Begun(items, keywords, outputs))
+        self._started.append(StartedPass(items, keywords, outputs))
 
     def forward(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """The outputs of a pass: of the one that was begun, if it was this one."""
-        while self._begun:
-            # Outputs of another pass, for which the plan has changed, take memory.
-            begun = self._begun.popleft()
-            if _is(begun, items, keywords):
-                return begun.outputs
-            del begun
+        """The outputs of a pass, which may have started."""
+        while self._started:
+            # The plan may have changed since. Outputs of passes that are no longer wanted are
+            # dropped, because they take memory.
+            started = self._started.popleft()
+            if _is_same(started, items, keywords):
+                return started.outputs
+            del started
         return self._model.forward(items, **keywords)
 
 
-def _is(begun: Begun, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
-    """Whether a pass that was begun is this one."""
-    if len(begun.items) != len(items) or begun.keywords != keywords:
+def _is_same(started: StartedPass, items: Sequence[Any], keywords: Mapping[str, Any]) -> bool:
+    """Whether a started pass is over these very items."""
+    if len(started.items) != len(items) or started.keywords != keywords:
         return False
-    return all(one is other for one, other in zip(begun.items, items, strict=True))
+    return all(one is other for one, other in zip(started.items, items, strict=True))

@@ -1,4 +1,4 @@
-"""Packed jobs: one message that carries n items, on any pool.
+"""Multi-item jobs: one message that carries n items, on any pool.
 
 The message header `batchery: {"v": 1, "n": 3}` says that the argument is a list of three items;
 the result is then a list of three `{"ok": value}` or `{"error": {...}}`. Stock workers ignore the
@@ -14,7 +14,7 @@ from batchery.outcomes import Failed, Replace, RetryAfter
 HEADER = "batchery"
 VERSION = 1
 
-#: Most items in one message; more shall be several messages, or one lost worker repeats it all.
+#: Maximum number of items in one message. A lost worker repeats the whole message.
 MAX_ITEMS = 10_000
 
 
@@ -26,7 +26,7 @@ def items_of(argument: Any, header: Any) -> tuple[list[Any], bool]:
         header: The value of the `batchery` header, or None.
 
     Returns:
-        The items, and whether the job is packed.
+        The items, and whether this is a multi-item job.
 
     Raises:
         InvalidItem: The header is malformed, or does not fit the argument.
@@ -50,7 +50,7 @@ def items_of(argument: Any, header: Any) -> tuple[list[Any], bool]:
 
 
 def result_of(outcomes: Sequence[Any]) -> list[dict[str, Any]]:
-    """Writes the outcomes of a packed job's items as its result."""
+    """Writes the outcomes of a multi-item job's items as its result."""
     return [_entry(outcome) for outcome in outcomes]
 
 
@@ -58,11 +58,11 @@ def _entry(outcome: Any) -> dict[str, Any]:
     if isinstance(outcome, Failed):
         return {"error": _error(outcome.exception)}
     if isinstance(outcome, RetryAfter):
-        # One item of a message cannot be sent again alone: its caller does it.
+        # One item of a message cannot be sent again alone: that is up to its caller.
         cause = outcome.error or InvalidItem(f"try again in {outcome.seconds:g} s")
         return {"error": {**_error(cause), "retry_after_s": outcome.seconds}}
     if isinstance(outcome, Replace):
-        # Nor can one item become a job.
+        # One item of a message cannot become a job either.
         return {"error": _error(InvalidItem("one item of a packed job cannot be replaced"))}
     if isinstance(outcome, BaseException):
         return {"error": _error(outcome)}

@@ -1,7 +1,7 @@
-"""Replies: a stream in the result backend, on which a producer hears which of its jobs are done.
+"""Completion streams: a stream in the result backend tells a producer which of its jobs are done.
 
-The message header `batchery: {"v": 1, "reply": "<name>"}` asks for it. Workers of Batchery write to
-it in the step that stores the results; nobody else does, so that a producer must also look for
+The message header `batchery: {"v": 1, "reply": "<name>"}` asks for it. Batchery's workers write to
+it in the same step that stores the results. Other workers do not, so a producer must also look for
 results itself.
 """
 
@@ -19,13 +19,13 @@ FIELD = b"ids"
 
 
 def reply_of(header: Any) -> str | None:
-    """The name of the reply that a job asks for.
+    """The name of the completion stream that a job asks for.
 
     Args:
         header: The value of the `batchery` header, or None.
 
     Returns:
-        None if it asks for none, or for something else than a name: a key in Redis is made of it.
+        None if the job asks for none, or the name is malformed: it becomes part of a Redis key.
     """
     if not isinstance(header, Mapping) or header.get("v") != VERSION:
         return None
@@ -34,20 +34,20 @@ def reply_of(header: Any) -> str | None:
 
 
 def reply_key(backend: Any, name: str) -> bytes:
-    """The key of a reply, with the prefix that results have.
+    """The key of a completion stream, with the prefix that results have.
 
     Args:
-        backend: Celery's own for Redis.
-        name: As `reply_of` found it.
+        backend: Celery's result backend for Redis.
+        name: A name from `reply_of`.
     """
     return backend_prefix(backend) + b"batchery:reply:" + name.encode()
 
 
 def backend_prefix(backend: Any) -> bytes:
-    """What the keys of results begin with, and so do ours beside them; mostly empty.
+    """The prefix of all result keys, and so of our keys next to them; usually empty.
 
     Args:
-        backend: Celery's own for Redis.
+        backend: Celery's result backend for Redis.
     """
     prefix: bytes = backend.get_key_for_task("-").removesuffix(b"celery-task-meta--")
     return prefix

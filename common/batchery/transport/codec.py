@@ -1,7 +1,7 @@
 """Reads messages as kombu does, in a third of the time.
 
-Kombu's decoder looks into each mapping for a value of a type that JSON lacks. Hardly any message
-has such a value, and a message without one can be read by a decoder that knows only JSON.
+Kombu's decoder searches each mapping for values of types that JSON lacks, such as dates. Few
+messages have one. All others can be read by a decoder that knows only JSON.
 """
 
 from contextlib import suppress
@@ -19,7 +19,7 @@ else:
 
 JSON = "application/json"
 
-#: Kombu's mark of a value that JSON has no type for.
+#: The key by which kombu marks a value that JSON has no type for.
 TYPE_MARK = b'"__type__"'
 
 
@@ -38,11 +38,12 @@ def read_json(data: bytes) -> Any:
 def _read_plain(data: bytes) -> Any:
     """Reads JSON with only JSON's own types; anything else is a ValueError.
 
-    So is some JSON that Python's decoder reads: half a surrogate pair, or very many levels.
+    It also refuses some JSON that Python's decoder reads: half a surrogate pair, or very deep
+    nesting.
     """
     if TYPE_MARK in data:
         raise ValueError("a value may be of another type")
-    # Names of fields come again and again, ids never.
+    # The names of fields recur, so they are cached. Ids never do.
     return from_json(data, cache_strings="keys")
 
 

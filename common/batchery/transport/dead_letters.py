@@ -22,27 +22,26 @@ MAX_TOKENS_PER_COMMAND = 500
 #: Longest reason that is kept, in characters: an error may quote a whole message.
 MAX_REASON_CHARS = 1000
 
-#: Is called with headers and reason of each message that nobody can read, when it becomes a dead
-#: letter. The headers have an id, and callbacks, chain and chord where the body has them. A worker
-#: stores the failure, so that no caller waits for ever. It is called where the worker must not
-#: wait.
+#: Called for each message that nobody can read, when it becomes a dead letter, with its headers and
+#: the reason. The headers have an id, and the body's callbacks, chain and chord if there are any. A
+#: worker stores the failure, so that no caller waits for ever. These callables must not block.
 on_dead_letter: list[Callable[[Mapping[str, Any], str], None]] = []
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """What is known of a dead letter, without its message."""
+    """The description of a dead letter, without its message."""
 
-    #: Its name: the number of its last lease, so that later dead letters have larger ones.
+    #: Its id: the number of its last lease, so later dead letters have larger ones.
     token: str
     reason: str
     #: When it became a dead letter, in seconds since 1970.
     died_s: float
-    #: Id of the job; None if the message does not say it.
+    #: Id of the job; None if it cannot be read.
     id: str | None
-    #: Name of the task; None if the message does not say it.
+    #: Name of the task; None if it cannot be read.
     task: str | None
-    #: The queue that it was in, and goes to when it is requeued.
+    #: The queue that it came from, and returns to when it is requeued.
     queue: str
 
 
@@ -53,7 +52,7 @@ class DeadLetters:
         """Asks Redis nothing yet.
 
         Args:
-            client: A `redis.Redis` of the broker's database, which answers with bytes.
+            client: A `redis.Redis` for the broker's database, which answers with bytes.
             prefix: Kombu's `global_keyprefix`.
         """
         self._client = client
@@ -63,11 +62,11 @@ class DeadLetters:
 
     @classmethod
     def of(cls, connection: Any) -> "DeadLetters | None":
-        """The dead letters of an open kombu connection's broker; None if that is no Redis."""
+        """The dead letters of an open kombu connection's broker; None if it is not a Redis."""
         if not isinstance(connection.transport, Transport):
             return None
         channel = connection.default_channel
-        # Kombu's own client would put the prefix before some keys and not before others.
+        # Kombu's own client would add the prefix to some keys and not to others.
         return cls(redis.Redis(connection_pool=channel.pool), channel.global_keyprefix)
 
     def __len__(self) -> int:
@@ -75,7 +74,7 @@ class DeadLetters:
 
     def __iter__(self) -> Iterator[DeadLetter]:
         """All dead letters, oldest first."""
-        # A scan may find one twice.
+        # A scan may return one of them twice.
         found = dict(self._client.hscan_iter(self._keys.dead, count=MAX_TOKENS_PER_COMMAND))
         for token, value in sorted(found.items(), key=lambda item: int(item[0])):
             yield self._read(token.decode(), value)
@@ -93,12 +92,10 @@ class DeadLetters:
         return sorted((token.decode() for token in self._client.hkeys(self._keys.dead)), key=int)
 
     def requeue(self, tokens: Sequence[str]) -> list[str]:
-        """Puts messages back into their queues, behind those that wait there.
-
-        Each is at any time either a dead letter or in its queue.
+        """Moves messages to the end of their queues; each move is one step.
 
         Returns:
-            The tokens of those that were there.
+            The tokens of the dead letters that existed.
         """
         keys = [self._keys.dead, self._keys.dead_messages]
         done: list[str] = []
@@ -108,7 +105,7 @@ class DeadLetters:
         return done
 
     def purge(self, tokens: Sequence[str]) -> int:
-        """Deletes dead letters for good; returns how many of them were there."""
+        """Deletes dead letters for good; returns how many of them existed."""
         count = 0
         for part in _parts(tokens):
             with self._client.pipeline() as pipe:
@@ -138,7 +135,7 @@ def queue_of(key: str, prefix: str) -> str:
 
 
 def describe(reason: str, task_id: str | None, task: str | None) -> dict[str, Any]:
-    """Describes a message that is about to become a dead letter; kept apart from the message."""
+    """Describes a message that is about to become a dead letter; stored next to the message."""
     return {
         "reason": reason[:MAX_REASON_CHARS],
         "died_s": round(time.time(), 3),
@@ -148,7 +145,7 @@ def describe(reason: str, task_id: str | None, task: str | None) -> dict[str, An
 
 
 def dead_letter_malformed(lease_store: LeaseStore, token: str, error: Exception) -> None:
-    """Makes a dead letter of a message that cannot be understood, with the reason.
+    """Moves a message that cannot be understood to the dead letters, with the reason.
 
     Raises:
         redis.RedisError: Redis does not answer.
@@ -166,10 +163,10 @@ def dead_letter_malformed(lease_store: LeaseStore, token: str, error: Exception)
 
 
 def readable_headers(message: bytes) -> dict[str, Any]:
-    """Reads the headers of a message that is broken somewhere, and what its body says of others.
+    """Reads the headers of a broken message, and its callbacks, errbacks, chain and chord.
 
     Returns:
-        An empty dictionary where no id can be read.
+        An empty dictionary if no id can be read.
     """
     try:
         read: Any = json.loads(message.decode("utf-8", "replace"))
@@ -182,7 +179,7 @@ def readable_headers(message: bytes) -> dict[str, Any]:
 
 
 def read_embed(body: Any) -> dict[str, Any]:
-    """Reads callbacks, errbacks, chain and chord of a body, text or base64, if it can be read."""
+    """Reads callbacks, errbacks, chain and chord of a body, text or base64; empty if unreadable."""
     try:
         raw = body.encode() if isinstance(body, str) else body
         text = raw if raw.lstrip().startswith(b"[") else base64.b64decode(raw)

@@ -1,8 +1,8 @@
-"""What this process holds: the leases of one worker in one broker database.
+"""The leases of one worker in one broker database.
 
-The lease store belongs to the process, not to a connection. Celery makes a new connection, channel
-and QoS after each broken one, while batches still run. Their acknowledgements must still arrive,
-and what waits must come again.
+The lease store belongs to the process, not to a connection. After each broken connection Celery
+makes a new connection, channel and QoS, while batches still run. Their acknowledgements must still
+arrive, and waiting messages must be delivered again.
 """
 
 import atexit
@@ -36,15 +36,16 @@ class Stoppable(Protocol):
 
 
 class LeaseStore:
-    """The leases of one worker; for the thread of its event loop, where nothing else is said."""
+    """The leases of one worker; for its event loop's thread, unless a method says otherwise."""
 
     def __init__(self, client: "redis.Redis", prefix: str, expiry_s: float) -> None:
         """Asks Redis nothing yet.
 
         Args:
-            client: A client of the broker's database that nobody else closes: channels come and go.
+            client: A client of the broker's database. Nobody else may close it, as channels come
+                and go.
             prefix: Kombu's `global_keyprefix`.
-            expiry_s: Silence of this worker, in seconds, after which others may take its leases.
+            expiry_s: Time without a heartbeat, in seconds, after which others may take the leases.
         """
         # redis-py types every answer as one of an ordinary and an asynchronous client.
         self.client: Any = client
@@ -68,19 +69,19 @@ class LeaseStore:
 
     @property
     def worker(self) -> str:
-        """This worker's id; a new one after a fence."""
+        """This worker's id; a fenced worker gets a new one."""
         return self._registration.worker
 
     @property
     def lease_key(self) -> str:
-        """HASH of this worker's leases; a new one after a fence."""
+        """HASH of this worker's leases; a fenced worker gets a new one."""
         return self.keys.lease(self.worker)
 
     def open(self) -> None:
         """Registers this worker; does nothing if it is registered.
 
         Raises:
-            RedisUnavailable: This Redis cannot do what leases need; says what.
+            RedisUnavailable: This Redis cannot hold leases; the text says why.
             redis.RedisError: Redis does not answer.
         """
         if self._open:
@@ -91,7 +92,7 @@ class LeaseStore:
         atexit.register(self._close_quietly)
 
     def rejoin(self) -> int:
-        """Forgets what was held before the fence, and registers as another worker.
+        """Forgets the leases of a fenced worker, and registers it anew.
 
         Returns:
             The number of leases that were lost.
@@ -102,17 +103,18 @@ class LeaseStore:
             self._bookkeeping.drop()
         self._running_batches.drop()
         self.flush()
-        # Usually nothing is left. But if only the list of workers was lost, nobody else looks.
+        # Usually no lease is left in Redis. But if only the list of workers was lost, nobody else
+        # gives the leases back.
         self._registration.unregister()
         self._registration.register(self.leases.last_token)
         self.fenced = False
         return lost
 
     def close(self) -> None:
-        """Gives everything back in the original order, and unregisters this worker.
+        """Gives all leases back in the original order, and unregisters this worker.
 
         Raises:
-            redis.RedisError: Redis does not answer; other workers will find out.
+            redis.RedisError: Redis does not answer; other workers will recover the leases.
         """
         if not self._open or not self._registration.is_mine:
             return
@@ -125,7 +127,7 @@ class LeaseStore:
 
     @property
     def is_open(self) -> bool:
-        """Whether this worker holds leases, or may."""
+        """Whether this worker is registered, and may hold leases."""
         return self._open
 
     def _close_quietly(self) -> None:
@@ -134,10 +136,10 @@ class LeaseStore:
         except redis.RedisError as error:
             logger.warning("leases could not be given back, they will expire: %s", error)
 
-    # What is held
+    # The leases
 
     def take(self, token: str, owner: LeaseOwner, key: str) -> None:
-        """Enters a lease that Redis has granted on a message from the queue of that key."""
+        """Adds a lease that Redis has granted; `key` is that of the message's queue."""
         self.leases.take(token, owner, key)
 
     def holds(self, token: str) -> bool:
@@ -145,22 +147,28 @@ class LeaseStore:
         return token in self.leases and not self.fenced
 
     def deaths(self, token: str) -> int | None:
-        """How often a job ran alone in a worker that died; None if it is no suspect."""
+        """How many workers died while the job ran alone; None if it is no suspect."""
         lease = self.leases.get(token)
         return None if lease is None else lease.deaths
 
     def suspect(self, token: str, suspect: str, deaths: int) -> None:
-        """Remembers that a job was on a device when its worker died; `suspect` is its field."""
+        """Marks a job as a suspect: it was on a device when its worker died.
+
+        Args:
+            token: Token of its lease.
+            suspect: Its field in the HASH of suspects.
+            deaths: How many workers died while it ran alone.
+        """
         if lease := self.leases.get(token):
             lease.suspect, lease.deaths = suspect, deaths
 
     def published(self, token: str, publish_tag: str) -> None:
-        """Remembers that Redis has dedupe keys of what the completion of a job has published."""
+        """Remembers that the job's completion has published messages, with dedupe keys."""
         if lease := self.leases.get(token):
             lease.publish_tag = publish_tag
 
     def still_held(self, tokens: Collection[str]) -> set[str]:
-        """Asks which of the leases Redis still knows; one round trip, from any thread."""
+        """Asks Redis which of the leases it still has; one round trip, from any thread."""
         with self.client.pipeline(transaction=False) as pipe:
             for token in tokens:
                 pipe.hexists(self.lease_key, token)
@@ -177,7 +185,7 @@ class LeaseStore:
             self.leases.forget(token)
 
     def _end(self, token: str) -> Lease | None:
-        """Forgets a lease of a job that will not come again, here or elsewhere."""
+        """Forgets the lease of a job that will not be delivered again, here or elsewhere."""
         lease = self.leases.forget(token)
         if lease is not None and lease.suspect is not None:
             self._bookkeeping.cleared(lease.suspect)
@@ -212,7 +220,7 @@ class LeaseStore:
             if tokens:
                 pipe.hdel(self.lease_key, *tokens)
             with self._bookkeeping.sent_by(pipe):
-                # A refusal of anything else must not hold up the acknowledgements.
+                # If Redis refuses the other commands, the acknowledgements must still go out.
                 answers = pipe.execute(raise_on_error=False)
             if tokens:
                 if isinstance(answers[0], Exception):
@@ -230,7 +238,7 @@ class LeaseStore:
             first: True for the front of the queue, False for its end.
 
         Raises:
-            redis.RedisError: Redis does not answer; the messages come with the next `reconcile`.
+            redis.RedisError: Redis does not answer; the next `reconcile` delivers the messages.
         """
         if not self._registration.is_mine:
             return
@@ -248,18 +256,18 @@ class LeaseStore:
 
         Args:
             owner: Counts all leases from now on.
-            active: Tokens of jobs that still run; they must not come again.
+            active: Tokens of jobs that still run; they must not be delivered again.
 
         Returns:
-            Token, queue key and message of what must be delivered (again), oldest first: it waited
-            when the connection broke, or the answer that brought it was lost.
+            Token, queue key and message of each message to deliver, oldest first. It was waiting
+            when the connection broke, or the answer of Redis that carried it was lost.
 
         Raises:
             redis.RedisError: Redis does not answer.
         """
         gone, again = self.leases.adopt(self._known_tokens(), owner, active)
         self.lost(gone)
-        # What another thread has acknowledged meanwhile has no value any more.
+        # Another thread may have acknowledged some meanwhile: then Redis has no value for them.
         self.flush()
         values = self.client.hmget(self.lease_key, again) if again else []
         found = zip(again, values, strict=True)
@@ -269,18 +277,18 @@ class LeaseStore:
         with self.client.pipeline(transaction=False) as pipe:
             known, last = pipe.hkeys(self.lease_key).get(self.keys.token).execute()
         if (behind := self.leases.last_token - int(last or 0)) > 0:
-            # A restart cost Redis its last second. A token must not come twice: an acknowledgement
-            # of the first lease would end the second.
+            # A restart of Redis may lose the last second. A token must not be given twice: an
+            # acknowledgement of the first lease would end the second one.
             self.client.incrby(self.keys.token, behind)
         return {token.decode() for token in known}
 
     # Suspects and dead letters
 
     def began(self, jobs: Mapping[str, str], *, alone: bool) -> int:
-        """Notes which jobs are on a device, so that a death of this worker can be blamed on them.
+        """Notes in Redis which jobs go to a device: they are the suspects if this worker dies.
 
-        Redis will know it even if this process dies now; nobody waits for its answer. For one
-        thread, as `ended`.
+        Redis gets the note even if this process dies now. Nobody waits for its answer. Call this
+        and `ended` from one thread.
 
         Args:
             jobs: Task id by token.
@@ -293,16 +301,16 @@ class LeaseStore:
         return self._running_batches.began(self.worker, jobs, alone=alone, cleared=cleared)
 
     def ended(self, batch: int) -> None:
-        """Notes that a batch is back, or that its device died, which is counted elsewhere."""
+        """Notes that a batch is back or its device has died; deaths of devices count elsewhere."""
         self._running_batches.ended(batch)
 
     def dead_letter_on_ack(self, token: str, letter: Mapping[str, Any]) -> None:
-        """Makes a message a dead letter at the moment when it will be acknowledged."""
+        """Moves a message to the dead letters when it is acknowledged."""
         if lease := self.leases.get(token):
             lease.dead_letter = letter
 
     def dead_letter(self, token: str, letter: Mapping[str, Any]) -> bool:
-        """Makes a message a dead letter now; returns whether its lease was still held."""
+        """Moves a message to the dead letters now; returns whether its lease was still held."""
         self._end(token)
         keys = [self.lease_key, self.keys.dead, self.keys.dead_messages]
         return bool(self.scripts.run("dead_letter", keys, token, json.dumps(letter)))
@@ -315,14 +323,14 @@ _lock = threading.Lock()
 def acquire_lease_store(
     identity: tuple[Any, ...], holder: object, make: Callable[[], LeaseStore]
 ) -> LeaseStore:
-    """Gives a channel that begins to lease a store: one that another channel left, or a new one.
+    """Gives a lease store to a channel: one that another channel has left, or a new one.
 
-    Two channels never share a store: what one of them leases just now would look to the other like
-    an answer that was lost.
+    Two channels never share a store: a lease that one of them just got would look to the other like
+    one whose answer was lost.
 
     Args:
-        identity: Where the broker's database is, its number, and its key prefix. A forked child has
-            its own process id, and so its own stores.
+        identity: Address of the broker, number of its database, and key prefix. A forked child has
+            another process id, and so its own stores.
         holder: The channel; `store.holder = None` gives the store back.
         make: Makes a new store.
     """
@@ -337,7 +345,7 @@ def acquire_lease_store(
 
 
 def discard_lease_store(store: LeaseStore) -> None:
-    """Forgets a store that is closed: the next channel may come with another password."""
+    """Forgets a closed store: the next channel may have another password."""
     with _lock:
         for stores in _stores.values():
             if store in stores:

@@ -10,7 +10,7 @@ class LeaseOwner(Protocol):
     """Counts leased messages against the prefetch of a channel."""
 
     def adopt(self, token: str) -> None:
-        """Counts a job that still runs, whose message came over a channel that is gone."""
+        """Counts a running job whose message came over an earlier channel."""
 
     def forget(self, token: str) -> None:
         """Stops counting a message; from any thread."""
@@ -18,25 +18,25 @@ class LeaseOwner(Protocol):
 
 @dataclass(slots=True)
 class Lease:
-    """One message that this process answers for."""
+    """One leased message."""
 
-    #: Is told when the lease ends; None while no channel counts the message.
+    #: Counts the message until the lease ends; None while no channel counts it.
     owner: LeaseOwner | None
     #: Key of the queue that the message came from.
     key: str = ""
-    #: How often the job ran alone in a worker that died; None if it is no suspect.
+    #: How many workers died while the job ran alone; None if it is no suspect.
     deaths: int | None = None
-    #: The job's field among the suspects; None if it is no suspect.
+    #: The job's field in the HASH of suspects; None if it is no suspect.
     suspect: str | None = None
-    #: Tag of the job's message, once its completion has published messages of its own.
+    #: Tag of the job's message; None until the job's completion has published messages.
     publish_tag: str | None = None
-    #: Set for a message that must not be taken once more. Where the message would have been
-    #: acknowledged, it becomes this dead letter.
+    #: Description of the dead letter that the message becomes when it is acknowledged; None for any
+    #: message that may run again.
     dead_letter: Mapping[str, Any] | None = None
 
 
 class Leases:
-    """Leases by token; changed by the event loop's thread, ended by any thread."""
+    """Leases by token. The event loop's thread adds and changes them; any thread may end them."""
 
     def __init__(self) -> None:
         self._held: dict[str, Lease] = {}
@@ -57,7 +57,7 @@ class Leases:
         return self._held.get(token)
 
     def take(self, token: str, owner: LeaseOwner, key: str) -> None:
-        """Enters a lease."""
+        """Adds a lease."""
         self._held[token] = Lease(owner, key)
         self.last_token = max(self.last_token, int(token))
 
@@ -77,7 +77,7 @@ class Leases:
         return Counter(lease.key for lease in list(self._held.values()))
 
     def owned_by(self, owner: LeaseOwner) -> list[str]:
-        """Tokens of the leases that an owner counts."""
+        """The tokens of all leases that an owner counts."""
         return [token for token, lease in self._held.items() if lease.owner is owner]
 
     def abandon(self, owner: LeaseOwner) -> None:
@@ -87,7 +87,7 @@ class Leases:
                 lease.owner = None
 
     def disown(self, tokens: Collection[str]) -> None:
-        """Leaves some leases to the next reconciliation, even if the owner stays the same."""
+        """Makes the next reconciliation deliver some messages again, even to the same owner."""
         for token in tokens:
             if lease := self._held.get(token):
                 lease.owner = None
@@ -99,11 +99,11 @@ class Leases:
 
         Args:
             known: Tokens that Redis has.
-            owner: Counts everything that is still held from now on.
+            owner: Counts all leases that are still held, from now on.
             active: Tokens of jobs that run.
 
         Returns:
-            Tokens that Redis no longer has, and tokens of messages that must be delivered (again).
+            Tokens that Redis no longer has, and tokens of messages that must be delivered.
         """
         gone = []
         again = [token for token in known if token not in self._held]
@@ -122,6 +122,6 @@ class Leases:
 
 
 def split_value(value: bytes) -> tuple[str, bytes]:
-    """Splits a lease as Redis has it into queue key and message."""
+    """Splits the value of a lease in Redis into queue key and message."""
     key, _, message = value.partition(b"\0")
     return key.decode(), message

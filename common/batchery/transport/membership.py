@@ -1,4 +1,4 @@
-"""Which workers live: this one says so by a heartbeat, and watches the others'."""
+"""Membership: this worker sends heartbeats, and a failure detector watches those of the others."""
 
 import logging
 import threading
@@ -23,18 +23,19 @@ BEATS_PER_EXPIRY = 5
 class FailureDetector:
     """One worker's view of all others. Pure: heartbeats and the time are arguments.
 
-    A heartbeat's own age proves nothing: after an outage of Redis, a paused machine or a jump of
-    its clock, all of them are old. What counts is that the same heartbeat was seen unchanged for a
-    full expiry, on this worker's own monotonic clock, without a gap in between.
+    The age of a heartbeat proves nothing: after an outage of Redis, a paused machine or a jump of
+    its clock, all heartbeats are old. A worker counts as dead if its heartbeat stayed the same for
+    a full expiry, by this worker's own monotonic clock, and this worker looked without a gap.
     """
 
     def __init__(self, expiry_s: float, max_gap_s: float) -> None:
         """Knows no worker yet.
 
         Args:
-            expiry_s: How long a worker may be silent before it counts as dead, unless it says
-                otherwise.
-            max_gap_s: Longest time between two looks; after a longer one everything starts anew.
+            expiry_s: How long a worker may send no heartbeat before it counts as dead, in seconds,
+                unless it has registered another time.
+            max_gap_s: Maximum time between two observations, in seconds; after a longer one, all
+                observation starts anew.
         """
         self._expiry_s = expiry_s
         self._max_gap_s = max_gap_s
@@ -45,13 +46,13 @@ class FailureDetector:
         self._undisturbed_since_s: float | None = float("-inf")
 
     def reset(self) -> None:
-        """Forgets everything: the connection was lost, and with it the proof."""
+        """Starts all observation anew, because the connection was lost."""
         self._since.clear()
         self._observed_s = None
         self._undisturbed_since_s = None
 
     def undisturbed_s(self, now_s: float) -> float:
-        """How long nothing has interrupted the observation, in seconds."""
+        """How long the observation has gone on without an interruption, in seconds."""
         return 0.0 if self._undisturbed_since_s is None else now_s - self._undisturbed_since_s
 
     def observe(
@@ -60,15 +61,15 @@ class FailureDetector:
         now_s: float,
         expiries_s: Mapping[str, float] = MappingProxyType({}),
     ) -> list[tuple[str, int]]:
-        """Takes in what Redis says now.
+        """Compares the heartbeats with those of the last observation.
 
         Args:
-            heartbeats: Last heartbeat of every worker by its id; only compared, never read as time.
+            heartbeats: Last heartbeat of every worker by its id; compared, but not read as a time.
             now_s: This worker's monotonic clock.
-            expiries_s: How long each worker may be silent; the others as long as this one.
+            expiries_s: Expiry of each worker, in seconds; this worker's own for those not named.
 
         Returns:
-            The dead workers, each with the heartbeat that was seen.
+            The dead workers, each with its last heartbeat.
         """
         if self._observed_s is not None and now_s - self._observed_s > self._max_gap_s:
             self.reset()
@@ -89,16 +90,16 @@ class FailureDetector:
 
 
 class Heartbeat:
-    """A thread that keeps this worker's leases, and gives back those of workers that died.
+    """A thread that renews this worker's leases, and recovers those of dead workers.
 
-    It has a connection of its own, so nothing that Celery's event loop does delays it.
+    It has its own connection, so Celery's event loop cannot delay it.
     """
 
     def __init__(self, lease_store: LeaseStore, client: "redis.Redis") -> None:
-        """Does not beat yet.
+        """Sends no heartbeat yet.
 
         Args:
-            lease_store: This worker's, which is open.
+            lease_store: The open lease store of this worker.
             client: A client for this thread alone.
         """
         self._lease_store = lease_store
@@ -133,10 +134,10 @@ class Heartbeat:
         self._client.connection_pool.disconnect()
 
     def beat(self, now_s: float) -> None:
-        """Sends one heartbeat, and looks once at the other workers.
+        """Sends one heartbeat, and observes those of the other workers once.
 
         Args:
-            now_s: Monotonic time.
+            now_s: Monotonic time in seconds.
 
         Raises:
             redis.RedisError: Redis does not answer.
@@ -151,16 +152,17 @@ class Heartbeat:
                 store.fenced = True
             return
         store.flush()
-        beats = {
+        heartbeats = {
             name.decode(): int(float(beat))
             for name, beat in zip(flat[::2], flat[1::2], strict=True)
         }
-        del beats[worker]
-        for name, beat in self._detector.observe(beats, now_s, self._expiries_of(beats)):
+        del heartbeats[worker]
+        expiries_s = self._expiries_of(heartbeats)
+        for name, beat in self._detector.observe(heartbeats, now_s, expiries_s):
             self._recover(name, beat, now_s)
 
     def _expiries_of(self, workers: Collection[str]) -> Mapping[str, float]:
-        """How long other workers may be silent, as they said when they registered."""
+        """The expiries of other workers, as they registered them."""
         unknown = [worker for worker in workers if worker not in self._expiries_s]
         if unknown:
             told: Any = self._client.hmget(self._lease_store.keys.worker_info, unknown)
@@ -170,7 +172,7 @@ class Heartbeat:
         return self._expiries_s
 
     def _recover(self, worker: str, beat: int, now_s: float) -> None:
-        # Just after an outage many workers look dead that only lost their connection, as we did.
+        # Just after an outage many live workers look dead: like this one, they lost the connection.
         counts = self._detector.undisturbed_s(now_s) >= 2 * self._lease_store.expiry_s
         count: Any = self._scripts.run(
             "recover", self._lease_store.keys.of_recovery(worker), worker, beat, int(counts)

@@ -1,4 +1,4 @@
-"""The channel's side of the outbox: what a job's completion publishes goes out once."""
+"""The channel's side of the outbox: each message of a job's completion is published once."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 else:
     _Channel = object
 
-#: How long dedupe keys stay where no acknowledgement removes them, in seconds: until a job that was
-#: interrupted has run again. Such a job is put at the head of its queue.
+#: How long dedupe keys stay if no acknowledgement removes them, in seconds. An interrupted job must
+#: run again within this time; it goes to the head of its queue.
 DEDUPE_TTL_S = 3600
 
 
@@ -40,11 +40,11 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
         """Puts a message into a queue, unless its dedupe key is there already.
 
         Args:
-            outbox: Of the job that publishes.
+            outbox: The outbox of the job that publishes.
             key: Key of the queue.
-            message: As kombu makes it.
+            message: In kombu's form.
         """
-        keys = [Keys(self.global_keyprefix).sent(outbox.publish_tag), key]
+        keys = [Keys(self.global_keyprefix).dedupe_keys(outbox.publish_tag), key]
         args = [outbox.dedupe_key(message), DEDUPE_TTL_S, dumps(message)]
         if outbox.lease is not None:
             holder, token = outbox.lease
@@ -55,5 +55,5 @@ class OutboxChannel(_Channel):  # type: ignore[misc]
 
     @cached_property
     def _outbox_scripts(self) -> RedisScripts:
-        # Kombu's own client would put its prefix before the first key of a script alone.
+        # Kombu's own client would add its prefix to the first key of a script only.
         return transport_scripts(redis.Redis(connection_pool=self.pool))

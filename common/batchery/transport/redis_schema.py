@@ -24,7 +24,7 @@ class Keys:
 
     @property
     def workers(self) -> str:
-        """ZSET of worker ids by last heartbeat."""
+        """ZSET of worker ids by the time of the last heartbeat."""
         return f"{self.prefix}batchery:workers"
 
     @property
@@ -34,12 +34,12 @@ class Keys:
 
     @property
     def token(self) -> str:
-        """STRING, the last token that was given."""
+        """STRING: the last token that was given out."""
         return f"{self.prefix}batchery:token"
 
     @property
     def suspects(self) -> str:
-        """HASH of task ids to deaths."""
+        """HASH of task ids to the number of workers that died while the job ran alone."""
         return f"{self.prefix}batchery:suspects"
 
     @property
@@ -57,15 +57,15 @@ class Keys:
         return f"{self.prefix}batchery:lease:{worker}"
 
     def running(self, worker: str) -> str:
-        """HASH of batch ids to the tokens that are on a device."""
+        """HASH of batch numbers to the tokens and ids of the jobs on a device."""
         return f"{self.prefix}batchery:running:{worker}"
 
-    def sent(self, publish_tag: str) -> str:
-        """SET of dedupe keys: what the completion of one job has published."""
+    def dedupe_keys(self, publish_tag: str) -> str:
+        """SET of the dedupe keys of one job: which messages its completion has published."""
         return f"{self.prefix}batchery:sent:{publish_tag}"
 
     def queue(self, name: str) -> str:
-        """A queue's key, as kombu's Redis client spells it."""
+        """A queue's key, with the prefix that kombu's Redis client adds."""
         return f"{self.prefix}{name}"
 
     def of_recovery(self, worker: str) -> list[str]:

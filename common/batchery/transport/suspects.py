@@ -1,7 +1,7 @@
-"""Who may have killed a worker: which batches are on its devices, and which jobs are cleared.
+"""Suspects: the jobs that were on a device when their worker died.
 
-Redis is told before a batch leaves for a device, and nobody waits for its answer: once sent, a note
-outlives the process. Waiting would cost a tenth of a millisecond of the event loop per batch.
+A worker notes each batch in Redis before it goes to a device, and does not wait for the answer: a
+note that was sent outlives the process. To wait would cost the event loop 0.1 ms per batch.
 """
 
 import json
@@ -21,45 +21,48 @@ from batchery.transport.redis_schema import Keys
 
 logger = logging.getLogger("batchery.transport")
 
-#: Ids that are written as they are; almost every task id is one.
+#: Ids that need no quoting; almost all task ids.
 PLAIN_ID = re.compile(r"[\w.-]+", re.ASCII)
 
 #: Maximum number of jobs of one script; Redis answers nobody else meanwhile.
 MAX_COMPLETED_PER_SCRIPT = 500
 
-#: Time after which a worker's notes go away by themselves, in seconds: a fenced worker may write a
-#: note that nobody looks for. Longer than any batch runs.
+#: Time after which a worker's notes expire, in seconds; longer than any batch runs. A fenced worker
+#: may write a note that nobody ever removes.
 RUNNING_TTL_S = 24 * 3600
 
-#: Maximum number of commands that wait for a Redis that is away; older ones are dropped. A worker
-#: has fewer batches than that on its devices.
+#: Maximum number of commands that wait while Redis is away; older ones are dropped. A worker has
+#: fewer batches on its devices.
 MAX_WAITING_COMMANDS = 64
 
 _Command = tuple[str | int, ...]
 
 
 class AckBookkeeping:
-    """What Redis is told along with acknowledgements, as a round trip of its own costs 0.1 ms."""
+    """Bookkeeping that is sent along with acknowledgements, because a round trip costs 0.1 ms.
+
+    It covers cleared suspects, dedupe keys and dead letters.
+    """
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        #: Fields among the suspects.
+        #: Fields in the HASH of suspects.
         self._cleared: deque[str] = deque()
-        #: Token of each message that is acknowledged together with its dedupe keys, and their key.
+        #: Token and key of the dedupe keys, for each message that is acknowledged with them.
         self._completed: deque[tuple[str, str]] = deque()
-        #: Token and description of each message that becomes a dead letter.
+        #: Token and description of each message that is about to become a dead letter.
         self._dead_letters: deque[tuple[str, Mapping[str, Any]]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether something must not wait for the next acknowledgement."""
+        """Whether anything is waiting to be sent."""
         return bool(self._cleared or self._completed or self._dead_letters)
 
     def cleared(self, suspect: str) -> None:
-        """Notes that a suspect is settled: its deaths need not be known any more."""
+        """Clears a suspect that is settled: Redis may forget its deaths."""
         self._cleared.append(suspect)
 
     def take_cleared(self) -> list[str]:
-        """Returns the suspects that are cleared and not told yet; the caller must tell Redis."""
+        """Returns the cleared suspects that Redis does not know of; the caller must tell it."""
         taken = []
         with suppress(IndexError):
             while True:
@@ -67,15 +70,15 @@ class AckBookkeeping:
         return taken
 
     def completed(self, token: str, publish_tag: str) -> None:
-        """Notes an acknowledgement, with which the job's dedupe keys go."""
-        self._completed.append((token, self._keys.sent(publish_tag)))
+        """Queues an acknowledgement that also removes the job's dedupe keys."""
+        self._completed.append((token, self._keys.dedupe_keys(publish_tag)))
 
     def dead_lettered(self, token: str, letter: Mapping[str, Any]) -> None:
-        """Notes that a message becomes a dead letter."""
+        """Queues the move of a message to the dead letters."""
         self._dead_letters.append((token, letter))
 
     def drop(self) -> None:
-        """Forgets what was not sent: its worker is no more."""
+        """Forgets what was not sent, because the worker is fenced."""
         self._cleared.clear()
         self._completed.clear()
         self._dead_letters.clear()
@@ -96,7 +99,7 @@ class AckBookkeeping:
         """Acknowledges messages and removes their dedupe keys.
 
         Raises:
-            redis.RedisError: Redis does not answer; the rest goes on waiting.
+            redis.RedisError: Redis does not answer; the rest stays queued.
         """
         while some := list(islice(self._completed.copy(), MAX_COMPLETED_PER_SCRIPT)):
             tokens, dedupe_keys = zip(*some, strict=True)
@@ -108,7 +111,7 @@ class AckBookkeeping:
         """Moves messages to the dead letters.
 
         Raises:
-            redis.RedisError: Redis does not answer, or has no room; the rest goes on waiting.
+            redis.RedisError: Redis does not answer, or its memory is full; the rest stays queued.
         """
         keys = [lease_key, self._keys.dead, self._keys.dead_messages]
         while self._dead_letters:
@@ -118,7 +121,7 @@ class AckBookkeeping:
 
 
 class RunningBatches:
-    """Notes of running batches, sent on a connection of their own; for one thread."""
+    """Notes of running batches, sent on their own connection; for one thread."""
 
     def __init__(self, client: "redis.Redis", keys: Keys) -> None:
         """Connects with the first note."""
@@ -127,8 +130,8 @@ class RunningBatches:
         self._connection: Any = None
         self._numbers = count(1)
         self._waiting: deque[_Command] = deque(maxlen=MAX_WAITING_COMMANDS)
-        #: Batches that ended. They are worth no message of their own: recovery looks only at jobs
-        #: whose leases are still there.
+        #: Batches that ended. They can wait for the next command: recovery ignores jobs whose
+        #: leases are gone.
         self._ended: list[int] = []
 
     def began(
@@ -140,7 +143,7 @@ class RunningBatches:
             worker: Id of this worker.
             jobs: Task id by token.
             alone: Whether no other job runs meanwhile.
-            cleared: Suspects that are none any more. Redis is told now, as this batch may end the
+            cleared: Suspects that were cleared. Redis must know before this batch can kill the
                 worker.
         """
         batch = next(self._numbers)
@@ -158,20 +161,20 @@ class RunningBatches:
         try:
             self._send()
         except (redis.RedisError, OSError) as error:
-            # The batch runs all the same. The broker's own connection will notice, too.
+            # The batch runs nevertheless. The broker's own connection will notice the outage.
             logger.debug("no note of a batch: %r", error)
             self.drop_connection()
         return batch
 
     def ended(self, batch: int) -> None:
-        """Notes that a batch is on no device any more; Redis is told with the next batch."""
+        """Notes that a batch has left its device; Redis learns it with the next batch."""
         self._ended.append(batch)
-        # The connection is checked now, as the next batch is in a hurry.
+        # Check the connection now, so that the next batch need not wait for it.
         if self._connection is not None and not self._is_well():
             self.drop_connection()
 
     def drop(self) -> None:
-        """Forgets what was not sent: its worker is no more."""
+        """Forgets what was not sent, because the worker is fenced."""
         self._waiting.clear()
         self._ended = []
 
@@ -186,7 +189,7 @@ class RunningBatches:
         if self._connection is not None and not self._is_well():
             self.drop_connection()
         if self._connection is None:
-            # The pool checks a connection before it lends it out.
+            # The pool checks each connection that it hands out.
             self._connection = self._pool.get_connection()
         packed = self._connection.pack_commands(self._waiting)
         self._connection.send_packed_command(packed, check_health=False)
@@ -208,11 +211,11 @@ class RunningBatches:
 
 
 def spell_id(task_id: str) -> str:
-    """Spells a task id as one word: anybody can send an id with a space, or with no Unicode."""
+    """Quotes a task id as one word: a client may send an id with spaces or invalid Unicode."""
     return task_id if PLAIN_ID.fullmatch(task_id) else quote(task_id, errors="surrogatepass")
 
 
 def suspect_of(payload: Mapping[str, Any]) -> str:
-    """The field that a message would have among the suspects, whatever is in its headers."""
+    """The field that a message would have in the HASH of suspects; its headers may be malformed."""
     headers = payload.get("headers")
     return spell_id(str(headers.get("id"))) if isinstance(headers, Mapping) else ""

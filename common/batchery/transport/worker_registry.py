@@ -1,4 +1,4 @@
-"""A worker's entry in Redis, by which others know it; and what its server must be able to do."""
+"""Registers a worker in Redis, so that others know it, and checks that this Redis is fit for it."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ class Registration:
     """Registers this worker, and unregisters it; with a new worker id each time."""
 
     def __init__(self, client: Any, keys: Keys, scripts: RedisScripts, expiry_s: float) -> None:
-        """Asks Redis nothing yet; `expiry_s` is how long this worker may be silent."""
+        """Asks Redis nothing yet; this worker counts as dead after `expiry_s` without heartbeat."""
         self._client = client
         self._keys = keys
         self._scripts = scripts
@@ -38,10 +38,10 @@ class Registration:
         return self._pid == os.getpid()
 
     def check_server(self) -> None:
-        """Looks whether the server can hold leases.
+        """Checks that the server can hold leases.
 
         Raises:
-            RedisUnavailable: It cannot do what leases need; says what.
+            RedisUnavailable: It cannot; the text says why.
             redis.RedisError: It does not answer.
         """
         require_supported(server_info(self._client, "server"))
@@ -65,7 +65,7 @@ class Registration:
         )
 
     def unregister(self) -> None:
-        """Removes this worker; what it still holds goes back to the queues, in the original order.
+        """Removes this worker; its leases go back to the queues, in the original order.
 
         Raises:
             redis.RedisError: Redis does not answer.
@@ -75,7 +75,7 @@ class Registration:
 
 
 def server_info(client: Any, section: str) -> Mapping[str, Any]:
-    """Reads a section of INFO; empty where this user may not see it.
+    """Reads a section of INFO; empty if this user may not see it.
 
     Raises:
         redis.RedisError: Redis does not answer.
@@ -114,7 +114,7 @@ def warn_of_eviction(info: Mapping[str, Any]) -> None:
 
 
 def expiry_of(about: bytes | None) -> float | None:
-    """How long a worker may be silent, in seconds, as its entry says; None if it does not say.
+    """The expiry that a worker has registered, in seconds; None if there is none.
 
     Args:
         about: The worker's entry in worker-info.

@@ -4,10 +4,9 @@ import itertools
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from celery import Celery
 
@@ -15,17 +14,15 @@ from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.run.api import task_of
+from batchery_producer.run.loop import FileRun
+from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
 from batchery_producer.run.report import Report
-from batchery_producer.run.sender import Sending
 from batchery_producer.run.summary import Ending, Summary, duration
 
 #: Jobs of the probe, and how long it may take, in seconds.
 PROBE_JOBS = 512
 PROBE_S = 15.0
-
-#: Options of `submit_file` that make no difference to a dry run.
-PASSED_OVER = ("keep_results", "stop_at_failure", "expires_s", "timeout_s", "progress", "notice")
 
 #: Broken rows that are shown.
 MOST_SHOWN = 5
@@ -64,16 +61,7 @@ def try_file(
     output: str | Path,
     *,
     app: Celery,
-    window: int = PROBE_JOBS,
-    queue: str | None = None,
-    keywords: Mapping[str, Any] | None = None,
-    errors: str | Path | None = None,
-    ordered: bool = False,
-    overwrite: bool = False,
-    resume: bool = False,
-    report: str | Path | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    **reading: Any,
+    options: SubmitOptions,
 ) -> DryRun:
     """Checks input, output, app, task and workers; reads all rows, and submits the first ones.
 
@@ -82,23 +70,21 @@ def try_file(
     Raises:
         BatcheryError: As `submit_file` does.
     """
-    for name in PASSED_OVER:
-        reading.pop(name, None)
-    dataset, end_s = Dataset(source, **reading), float("inf")
-    Output(dataset, output, errors, ordered=ordered, overwrite=overwrite, resume=resume)
-    if report:
-        Report(report, dataset, output, errors)
-    jobs = Sending(
-        app,
-        task_of(dataset, task),
-        window=min(window, PROBE_JOBS),
-        queue=queue,
-        keywords=keywords,
+    dataset, end_s = Dataset(source, **options.reading), float("inf")
+    Output(dataset, output, **options.writing)
+    if options.report:
+        Report(options.report, dataset, output, options.errors)
+    stop = options.stop
+    probe_options = SubmitOptions(
+        window=min(options.window, PROBE_JOBS),
+        queue=options.queue,
+        keywords=options.keywords,
         stop=lambda: stop() or time.monotonic() > end_s,
     )
+    run = FileRun(app, task_of(dataset, task), probe_options)
     first, rows, shown = _read(itertools.takewhile(lambda _: not stop(), dataset), dataset)
     end_s = time.monotonic() + PROBE_S
-    probe = _probe(jobs, dataset, first) if first else None
+    probe = _probe(run, dataset, first) if first else None
     left_s = rows[0] / probe.rate if probe and probe.rate else None
     return DryRun(*rows, shown, probe, left_s)
 
@@ -122,15 +108,15 @@ def _read(
     return first, (whole, broken), shown
 
 
-def _probe(jobs: Sending, dataset: Dataset, rows: Sequence[Record]) -> Summary:
+def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
     names = [each.name for each in dataset.sources]
-    journal = Journal(secrets.token_hex(8), jobs.task, {}, names, [], len(rows))
+    journal = Journal(secrets.token_hex(8), run.task, {}, names, [], len(rows))
     with (
         tempfile.TemporaryDirectory(prefix="batchery-") as folder,
         Output(dataset, Path(folder, "probe.jsonl")) as files,
     ):
         files.open(journal)
-        return jobs.run(rows, files, journal)
+        return run.run(rows, files, journal)
 
 
 def describe_dry_run(run: DryRun, name: str) -> str:

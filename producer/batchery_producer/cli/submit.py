@@ -5,7 +5,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,16 +17,17 @@ from batchery.cli.main import main, one_line_errors
 from batchery_producer.cli.dry_run import describe_dry_run, try_file
 from batchery_producer.cli.progress import LineDisplay, LiveDisplay, display_on
 from batchery_producer.files.source import FORMATS, STANDARD_STREAM
-from batchery_producer.run.api import WINDOW, submit_file
+from batchery_producer.run.api import submit_file
+from batchery_producer.run.options import WINDOW, SubmitOptions
 from batchery_producer.run.summary import Summary, duration
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 HELP = """Submit every row of SOURCE as one job, and write every result to a file.
 
-SOURCE is one or many files or patterns ('data/*.jsonl'), or - for standard input: JSON lines, CSV,
-TSV, plain text (one item per line), Parquet, Arrow, or requests of OpenAI's batch API for
-embeddings. gzip and zstd are recognised. Blank lines are passed over.
+SOURCE is one or many files, URLs (s3://, hf://, https://) or patterns ('data/*.jsonl'), or - for
+standard input: JSON lines, CSV, TSV, plain text (one item per line), Parquet, Arrow, or requests of
+OpenAI's batch API for embeddings. gzip, zstd, bz2 and xz are recognised. Blank lines are skipped.
 
 Results are JSON lines {"id", "line", "result"} in the order in which they are completed; or CSV,
 TSV, Parquet or Arrow, as OUTPUT ends, written when all are there. Jobs that fail, and lines that
@@ -178,44 +179,37 @@ def _options(
 @click.option("--quiet", is_flag=True, help="No progress and no summary.")
 @click.option("--json", "as_json", is_flag=True, help="Summary as JSON on stdout.")
 def submit(
-    *,
+    source: Sequence[str],
+    task: str | None,
+    output: str,
     app_path: str,
     redis_url: str | None,
-    keywords: dict[str, Any],
-    options: dict[str, Any],
-    on_error: str,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-    **rest: Any,
+    **flags: Any,
 ) -> None:
     """Runs the command; see `HELP`."""
-    if as_json and rest["output"] == STANDARD_STREAM:
+    dry_run, quiet, as_json = (flags.pop(name) for name in ("dry_run", "quiet", "as_json"))
+    flags["keywords"] |= flags.pop("options")
+    flags["stop_at_failure"] = flags.pop("on_error") == "stop"
+    if as_json and output == STANDARD_STREAM:
         raise click.UsageError("--json and -o - both want stdout")
-    console = Console(stderr=True)
     with Interrupt() as interrupt, one_line_errors():
         app = load_app(app_path, redis_url)
-        keywords = {**keywords, **options}
+        options = SubmitOptions(stop=interrupt, **flags)
         if dry_run:
-            tried = try_file(app=app, keywords=keywords, stop=interrupt, **rest)
-            click.echo(describe_dry_run(tried, " ".join(rest["source"])), err=True)
+            tried = try_file(source, task, output, app=app, options=options)
+            click.echo(describe_dry_run(tried, " ".join(source)), err=True)
             sys.exit(tried.ending.value)
         display: AbstractContextManager[LiveDisplay | LineDisplay | None] = (
-            nullcontext() if quiet else display_on(console, rest["task"] or "submit")
+            nullcontext() if quiet else display_on(Console(stderr=True), task or "submit")
         )
         with display as shown:
-            hooks = {"progress": shown.show, "notice": shown.note} if shown else {}
-            summary = submit_file(
-                app=app,
-                keywords=keywords,
-                stop=interrupt,
-                stop_at_failure=on_error == "stop",
-                **{**hooks, **rest},
-            )
+            if shown:
+                options = replace(options, progress=shown.show, notice=shown.note)
+            summary = submit_file(source, task, output, app=app, options=options)
     if as_json:
         click.echo(json.dumps(as_dict(summary)))
     if not quiet or summary.message:
-        click.echo(describe(summary, rest["output"]), err=True)
+        click.echo(describe(summary, output), err=True)
     sys.exit(summary.ending.value)
 
 

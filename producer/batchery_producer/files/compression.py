@@ -1,6 +1,11 @@
-"""Packed files: gzip and zstd, recognised by their first bytes, written one member at a time."""
+"""Compressed files: gzip and zstd are ours to read and write, others are read through fsspec.
+
+gzip and zstd are recognised by their first bytes, and written one member at a time, so that a file
+that was torn can be read and continued. fsspec's own reader of zstd stops after the first member.
+"""
 
 import gzip
+import lzma
 import zlib
 from collections.abc import Callable, Iterator
 from io import BufferedReader
@@ -76,13 +81,31 @@ ZSTD = Packing(
 )
 PACKINGS = (GZIP, ZSTD)
 
+#: Other endings of file names, and what fsspec calls them: they can be read and not written.
+READ_ONLY = {".bz2": "bz2", ".xz": "xz"}
+
 #: Longest of the magic numbers.
 MAGIC_BYTES = 4
 
 
-def packing_of_bytes(first: bytes) -> Packing | None:
-    """The packing of what begins with these bytes; None if it is not packed."""
-    return next((each for each in PACKINGS if first.startswith(each.magic)), None)
+def unpacked(raw: BufferedReader, name: str) -> BinaryIO:
+    """What a file holds, read as if it were not packed; the file itself if it is not.
+
+    Args:
+        raw: At its start.
+        name: Of the file.
+
+    Raises:
+        DatasetError: A library is missing.
+    """
+    first = raw.peek(MAGIC_BYTES)
+    packing = next((each for each in PACKINGS if first.startswith(each.magic)), None)
+    if packing is not None:
+        return packing.open(raw)
+    other = READ_ONLY.get(PurePath(name.lower()).suffix)
+    if other is None:
+        return raw
+    return cast(BinaryIO, extra("fsspec.compression").compr[other](raw, mode="rb"))
 
 
 def packing_of_name(name: str | PurePath) -> Packing | None:
@@ -92,13 +115,14 @@ def packing_of_name(name: str | PurePath) -> Packing | None:
 
 def bare_name(name: str | PurePath) -> str:
     """A file name without the suffix of its packing."""
-    packing = packing_of_name(name)
-    return str(name)[: -len(packing.suffix)] if packing else str(name)
+    suffix = PurePath(str(name).lower()).suffix
+    is_packed = suffix in READ_ONLY or packing_of_name(name) is not None
+    return str(name)[: -len(suffix)] if is_packed else str(name)
 
 
 def unpack_errors() -> tuple[type[Exception], ...]:
     """What reading a packed file may raise when it is damaged."""
-    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error)
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     try:
         return (*errors, extra("zstandard").ZstdError)
     except DatasetError:

@@ -12,7 +12,7 @@ from typing import Any
 
 from batchery.errors import DatasetError
 from batchery_producer.files.columnar import TABLES, TableRows
-from batchery_producer.files.compression import MAGIC_BYTES, packing_of_bytes, unpack_errors
+from batchery_producer.files.compression import MAGIC_BYTES, unpack_errors, unpacked
 from batchery_producer.files.journal import Done
 from batchery_producer.files.jsonl import read_lines
 from batchery_producer.files.openai_batch import Model, RequestPicker, is_request
@@ -173,7 +173,7 @@ class Dataset:
     @property
     def inputs(self) -> Sequence[Path]:
         """Files that must not be overwritten."""
-        paths = [each.path for each in self.sources if not each.is_stdin]
+        paths = [each.path for each in self.sources if not (each.is_stdin or each.remote)]
         return [*paths, self._failures.path] if self._failures else paths
 
     @property
@@ -230,8 +230,7 @@ class Dataset:
         if source.format not in ("jsonl", "openai"):
             return
         with suppress(*unpack_errors(), InvalidLine), source.open() as raw:
-            packing = packing_of_bytes(raw.peek(MAGIC_BYTES)[:MAGIC_BYTES])
-            row = next(LINE_FORMATS["jsonl"](Lines(packing.open(raw) if packing else raw)), None)
+            row = next(LINE_FORMATS["jsonl"](Lines(unpacked(raw, source.name))), None)
             if isinstance(row, Mapping) and is_request(row):
                 self.is_openai = True
                 self._settle(Model.of(row))
@@ -272,10 +271,10 @@ class Dataset:
             rows = table = self._table(source, raw)
             read_bytes = partial(table.read_bytes, source.size_bytes or 0)
         else:
-            packing = packing_of_bytes(first)
-            lines = Lines(packing.open(raw) if packing else raw)
+            stream = unpacked(raw, source.name)
+            lines = Lines(stream)
             rows = LINE_FORMATS[source.format](lines)
-            is_packed_file = packing is not None and source.size_bytes is not None
+            is_packed_file = stream is not raw and source.size_bytes is not None
             read_bytes = raw.tell if is_packed_file else lambda: lines.read_bytes
         while (record := _next(source, rows, picker)) is not None:
             self._read_rows += 1

@@ -7,6 +7,7 @@ from batchery.errors import DatasetError
 
 #: What each of them is for, in messages, and the extra that it comes with.
 USES = {
+    "fsspec": ("URLs, bz2 and xz", "datasets"),
     "jinja2": ("reports", "report"),
     "matplotlib": ("reports", "report"),
     "pyarrow": ("Parquet and Arrow files", "datasets"),

@@ -1,17 +1,20 @@
-"""Sources: the files of a dataset, or standard input."""
+"""Sources: the files of a dataset on this machine or at URLs, or standard input."""
 
 import glob
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any, NamedTuple
 
 from batchery.errors import DatasetError
 from batchery_producer.files.compression import bare_name
+from batchery_producer.files.extras import extra
 
 #: Names of the formats that can be read; `openai` is JSON lines as OpenAI's batch API takes them.
 FORMATS = ("jsonl", "csv", "tsv", "text", "parquet", "arrow", "openai")
@@ -38,21 +41,73 @@ BLOCK_BYTES = 1024 * 1024
 FINGERPRINT_BYTES = 1024 * BLOCK_BYTES
 
 
+class Remote(NamedTuple):
+    """A file at a URL.
+
+    Attributes:
+        filesystem: One of fsspec's.
+        path: Of the file in it.
+    """
+
+    filesystem: Any
+    path: str
+
+    @classmethod
+    def at(cls, url: str) -> "Remote":
+        """Finds the filesystem of a URL.
+
+        Raises:
+            DatasetError: There is none, or its package is not installed.
+        """
+        core, registry = extra("fsspec.core"), extra("fsspec.registry")
+        protocol = url.partition("://")[0]
+        try:
+            return cls(*core.url_to_fs(url))
+        except ImportError as error:
+            known = registry.known_implementations.get(protocol, {"class": protocol})["class"]
+            package, *inner = known.split(".")
+            if package == "fsspec":
+                package = f"'fsspec[{inner[1]}]'"
+            raise DatasetError(
+                f"{url}: its package is missing: pip install {package} ({error})"
+            ) from None
+        except Exception as error:  # noqa: BLE001 (each filesystem has errors of its own)
+            raise DatasetError(f"{url}: cannot be reached: {error}") from None
+
+    @contextmanager
+    def reaching(self, url: str) -> Iterator[None]:
+        """Names the URL in whatever error the filesystem raises.
+
+        Raises:
+            DatasetError: The file cannot be read or written.
+        """
+        try:
+            yield
+        except DatasetError:
+            raise
+        except FileNotFoundError:
+            raise DatasetError(f"{url}: there is no such file") from None
+        except Exception as error:  # noqa: BLE001 (as above)
+            raise DatasetError(f"{url}: cannot be reached: {error}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A file, or standard input.
 
     Attributes:
         name: For messages.
-        path: Where it is; `-` for standard input.
+        path: Where it is; `-` for standard input. Of a URL, the path in its filesystem.
         format: One of `FORMATS`.
         size_bytes: None where there is no telling.
+        remote: Where a file is that has a URL; None if it is on this machine.
     """
 
     name: str
     path: Path
     format: str
     size_bytes: int | None
+    remote: Remote | None = None
 
     @property
     def is_stdin(self) -> bool:
@@ -66,6 +121,9 @@ class Source:
 
     def open(self) -> BufferedReader:
         """Opens it."""
+        if self.remote is not None:
+            with self.remote.reaching(self.name):
+                return BufferedReader(self.remote.filesystem.open(self.remote.path, "rb"))
         # A stream of our own: a thread that still waits in sys.stdin's would crash the exit.
         return open(0 if self.is_stdin else self.path, "rb", closefd=not self.is_stdin)
 
@@ -75,6 +133,9 @@ class Source:
         Raises:
             DatasetError: It cannot be read.
         """
+        if self.remote is not None:
+            with self.remote.reaching(self.name):
+                return str(self.remote.filesystem.ukey(self.remote.path))
         size_bytes = self.size_bytes or 0
         step_bytes = BLOCK_BYTES * max(1, -(-size_bytes // FINGERPRINT_BYTES))
         digest = hashlib.blake2b(str(size_bytes).encode(), digest_size=16)
@@ -92,7 +153,8 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
     """Finds the files that are meant, in the order in which they are named.
 
     Args:
-        names: Paths, patterns such as `data/*.jsonl` whose files are sorted by name, or `-`.
+        names: Paths or URLs, patterns such as `data/*.jsonl` whose files are sorted by name, or
+            `-`.
         format_: Of all of them; None tells by their names.
 
     Raises:
@@ -116,7 +178,14 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
     return full
 
 
+def is_url(name: str | Path) -> bool:
+    """Whether it is a URL, such as `s3://bucket/rows.jsonl`."""
+    return "://" in str(name)
+
+
 def _expand(name: str) -> list[str]:
+    if is_url(name):
+        return _expand_url(name) if glob.has_magic(name) else [name]
     if name == STANDARD_STREAM or not glob.has_magic(name) or os.path.lexists(name):
         return [name]
     matches = sorted(path for path in glob.glob(name, recursive=True) if not os.path.isdir(path))
@@ -125,12 +194,37 @@ def _expand(name: str) -> list[str]:
     return matches
 
 
+def _expand_url(url: str) -> list[str]:
+    remote = Remote.at(url)
+    files = remote.filesystem
+    with remote.reaching(url):
+        if files.exists(remote.path):
+            return [url]  # A question mark may be part of a URL.
+        found = files.glob(remote.path, detail=True)
+        matches = [path for path, info in found.items() if info["type"] != "directory"]
+        if not matches:
+            raise DatasetError(f"{url}: no file matches this pattern")
+        return sorted(files.unstrip_protocol(path) for path in matches)
+
+
 def _source(name: str, format_: str | None) -> Source:
+    if is_url(name):
+        return _source_at(name, format_)
     if name == STANDARD_STREAM:
         return Source("standard input", Path(name), format_of(name, format_), None)
     path = Path(name)
     size_bytes = _size_of(path)
     return Source(name, path, format_of(name, format_), size_bytes)
+
+
+def _source_at(url: str, format_: str | None) -> Source:
+    remote = Remote.at(url)
+    with remote.reaching(url):
+        info = remote.filesystem.info(remote.path)
+    if info["type"] == "directory":
+        raise DatasetError(f"{url}: a directory; name files, such as '{url}/*.jsonl'")
+    path = Path(remote.path)
+    return Source(url, path, format_of(str(path), format_), info["size"], remote)
 
 
 def format_of(name: str, given: str | None) -> str:

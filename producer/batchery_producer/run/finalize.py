@@ -14,13 +14,14 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from batchery.errors import DatasetError
 from batchery_producer.files.columnar import write_arrow, write_parquet
-from batchery_producer.files.compression import bare_name, packing_of_name
+from batchery_producer.files.compression import READ_ONLY, bare_name, packing_of_name
 from batchery_producer.files.extras import extra
 from batchery_producer.files.jsonl import read_lines
+from batchery_producer.files.source import Remote
 
 Entry = Mapping[str, Any]
 Entries = Callable[[], Iterable[Entry]]
@@ -45,13 +46,15 @@ class Final:
         self,
         path: Path | None,
         *,
+        url: str | None = None,
         ordered: bool = False,
         spelled: bool = False,
     ) -> None:
         """Looks at the name, and at nothing else.
 
         Args:
-            path: Where the output goes; None is standard output.
+            path: Where the output goes; None is standard output or a URL.
+            url: Where the output goes if that is not on this machine.
             ordered: Whether its lines stand in the order of the input.
             spelled: Whether entries have another form at the end.
 
@@ -59,8 +62,11 @@ class Final:
             DatasetError: There is no such packing for this format, or a library is missing.
         """
         self.path = path
-        self._format = "jsonl" if path is None else _format_of(path)
-        self._packing = None if path is None else packing_of_name(path)
+        self.name = url or ("standard output" if path is None else str(path))
+        self._remote = Remote.at(url) if url else None
+        place = Path(url) if url else path
+        self._format = "jsonl" if place is None else _format_of(place)
+        self._packing = None if place is None else packing_of_name(place)
         self._ordered = ordered
         self._spelled = spelled
         if self._packing is not None:
@@ -68,15 +74,27 @@ class Final:
         if self._format in ("parquet", "arrow"):
             extra("pyarrow")
         if self._packing is not None and self._format in ("parquet", "arrow"):
-            raise DatasetError(f"{path}: {self._format} is packed as it is; name it without suffix")
+            raise DatasetError(
+                f"{place}: {self._format} is packed as it is; name it without suffix"
+            )
+        if place is not None and place.suffix.lower() in READ_ONLY:
+            raise DatasetError(f"{place}: cannot be written in this form; name it .gz or .zst")
 
     @property
     def needs_part(self) -> bool:
         """Whether results cannot be written to their place at once."""
-        return self._format != "jsonl" or self._ordered or self._spelled
+        return self._format != "jsonl" or self._ordered or self._spelled or bool(self._remote)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a file at the URL."""
+        if self._remote is None:
+            return False
+        with self._remote.reaching(self.name):
+            return bool(self._remote.filesystem.exists(self._remote.path))
 
     def part(self) -> Path:
-        """Where results are gathered; for standard output among the temporary files."""
+        """Where results are gathered; for standard output and URLs among the temporary files."""
         if self.path is not None:
             return self.path.with_name(self.path.name + PART_SUFFIX)
         return Path(tempfile.gettempdir(), f"batchery-{secrets.token_hex(8)}.jsonl")
@@ -94,10 +112,9 @@ class Final:
         Raises:
             DatasetError: It cannot be written.
         """
-        name = "standard output" if self.path is None else str(self.path)
         new = None if self.path is None else self.path.with_name(f"{self.path.name}.new")
         try:
-            with open(1 if new is None else new, "wb", closefd=new is not None) as file:
+            with self._open(new) as file:
                 self._write(part, files, spell, file)
             if new is not None and self.path is not None:
                 os.replace(new, self.path)
@@ -106,9 +123,14 @@ class Final:
                 with suppress(OSError):
                     new.unlink()
             raise DatasetError(
-                f"{name}: cannot be written: {getattr(error, 'strerror', None) or error};"
+                f"{self.name}: cannot be written: {getattr(error, 'strerror', None) or error};"
                 f" the results are in {part}"
             ) from error
+
+    def _open(self, new: Path | None) -> BinaryIO:
+        if self._remote is not None:
+            return cast(BinaryIO, self._remote.filesystem.open(self._remote.path, "wb"))
+        return open(1 if new is None else new, "wb", closefd=new is not None)
 
     def _write(
         self,

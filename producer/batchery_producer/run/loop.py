@@ -1,50 +1,35 @@
-"""A bulk run: submits a dataset through a window, and writes down what comes back."""
+"""A run: submits the rows of a dataset through a window, and writes down what comes back."""
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from typing import Any
 
-from celery import uuid
+from celery import Celery
 
-from batchery.errors import BatcheryError
-from batchery_producer.diagnosis import Silence
+from batchery.cli.app import check_backend, check_broker
+from batchery.errors import BatcheryError, SettingsError
+from batchery_producer.diagnosis import check_workers, explain_silence
+from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer, header_of, joined
-from batchery_producer.results.collector import Collector
-from batchery_producer.retry import GaveUp, Interrupted
+from batchery_producer.results.answers import Answer, joined
+from batchery_producer.results.collector import collector_for
+from batchery_producer.retry import GaveUp, Interrupted, Patience
+from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
 from batchery_producer.run.reader import Feed
 from batchery_producer.run.report import Figures
+from batchery_producer.run.resume import Survivors
 from batchery_producer.run.summary import Ending, Snapshot, Summary
-from batchery_producer.run.window import Place, Window
-
-logger = logging.getLogger(__name__)
+from batchery_producer.stream import NewJob, Stream, Window
 
 #: What "now" means for a rate, in seconds: shorter jumps with every batch, longer hides a change.
 SPAN_S = 15.0
 
 #: Least time between two samples, in seconds; bounds how many are kept.
 SAMPLE_S = 0.5
-
-#: Most jobs that are sent at a time; between two times results are collected.
-SEND_CHUNK = 1024
-
-#: Part of the window that must be free for jobs to be sent while others are in flight: a few jobs
-#: cost as much as many.
-SEND_SHARE = 1 / 8
-
-#: Longest time that the loop sleeps, in seconds: so late is it to see that it shall stop.
-LONGEST_SLEEP_S = 0.25
-
-#: How long it waits for results while more input may come at any moment, in seconds.
-SLOW_INPUT_S = 0.02
-
-#: How often results are written through to the disk and removed from the backend, in seconds.
-FLUSH_S = 0.5
 
 #: Error type of lines that become no job, in the file of failures.
 INVALID_LINE = "InvalidLine"
@@ -79,94 +64,115 @@ class Stopped(BatcheryError):
     """A run was to end at the first failure."""
 
 
-class Run:
-    """One run; everything it uses is handed to it."""
+class FileRun:
+    """Submits the rows of a file once: checks, the loop, and what is told of it."""
 
-    def __init__(
-        self,
-        feed: Feed[Record | Broken],
-        publisher: Publisher,
-        collector: Collector,
-        output: Output,
-        window: Window,
-        *,
-        task_id: Callable[[Record], str] = lambda _: uuid(),
-        lost: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
-        total: Callable[[], int | None] = lambda: None,
-        keep_results: bool = False,
-        timeout_s: float | None = None,
-        stop: Callable[[], bool] = lambda: False,
-        stop_at_failure: bool = False,
-        progress: Callable[[Snapshot], None] = lambda _: None,
-        explain: Callable[[], str] = lambda: "",
-        notice: Callable[[str], None] = logger.warning,
-        figures: Figures | None = None,
-    ) -> None:
-        """Prepares.
+    def __init__(self, app: Celery, task: str, options: SubmitOptions) -> None:
+        """Makes sure that jobs can be sent, that a worker has the task, and results can come back.
 
         Args:
-            feed: The input.
-            publisher: Sends jobs.
-            collector: Fetches results.
-            output: Is open.
-            window: Is empty; bounds the jobs in flight.
-            task_id: Names the job of a record.
-            lost: Says which jobs must be sent; the others are on their way from an earlier run.
-            total: Says how many lines the input has, as far as that is known.
-            keep_results: Leave results in the backend, where they expire.
-            timeout_s: Give up when no job has ended for so long, in seconds; None never does.
-            stop: Asked several times a second; True ends the run.
-            stop_at_failure: End the run when a job has failed, or a line become no job.
-            progress: Called several times a second.
-            explain: Says why nothing may be coming.
-            notice: Gets a line for the user.
-            figures: Of the run, for whoever wants them.
-        """
-        self._feed = feed
-        self._publisher = publisher
-        self._collector = collector
-        self._output = output
-        self._window = window
-        self._task_id = task_id
-        self._lost = lost
-        self._total = total
-        self._keep_results = keep_results
-        self._stop = stop
-        self._stop_at_failure = stop_at_failure
-        self._progress = progress
-        self._silence = Silence(explain, notice, timeout_s)
-        self._figures = figures or Figures()
-        self._submitted = self._succeeded = self._failed = 0
-        self._written: list[str] = []
-        self._began_s = self._flushed_s = time.monotonic()
-        self._rate = Rate(self._began_s)
-        self._stopped_by: tuple[Place, str] | None = None
+            app: Where the jobs are sent and the results are stored.
+            task: Name of the task.
+            options: Those that say what to read and write do not matter here.
 
-    def run(self) -> Summary:
-        """Runs to the end of the input, or until it is stopped.
+        Raises:
+            RedisUnavailable: No Redis answers at one of the app's URLs.
+            StartError: No other broker answers.
+            SettingsError: The app or the task stores no results, the app does not allow the queue,
+                or there are workers and none of them has the task.
+            ValueError: The window is less than 1.
+        """
+        self._window = Window[str, Record, Answer](options.window)
+        check_backend(app)
+        if getattr(app.tasks.get(task), "ignore_result", False):
+            raise SettingsError(f"task {task!r} ignores its results; nothing would come back")
+        check_broker(app)
+        self.task = task
+        self._app = app
+        self._options = options
+        self._patience = Patience(options.stop)
+        self._collector = collector_for(app, self._patience)
+        expires: dict[str, Any] = (
+            {} if options.expires_s is None else {"expires": options.expires_s}
+        )
+        self._publisher = Publisher(
+            app,
+            task,
+            queue=options.queue,
+            keywords=options.keywords,
+            patience=self._patience,
+            persistent=True,
+            **expires,
+        )
+        check_workers(app, task, self._publisher.queue)
+
+    def run(
+        self,
+        rows: Iterable[Record | Broken],
+        output: Output,
+        journal: Journal,
+        *,
+        total: Callable[[], int | None] = lambda: None,
+        figures: Figures | None = None,
+    ) -> Summary:
+        """Sends rows and writes down their results, to the end of the input or until it is stopped.
+
+        Args:
+            rows: What is to be sent.
+            output: Is open.
+            journal: Of the run.
+            total: Says how many lines the input has, as far as that is known.
+            figures: Of the run, for the report.
 
         Raises:
             DatasetError: The input is unusable, or the output cannot be written any more. What was
                 written stays.
         """
+        queue, options = self._publisher.queue, self._options
+        survivors = Survivors(self._app, queue, journal.pattern, journal.window, self._patience)
+        self._lost = survivors.lost if output.is_resumed else list
+        self._output, self._journal, self._total = output, journal, total
+        self._figures = figures or Figures()
+        self._submitted = self._succeeded = self._failed = 0
+        self._stopped_by = ""
+        self._began_s = time.monotonic()
+        self._rate = Rate(self._began_s)
+        self._feed = Feed(rows, ahead=self._window.size)
+        self._stream = Stream(
+            self._collector,
+            self._window,
+            self,
+            self._publisher,
+            missing=self._not_in_flight,
+            keep_results=options.keep_results,
+            timeout_s=options.timeout_s,
+            explain=lambda: explain_silence(self._app, self.task, queue),
+            notice=options.notice,
+        )
+        with closing(self._collector), self._publisher, closing(self._feed):
+            summary = self._run()
+            output.finish(complete=self._feed.exhausted and not summary.in_flight)
+        return summary
+
+    def _run(self) -> Summary:
         ending, message = Ending.SUCCEEDED, ""
         try:
-            while not (self._feed.exhausted and not self._window):
+            while not self._stream.is_done:
                 self._step()
         except Interrupted:
             ending, message = Ending.INTERRUPTED, "interrupted"
             with suppress(GaveUp, Interrupted):
-                self._take(self._collector.sweep())  # What is ready now, and no more.
+                self._note_all(self._sweep())  # What is ready now, and no more.
         except GaveUp as error:
             ending, message = Ending.GAVE_UP, str(error)
         except Stopped as error:
             ending, message = Ending.SOME_FAILED, str(error)
             with suppress(GaveUp, Interrupted):
-                self._take(self._collector.sweep())
+                self._note_all(self._sweep())
         finally:
             with suppress(GaveUp, Interrupted):
                 self._flush()
-        self._progress(self._snapshot())
+        self._options.progress(self._snapshot())
         if ending is Ending.SUCCEEDED and self._failed:
             ending = Ending.SOME_FAILED
         return Summary(
@@ -181,101 +187,77 @@ class Run:
         )
 
     def _step(self) -> None:
-        if self._stop():
+        if self._options.stop():
             raise Interrupted("asked to stop")
-        sent = self._submit()
-        self._take(self._collector.collect(0 if sent else self._patience_s()))
-        self._progress(self._snapshot())
-        if self._stopped_by is not None:
-            place, why = self._stopped_by
-            raise Stopped(f"stopped at {self._output.place(place)}: {why}")
-        if self._window and (over := self._silence.check()):
+        self._note_all(self._stream.step())
+        self._options.progress(self._snapshot())
+        if self._stopped_by:
+            raise Stopped(self._stopped_by)
+        if over := self._stream.stalled():
             raise GaveUp(over)
 
-    def _patience_s(self) -> float:
-        """How long to wait for results."""
-        if not self._window:
-            return 0
-        return LONGEST_SLEEP_S if self._feed.exhausted or not self._has_room else SLOW_INPUT_S
-
     @property
-    def _has_room(self) -> bool:
-        """Whether it is worth while to send jobs."""
-        least = min(self._window.size * SEND_SHARE, SEND_CHUNK)
-        return self._window.room > 0 and (not self._window or self._window.room >= least)
+    def exhausted(self) -> bool:
+        """As `JobSource.exhausted`."""
+        return self._feed.exhausted
 
-    def _submit(self) -> int:
-        if not self._has_room or self._feed.exhausted:
-            return 0
-        # With nothing to wait for but the input, it may take its time.
-        wait_s = 0 if self._window else LONGEST_SLEEP_S
-        entries = self._feed.take(min(self._window.room, SEND_CHUNK), wait_s)
-        for entry in entries:
-            if isinstance(entry, Broken):
-                self._fail(Place(entry.line, entry.id, entry.source), INVALID_LINE, entry.reason)
-        self._send([entry for entry in entries if isinstance(entry, Record)])
-        return len(entries)
+    def take(self, maximum: int, wait_s: float) -> list[NewJob[Record]]:
+        """As `JobSource.take`; rows that become no job fail here. The window keeps no items."""
+        jobs = []
+        for row in self._feed.take(maximum, wait_s):
+            if isinstance(row, Broken):
+                self._fail(row, INVALID_LINE, row.reason)
+                continue
+            self._figures.read(row.item if row.pack else [row.item])
+            task_id = self._journal.task_id(row.source, row.line)
+            itemless = Record(row.line, row.id, None, row.source, row.pack)
+            jobs.append(NewJob(task_id, row.item, row.pack, itemless))
+        return jobs
 
-    def _send(self, records: Sequence[Record]) -> None:
-        if not records:
-            return
-        if not self._window:
-            self._silence.heard()
-        jobs = {self._task_id(record): record for record in records}
-        # In flight before they are sent: an attempt that fails may have sent them all the same.
-        places = {
-            id_: Place(each.line, each.id, each.source, each.pack) for id_, each in jobs.items()
-        }
-        self._window.add(places)
-        self._collector.expect(jobs)
-        lost = self._lost(list(jobs))
+    def _not_in_flight(self, task_ids: Sequence[str]) -> Sequence[str]:
+        lost = self._lost(task_ids)
         self._submitted += len(lost)
-        for record in records:
-            self._figures.read(record.item if record.pack else [record.item])
         self._figures.sent(self._elapsed_s(), lost)
-        for pack, ids in groupby(lost, key=lambda id_: jobs[id_].pack):
-            headers = header_of(pack, self._collector.headers) if pack else None
-            self._publisher.send([(id_, jobs[id_].item) for id_ in ids], headers)
+        return lost
 
-    def _take(self, ended: Iterable[tuple[str, Answer]]) -> None:
-        for task_id, answer in ended:
-            if self._note(task_id, self._window.settle(task_id), answer):
-                self._written.append(task_id)
-            self._silence.heard()
-        if time.monotonic() - self._flushed_s >= FLUSH_S:
+    def _sweep(self) -> Iterator[tuple[str, Record, Answer]]:
+        return self._stream.take(self._collector.sweep())
+
+    def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
+        for task_id, row, answer in ended:
+            if self._note(task_id, row, answer):
+                self._stream.discard(task_id)
+        if self._stream.flush_is_due:
             self._flush()
 
-    def _note(self, task_id: str, place: Place, answer: Answer) -> bool:
+    def _note(self, task_id: str, row: Record, answer: Answer) -> bool:
         """Adds an answer to the output; says whether the backend may forget it."""
         self._figures.ended(self._elapsed_s(), task_id, answer.batch_size)
-        if place.pack:
-            answer = joined(answer, place.pack)
+        if row.pack:
+            answer = joined(answer, row.pack)
         if answer.error is not None:
-            self._fail(place, *answer.error)
-        elif refused := self._output.result(place, answer.value):
+            self._fail(row, *answer.error)
+        elif refused := self._output.result(row, answer.value):
             where = f"the result backend keeps it under {task_id} until it expires"
-            self._fail(place, RESULT_TOO_LARGE, f"{refused}; {where}")
+            self._fail(row, RESULT_TOO_LARGE, f"{refused}; {where}")
             return False
         else:
             self._succeeded += 1
             self._figures.succeeded(self._elapsed_s())
         return True
 
-    def _fail(self, place: Place, type_: str, message: str) -> None:
+    def _fail(self, row: Record | Broken, type_: str, message: str) -> None:
         self._failed += 1
-        self._output.failure(place, type_, message)
-        where = self._output.place(place)
+        self._output.failure(row, type_, message)
+        where = self._output.place(row)
         self._figures.failed(self._elapsed_s(), where, type_, message)
-        if self._stop_at_failure:
-            self._stopped_by = self._stopped_by or (place, f"{type_}: {message}")
+        if self._options.stop_at_failure and not self._stopped_by:
+            self._stopped_by = f"stopped at {where}: {type_}: {message}"
 
     def _flush(self) -> None:
         """Writes first and forgets then: a result is always in one of the two places."""
         self._output.flush()
-        self._flushed_s = time.monotonic()
-        if not self._keep_results:
-            self._collector.forget(self._written)
-        self._written.clear()
+        self._stream.flush()
 
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_s

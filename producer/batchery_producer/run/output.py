@@ -12,9 +12,8 @@ from batchery_producer.files.journal import Done, Journal
 from batchery_producer.files.jsonl import JsonLines, TooLong
 from batchery_producer.files.openai_batch import Model, Spelling
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.source import STANDARD_STREAM
+from batchery_producer.files.source import STANDARD_STREAM, is_url
 from batchery_producer.run.finalize import Final
-from batchery_producer.run.window import Place
 
 #: What the name of the journal ends with, after the name of the output.
 JOURNAL_SUFFIX = ".journal"
@@ -22,7 +21,9 @@ JOURNAL_SUFFIX = ".journal"
 
 def errors_beside(source: Dataset, results: str | Path) -> Path:
     """`out.jsonl.gz` has its failures in `out.errors.jsonl`."""
-    if str(results) != STANDARD_STREAM:
+    if is_url(results):
+        name, folder = Path(results).name, Path()
+    elif str(results) != STANDARD_STREAM:
         name, folder = Path(results).name, Path(results).parent
     else:
         first = source.sources[0]
@@ -118,9 +119,9 @@ class Output:
 
         Args:
             source: Must not be overwritten.
-            results: A file, or `-` for standard output.
-            errors: A file; by default `<name>.errors.jsonl` beside the results, or in the current
-                directory and named after the input if the results go to standard output.
+            results: A file or a URL, or `-` for standard output.
+            errors: A file; by default `<name>.errors.jsonl` beside the results; in the current
+                directory if they go to a URL or, named after the input, to standard output.
             overwrite: Whether files that hold something may be replaced.
             resume: Whether to go on with what is there.
             ordered: Whether results stand in the order of the input.
@@ -129,7 +130,8 @@ class Output:
             DatasetError: A file cannot be written, would overwrite another one, or is the input;
                 or there is nothing to go on with that can be trusted.
         """
-        path = None if str(results) == STANDARD_STREAM else Path(results)
+        url = str(results) if is_url(results) else None
+        path = None if url or str(results) == STANDARD_STREAM else Path(results)
         errors = Path(errors) if errors else errors_beside(source, results)
         for file in (path, errors):
             check_name(file)
@@ -139,12 +141,17 @@ class Output:
         self._is_known = True
         self._resume = resume
         self._source = source
-        self._final = Final(path, ordered=ordered, spelled=source.is_openai)
+        self._final = Final(path, url=url, ordered=ordered, spelled=source.is_openai)
+        self._is_part_needed = False
         self._final_errors = Final(errors, spelled=source.is_openai)
         self._journal_path = None if source.is_stream else journal_beside(path)
         self._check_resume(overwrite)
         for file in (path, errors):
             check_place(file, source, replace=overwrite or resume, hint=self._hint())
+        if url in source.names:
+            raise DatasetError(f"{url}: this is the input; name another file")
+        if not overwrite and self._final.is_there:
+            raise DatasetError(f"{url}: already there; {self._hint()}")
         if is_same(path, errors):
             raise DatasetError(f"{errors}: results and failures need a file each")
         if self._is_begun and not (resume or overwrite):
@@ -157,7 +164,7 @@ class Output:
             raise DatasetError("--resume keeps what is there and --overwrite does not; choose one")
         if self._resume and self._journal_path is None:
             raise DatasetError(
-                "streams and devices cannot be resumed; read from files, and write to one"
+                "streams, devices and URLs cannot be resumed; read from files, and write to one"
             )
         finished = self._final.needs_part and holds_something(self._final.path)
         if self._resume and finished and not self._is_begun:
@@ -235,7 +242,8 @@ class Output:
     ) -> None:
         self.results.close()
         self.errors.close()
-        if self._final.path is None and self._final.needs_part and self.results.path is not None:
+        is_temporary = self._final.path is None and self._final.needs_part
+        if is_temporary and self.results.path is not None and not self._is_part_needed:
             self.results.path.unlink(missing_ok=True)
 
     def missing(self, rows: Iterable[Record | Broken]) -> Iterator[Record | Broken]:
@@ -256,32 +264,32 @@ class Output:
                 )
             yield row
 
-    def result(self, place: Place, result: Any) -> str | None:
+    def result(self, row: Record, result: Any) -> str | None:
         """Adds the result of a job.
 
         Returns:
             None; or why no file can have it.
         """
         try:
-            self.results.write({**self._head(place), "result": result})
+            self.results.write({**self._head(row), "result": result})
         except TooLong as error:
             return str(error)
         return None
 
-    def failure(self, place: Place, type_: str, message: str) -> None:
+    def failure(self, row: Record | Broken, type_: str, message: str) -> None:
         """Adds a job that failed, or a line that became no job."""
         error = {"type": type_, "message": message}
-        self.errors.write({**self._head(place), "error": error})
+        self.errors.write({**self._head(row), "error": error})
 
-    def _head(self, place: Place) -> dict[str, Any]:
+    def _head(self, row: Record | Broken) -> dict[str, Any]:
         if self.journal is None or len(self.journal.files) == 1:
-            return {"id": place.id, "line": place.line}
-        file = self.journal.files[place.source]
-        return {"id": place.id, "file": file, "line": place.line}
+            return {"id": row.id, "line": row.line}
+        file = self.journal.files[row.source]
+        return {"id": row.id, "file": file, "line": row.line}
 
-    def place(self, place: Place) -> str:
+    def place(self, row: Record | Broken) -> str:
         """A line of the input, for messages."""
-        return self._source.place(place.source, place.line)
+        return self._source.place(row.source, row.line)
 
     def flush(self) -> None:
         """Writes what was added; raises as `JsonLines.flush` does."""
@@ -320,7 +328,9 @@ class Output:
         assert self.results.path is not None
         spelling, files = self._spelling(), self.journal.files
         self.results.close()
+        self._is_part_needed = True  # Until the output is complete.
         self._final.write(self.results.path, files, spelling.result if spelling else None)
+        self._is_part_needed = False
         yield self.results.path
         if spelling and self.errors.path is not None and self.errors.path.exists():
             self.errors.close()

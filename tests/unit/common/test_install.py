@@ -36,7 +36,7 @@ def ordinary(number: int) -> int:
     return number + 1
 
 
-def test_nothing_changes_for_ordinary_tasks() -> None:
+def test_ordinary_tasks_are_not_changed_by_install() -> None:
     plain, app = make_app(), make_app()
     plain_task, task = plain.task(shared=False)(ordinary), app.task(shared=False)(ordinary)
     assert install(app) is app
@@ -62,7 +62,7 @@ def test_the_consumer_is_ours_unless_the_app_says_otherwise() -> None:
     assert install(own).conf.worker_consumer == "my.own:Consumer"
 
 
-def test_twice_is_once() -> None:
+def test_second_install_changes_nothing() -> None:
     app = install(install(make_app(), models=MODELS), models=MODELS)
     app.finalize()
     assert [each for each in app.steps["worker"] if each == STEP] == [STEP]
@@ -118,7 +118,7 @@ def test_wrong_settings_are_kept_for_the_worker_and_logged(
     assert task.apply((1,)).get() == 2
 
 
-def test_nothing_is_read_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_not_read_before_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCHERY_TYPO", "1")
     app = install(make_app())
     assert installation_of(app).error is None
@@ -134,7 +134,7 @@ def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first.max_batch_size, first.max_wait_ms) == (3, 0)
 
 
-def test_an_app_without_install_is_told() -> None:
+def test_app_without_install_raises_settings_error() -> None:
     with pytest.raises(SettingsError, match=r"'installed': call batchery.install\(app\) first"):
         installation_of(make_app())
 

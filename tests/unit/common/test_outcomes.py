@@ -9,13 +9,13 @@ from batchery import BatchArgumentError, Failed, InvalidItem, ItemFailed, RetryA
 from batchery.errors import BatcheryError
 
 
-def test_a_text_becomes_an_exception_of_ours() -> None:
+def test_text_of_failed_becomes_item_failed() -> None:
     error = Failed("too blurred").exception
     assert isinstance(error, ItemFailed)
     assert str(error) == "too blurred"
 
 
-def test_an_exception_stays_what_it_is() -> None:
+def test_exception_of_failed_is_kept() -> None:
     error = LookupError("gone")
     assert Failed(error).exception is error
 
@@ -31,7 +31,7 @@ def test_a_retry_in_the_past_or_never_is_refused(seconds: float) -> None:
         RetryAfter(seconds)
 
 
-def test_outcomes_do_not_change() -> None:
+def test_outcomes_are_immutable() -> None:
     outcome: Any
     for outcome, name in ((Failed("x"), "error"), (RetryAfter(1), "seconds")):
         with pytest.raises(AttributeError):
@@ -50,7 +50,7 @@ def test_every_error_is_made_from_one_text_alone(error: type[BatcheryError]) -> 
     assert error("what to do").args == ("what to do",)
 
 
-def test_errors_are_what_python_calls_them_too() -> None:
+def test_errors_are_also_python_s_own_kinds() -> None:
     assert issubclass(BatchArgumentError, TypeError)
     assert issubclass(InvalidItem, ValueError)
     assert batchery.StartError.exit_code == 2

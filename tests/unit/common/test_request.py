@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchery import BatchTask, Model, Replace, RetryAfter, install, register
 from batchery.execution.batch import run_function
-from batchery.request import OF_ONE_JOB, BatchContext, JobContext, looking_at, shares
+from batchery.request import PER_JOB_ATTRIBUTES, BatchContext, JobContext, looking_at, shares
 
 
 @pytest.fixture
@@ -50,15 +50,15 @@ def several(*ids: str) -> BatchContext:
     return BatchContext(lambda: jobs)
 
 
-def test_a_batch_of_several_has_no_attribute_of_any_one_of_them() -> None:
+def test_batch_of_several_jobs_hides_attributes_of_one_job() -> None:
     batch = several("a", "b")
     assert [job.id for job in batch.jobs] == ["a", "b"]
     assert all(isinstance(job, Context) and job.retries == 1 for job in batch.jobs)
-    for name in OF_ONE_JOB:
+    for name in PER_JOB_ATTRIBUTES:
         assert hasattr(batch.jobs[0], name), f"Celery's request has no {name} any more"
         with pytest.raises(AttributeError, match=rf"say request.jobs\[i\].{name}"):
             getattr(batch, name)
-    assert {"id", "retries", "headers", "delivery_info", "root_id", "args"} <= OF_ONE_JOB
+    assert {"id", "retries", "headers", "delivery_info", "root_id", "args"} <= PER_JOB_ATTRIBUTES
     assert (batch.called_directly, batch.hostname) == (True, "h")
     assert "BatchContext" in repr(batch)
 
@@ -77,7 +77,7 @@ def test_a_batch_of_one_is_the_request_of_its_job() -> None:
     assert request.children == job.children == ["child"]
 
 
-def test_contexts_are_made_at_the_first_look_and_once() -> None:
+def test_contexts_are_made_once_on_first_use() -> None:
     calls: list[int] = []
 
     def jobs() -> list[JobContext]:
@@ -91,7 +91,7 @@ def test_contexts_are_made_at_the_first_look_and_once() -> None:
     assert calls == [1]
 
 
-def test_the_view_ends_with_the_call(app: Celery) -> None:
+def test_batch_context_ends_with_the_call(app: Celery) -> None:
     task = make(app, same, name="plain")
     with looking_at(task, several("a", "b")):
         assert len(task.request.jobs) == 2
@@ -101,7 +101,7 @@ def test_the_view_ends_with_the_call(app: Celery) -> None:
 # On every pool but ours
 
 
-def test_a_job_that_is_run_here_is_seen_like_one_in_a_batch(app: Celery) -> None:
+def test_direct_call_has_a_batch_context_with_one_job(app: Celery) -> None:
     def look(self: BatchTask, items: list[str]) -> list[Any]:
         (job,) = self.request.jobs
         assert not current_task or current_task.request.id == job.id
@@ -123,7 +123,7 @@ def test_a_direct_call_inside_a_job_is_another_job(app: Celery) -> None:
     assert task.apply(["outer"], task_id="7").get() == [["7"], [None]]
 
 
-def test_a_generator_sees_it_to_its_end(app: Celery) -> None:
+def test_generator_sees_its_batch_context_to_its_end(app: Celery) -> None:
     def look(self: BatchTask, items: list[str]) -> Any:
         for _ in items:
             yield self.request.jobs[0].id
@@ -131,7 +131,7 @@ def test_a_generator_sees_it_to_its_end(app: Celery) -> None:
     assert make(app, look).apply(["a"], task_id="7").get() == "7"
 
 
-def test_only_functions_with_self_are_told_of_their_jobs(app: Celery) -> None:
+def test_only_bound_functions_see_their_jobs(app: Celery) -> None:
     class Shelf(BatchTask):
         name = "shelf"
 
@@ -173,7 +173,7 @@ def test_self_replace_on_a_device_is_the_outcome_of_one_item(app: Celery) -> Non
     assert on_device(task, lambda: task.replace(signature)) == [Replace(signature)] * 2
 
 
-def test_a_job_that_is_run_here_becomes_another_one_here(app: Celery) -> None:
+def test_replace_in_a_direct_call_runs_the_other_job_here(app: Celery) -> None:
     def become(self: BatchTask, items: list[str]) -> list[Any]:
         return [Replace(double.s(item)) for item in items]
 
@@ -187,6 +187,6 @@ def test_a_job_that_is_run_here_becomes_another_one_here(app: Celery) -> None:
     assert (task.s("a") | task.s()).apply().get() == "aaaa"
 
 
-def test_what_is_no_signature_replaces_nothing() -> None:
+def test_replace_refuses_anything_but_a_signature() -> None:
     with pytest.raises(TypeError, match="no signature"):
         Replace("no signature")  # type: ignore[arg-type]

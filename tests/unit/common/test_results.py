@@ -36,7 +36,7 @@ def test_arrays_come_from_results_and_vectors_alike_and_can_be_written_to(encode
 
 
 @pytest.mark.parametrize("wrong", ["no base64!", "YWJj", [[1.0], [2.0]], ["a"]])
-def test_what_is_no_vector_is_a_value_error(wrong: Any) -> None:
+def test_anything_but_a_vector_raises_value_error(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r".+"):
         to_numpy(wrong)
 
@@ -71,6 +71,6 @@ def test_results_survive_json(kind: type[Any], result: dict[str, Any]) -> None:
         {"tokens": 1, "vector": [1.0], "label": "yes"},
     ],
 )
-def test_what_is_no_embedding_is_refused(result: dict[str, Any]) -> None:
+def test_malformed_embedding_is_refused(result: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Embedding.model_validate(result)

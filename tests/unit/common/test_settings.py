@@ -32,7 +32,7 @@ def complaint(conf: Any = None, **keywords: Any) -> str:
     return str(caught.value)
 
 
-def test_without_any_source_there_are_the_defaults() -> None:
+def test_settings_without_a_source_are_the_defaults() -> None:
     settings = Settings.load()
     assert (settings.max_batch_size, settings.max_wait_ms, settings.devices) == (64, 0, "auto")
     assert settings.models == {}
@@ -48,7 +48,7 @@ def test_each_source_outranks_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings.load(conf, max_batch_size=4).max_batch_size == 4
 
 
-def test_sources_complete_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_several_sources_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     toml('[models.embed]\nkind = "embedding"\nmodel = "x"\ndtype = "fp16"')
     monkeypatch.setenv("BATCHERY_MODELS__EMBED__DTYPE", "bf16")
     monkeypatch.setenv("BATCHERY_MAX_WAIT_MS", "2.5")
@@ -57,7 +57,7 @@ def test_sources_complete_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (settings.max_wait_ms, settings.prefetch_batches, settings.max_batch_size) == (2.5, 5, 7)
 
 
-def test_settings_do_not_change() -> None:
+def test_settings_are_immutable() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings.load().max_batch_size = 3  # type: ignore[misc]
 
@@ -73,7 +73,7 @@ def test_settings_do_not_change() -> None:
         ('["cuda:3", "mps"]', ["cuda:3", "mps"]),
     ],
 )
-def test_devices_may_be_spelled_as_people_do(
+def test_devices_are_accepted_in_all_common_spellings(
     spelled: str, devices: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BATCHERY_DEVICES", spelled)
@@ -96,7 +96,7 @@ def test_devices_may_be_spelled_as_people_do(
         (["cuda", "cuda:0"], "named twice"),
     ],
 )
-def test_devices_that_cannot_be_are_refused(devices: Any, problem: str) -> None:
+def test_impossible_devices_are_refused(devices: Any, problem: str) -> None:
     text = complaint(devices=devices)
     assert text.startswith(f"setting devices = {devices!r} (from a keyword of install()): ")
     assert problem in text
@@ -143,7 +143,7 @@ def test_a_wrong_value_in_the_file_is_named() -> None:
     assert complaint().startswith("setting max_wait_ms = -1 (from batchery.toml): ")
 
 
-def test_the_source_is_the_one_that_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_names_the_source_of_the_wrong_value(monkeypatch: pytest.MonkeyPatch) -> None:
     toml('[models.embed]\nkind = "poetry"\nmodel = "x"')
     monkeypatch.setenv("BATCHERY_MODELS__EMBED__MAX_LENGTH", "512")
     assert complaint(models={"other": {"dtype": "fp16"}}).startswith(
@@ -156,7 +156,7 @@ def test_the_source_is_the_one_that_says_what_is_wrong(monkeypatch: pytest.Monke
     )
 
 
-def test_what_a_model_lacks_is_named() -> None:
+def test_missing_field_of_a_model_is_named() -> None:
     text = complaint(models={"embed": {"kind": "embedding"}})
     assert text == "setting models.embed.model (from a keyword of install()): Field required"
     toml('[models.embed]\nmodel = "x"')
@@ -196,6 +196,13 @@ def test_an_unknown_entry_of_the_file_is_refused() -> None:
     assert complaint() == "setting max_batchsize (from batchery.toml): no such setting"
     toml('[models.embed]\nkind = "embedding"\nmodel = "x"\ndtyp = "fp16"')
     assert complaint() == "setting models.embed.dtyp (from batchery.toml): no such setting"
+
+
+def test_renamed_setting_is_refused_with_its_new_name() -> None:
+    toml('[models.embed]\nkind = "embedding"\nmodel = "x"\nlanes = 2')
+    assert complaint() == (
+        "setting models.embed.lanes (from batchery.toml): no such setting; it is now cpu_streams"
+    )
 
 
 @pytest.mark.parametrize("name", ["BATCHERY_MAX_BATCHSIZE", "batchery_typo", "BATCHERY_MODEL__X"])
@@ -246,7 +253,7 @@ def test_a_configuration_module_may_import_batchery() -> None:
     assert Settings.load(app.conf).max_batch_size == 3
 
 
-def test_the_configuration_of_others_is_none_of_our_business() -> None:
+def test_configuration_of_other_packages_is_ignored() -> None:
     app = make_app()
     app.conf.update(battery_low=True, my_batchery_thing=1, task_default_queue="x")
     assert Settings.load(app.conf) == Settings.load()
@@ -287,6 +294,6 @@ def test_a_variable_with_broken_json_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "\n" not in text
 
 
-def test_complaints_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_setting_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, _ in WRONG:
         assert "\n" not in complaint(**{name: value})

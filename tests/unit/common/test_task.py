@@ -241,7 +241,7 @@ def test_autoretry_takes_its_own_number_of_retries(app: Celery) -> None:
         assert len(calls) == 2
 
 
-def test_autoretry_spares_what_it_is_told_to(app: Celery) -> None:
+def test_autoretry_respects_dont_autoretry_for(app: Celery) -> None:
     task, calls = counting(
         app,
         [ConnectionError("down")],
@@ -319,7 +319,7 @@ def test_anything_but_one_positional_argument_is_refused(app: Celery, args: Any)
     assert waiting(app) == []
 
 
-def test_a_refusal_is_a_type_error_as_pythons_own(app: Celery) -> None:
+def test_wrong_arguments_raise_a_type_error(app: Celery) -> None:
     with pytest.raises(TypeError):
         make(app, shout).delay("a", "b")
 

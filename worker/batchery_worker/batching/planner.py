@@ -1,23 +1,22 @@
 """Lengths in, micro-batches out: pure, no torch.
 
-Sorting by length before cutting puts like with like. A padded forward pass costs what its shape
-costs: the longest text times the number of texts. A packed one costs the sum of its texts. To both
-comes what a pass costs however small it is, counted in tokens: many narrow passes pad less, few
-wide ones cost less beside the padding.
+Texts are sorted by length before they are cut, so that equal lengths share a pass. A padded forward
+pass costs its shape: the longest text times the number of texts. A packed pass costs the sum of its
+texts. Each pass also has a fixed cost, counted in tokens. So many narrow passes pad less, and few
+wide passes pay the fixed cost less often.
 """
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
-#: What one forward pass costs beside its tokens, in tokens, by kind of device, until it is measured
-#: for a model. On a CPU it is Python and the smallest of the matrices; a GPU computes thousands of
-#: tokens in the time that it takes to launch its kernels.
+#: Fixed cost of a forward pass, in tokens, by kind of device. On a CPU it is Python and small
+#: matrices. A GPU computes thousands of tokens in the time in which its kernels are launched.
 PASS_TOKENS = {"cpu": 32, "mps": 1_024, "cuda": 4_096}
 
-#: Fewest tokens, on average, of passes that a batch is cut into only to have one for each lane:
-#: smaller ones cost more beside their tokens than is won.
-LANE_TOKENS = 128
+#: Minimum mean tokens of passes that a batch is cut into only to have one for each stream: smaller
+#: passes cost more besides their tokens than is won.
+MIN_STREAM_TOKENS = 128
 
 
 def plan(
@@ -27,9 +26,9 @@ def plan(
     *,
     pads: bool = True,
     pass_tokens: int = PASS_TOKENS["cpu"],
-    lanes: int = 1,
+    streams: int = 1,
 ) -> list[list[int]]:
-    """Cuts a window of items into micro-batches, at the least cost.
+    """Cuts a window of items into micro-batches, at the lowest cost.
 
     The cost is the sum over all micro-batches of their tokens, padding counted if there is any,
     and of `pass_tokens`. Padded, no other plan costs less, whatever its order; packed, none that
@@ -37,13 +36,13 @@ def plan(
 
     Args:
         lengths: Tokens of each item, at least 1.
-        max_batch_tokens: Most tokens of one micro-batch, padding counted if there is any. An item
-            that is longer than that still runs, in a micro-batch of its own.
-        max_batch_size: Most items of one micro-batch.
+        max_batch_tokens: Maximum tokens of one micro-batch, padding counted if there is any. A
+            longer item still runs, in a micro-batch of its own.
+        max_batch_size: Maximum items of one micro-batch.
         pads: Whether items are padded to the longest of their micro-batch.
-        pass_tokens: What a forward pass costs beside its tokens, in tokens.
-        lanes: Passes that are computed side by side. With several, there are as many micro-batches
-            as keep all of them busy to the end, where each has `LANE_TOKENS`.
+        pass_tokens: Fixed cost of a forward pass, in tokens.
+        streams: Passes that are computed side by side. With several, there are as many
+            micro-batches as keep all streams busy to the end, if each has `MIN_STREAM_TOKENS`.
 
     Returns:
         Indices into `lengths`: each index exactly once, longest items first (so that memory peaks
@@ -53,29 +52,29 @@ def plan(
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     ordered = [max(1, lengths[index]) for index in order]
     if pads:
-        if lanes > 1:
-            share = max(LANE_TOKENS, -(-sum(ordered) // lanes))
+        if streams > 1:
+            share = max(MIN_STREAM_TOKENS, -(-sum(ordered) // streams))
             max_batch_tokens = min(max_batch_tokens, share)
         starts = _padded_starts(ordered, max_batch_tokens, max_batch_size, pass_tokens)
-    elif lanes > 1:
-        starts = _even_starts(ordered, max_batch_tokens, max_batch_size, lanes)
+    elif streams > 1:
+        starts = _even_starts(ordered, max_batch_tokens, max_batch_size, streams)
     else:
         starts = _packed_starts(ordered, max_batch_tokens, max_batch_size)
     return [order[start:end] for start, end in pairwise([*starts, len(order)])]
 
 
-def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, lanes: int) -> list[int]:
-    """As few micro-batches as can be, rounded up to whole rounds of all lanes.
+def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, streams: int) -> list[int]:
+    """Cuts into as few micro-batches as possible, rounded up to whole rounds of all streams.
 
-    Of all cuts into so many, the one whose largest micro-batch is the smallest.
+    Among all cuts into so many, it takes the one whose largest micro-batch is the smallest.
     """
     starts = _packed_starts(lengths, max_tokens, max_size)
     total = sum(lengths)
-    rounds = -(-len(starts) // lanes)
-    wanted = max(len(starts), min(rounds * lanes, total // LANE_TOKENS))
+    rounds = -(-len(starts) // streams)
+    wanted = max(len(starts), min(rounds * streams, total // MIN_STREAM_TOKENS))
     if wanted < 2 or max_tokens <= lengths[0]:
         return starts
-    # The more tokens one may have, the fewer there are.
+    # The more tokens a micro-batch may have, the fewer micro-batches there are.
     limits = range(max(lengths[0], -(-total // wanted)), max_tokens)
     least = bisect_left(
         limits, True, key=lambda limit: len(_packed_starts(lengths, limit, max_size)) <= wanted
@@ -84,7 +83,7 @@ def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, lanes: 
 
 
 def _packed_starts(lengths: Sequence[int], max_tokens: int, max_size: int) -> list[int]:
-    """Fills each micro-batch as far as it goes: the tokens are the same however it is cut."""
+    """Fills each micro-batch as far as it goes: the number of tokens is the same for every cut."""
     starts: list[int] = []
     tokens = 0
     for place, length in enumerate(lengths):
@@ -100,21 +99,21 @@ def _padded_starts(
 ) -> list[int]:
     """Finds the cheapest cuts, by the cheapest cuts of all shorter windows."""
     count = len(lengths)
-    most_padding = (lengths[0] - lengths[-1]) * count if lengths else 0
-    if 0 < count <= min(max_size, max_tokens // lengths[0]) and most_padding <= pass_tokens:
-        # Alike enough for one pass; to try all cuts would take the square of their number.
+    max_padding = (lengths[0] - lengths[-1]) * count if lengths else 0
+    if 0 < count <= min(max_size, max_tokens // lengths[0]) and max_padding <= pass_tokens:
+        # The lengths are alike enough for one pass. Trying all cuts would take quadratic time.
         return [0]
     cheapest = [0, *[-1] * count]
     start_of_last = [0] * (count + 1)
     for start, width in enumerate(lengths):
-        most = min(count - start, max_size, max(1, max_tokens // width))
+        max_items = min(count - start, max_size, max(1, max_tokens // width))
         cost = cheapest[start] + pass_tokens
-        for end in range(start + 1, start + most + 1):
+        for end in range(start + 1, start + max_items + 1):
             cost += width
             if cheapest[end] < 0 or cost < cheapest[end]:
                 cheapest[end] = cost
                 start_of_last[end] = start
-            # Cut in the middle, it would cost less, and so would all that are longer.
+            # A cut in the middle would cost less, here and for every larger end.
             middle = (start + end) // 2
             if (width - lengths[middle]) * (end - middle) > pass_tokens:
                 break

@@ -1,1 +1,1 @@
-"""Results that need not be computed: equal items of a batch, and of earlier ones."""
+"""The result cache: equal items are computed once, within a batch and across batches."""

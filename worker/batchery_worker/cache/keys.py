@@ -1,7 +1,7 @@
-"""Names of inputs: equal ones have one, no two others do, whoever computes it.
+"""Cache keys: digests of inputs. Equal inputs have the same digest, on every machine.
 
-An input is what a result depends on: the item, the keywords, and the *version*, which stands for
-whatever computes. Equal means: equal as JSON, in whatever order the keys of an object come.
+An input is everything that a result depends on: the item, the keywords, and the *version*, which
+stands for code and model. Inputs are equal if they are equal as JSON, whatever the order of keys.
 """
 
 import hashlib
@@ -12,20 +12,20 @@ from typing import Any
 
 from batchery_worker.ipc.values import is_plain
 
-#: Bytes of a digest: no two of 2^64 inputs have the same one.
+#: Length of a digest, in bytes: no two of 2^64 inputs have the same one.
 DIGEST_BYTES = 20
 
-#: Changes whenever what is named or stored here gets another form.
-FORMAT = 1
+#: Version of keys and stored results; it changes whenever their form does.
+KEY_FORMAT = 1
 
-#: Weights in formats that are never loaded, and may be many gigabytes.
-UNUSED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite"}
+#: Suffixes of weights that are never loaded, and may have many gigabytes.
+NEVER_LOADED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite"}
 
 
 def canonical(value: Any) -> bytes | None:
-    """One spelling for all equal values; None for what JSON has no spelling for."""
+    """The same bytes for all equal values; None for a value that JSON cannot write."""
     if type(value) is str:
-        # The common item, which may be long: as it is.
+        # A text is the common item, and may be long, so it is not encoded as JSON.
         return b"s" + value.encode("utf-8", "surrogatepass")
     try:
         if not is_plain(value):
@@ -38,39 +38,39 @@ def canonical(value: Any) -> bytes | None:
 def digests(
     version: Sequence[str], keywords: Mapping[str, Any], items: Sequence[Any]
 ) -> list[bytes | None]:
-    """The names of a batch's inputs, one per item, in order.
+    """The digests of a batch's inputs, one per item, in order.
 
     Args:
-        version: Of the results: the task's name, and what stands for its code and its model.
-        keywords: Of the batch.
-        items: As they were submitted.
+        version: Version of the results: the task's name, and what stands for its code and model.
+        keywords: The keywords of the batch.
+        items: The items as they were submitted.
 
     Returns:
-        None for each item that has none: it can be equal to nothing.
+        None for an item without a digest: it counts as equal to no other.
     """
     shared = canonical({**keywords})
     if shared is None:
         return [None] * len(items)
-    # The length keeps one part from passing for the end of the other.
-    head = json.dumps([FORMAT, *version, len(shared)]).encode() + shared
+    # The length separates the parts: the end of one cannot look like the start of the next.
+    head = json.dumps([KEY_FORMAT, *version, len(shared)]).encode() + shared
     start = hashlib.blake2b(head, digest_size=DIGEST_BYTES)
     return [_digest(start, canonical(item)) for item in items]
 
 
 def folder_digest(folder: Path) -> str:
-    """A name for the files of a model: another one as soon as a byte of them is another.
+    """A digest of a model's files, which changes with every byte.
 
-    Reads all of them, about a second per gigabyte; hidden files and weights that are never loaded
-    are passed over.
+    It reads all files, about a second per gigabyte, except hidden ones and weights that are never
+    loaded.
 
     Raises:
-        OSError: One of them cannot be read.
+        OSError: A file cannot be read.
     """
     whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in name.parts)
-        if hidden or path.suffix in UNUSED or not path.is_file():
+        if hidden or path.suffix in NEVER_LOADED or not path.is_file():
             continue
         with path.open("rb") as file:
             content = hashlib.file_digest(file, "blake2b").hexdigest()

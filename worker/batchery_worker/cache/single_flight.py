@@ -1,8 +1,7 @@
-"""One batch whose equal items are computed once: pure.
+"""Single flight: equal items of a batch are computed once. Pure, except for the cache.
 
-Only values are shared. Where the computation of an item ends in anything else, a failure or a wish
-to be tried again, each of its twins is computed for itself: it may fare better, and its job decides
-about its own retries.
+Only values are shared. If the outcome of an item is anything else, a failure or a retry, each of
+its duplicates is computed separately: it may succeed, and each job counts its own retries.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,23 +18,24 @@ Run = Callable[[list[Any]], Sequence[Any]]
 
 
 class Folding:
-    """The items of a batch, by the names of their inputs."""
+    """The items of a batch, by their cache keys."""
 
     def __init__(self, keys: Sequence[bytes | None], found: Mapping[bytes, bytes]) -> None:
-        """Chooses what has to be computed.
+        """Chooses the items that must be computed.
 
         Args:
-            keys: Of each item, the name of its input; None for one that is equal to nothing.
-            found: Results by key, encoded, that the cache has.
+            keys: The cache key of each item; None for an item that is equal to no other.
+            found: Encoded results that the cache has, by key.
         """
         self._keys = keys
         self._known: dict[bytes, Any] = {key: Encoded(json) for key, json in found.items()}
-        #: What was computed here, by key: for the cache, and for the batch that comes next.
-        self.learnt: dict[bytes, Any] = {}
-        self._alone: dict[int, Any] = {}
-        #: Of each item that is computed for its twins as well: its place -> theirs.
-        self._twins: dict[int, list[int]] = {}
-        #: Where the items stand that have to be computed, in order.
+        #: Values that were computed here, by key: for the cache, and for the next batch.
+        self.computed_values: dict[bytes, Any] = {}
+        #: Outcomes that are not shared, by position of the item.
+        self._unshared: dict[int, Any] = {}
+        #: Position of an item that is computed -> positions of its duplicates.
+        self._duplicates: dict[int, list[int]] = {}
+        #: Positions of the items that must be computed, in order.
         self.places: list[int] = []
         self.hits = self.computed = 0
         first: dict[bytes, int] = {}
@@ -43,20 +43,20 @@ class Folding:
             if key in self._known:
                 self.hits += 1
             elif key is not None and key in first:
-                self._twins[first[key]].append(place)
+                self._duplicates[first[key]].append(place)
             else:
                 self.places.append(place)
                 if key is not None:
                     first[key] = place
-                    self._twins[place] = []
+                    self._duplicates[place] = []
 
     def run(self, chosen: Sequence[Any], before: Mapping[bytes, Any], run: Run) -> list[Any]:
-        """Computes what is left to compute.
+        """Computes the items that must be computed.
 
         Args:
             chosen: The items at `places`, prepared.
-            before: What the batch before has learnt: it ran while this one was prepared.
-            run: Called at most twice; first for different items, then for twins that need it.
+            before: Values of the previous batch, which ran while this one was prepared.
+            run: Called at most twice: for different items, then for duplicates that need it.
 
         Returns:
             One outcome per item of the batch, in order.
@@ -66,31 +66,33 @@ class Folding:
             for place, item in zip(self.places, chosen, strict=True)
             if not self._recall(place, before)
         ]
-        without = self._learn(left, run)
-        again = [(twin, item) for place, item in without for twin in self._twins.get(place, ())]
-        self._learn(again, run)
+        without = self._compute(left, run)
+        again = [
+            (each, item) for place, item in without for each in self._duplicates.get(place, ())
+        ]
+        self._compute(again, run)
         return self._outcomes()
 
     def encode(self) -> list[Any]:
         """Encodes each value once; returns the outcomes anew, in order."""
-        for known in (self.learnt, self._known):
+        for known in (self.computed_values, self._known):
             for key, outcome in known.items():
                 if not isinstance(outcome, Encoded):
                     known[key] = encoded(outcome) or outcome
-        # Of twins that were computed one by one, too, one value is as good as the other.
-        self._known.update(self.learnt)
+        # Duplicates that were computed one by one may differ; any of their values will do.
+        self._known.update(self.computed_values)
         return self._outcomes()
 
     def fresh(self) -> dict[bytes, bytes]:
-        """What the cache does not have; after `encode`."""
+        """The encoded results that the cache does not have; call `encode` first."""
         return {
             key: outcome.json
-            for key, outcome in self.learnt.items()
+            for key, outcome in self.computed_values.items()
             if isinstance(outcome, Encoded)
         }
 
     def counts(self) -> dict[str, int]:
-        """How many items there were, and how they got their outcomes."""
+        """The number of items, and how many of them got their outcomes in which way."""
         items = len(self._keys)
         folded = items - self.hits - self.computed
         return {"items": items, "hits": self.hits, "folded": folded, "computed": self.computed}
@@ -102,8 +104,8 @@ class Folding:
         self._known[key] = before[key]
         return True
 
-    def _learn(self, part: Sequence[tuple[int, Any]], run: Run) -> list[tuple[int, Any]]:
-        """Computes a part; returns what of it has ended without a value to share."""
+    def _compute(self, part: Sequence[tuple[int, Any]], run: Run) -> list[tuple[int, Any]]:
+        """Computes some items; returns those whose outcome is not a value to share."""
         if not part:
             return []
         self.computed += len(part)
@@ -112,35 +114,35 @@ class Folding:
         for (place, item), outcome in zip(part, outcomes, strict=True):
             key = self._keys[place]
             if key is None or isinstance(outcome, SETTLED):
-                self._alone[place] = outcome
+                self._unshared[place] = outcome
                 without.append((place, item))
             else:
-                self.learnt[key] = self._known[key] = outcome
+                self.computed_values[key] = self._known[key] = outcome
         return without
 
     def _outcomes(self) -> list[Any]:
         return [
-            self._alone[place] if place in self._alone else self._known[key]  # type: ignore[index]
+            self._unshared[place] if place in self._unshared else self._known[key]  # type: ignore[index]
             for place, key in enumerate(self._keys)
         ]
 
 
 class Reuse:
-    """Of one device; each method is called by one thread at a time."""
+    """The cache as one device uses it; each method is called by one thread at a time."""
 
     def __init__(self, cache: ResultCache) -> None:
         self._cache = cache
-        #: What the last batch has learnt. Anything older was stored before this one was sent here:
-        #: a device holds two batches at most, and answers for one after its results are stored.
+        #: Values of the previous batch. Older ones are in Redis, because a device holds at most two
+        #: batches, and stores their results before it answers.
         self._before: Mapping[bytes, Any] = {}
 
     def begin(self, work: Work, items: Sequence[Any], identity: str) -> Folding | None:
-        """Looks which items of a batch have to be computed, while the batch before may run.
+        """Finds the items of a batch that must be computed; the previous batch may still run.
 
         Args:
             work: The batch.
-            items: Of all its jobs, in order.
-            identity: Of the model; empty for a function.
+            items: The items of all its jobs, in order.
+            identity: Identity of the model; empty for a function.
 
         Returns:
             None for a task without a cache.
@@ -153,23 +155,23 @@ class Reuse:
         return Folding(keys, self._cache.get(work.task, wanted))
 
     def run(self, folding: Folding | None, items: Sequence[Any], run: Run) -> list[Any]:
-        """Computes what is left to compute; on the main thread.
+        """Computes the items that must be computed; on the main thread.
 
         Args:
-            folding: Of the batch.
-            items: Those that have to be computed, prepared; all of them, without a folding.
-            run: Computes some of them.
+            folding: What `begin` returned for the batch.
+            items: The items that must be computed, prepared; all items for a task without a cache.
+            run: Computes items.
         """
-        before, self._before = self._before, {} if folding is None else folding.learnt
+        before, self._before = self._before, {} if folding is None else folding.computed_values
         if folding is None:
             return list(run(list(items)))
         return folding.run(items, before, run)
 
     def keep(self, folding: Folding, work: Work) -> dict[str, Any]:
-        """Stores what was computed; before the batch is answered for.
+        """Stores the computed results, before the batch is answered.
 
         Args:
-            folding: Of the batch; encoded.
+            folding: What `begin` returned for the batch; encoded.
             work: The batch.
 
         Returns:
@@ -177,4 +179,4 @@ class Reuse:
         """
         assert work.cache is not None
         told = self._cache.put(work.task, folding.fresh(), work.cache)
-        return {**folding.counts(), **told, **self._cache.trouble()}
+        return {**folding.counts(), **told, **self._cache.take_errors()}

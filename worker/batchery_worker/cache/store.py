@@ -1,7 +1,7 @@
-"""Results that were computed before, in Redis: read and written for a whole batch at once.
+"""The cached results in Redis, read and written for a whole batch at once.
 
-A cache may be missing, and nothing else shall be: what cannot be read was never there, and what
-cannot be written is computed again some day. Either is counted, and for a while not tried again.
+A failing cache must not fail anything else. A result that cannot be read counts as missing, and one
+that cannot be written is computed again. Such errors are counted, and the cache pauses for a while.
 """
 
 import logging
@@ -21,23 +21,23 @@ logger = logging.getLogger("batchery.device")
 
 REMEMBER_LUA = Path(__file__).parent / "lua" / "remember.lua"
 
-#: Most results in one command, and most bytes after which no further one is added to it: Redis
-#: serves nobody else meanwhile.
-MAX_RESULTS = 512
-MAX_BYTES = 4 << 20
+#: Maximum number of results in one command, and number of bytes after which no further result is
+#: added to it: Redis serves nobody else meanwhile.
+MAX_RESULTS_PER_COMMAND = 512
+MAX_BYTES_PER_COMMAND = 4 << 20
 
-#: Memory that Redis needs for a result beside its JSON, in bytes: its key, and two entries that say
-#: how old and how large it is. Redis 6.2 takes 350 to 410.
-BESIDE_BYTES = 400
+#: Memory that Redis needs for a result in addition to its JSON, in bytes: its key, and two entries
+#: with its age and size. Redis 6.2 takes 350 to 410.
+OVERHEAD_BYTES = 400
 
-#: Length of the checksum before each JSON: what is not ours, or not whole, is no result.
-SUM_BYTES = 4
+#: Length of the checksum before each JSON, in bytes. It detects values that are foreign or broken.
+CHECKSUM_BYTES = 4
 
-#: How long an answer may take, in seconds: a batch waits for it.
-PATIENCE_S = 5.0
+#: How long an answer may take, in seconds, while a batch waits for it.
+ANSWER_TIMEOUT_S = 5.0
 
-#: How long a direction that failed is left alone, in seconds.
-PAUSE_S = 5.0
+#: How long nothing is read after a failed read, or written after a failed write, in seconds.
+FAILURE_PAUSE_S = 5.0
 
 
 class ResultCache:
@@ -47,8 +47,8 @@ class ResultCache:
         """Does not connect yet.
 
         Args:
-            backend: Celery's own for Redis.
-            clock: In seconds.
+            backend: Celery's result backend for Redis.
+            clock: Monotonic time in seconds.
         """
         self._backend = backend
         self._reads = _Direction("read", clock)
@@ -58,16 +58,16 @@ class ResultCache:
         """Looks for results.
 
         Args:
-            task: Its name.
-            digests: Of inputs, as `digests.py` makes them.
+            task: Name of the task.
+            digests: Digests of inputs, from `cache/keys.py`.
 
         Returns:
-            The JSON of those that are there, by digest.
+            The JSON of the results that were found, by digest.
         """
         found: dict[bytes, bytes] = {}
         prefix = self._key("cache", task) + b":"
-        for start in range(0, len(digests), MAX_RESULTS):
-            part = digests[start : start + MAX_RESULTS]
+        for start in range(0, len(digests), MAX_RESULTS_PER_COMMAND):
+            part = digests[start : start + MAX_RESULTS_PER_COMMAND]
             keys = [prefix + digest for digest in part]
             values: list[bytes | None] | None = self._reads.attempt(
                 partial(self._client.mget, keys)
@@ -75,29 +75,29 @@ class ResultCache:
             if values is None:
                 break
             found.update(
-                (digest, value[SUM_BYTES:])
+                (digest, value[CHECKSUM_BYTES:])
                 for digest, value in zip(part, values, strict=True)
-                if value is not None and value[:SUM_BYTES] == _sum(value[SUM_BYTES:])
+                if value is not None and value[:CHECKSUM_BYTES] == _sum(value[CHECKSUM_BYTES:])
             )
         return found
 
     def put(self, task: str, results: Mapping[bytes, bytes], policy: CachePolicy) -> dict[str, int]:
-        """Keeps results; the oldest ones go where there is no room.
+        """Stores results; the oldest ones are evicted if the cache is full.
 
         Args:
-            task: Its name.
+            task: Name of the task.
             results: Their JSON, by digest.
-            policy: How long, and how much of it.
+            policy: How long results are kept, and how many bytes of them.
 
         Returns:
-            What there is to tell: `bytes` and `results` that the cache has now, how many it has
-            `evicted`; empty where nothing was kept.
+            The number of `results` and `bytes` in the cache now, and how many results were
+            `evicted`; empty if nothing was stored.
         """
         told: dict[str, int] = {}
         small = {
             digest: _sum(json) + json
             for digest, json in results.items()
-            if SUM_BYTES + len(json) + BESIDE_BYTES <= policy.max_bytes
+            if CHECKSUM_BYTES + len(json) + OVERHEAD_BYTES <= policy.max_bytes
         }
         for part in _parts(small):
             answer = self._writes.attempt(partial(self._remember, task, part, policy))
@@ -107,8 +107,8 @@ class ResultCache:
             told = {"bytes": size, "results": count, "evicted": told.get("evicted", 0) + evicted}
         return told
 
-    def trouble(self) -> dict[str, Any]:
-        """What went wrong since somebody asked last: `errors`, and the `error`; mostly empty."""
+    def take_errors(self) -> dict[str, Any]:
+        """The number of `errors` since the last call, and the last `error`; usually empty."""
         failed = [each for each in (self._reads, self._writes) if each.errors]
         if not failed:
             return {}
@@ -126,7 +126,7 @@ class ResultCache:
         prefix = self._key("cache", task) + b":"
         keys = [self._key("cache-ages", task), self._key("cache-sizes", task)]
         keys += [prefix + digest for digest in part]
-        args: list[Any] = [int(policy.ttl_s * 1000), policy.max_bytes, prefix, BESIDE_BYTES]
+        args: list[Any] = [int(policy.ttl_s * 1000), policy.max_bytes, prefix, OVERHEAD_BYTES]
         for digest, json in part.items():
             args += (digest, json)
         size, count, evicted = self._script(keys=keys, args=args)
@@ -134,10 +134,10 @@ class ResultCache:
 
     @cached_property
     def _client(self) -> Any:
-        # Of its own: that of the backend may wait for minutes, and may give up texts for bytes.
-        own: dict[str, Any] = {"socket_timeout": PATIENCE_S, "decode_responses": False}
+        # Not the backend's client, which may wait for minutes, and may decode bytes into text.
+        own: dict[str, Any] = {"socket_timeout": ANSWER_TIMEOUT_S, "decode_responses": False}
         if "socket_connect_timeout" in self._backend.connparams:
-            own["socket_connect_timeout"] = PATIENCE_S
+            own["socket_connect_timeout"] = ANSWER_TIMEOUT_S
         return self._backend._create_client(**{**self._backend.connparams, **own})
 
     @cached_property
@@ -146,7 +146,7 @@ class ResultCache:
 
 
 class _Direction:
-    """To Redis or from it: left alone for a while after a failure."""
+    """Reads or writes; pauses after a failure."""
 
     def __init__(self, verb: str, clock: Callable[[], float]) -> None:
         self._verb = verb
@@ -156,33 +156,33 @@ class _Direction:
         self.error = ""
 
     def attempt(self, call: Callable[[], T]) -> T | None:
-        """What the call returns; None where it fails, or has failed a moment ago."""
+        """The answer of a call; None if it fails, or the last one failed a moment ago."""
         if self._clock() < self._paused_until_s:
             return None
         try:
             return call()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the device
+        except Exception as error:  # noqa: BLE001 - no error of the cache may end the device
             text = f"cannot be {self._verb}: {error}"
             if text != self.error:
                 logger.warning("the cache of results %s", text)
             self.error = text
             self.errors += 1
-            self._paused_until_s = self._clock() + PAUSE_S
+            self._paused_until_s = self._clock() + FAILURE_PAUSE_S
             return None
 
 
 def _sum(json: bytes) -> bytes:
-    return zlib.crc32(json).to_bytes(SUM_BYTES, "big")
+    return zlib.crc32(json).to_bytes(CHECKSUM_BYTES, "big")
 
 
 def _parts(results: Mapping[bytes, bytes]) -> Iterator[Mapping[bytes, bytes]]:
-    """Cuts results into scripts."""
+    """Cuts results into parts, one for each call of the script."""
     part: dict[bytes, bytes] = {}
     size_bytes = 0
     for digest, json in results.items():
         part[digest] = json
         size_bytes += len(json)
-        if len(part) == MAX_RESULTS or size_bytes >= MAX_BYTES:
+        if len(part) == MAX_RESULTS_PER_COMMAND or size_bytes >= MAX_BYTES_PER_COMMAND:
             yield part
             part, size_bytes = {}, 0
     if part:

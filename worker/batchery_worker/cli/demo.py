@@ -37,16 +37,16 @@ QUESTIONS = (
 MODEL = {"kind": "embedding", "model": str(get_model_path())}
 MODELS = {"embed": MODEL, "embed_one": {**MODEL, "max_batch_size": 1}}
 
-#: Vectors of batches and of single texts may differ by float rounding, and by no more.
+#: Maximum difference between vectors of batches and of single texts: rounding, and no more.
 TOLERANCE = 1e-5
 
-#: Longest time for one answer, in seconds.
+#: Timeout of one answer, in seconds.
 ANSWER_S = 60
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one pass over all texts looked like."""
+    """Figures of one run over all texts."""
 
     jobs_per_s: float
     mean_batch_size: float

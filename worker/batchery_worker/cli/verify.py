@@ -15,14 +15,14 @@ from batchery_worker.device_pool.discovery import choose
 if TYPE_CHECKING:
     from batchery_worker.models.verification import Report
 
-#: Exit code where a batch gave something else.
+#: Exit code if a batch gave different results.
 DIFFERENT = 1
 
 HELP = """Check that batches give what single texts give.
 
 Loads each model of the settings on this machine, computes texts of many lengths in batches, padded
-and packed, and compares with the same texts one by one in fp32. Needs neither Redis nor a worker;
-where a worker runs, both need room on the device.
+and packed, and compares with the same texts one by one in fp32. Needs neither Redis nor a worker.
+A worker that runs meanwhile needs memory on the device, too.
 
 \b
 Exit codes:
@@ -60,7 +60,7 @@ def verify(
     models = _chosen(settings, names)
     lines = [line.strip() for line in texts or () if line.strip()]
     device = device or choose(settings.devices)[0]
-    # Only whoever verifies pays for torch.
+    # torch takes seconds to import: other commands must not pay for it.
     from batchery_worker.models import verification
 
     passed = True

@@ -1,8 +1,8 @@
-"""The fast way of a result: stored where it was computed, with notification and acknowledgement.
+"""The fast way of a result: the device stores it, notifies its caller and ends its lease.
 
-All results of a batch are stored in one step. Each is written only while its job's lease is held,
-so that a worker that was given up for dead changes nothing when it wakes up. Whatever is not plain
-is left to Celery's tracer.
+All results of a batch are stored in one step. Each result is written only while its job's lease is
+held, so a worker that counts as dead changes nothing when it wakes up. Jobs that are not plain are
+left to Celery's tracer.
 """
 
 import json
@@ -29,21 +29,21 @@ logger = logging.getLogger("batchery.device")
 #: The scripts that write results. The head of each file names its keys, and who writes them.
 LUA = Path(__file__).parent / "lua"
 
-#: Maximum number of jobs of one script. Redis serves nobody else meanwhile.
-MAX_JOBS = 512
+#: Maximum number of jobs per call of the script, during which Redis serves nobody else.
+MAX_JOBS_PER_SCRIPT = 512
 
-#: Number of bytes after which no further result is added to a script, for the same reason.
-MAX_BYTES = 4 << 20
+#: Number of bytes after which no further result is added to a call, for the same reason.
+MAX_BYTES_PER_SCRIPT = 4 << 20
 
-#: How often a commit is sent to a Redis that is well before the tracer may try. A lost connection
-#: explains the first failure, a failover the second.
+#: How often a commit is sent to a Redis that can write, before the jobs are left to the tracer. A
+#: lost connection explains the first failure, a failover the second.
 MAX_TRIES = 3
 
-#: Longest pause before Redis is asked again whether it is back, in seconds.
+#: Maximum pause between two attempts to reach a Redis that is away, in seconds.
 MAX_PAUSE_S = 2.0
 
-#: Kinds of outcomes, as `encode_outcome` spells them, that are results.
-STORABLE = ("value", "json", "encoded")
+#: Kinds of outcomes that are results, in the words of `encode_outcome`.
+STORABLE_KINDS = ("value", "json", "encoded")
 
 
 def result_scripts(client: "redis.Redis") -> RedisScripts:
@@ -58,7 +58,7 @@ class MetaWriter:
         """Writes the part that is the same for all jobs.
 
         Args:
-            date_done: When the batch was done, as Celery spells it.
+            date_done: When the batch was done, in Celery's format.
             facts: Facts of the batch; not empty.
         """
         self._head = (
@@ -76,11 +76,11 @@ class MetaWriter:
             task_id: Id of the job.
             result: Its result, as JSON in UTF-8.
             waited_ms: How long it waited in the worker.
-            fields: As `stored_fields` found them.
+            fields: Further fields, from `stored_fields`.
 
         Raises:
-            TypeError: The fields cannot be written as JSON.
-            ValueError: Neither can they.
+            TypeError: JSON cannot write a field.
+            ValueError: JSON cannot write a field either.
         """
         more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
         text = f'{self._head}{waited_ms!r}}}, {more}"task_id": {json.dumps(task_id)}, "result": '
@@ -90,9 +90,9 @@ class MetaWriter:
 class CommitStatus(StrEnum):
     """What became of one job at the commit."""
 
-    #: Result, notification and acknowledgement are in Redis; the main process only tells.
+    #: Redis has the result, the notification and the acknowledgement.
     COMMITTED = "committed"
-    #: The lease was no longer ours; another worker has the job.
+    #: This worker has lost the lease; another worker has the job.
     FENCED = "fenced"
     #: Celery's tracer completes it, in the main process.
     NEEDS_TRACER = "needs tracer"
@@ -100,7 +100,7 @@ class CommitStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EncodedOutcome:
-    """A job's outcome, as `encode_outcome` spelled it."""
+    """A job's outcome, encoded by `encode_outcome`."""
 
     task_id: str
     spelled: Sequence[Any]
@@ -112,11 +112,11 @@ class Committer(Protocol):
     def commit(
         self, jobs: Sequence[EncodedOutcome], context: CommitContext, facts: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
-        """Stores what it can.
+        """Stores the results that it can store.
 
         Args:
             jobs: The outcomes of one batch.
-            context: What the main process knows of the batch.
+            context: The commit context of the batch, from the main process.
             facts: Facts of the batch, stored with each result.
 
         Returns:
@@ -125,19 +125,19 @@ class Committer(Protocol):
         ...
 
 
-#: The statuses as commit.lua numbers them.
+#: The statuses by their numbers in commit.lua.
 COMMIT_STATUSES = (CommitStatus.FENCED, CommitStatus.COMMITTED, CommitStatus.NEEDS_TRACER)
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One job of a script."""
+    """One job in a call of the script."""
 
     index: int
     task_id: str
     key: bytes
     token: str
-    #: What is stored; empty for a job whose result nobody wants.
+    #: The stored result; empty for a job that ignores its result.
     value: bytes
 
 
@@ -153,21 +153,21 @@ class RedisCommitter:
         """Does not connect yet.
 
         Args:
-            backend: Celery's own for Redis, of the thread that commits.
-            on_wait: Is called when results have to wait for a Redis that is away.
-            sleep: Waits for so many seconds.
+            backend: Celery's result backend for Redis, of the thread that commits.
+            on_wait: Called when results must wait because Redis is away.
+            sleep: Waits for a number of seconds.
         """
         self._backend = backend
         self._on_wait = on_wait
         self._sleep = sleep
         self._refusals: set[str] = set()
-        #: Id of a worker that this Redis does not know. Once given up, a worker has another id.
+        #: Id of a worker that this Redis does not know. A fenced worker gets another id.
         self._unknown = ""
 
     def commit(
         self, jobs: Sequence[EncodedOutcome], context: CommitContext, facts: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
-        """Stores what it can; while Redis is away it waits, as long as this process lives."""
+        """Stores the results that it can store; waits as long as Redis is away."""
         statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
         if context.worker == self._unknown:
             return statuses
@@ -183,9 +183,9 @@ class RedisCommitter:
     def _entry(
         self, index: int, job: EncodedOutcome, context: JobCommit, writer: MetaWriter
     ) -> _Entry | None:
-        """What the script needs of a job; None if the tracer must have it."""
+        """Makes the script's entry for a job; None if the job needs the tracer."""
         kind, content = job.spelled[0], job.spelled[1]
-        if context is None or kind not in STORABLE:
+        if context is None or kind not in STORABLE_KINDS:
             return None
         token, waited_ms, fields = context
         try:
@@ -194,7 +194,7 @@ class RedisCommitter:
             if fields is not None:
                 value = writer.write(job.task_id, _json(kind, content), waited_ms, fields)
         except (TypeError, ValueError, RecursionError):
-            # Arguments that were never JSON, for instance. The tracer tells the caller.
+            # For instance arguments that JSON cannot write. The tracer tells the caller.
             return None
         if len(value) > self._backend._MAX_STR_VALUE_SIZE:
             return None
@@ -208,12 +208,12 @@ class RedisCommitter:
             self._db,
             context.broker_db,
             expires_s,
-            len(context.replies),
+            len(context.completion_streams),
         ]
         for entry in part:
             args += (entry.token, entry.value)
-        if context.replies:
-            self._add_replies(keys, args, part, context.replies)
+        if context.completion_streams:
+            self._add_completion_streams(keys, args, part, context.completion_streams)
         answers, tries = self._answers(keys, args)
         if answers is None:
             return [CommitStatus.NEEDS_TRACER] * len(part)
@@ -222,15 +222,15 @@ class RedisCommitter:
             for entry, answer in zip(part, answers, strict=True)
         ]
 
-    def _add_replies(
+    def _add_completion_streams(
         self,
         keys: list[Any],
         args: list[Any],
         part: Sequence[_Entry],
-        replies: Mapping[str, Sequence[int]],
+        completion_streams: Mapping[str, Sequence[int]],
     ) -> None:
         numbers = {entry.index: number for number, entry in enumerate(part, 1)}
-        for name, indexes in replies.items():
+        for name, indexes in completion_streams.items():
             keys.append(reply_key(self._backend, name))
             wanted = [index for index in indexes if index in numbers]
             args.append(len(wanted))
@@ -239,7 +239,7 @@ class RedisCommitter:
                 args += (number, part[number - 1].task_id)
 
     def _answers(self, keys: list[Any], args: list[Any]) -> tuple[list[int] | None, int]:
-        """The script's answer, None if it is refused; and the number of failed tries before it."""
+        """The script's answer, None if Redis refuses; and the number of failed tries before it."""
         worker, lease_key = args[0], keys[1]
         for tries in range(MAX_TRIES):
             try:
@@ -260,11 +260,11 @@ class RedisCommitter:
             logger.error("Redis refuses commits, so Celery's tracer stores results: %s", refusal)
 
     def _await_redis(self, lease_key: str, error: Exception) -> None:
-        """Returns when Redis can write, at once if it could all the time."""
+        """Waits until Redis can write; returns at once if it can."""
         failures = 0
         while True:
             try:
-                # It must be a write, as only writes may be refused; there is no such field.
+                # It must be a write, because Redis may refuse only writes. There is no such field.
                 self._client.hdel(lease_key, "")
             except (redis.RedisError, OSError) as still:
                 if not is_away(still):
@@ -276,7 +276,7 @@ class RedisCommitter:
             if failures == 1:
                 logger.warning("results wait for Redis: %s", error)
                 self._on_wait()
-            # The address may be another server's by now.
+            # After a failover the address may belong to another server.
             self._client.connection_pool.disconnect()
             self._sleep(pause_s(failures, MAX_PAUSE_S))
 
@@ -294,7 +294,7 @@ class RedisCommitter:
 
 
 def _json(kind: str, content: Any) -> bytes:
-    """The JSON of a result that `encode_outcome` spelled as one of `STORABLE`."""
+    """The JSON of a result that `encode_outcome` encoded as one of `STORABLE_KINDS`."""
     if kind == "encoded":
         encoded: bytes = content
         return encoded
@@ -302,7 +302,7 @@ def _json(kind: str, content: Any) -> bytes:
 
 
 def database_of(client: Any) -> int:
-    """Number of the database that a client works in."""
+    """The number of a client's database."""
     return int(client.connection_pool.connection_kwargs.get("db") or 0)
 
 
@@ -313,7 +313,7 @@ def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
     for entry in entries:
         part.append(entry)
         size_bytes += len(entry.value)
-        if len(part) == MAX_JOBS or size_bytes >= MAX_BYTES:
+        if len(part) == MAX_JOBS_PER_SCRIPT or size_bytes >= MAX_BYTES_PER_SCRIPT:
             yield part
             part, size_bytes = [], 0
     if part:
@@ -321,10 +321,10 @@ def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:
 
 
 def _status(entry: _Entry, status: CommitStatus, tries: int) -> CommitStatus:
-    """Counts a job as committed if its lease went when the answer to an earlier try was lost.
+    """Counts a job as committed if an earlier try, whose answer was lost, has ended its lease.
 
-    The script recognises such a job by its stored result. Without a result it cannot. If another
-    worker had the job after all, the job runs once more and still leaves no trace.
+    The script recognises such a job by its stored result, and cannot if there is none. If another
+    worker has the job after all, it runs there once more, and stores nothing there either.
     """
     if status is CommitStatus.FENCED and tries and not entry.value:
         return CommitStatus.COMMITTED

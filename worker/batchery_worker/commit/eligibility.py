@@ -1,4 +1,4 @@
-"""Which jobs a device may commit by itself, and what it must know for that.
+"""Decides which jobs a device may commit by itself, and makes the commit context.
 
 All other jobs take the slow way, by Celery's own tracer in the main process.
 """
@@ -21,7 +21,7 @@ from batchery_worker.job import Job
 from batchery_worker.request import lease_store_of
 from batchery_worker.task_call import TaskCall
 
-#: What Celery's tracer calls around a task, for a task's own class to override.
+#: Hooks that Celery's tracer calls around a task, and that a task's class may override.
 HOOKS = ("before_start", "on_success", "on_failure", "on_retry", "after_return")
 
 #: Signals that the tracer sends.
@@ -30,41 +30,41 @@ SIGNALS: Mapping[str, Any] = {
     for name in ("task_prerun", "task_postrun", "task_success", "task_failure")
 }
 
-#: Where Celery's receivers for Django are. They close the connections of the process that ran the
-#: function. Here a device ran it, which does so itself once per call: see `device/functions.py`.
+#: Package of Celery's receivers for Django, which close database connections after each job. They
+#: do not count: the device that ran the function closes its own (`device/functions.py`).
 FIXUPS = "celery.fixups."
 
-#: What Celery stores of every job, and we of every batch. A stamp of such a name would take its
-#: place, so a job with such a stamp is left to Celery.
+#: Fields of every stored result. A stamp with such a name would overwrite the field, so a job with
+#: such a stamp is left to Celery.
 ALWAYS_STORED = frozenset(
     {"status", "result", "traceback", "children", "date_done", "task_id", "batch"}
 )
 
 
-class TracerNeeds:
-    """Says why jobs need the tracer; remembers answers, so that a job costs less than 1 µs."""
+class TracerReasons:
+    """The reasons why jobs need the tracer; cached, so that a job costs less than 1 µs."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._tasks: dict[str, str | None] = {}
         self._receivers: dict[str, str | None] = {}
-        #: The receivers of each signal when `_receivers` was filled.
+        #: The receivers of each signal at the time when `_receivers` was filled.
         self._connected: list[list[Any]] = []
 
-    def why(
+    def of_job(
         self, task: BatchTask, message: Mapping[str, Any], embed: Mapping[str, Any] | None
     ) -> str | None:
-        """Says why a job needs the tracer; None if it does not.
+        """The reason why a job needs the tracer; None if it does not.
 
         Args:
             task: The job's task.
             message: The headers of its message.
             embed: The third part of the message's body.
         """
-        return self.why_all(task) or request_needs_tracer(message, embed)
+        return self.of_task(task) or request_needs_tracer(message, embed)
 
-    def why_all(self, task: BatchTask) -> str | None:
-        """Says why all jobs of a task need the tracer as of now; None if they do not."""
+    def of_task(self, task: BatchTask) -> str | None:
+        """The reason why all jobs of a task need the tracer now; None if they do not."""
         name = task.name
         if name not in self._tasks:
             self._tasks[name] = task_needs_tracer(self._app, task)
@@ -78,7 +78,7 @@ class TracerNeeds:
 
 
 def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
-    """Says why all jobs of a task need the tracer; None if they do not.
+    """The reason why all jobs of a task need the tracer; None if they do not.
 
     Args:
         app: The app of the worker.
@@ -102,9 +102,9 @@ def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
 
 
 def receivers_need_tracer(task: BatchTask) -> str | None:
-    """Says why all jobs of a task need the tracer now: somebody listens to their signals."""
+    """The reason why receivers of signals need the tracer for all jobs; None if there are none."""
     for name, signal in SIGNALS.items():
-        # Celery has no public way to ask who listens, only whether somebody does.
+        # Celery has no public way to list the receivers, only to ask whether there is one.
         for receiver in signal._live_receivers(task):
             if not str(getattr(receiver, "__module__", "")).startswith(FIXUPS):
                 return f"a receiver of {name}"
@@ -112,7 +112,7 @@ def receivers_need_tracer(task: BatchTask) -> str | None:
 
 
 def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> str | None:
-    """Says why one job needs the tracer; None if it does not.
+    """The reason why one job needs the tracer; None if it does not.
 
     Args:
         message: The headers of its message.
@@ -127,7 +127,7 @@ def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | 
 
 
 def _stock_class(backend: Any) -> type:
-    """The class that the app chose; a completion thread's backend is a subclass of it."""
+    """The class of the backend that the app chose; completion threads have a subclass of it."""
     chosen: type = getattr(backend, "stock_class", type(backend))
     return chosen
 
@@ -138,24 +138,24 @@ def _overrides(task: BatchTask, hook: str) -> bool:
 
 
 class CommitEligibility:
-    """Decides for every batch before it leaves for its device; costs a few µs per job."""
+    """Decides for every batch before it goes to its device; costs a few µs per job."""
 
     def __init__(self, app: Celery) -> None:
-        self._needs = TracerNeeds(app)
+        self._tracer_reasons = TracerReasons(app)
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
 
     def context(
         self, task: BatchTask, jobs: Sequence[Job[TaskCall]], dispatched_s: float
     ) -> CommitContext | None:
-        """What a device must know to commit a batch.
+        """Makes the commit context of a batch.
 
         Args:
             task: The task of all jobs.
             jobs: The jobs, about to be dispatched.
-            dispatched_s: Now, on the scheduler's clock.
+            dispatched_s: The time by the scheduler's clock.
 
         Returns:
-            None if Celery's tracer has to complete all of the jobs.
+            None if Celery's tracer must complete all of the jobs.
         """
         leases = [job.payload.lease for job in jobs]
         store = lease_store_of(leases)
@@ -174,7 +174,7 @@ class CommitEligibility:
             broker_db=store.db,
             jobs=eligible,
             text_chars=_text_chars(task, jobs[0].payload),
-            replies=_replies(jobs),
+            completion_streams=_completion_streams(jobs),
         )
 
     def _of_job(
@@ -182,7 +182,7 @@ class CommitEligibility:
     ) -> JobCommit:
         call = job.payload
         assert call.request is not None
-        if self._needs.why(task, call.message, call.request.embed):
+        if self._tracer_reasons.of_job(task, call.message, call.request.embed):
             return None
         fields = stored_fields(
             call.message, ignores_result=bool(task.ignore_result), extended=self._extended
@@ -194,20 +194,20 @@ class CommitEligibility:
         return token, round((dispatched_s - job.arrived_s) * 1e3, 3), fields
 
 
-def _replies(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:
-    """Which jobs ask for which completion stream."""
-    replies: dict[str, list[int]] = {}
+def _completion_streams(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:
+    """The indexes of the jobs that ask for each completion stream."""
+    completion_streams: dict[str, list[int]] = {}
     for index, job in enumerate(jobs):
         header = job.payload.message.get(multi_item.HEADER)
         if header is not None and (name := reply_of(header)) is not None:
-            replies.setdefault(name, []).append(index)
-    return replies
+            completion_streams.setdefault(name, []).append(index)
+    return completion_streams
 
 
 def _text_chars(task: BatchTask, call: TaskCall) -> int | None:
-    """How much of a result an event or a line of the log shows; None if nobody asks for either."""
+    """Maximum length of a result in events and the log, in characters; None without readers."""
     if trace.logger.isEnabledFor(logging.INFO) or has_readers(call, task):
-        # A task may say that there is no limit.
+        # A task may set no limit.
         return task.resultrepr_maxsize or sys.maxsize
     return None
 
@@ -223,11 +223,11 @@ def has_readers(call: TaskCall, task: BatchTask) -> bool:
 def stored_fields(
     message: Mapping[str, Any], *, ignores_result: bool, extended: bool
 ) -> Mapping[str, Any] | None:
-    """The fields that Celery stores of this job and not of every job.
+    """The fields of the stored result that only some jobs have.
 
     Args:
-        message: The headers of its message, with `args` and `kwargs` decoded.
-        ignores_result: The task's setting, which counts where the message has none.
+        message: The headers of the job's message, with `args` and `kwargs` decoded.
+        ignores_result: The task's setting, which counts if the message has none.
         extended: The setting `result_extended`.
 
     Returns:

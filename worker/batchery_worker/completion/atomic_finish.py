@@ -29,23 +29,23 @@ class AtomicFinisher:
         """Does not connect yet.
 
         Args:
-            backend: Celery's own for Redis, of the thread that finishes.
+            backend: Celery's result backend for Redis, of the thread that finishes.
         """
         self._backend = backend
-        #: Id of a worker that this Redis does not know, as the broker is another server.
+        #: Id of a worker that this Redis does not know, because the broker is another server.
         self._unknown = ""
 
     def finish(self, jobs: Sequence[HeldJob]) -> list[CommitStatus]:
-        """Finishes jobs, each of them wholly or not at all; one round trip.
+        """Finishes each job completely or not at all; one round trip for all of them.
 
         Args:
-            jobs: Their leases are of one lease store.
+            jobs: Jobs whose leases are in one lease store.
 
         Returns:
             One status per job; a job that needs the tracer must be replayed.
 
         Raises:
-            redis.RedisError: Redis does not answer. Nobody knows what it has done: a second call
+            redis.RedisError: Redis does not answer. It may have finished the jobs; a second call
                 finds that out.
         """
         if not jobs or jobs[0].lease.store.worker == self._unknown:
@@ -61,7 +61,7 @@ class AtomicFinisher:
     def _call(self, job: HeldJob) -> ScriptCall:
         store, outbox = job.lease.store, job.outbox
         keys = [
-            *(store.keys.workers, store.lease_key, store.keys.sent(outbox.publish_tag)),
+            *(store.keys.workers, store.lease_key, store.keys.dedupe_keys(outbox.publish_tag)),
             self._backend.get_key_for_task(outbox.task_id),
             *(held.queue_key for held in outbox.messages),
         ]

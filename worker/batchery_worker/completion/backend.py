@@ -1,7 +1,7 @@
-"""The result backend of a thread that completes jobs: Celery's own, made a subclass of itself.
+"""The result backend of a completion thread: a subclass of the one that the app chose.
 
 Celery has no public way to add a field to a result, to hold a result back, or to wait for a backend
-that is away. Celery gives each thread a backend of its own, so the changes touch no other thread.
+that is away. Each thread has a backend of its own, so a change of its class affects no other.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 else:
     _Backend = object
 
-#: How often a result is tried again. Celery's pauses between attempts grow to ten seconds, half of
-#: it on average: about half a minute together, as long as a shutdown may have to wait.
+#: How often a result is tried again. Celery's pauses grow to ten seconds, five on average. All
+#: together they take about half a minute, which a shutdown may have to wait.
 STORE_RETRIES = 15
 
-#: The answer of store.lua to a stored result that it cannot read.
-UNSURE = 2
+#: Answer of store.lua if it cannot read the result that is stored already.
+UNREADABLE = 2
 
 #: One of Celery's Lua scripts.
 Script = Callable[..., Any]
@@ -39,7 +39,7 @@ Script = Callable[..., Any]
 class CompletionBackend(_Backend):  # type: ignore[misc]
     """Stores results with the facts of their batch, and waits while the backend is away."""
 
-    #: The class that the app chose.
+    #: The class of the backend that the app chose.
     stock_class: type
 
     def _get_result_meta(self, *args: Any, **keywords: Any) -> dict[str, Any]:
@@ -50,12 +50,12 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
         return meta
 
     def mark_as_done(self, *args: Any, **options: Any) -> Any:
-        """Stores a result, calls what follows it, and counts it in a chord."""
+        """Stores a result, publishes what follows the job, and counts it in a chord."""
         with _with_deadline():
             return super().mark_as_done(*args, **options)
 
     def mark_as_failure(self, *args: Any, **options: Any) -> Any:
-        """Stores a failure, and tells those that wait for it."""
+        """Stores a failure, and notifies those who wait for it."""
         with _with_deadline():
             return super().mark_as_failure(*args, **options)
 
@@ -68,19 +68,20 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
 class CompletionRedisBackend(CompletionBackend):
     """Also holds results back for the outbox, and lets all attempts of a job share a chord claim.
 
-    Whatever is not held back is written without a gap between looking for a SUCCESS and writing:
-    into Celery's gap would fall the SUCCESS of a retry that was sent before RETRY is stored.
+    A result that is not held back is written by a script, which first checks for a SUCCESS. Celery
+    checks and writes in two steps. A retry is sent before the state RETRY is stored, so its SUCCESS
+    may come between these steps and would be overwritten.
 
-    Celery gives each attempt of a chord's last part a claim of its own, for some seconds. If its
-    worker dies between claim and publishing, the job's next attempt comes while the claim stands,
-    leaves the publishing to it, and nobody publishes the body. Here all attempts of a job have one
-    claim. Two attempts at a time do no harm, as what a job publishes has dedupe keys.
+    The attempt that completes the last part of a chord claims the chord for some seconds, and then
+    publishes the body. Celery gives each attempt its own claim. If a worker dies after the claim,
+    the job's next attempt respects that claim, and nobody publishes the body. Here all attempts of
+    a job share one claim. Two attempts at the same time do no harm: messages have dedupe keys.
     """
 
     def _get_task_meta_for(self, task_id: str) -> Any:
         outbox = _outbox()
         if outbox is not None and outbox.holds_result_of(task_id):
-            # Celery asks whether a SUCCESS is stored already; who writes in the end asks as well.
+            # Celery asks whether a SUCCESS is stored. The script that writes at the end checks it.
             return {"status": PENDING}
         return super()._get_task_meta_for(task_id)
 
@@ -98,8 +99,8 @@ class CompletionRedisBackend(CompletionBackend):
             super()._set_with_state(key, value, state)
             return
         stored = self._result_scripts.run("store", [key], value, int(self.expires or 0))
-        # No script can read a result of another serializer; Celery's own decoders can.
-        if stored == UNSURE and (
+        # The script reads only JSON. Celery's decoders can read results of other serializers.
+        if stored == UNREADABLE and (
             super()._get_task_meta_for(self._strip_prefix(key))["status"] != SUCCESS
         ):
             super()._set_with_state(key, value, state)
@@ -108,7 +109,7 @@ class CompletionRedisBackend(CompletionBackend):
     def _result_scripts(self) -> RedisScripts:
         return result_scripts(self.client)
 
-    # Celery's chord scripts. Data descriptors, as the stock scripts may be in the instance already.
+    # Celery's chord scripts. They are properties, which outrank scripts in the instance's dict.
 
     @property
     def _chord_part_return_script(self) -> Script:
@@ -124,17 +125,17 @@ class CompletionRedisBackend(CompletionBackend):
 
 
 def for_completion(backend: Any) -> Any:
-    """Makes a backend fit for completing jobs, unless it is; returns it.
+    """Turns a backend into one that completes jobs, unless it is one; returns it.
 
     Args:
-        backend: A Celery result backend of any kind; of a thread that may wait.
+        backend: A Celery result backend of any kind, of a thread that may wait.
     """
     if isinstance(backend, CompletionBackend):
         return backend
     stock: Any = type(backend)
     backend.__class__ = _completion_class(stock)
     if not backend.always_retry:
-        # Otherwise the app has its own mind about retries.
+        # An app that sets `always_retry` keeps its own settings for retries.
         backend.always_retry = True
         backend.max_retries = STORE_RETRIES
         if hasattr(backend, "connection_errors"):
@@ -158,7 +159,7 @@ def _outbox() -> Outbox | None:
 
 @contextmanager
 def _with_deadline() -> Iterator[None]:
-    """Gives the end of an ordinary job a deadline; its function, on the same thread, has none."""
+    """Gives the completion of an ordinary job a deadline; its function must not have one."""
     if current_completion() is not None:
         yield
         return
@@ -172,7 +173,7 @@ def _publish_tag() -> str | None:
 
 
 def _claim(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
-    """Counts a part; its last argument is the claim, the fourth of its answers who has it."""
+    """Counts a part of a chord. The last argument is the claim, the fourth answer who holds it."""
     tag = _publish_tag()
     if tag is None:
         return stock(keys=keys, args=args, client=client)
@@ -190,6 +191,6 @@ def _extend(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any
 def _clean_up(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
     completion = current_completion()
     if completion is not None and completion.deadline.is_exceeded:
-        # The body was not published; the job's next attempt needs what would be removed.
+        # The body was not published, so the job's next attempt needs these keys.
         return 1
     return stock(keys=keys, args=[_publish_tag() or args[0], *args[1:]], client=client)

@@ -1,7 +1,7 @@
-"""Completes jobs on threads, as every step of Celery's tracer may wait for Redis.
+"""Completes jobs on threads, because every step of Celery's tracer may wait for Redis.
 
-What the tracer writes for a job that leaves nothing but messages and a result is held back, and
-written for many jobs in one step.
+Most jobs leave only messages and a result. These are held back, and written for many jobs in one
+step.
 """
 
 import logging
@@ -32,11 +32,11 @@ from batchery_worker.task_call import TaskCall
 
 logger = logging.getLogger("batchery.pool")
 
-#: What the tracer reports like an error, and is none.
+#: Exceptions that the tracer reports, and that are not failures.
 NOT_FAILURES = (Retry, Ignore, Reject)
 
-#: Maximum number of jobs whose messages and results are written in one step. More of them save
-#: little, and their callers wait for the last one.
+#: Maximum number of jobs whose messages and results are written in one step. More save little, and
+#: all their callers wait for the last one.
 MAX_HELD_JOBS = 32
 
 
@@ -53,7 +53,7 @@ class CompletionExecutor:
         """Starts no thread yet.
 
         Args:
-            app: Its tasks and its result backend are used.
+            app: The app of the tasks and the result backend.
             threads: Maximum number of jobs that are completed at a time.
             deliver: Runs a callable on the pool's thread; may be called from any thread.
             on_fenced: Drops a job that another worker has now; called on the pool's thread.
@@ -74,7 +74,7 @@ class CompletionExecutor:
         self._submit(self._complete_next)
 
     def tell_started(self, call: TaskCall, pid: int) -> None:
-        """Stores that a job of a tracked task runs; before its outcome, if it can.
+        """Stores the state STARTED for a job of a tracked task, if possible before its outcome.
 
         Args:
             call: The job.
@@ -108,7 +108,7 @@ class CompletionExecutor:
             logger.exception("%s[%s] is not seen as started", call.task_name, call.task_id)
 
     def _complete_next(self) -> None:
-        """Completes the job that waits longest, with others that may be completed together."""
+        """Completes the job that has waited longest, and others that may be finished with it."""
         completions = self._take()
         for completion in completions:
             self._complete(completion)
@@ -126,10 +126,10 @@ class CompletionExecutor:
         return taken
 
     def _complete(self, completion: Completion) -> None:
-        """Runs the tracer; tells of the end, unless what was to be written is held back."""
+        """Runs the tracer; ends the job, unless its messages and result are held back."""
         call = completion.call
         if call.started is not None:
-            # It was submitted before, so a thread has it; the last state must be stored last.
+            # A thread has it, as it was submitted before. The last state must be stored last.
             wait([call.started])
         if not completion.may_hold and is_fenced(call):
             self._drop(completion)
@@ -140,7 +140,7 @@ class CompletionExecutor:
                 self._tell(completion)
 
     def _finish_all(self, jobs: Sequence[tuple[Completion, HeldJob]]) -> None:
-        """Writes what was held back, and tells of the jobs' ends."""
+        """Writes what was held back, and ends the jobs."""
         try:
             with completing(JobCompletion()):
                 statuses = self._finisher().finish([held for _, held in jobs])
@@ -161,11 +161,11 @@ class CompletionExecutor:
 
     @contextmanager
     def _settling(self, completion: Completion) -> Iterator[None]:
-        """Settles a job even if its completion breaks off."""
+        """Ends a job even if its completion breaks off."""
         call = completion.call
         try:
             yield
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the job must be settled
+        except BaseException as error:  # noqa: BLE001 - after any error the job must be settled
             completion.held = None
             logger.error("%s[%s] cannot be completed: %r", call.task_name, call.task_id, error)
             if call.request is not None and is_backend_away(self._app.backend, error):
@@ -174,9 +174,9 @@ class CompletionExecutor:
             self._end(completion, call.error_callback, ExceptionInfo(), failed=True)
 
     def _tell(self, completion: Completion, held: HeldJob | None = None) -> None:
-        """Tells Celery of a job's end; `held` if its message is acknowledged already."""
+        """Tells Celery that a job has ended; with `held`, its message is acknowledged already."""
         is_error, value = completion.traced
-        # The tracer's own time is left out.
+        # The run time is the device's, without the tracer's own.
         runtime_s = completion.facts["forward_ms"] / 1e3 if completion.facts else 0.0
         failed = bool(is_error) and not isinstance(raised(value), NOT_FAILURES)
 
@@ -184,7 +184,7 @@ class CompletionExecutor:
             request = completion.call.request
             if held is not None and request is not None:
                 held.lease.store.committed([held.lease.token])
-                # Celery's own code follows, and must not acknowledge once more.
+                # Celery's own code runs next, and must not acknowledge again.
                 request.acknowledged = True
             completion.call.callback(result)
 
@@ -214,6 +214,6 @@ class CompletionExecutor:
 
 
 def _give_back(call: TaskCall) -> None:
-    # The request of now: the message may have come again while the result waited.
+    # The call's current request: the message may have been delivered again while the result waited.
     if call.request is not None:
         give_back(call.request)

@@ -1,7 +1,8 @@
-"""How a job's completion waits for a Redis that is away, and when its job is given back instead.
+"""Retries of a job's completion while Redis is away; after the deadline the job is given back.
 
-Celery tries a result once, a callback for half a second, and a chord's join once. Then it stores
-a failure for a job that succeeded, or acknowledges a job whose caller waits for ever.
+Celery tries to store a result once, to publish a callback for half a second, and to join a chord
+once. Then it stores a failure for a job that succeeded, or acknowledges a job whose caller waits
+for ever.
 """
 
 from collections.abc import Callable
@@ -17,16 +18,16 @@ from redis.backoff import AbstractBackoff, NoBackoff
 from redis.retry import Retry
 
 from batchery.completion import current_completion
-from batchery.retry import AWAY, REFUSALS, RetryDeadline, RetryDeadlineExceeded
+from batchery.retry import AWAY_ERRORS, REFUSALS, RetryDeadline, RetryDeadlineExceeded
 
-#: Celery's own: set while its tracer publishes callbacks and the next step of a chain.
+#: Celery's variable that is set while its tracer publishes callbacks and the next step of a chain.
 _follows_a_job: ContextVar[bool] = getattr(
     amqp, "_callback_publish_retry", ContextVar("batchery_unknown", default=False)
 )
 
 
 class _DeadlineBackoff(AbstractBackoff):
-    """Pauses between attempts of one command; redis-py asks for them here."""
+    """The pauses between attempts of one command; redis-py asks for them here."""
 
     def compute(self, failures: int) -> float:
         if completion := current_completion():
@@ -35,11 +36,11 @@ class _DeadlineBackoff(AbstractBackoff):
 
 
 class DeadlineRetry(Retry):
-    """The retries of a Redis client: within a completion until its deadline, else its own."""
+    """Retries of a Redis client: within a completion until its deadline, else the client's own."""
 
     def __init__(self, own: Retry | None) -> None:
-        """Wraps a client's own retries; None for a client that has none."""
-        super().__init__(_DeadlineBackoff(), -1, AWAY)
+        """Wraps the client's own retries; None if it has none."""
+        super().__init__(_DeadlineBackoff(), -1, AWAY_ERRORS)
         self._own = own or Retry(NoBackoff(), 0)
 
     def call_with_retry(self, *args: Any, **options: Any) -> Any:
@@ -50,10 +51,10 @@ class DeadlineRetry(Retry):
 
 
 def publish_until_deadline(app: Celery) -> None:
-    """Makes what follows a job wait while Redis is away: callbacks, chain steps, retries, bodies.
+    """Makes messages of completions wait while Redis is away: callbacks, chain steps, retries.
 
     Args:
-        app: Whose messages wait. A second call for the same app changes nothing.
+        app: The app that sends them. A second call for the same app changes nothing.
     """
     messages: Any = app.amqp
     if not isinstance(messages.send_task_message, partial):
@@ -88,7 +89,7 @@ def _may_come_again() -> bool:
 
 
 def is_backend_away(backend: Any, error: BaseException) -> bool:
-    """Whether an error says that a backend takes no results for now, and not that it refused."""
+    """Whether an error means that a backend takes no results for now; False if it refused one."""
     causes = (error, error.__cause__)
     return isinstance(error, RetryDeadlineExceeded) or any(
         isinstance(cause, Exception) and backend.exception_safe_to_retry(cause) for cause in causes

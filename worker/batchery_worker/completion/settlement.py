@@ -1,4 +1,4 @@
-"""The end of every job: its outcome is completed on a thread, then told to Celery on the loop."""
+"""Settles every job: a thread completes its outcome, then Celery is told on the event loop."""
 
 import logging
 import queue
@@ -27,7 +27,7 @@ from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger("batchery.pool")
 
-#: Stands in events and in the log for a result that nobody knows any more.
+#: Text in events and in the log for a result that is not known any more.
 UNKNOWN_RESULT = "..."
 
 
@@ -41,11 +41,11 @@ class Settlement:
         self._metrics = metrics
         self._in_flight = in_flight
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        # Guards the two below: no thread may call on a loop that was left a moment ago.
+        # Guards `_hub` and `_called`: no thread may schedule on a hub that was just left.
         self._lock = threading.Lock()
         self._hub = hub
         self._called = False
-        #: Jobs whose outcome is known, and whose result is being stored.
+        #: Number of jobs that are being completed.
         self.pending = 0
 
     def attach(self, hub: Any) -> None:
@@ -58,7 +58,7 @@ class Settlement:
     def deliver(self, function: Callable[[], None]) -> None:
         """Calls a function on the loop's thread; from any thread."""
         self._mailbox.put(function)
-        # One turn of the loop empties the whole mailbox; each turn costs as much as a job.
+        # One turn of the loop empties the whole mailbox. A turn costs as much as a job.
         with self._lock:
             if not self._called:
                 self._called = True
@@ -66,7 +66,7 @@ class Settlement:
 
     def empty_mailbox(self) -> None:
         """Calls the functions that were delivered; on the loop's thread."""
-        # Reset before the first look, so that what comes after the last look is called for again.
+        # Reset first: a function that arrives after the last look must schedule another turn.
         self._called = False
         ran = False
         while True:
@@ -81,22 +81,22 @@ class Settlement:
             begin_next_turn(self._hub)
 
     def finish(self) -> None:
-        """Waits until no job is being completed; holds up the loop's thread meanwhile."""
+        """Waits until no job is being completed; blocks the loop's thread."""
         while self.pending:
             _run(self._mailbox.get())
 
     def tell_started(self, call: TaskCall, pid: int) -> None:
-        """Stores that a job runs in the process of that id."""
+        """Stores the state STARTED for a job; `pid` is the process that runs it."""
         self._executor.tell_started(call, pid)
 
     def fail(self, call: TaskCall, error: Exception) -> None:
-        """Settles a job that no device has answered."""
+        """Settles a job with a failure, because no device has answered it."""
         self.settle(call, lambda _: Failed(error), None)
 
     def settle(
         self, call: TaskCall, outcome: Callable[[Any], Any], facts: Mapping[str, Any] | None
     ) -> None:
-        """Settles a job, unless nobody wants its outcome any more.
+        """Settles a job by Celery's tracer, unless it was discarded.
 
         Args:
             call: The job; in flight.
@@ -127,8 +127,8 @@ class Settlement:
 
         Args:
             call: The job; in flight.
-            status: What became of it at the commit.
-            rest: The rest of its outcome, as `Done.jobs` has it.
+            status: Its `CommitStatus`.
+            rest: The rest of its entry in `Done.jobs`.
             facts: Facts of its batch.
         """
         if status == CommitStatus.COMMITTED:
@@ -151,9 +151,9 @@ class Settlement:
 
         Args:
             call: The job; in flight.
-            text: Its result, as an event and the log show it.
-            runtime_s: How long it ran.
-            facts: Facts of its batch; None where nobody knows them any more.
+            text: Its result as text, for events and the log.
+            runtime_s: How long it ran, in seconds.
+            facts: Facts of its batch; None if they are not known any more.
         """
         self._in_flight.remove(call)
         request = call.request
@@ -162,7 +162,7 @@ class Settlement:
         self._metrics.committed_jobs += 1
         if lease := request.lease:
             lease.store.committed([lease.token])
-        # Celery's own code follows, and must not acknowledge once more.
+        # Celery's own code runs next, and must not acknowledge again.
         request.acknowledged = True
         request.batch = facts
         log_success(call, text, runtime_s)
@@ -171,8 +171,8 @@ class Settlement:
     def left_by(self, dispatched: DispatchedBatch) -> list[Job[TaskCall]]:
         """Settles the jobs that a device had committed before it died; returns the others.
 
-        Waits for one answer of Redis. Without it all jobs are left: those that were committed run
-        once more, and their second result is refused.
+        Waits for one answer of Redis. Without an answer it returns all jobs: those that were
+        committed run again, and Redis refuses their second result.
         """
         jobs = list(dispatched.batch.jobs)
         leases = [job.payload.lease for job in jobs]
@@ -182,7 +182,7 @@ class Settlement:
         try:
             held = lease_store.still_held([lease.token for lease in leases if lease is not None])
         except (redis.RedisError, OSError) as error:
-            logger.warning("nobody knows what the device had committed: %s", error)
+            logger.warning("cannot ask Redis which jobs the device had committed: %s", error)
             return jobs
         left = []
         for job, lease in zip(jobs, leases, strict=True):
@@ -218,7 +218,7 @@ class Settlement:
 
 
 def log_success(call: TaskCall, text: str, runtime_s: float) -> None:
-    """Writes the line of the log that Celery's tracer writes."""
+    """Logs a success in the words of Celery's tracer."""
     if trace.logger.isEnabledFor(logging.INFO):
         message = call.message
         context = {
@@ -246,5 +246,5 @@ def _run(function: Callable[[], None]) -> None:
     try:
         function()
     except Exception:
-        # An OSError from here would make Celery reconnect to a broker that is well.
+        # An OSError that gets out would make Celery reconnect to the broker for nothing.
         logger.exception("settling a job failed")

@@ -1,8 +1,8 @@
 """Completes one job by Celery's own tracer, with the outcome that a device has computed.
 
 The tracer stores the result, calls the hooks, sends the signals, publishes callbacks and the next
-step of a chain, and counts chord parts: all of it is Celery's own code. The task answers at once,
-from the completion that is set around the tracer here.
+step of a chain, and counts chord parts. All of that is Celery's own code. Here the task computes
+nothing: it takes its outcome from the completion that is current while the tracer runs.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,13 +20,13 @@ from celery.exceptions import Ignore, Reject, Retry
 from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import Outbox
 from batchery.outcomes import Failed, Replace
-from batchery_worker.commit.eligibility import TracerNeeds
+from batchery_worker.commit.eligibility import TracerReasons
 from batchery_worker.completion.atomic_finish import HeldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.task_call import TaskCall
 
-#: Outcomes after which Celery has its own ways to go on.
-NO_VALUES = (Failed, Replace, Ignore, Reject)
+#: Outcomes that Celery handles in ways of its own, so nothing is held back for them.
+NEVER_HELD = (Failed, Replace, Ignore, Reject)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,15 +34,15 @@ class Completion(JobCompletion):
     """The completion of one job, from its outcome to its end."""
 
     call: TaskCall
-    #: Makes the outcome, given the backend that knows how exceptions are spelled.
+    #: Makes the outcome, given the backend, which decodes exceptions.
     make_outcome: Callable[[Any], Any]
-    #: Is called at the end, on the pool's thread, with whether the job failed.
+    #: Called at the end, on the pool's thread, with whether the job failed.
     on_end: Callable[[bool], None]
-    #: Whether what is written for the job may be held back.
+    #: Whether the job's messages and result may be held back.
     may_hold: bool
-    #: What the tracer returned: whether the job failed, and its result.
+    #: The tracer's answer: whether the job failed, and its result.
     traced: Any = None
-    #: What is held back; None where everything is written.
+    #: The job whose messages and result are held back; None if everything is written.
     held: HeldJob | None = None
 
 
@@ -51,14 +51,15 @@ class Tracer:
 
     def __init__(self, app: Celery) -> None:
         self._app = app
-        self._needs = TracerNeeds(app)
-        #: By name of the task; Celery makes new ones after each reconnect to the broker.
+        self._tracer_reasons = TracerReasons(app)
+        #: Our tracer of each task; Celery makes new ones after each reconnect to the broker.
         self._tracers: dict[str, Any] = {}
 
     def may_hold(self, call: TaskCall) -> bool:
-        """Whether nobody looks at what is written for a job before all of it is written.
+        """Whether a job's messages and result may be held back, to be written in one step.
 
-        The parts of a chord are counted by what is stored, so they may not.
+        They may if nobody reads them before all are written. A part of a chord is counted by its
+        stored result, so its result may not be held back.
         """
         request, lease = call.request, call.lease
         if request is None or lease is None or (request.embed or {}).get("chord"):
@@ -66,19 +67,19 @@ class Tracer:
         if not self._one_broker or call.publish_tag is None:
             return False
         task: Any = self._app.tasks[call.task_name]
-        return self._needs.why_all(task) is None
+        return self._tracer_reasons.of_task(task) is None
 
     @cached_property
     def _one_broker(self) -> bool:
-        """Whether messages go where they come from."""
+        """Whether the app publishes to the broker that it consumes from."""
         conf = self._app.conf
         return bool(conf.broker_write_url == conf.broker_read_url)
 
     def run(self, completion: Completion) -> None:
-        """Completes a job; what is to be written for it may be held back in `completion.held`.
+        """Completes a job; its messages and result may then be held back in `completion.held`.
 
         Raises:
-            BaseException: It cannot be completed; `RetryDeadlineExceeded` is one reason.
+            BaseException: It cannot be completed, for instance with `RetryDeadlineExceeded`.
         """
         call = completion.call
         backend = for_completion(self._app.tasks[call.task_name].backend)
@@ -90,14 +91,14 @@ class Tracer:
             if outbox is None:
                 completion.traced = call.target(*call.args)[:2]
                 return
-            outbox.holds = completion.may_hold and not isinstance(completion.outcome, NO_VALUES)
+            outbox.holds = completion.may_hold and not isinstance(completion.outcome, NEVER_HELD)
             try:
                 self._trace(completion, outbox)
             finally:
                 _note_dedupe_keys(call, outbox)
 
     def replay(self, completion: Completion) -> None:
-        """Writes what was held back, as if it had not been.
+        """Writes now, step by step, what was held back.
 
         Raises:
             BaseException: As `run`.
@@ -117,13 +118,13 @@ class Tracer:
             return
         is_error, value = completion.traced
         if call.lease is None or (is_error and not isinstance(raised(value), Retry)):
-            # The result cannot be encoded, or no retries are left.
+            # A failure after all: the result cannot be encoded, or no retries are left.
             outbox.replay()
         else:
             completion.held = HeldJob(call.lease, outbox)
 
     def _open_outbox(self, call: TaskCall) -> Outbox | None:
-        """What a job publishes and stores; None where its message has no lease, or no tag."""
+        """Makes the outbox of a job; None if its message has no lease, or no tag."""
         lease, tag = call.lease, call.publish_tag
         if lease is None or tag is None:
             return None
@@ -132,7 +133,7 @@ class Tracer:
         return Outbox(tag, known, held, task_id=call.task_id)
 
     def _time_device(self, call: TaskCall) -> None:
-        """Gives the task a tracer that counts the device's time as the task's run time."""
+        """Gives the task a tracer whose clock counts the device's time as the task's run time."""
         task: Any = self._app.tasks[call.task_name]
         if task.__trace__ is None or task.__trace__ is not self._tracers.get(task.name):
             tracer = trace.build_tracer(
@@ -146,7 +147,7 @@ class Tracer:
 
 
 def tracer_clock() -> float:
-    """The tracer's clock: once the task has answered, the device's time has passed as well."""
+    """The tracer's clock: it jumps by the device's time when the task answers."""
     completion = current_completion()
     if completion is None or not completion.is_answered:
         return monotonic()
@@ -155,10 +156,10 @@ def tracer_clock() -> float:
 
 
 def is_fenced(call: TaskCall) -> bool:
-    """Asks whether another worker has the job now, just before its result is stored.
+    """Asks Redis whether another worker has the job, just before its result is stored.
 
-    In between somebody may still take it. If Redis does not answer, the job counts as ours: at
-    worst its result is stored twice.
+    Another worker may still take it after that. If Redis does not answer, the job counts as ours:
+    in the worst case its result is stored twice.
     """
     lease = call.lease
     if lease is None:
@@ -170,7 +171,7 @@ def is_fenced(call: TaskCall) -> bool:
 
 
 def raised(info: ExceptionInfo) -> Any:
-    """The exception that the tracer reports; billiard wraps it together with its traceback."""
+    """The exception that the tracer reports, without the wrapper that billiard puts around it."""
     error = info.exception
     return error.exc if isinstance(error, ExceptionWithTraceback) else error
 

@@ -2,7 +2,7 @@
 
 Three threads work on three batches: `prepare` reads and tokenizes the next one, the main thread
 runs the forward pass, `commit` encodes and sends the last one. The process ends with its parent,
-and with any of its threads; what it had not answered is the parent's to run again.
+and with any of its threads. The parent runs again what the process had not answered.
 """
 
 import ctypes
@@ -26,7 +26,6 @@ from batchery.errors import BatcheryError
 from batchery.execution.batch import prepare
 from batchery.outcomes import Failed
 from batchery.task import ModelTask
-from batchery_worker.batching.calibration import CalibrationCache
 from batchery_worker.cache.single_flight import Folding, Reuse
 from batchery_worker.cache.store import ResultCache
 from batchery_worker.commit.committer import RedisCommitter
@@ -40,7 +39,7 @@ from batchery_worker.device.loading import (
     memory_of,
 )
 from batchery_worker.device.reply import Computed, answer
-from batchery_worker.device.served_model import Served
+from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
     NotReady,
@@ -67,9 +66,9 @@ class Prepared:
     """A batch between two threads."""
 
     work: Work
-    #: Those that have to be computed.
+    #: The items that have to be computed.
     items: list[Any]
-    served: Served | None
+    served: ServedModel | None
     folding: Folding | None
     prepare_ms: float
     #: When it was prepared, on the clock of `time.perf_counter`.
@@ -81,15 +80,14 @@ class Device:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        # These queues have no limit: the parent sends at most `DEVICE_DEPTH` batches. A reader of a
-        # queue with a limit wakes up three times as late, after 20 us instead of 6.
+        # These queues have no limit: the parent sends at most `DEVICE_DEPTH` batches. With a limit,
+        # the reader of a queue wakes up after 20 us instead of 6.
         self._prepared: queue.SimpleQueue[Prepared] = queue.SimpleQueue()
-        #: The batch whose first pass was begun while the last one was computed.
+        #: The batch whose first pass was started while the last batch was computed.
         self._next: Prepared | None = None
         self._computed: queue.SimpleQueue[Computed] = queue.SimpleQueue()
-        self._served: dict[str, Served] = {}
-        #: Batches that the commit thread was given, and those that it has answered; each is counted
-        #: by one thread.
+        self._served: dict[str, ServedModel] = {}
+        #: Number of batches given to the commit thread, and answered by it; one thread writes each.
         self._given = self._answered = 0
         #: Id of the batch that is being committed.
         self._committing = 0
@@ -100,7 +98,7 @@ class Device:
         self._committer: RedisCommitter
         self._name = "cpu"
         self._setup: Setup
-        #: Known from the first model on: not every batch function needs torch.
+        #: Known after the first model: batch functions may not need torch.
         self._memory = Memory()
         self._reuse: Reuse
 
@@ -108,14 +106,14 @@ class Device:
         """Imports the app, loads the models and warms them up.
 
         Raises:
-            BatcheryError: In one line, what is missing.
+            BatcheryError: Says in one line what is missing.
         """
         started_s = time.monotonic()
         self._setup = setup
         self._name = setup.device
         self._app = import_app(setup)
         self._reuse = Reuse(ResultCache(self._app.backend))
-        # As in each process of Celery's own pools: apps open their clients and profilers here.
+        # Celery's own pools send it in each process: apps open their clients and profilers here.
         signals.worker_process_init.send(sender=None)
         for name in setup.load:
             self._serve(cast(ModelTask, self._app.tasks[name]))
@@ -131,7 +129,7 @@ class Device:
             batch, self._next = self._next or self._prepared.get(), None
             computed = self._forward(batch, loop.run)
             if self._given == self._answered and self._next is None and self._prepared.empty():
-                # Nothing else to do meanwhile: another thread would only begin later.
+                # There is nothing else to do meanwhile, and another thread would start later.
                 self._answer(computed)
             else:
                 self._given += 1
@@ -142,7 +140,7 @@ class Device:
             try:
                 work: Work = load_message(read_frame(self._end))
             except EOFError:
-                # The parent is gone or wants us gone, and a forward pass may run: no ceremony.
+                # The parent is gone or ends this process. A forward pass may run: do not wait.
                 os._exit(0)
             started_s = time.perf_counter()
             served = self._served.get(work.task)
@@ -151,8 +149,8 @@ class Device:
             prepare_ms = (prepared_s - started_s) * 1e3
             self._prepared.put(Prepared(work, items, served, folding, prepare_ms, prepared_s))
 
-    def _choose(self, work: Work, served: Served | None) -> tuple[list[Any], Folding | None]:
-        """The items that have to be computed, prepared where their model is there."""
+    def _choose(self, work: Work, served: ServedModel | None) -> tuple[list[Any], Folding | None]:
+        """The items that have to be computed, prepared if their model is loaded."""
         items = [item for _, part, _ in work.jobs for item in part]
         folding = self._reuse.begin(work, items, served.identity if served is not None else "")
         if folding is not None:
@@ -169,7 +167,7 @@ class Device:
         try:
             task = find_task(self._app, work.task)
             if served is None and isinstance(task, ModelTask):
-                # A model of a queue that this worker got to know only after its start.
+                # The model of a queue that this worker consumes only since it started.
                 served = self._serve(task)
                 items, folding = self._choose(work, served)
         except BatcheryError as error:
@@ -181,7 +179,7 @@ class Device:
             if served is None:
                 return run_batch(task, work, part, resolve)
             limit = partial(soft_time_limit, work.soft_time_limit_s)
-            outcomes, tokens, computed_tokens = served.compute(part, work, limit, self._begin_next)
+            outcomes, tokens, computed_tokens = served.compute(part, work, limit, self._start_next)
             done.tokens += tokens
             done.computed_tokens += computed_tokens
             return outcomes
@@ -193,14 +191,14 @@ class Device:
         done.figures = self._news()
         return done
 
-    def _begin_next(self) -> None:
-        """Gives the device the first pass of the next batch, if that one is there already."""
+    def _start_next(self) -> None:
+        """Starts the first pass of the next batch, if that batch is prepared."""
         if self._next is None:
             with suppress(queue.Empty):
                 self._next = self._prepared.get_nowait()
-        # What is to be computed of a batch with a folding depends on the one before it.
+        # Single flight: which items are left to compute depends on the batch before.
         if self._next is not None and self._next.served and self._next.folding is None:
-            self._next.served.begin(self._next.items, self._next.work)
+            self._next.served.start(self._next.items, self._next.work)
 
     def _commit(self) -> None:
         while True:
@@ -216,22 +214,20 @@ class Device:
     def _tell_waiting(self) -> None:
         write_frame(self._end, dump_reply(Waiting(self._committing)))
 
-    def _serve(self, task: ModelTask) -> Served:
+    def _serve(self, task: ModelTask) -> ServedModel:
         if task.name not in self._served:
             check_device(self._name)
             self._memory = memory_of(self._name, self._setup.memory_fraction)
             before_bytes = self._memory.allocated_bytes()
             model = load_model(task, self._name)
             weights_bytes = self._memory.allocated_bytes() - before_bytes
-            served = Served(task.name, model, self._name, self._memory, weights_bytes)
+            served = ServedModel(task.name, model, self._name, self._memory, weights_bytes)
             served.identity = identity_of(task, model)
             self._served[task.name] = served
-            if task.name in self._setup.calibrate:
-                self._served[task.name].calibrate(CalibrationCache(self._setup.cache_dir))
         return self._served[task.name]
 
     def _news(self) -> dict[str, Any] | None:
-        """What the parent shall know of the models; None where it was told a moment ago."""
+        """Figures for the parent; None if it heard them a moment ago."""
         if self._models() == self._told and time.monotonic() - self._told_s < REPORT_S:
             return None
         return self._figures()
@@ -245,7 +241,7 @@ class Device:
 
 
 def _or_die(stage: Callable[[], None]) -> None:
-    """Ends the process with the thread, whose batches would never be answered."""
+    """Ends the process if the thread fails: its batches would never be answered."""
     try:
         stage()
     except BaseException:
@@ -254,11 +250,11 @@ def _or_die(stage: Callable[[], None]) -> None:
 
 
 def _leave_signals_to_parent() -> None:
-    """Ctrl-C reaches the whole process group, but it is the parent that decides when to end."""
+    """Ctrl-C reaches the whole process group, but the parent decides when to end."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(each, signal.SIG_IGN)
     if sys.platform == "linux":
-        # Should the parent die while a forward pass holds the interpreter, the kernel ends us.
+        # If the parent dies while a forward pass holds the interpreter, the kernel ends us.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Runs batch functions on the main thread of a device process, in what they expect around them."""
+"""Runs batch functions on the main thread of a device process, in the context they expect."""
 
 import asyncio
 import signal
@@ -20,7 +20,7 @@ from batchery_worker.ipc.messages import Work, load_context
 def soft_time_limit(seconds: float | None) -> Iterator[None]:
     """Raises `SoftTimeLimitExceeded` in the block after so many seconds; None for no limit.
 
-    Only for the main thread: signals are handled nowhere else.
+    For the main thread only, because Python handles signals there.
     """
     if seconds is None:
         yield
@@ -38,7 +38,7 @@ def soft_time_limit(seconds: float | None) -> Iterator[None]:
 
 
 class EventLoop:
-    """Runs the coroutines of `async def` tasks on one loop, where their connections live on."""
+    """Runs the coroutines of `async def` tasks on one loop, which keeps their connections open."""
 
     def __init__(self) -> None:
         self._runner = asyncio.Runner()
@@ -47,12 +47,12 @@ class EventLoop:
         """Runs a coroutine to its end.
 
         Raises:
-            SoftTimeLimitExceeded: The limit was reached; the loop and what else ran on it is gone.
+            SoftTimeLimitExceeded: The limit was reached. The loop and all that ran on it is gone.
         """
         try:
             return self._runner.run(coroutine)
         except SoftTimeLimitExceeded:
-            # The exception came out of the middle of the loop, whose tasks would go on next time.
+            # The exception interrupted the loop, whose tasks would otherwise go on next time.
             self._runner.close()
             self._runner = asyncio.Runner()
             raise
@@ -64,9 +64,9 @@ def run_batch(
     """Runs the function of a task over one batch.
 
     Args:
-        task: Whose function it is.
+        task: The task of the function.
         work: The batch.
-        items: Of all its jobs, in order; at least one.
+        items: The items of all its jobs, in order; at least one.
         resolve: Drives a coroutine to its end.
 
     Returns:
@@ -83,7 +83,7 @@ def run_batch(
 @contextmanager
 def _around(task: BatchTask, work: Work, start: int, part: range) -> Iterator[None]:
     view = _view(task, work, range(start + part.start, start + part.stop))
-    # The limit last: it may strike anywhere within it, and what was pushed must be popped again.
+    # The limit is entered last: it may be raised anywhere inside, and the stacks must be popped.
     with looking_at(task, view), _fresh_connections(), soft_time_limit(work.soft_time_limit_s):
         yield
 
@@ -120,7 +120,7 @@ def _unseen(name: str) -> Sequence[JobContext]:
 @contextmanager
 def _fresh_connections() -> Iterator[None]:
     """Django's database connections, kept as long as Django keeps them between two web requests."""
-    # Whether it is there is for the user's code to decide, and no reason to import it.
+    # Django is not imported here: the user's code decides whether it is there.
     database = sys.modules.get("django.db")
     if database is None:
         yield

@@ -1,4 +1,4 @@
-"""From a task to its model: loaded, warmed up, on a device that is there."""
+"""From a task to its model: loaded, warmed up, on an existing device."""
 
 import importlib
 import logging
@@ -50,10 +50,10 @@ def load_model(task: ModelTask, device: str) -> Model:
 
 
 def identity_of(task: ModelTask, model: Model) -> str:
-    """What the results of a model depend on; empty where none of them is kept.
+    """What the results of a model depend on; empty if they are not cached.
 
     Raises:
-        ModelLoadError: The model cannot say.
+        ModelLoadError: The model's `identity` raised.
     """
     if task.cache is None:
         return ""
@@ -70,11 +70,11 @@ def check_device(device: str) -> None:
     """Makes sure that torch can use a device.
 
     Raises:
-        DeviceUnavailable: It cannot; says which ones there are.
+        DeviceUnavailable: It cannot; names the devices that there are.
     """
     if device == "cpu":
         return
-    # It imports torch, which a CPU may do without.
+    # It imports torch, and a worker on a CPU may have none.
     from batchery_worker.models.hardware.devices import use_device
 
     use_device(device)
@@ -98,7 +98,7 @@ def find_task(app: Celery, name: str) -> BatchTask:
     """A batch task, in a device process.
 
     Raises:
-        AppNotImportable: The app has it in the worker, but not where it was imported afresh.
+        AppNotImportable: The worker's app has the task, but a freshly imported app has not.
     """
     task = app.tasks.get(name)
     if task is None:
@@ -113,12 +113,12 @@ def memory_of(device: str, fraction: float = 1.0) -> Memory:
     """The memory of a device.
 
     Args:
-        device: As torch spells it.
+        device: Its name in torch.
         fraction: How much of it this process may use, if it is a CUDA device.
     """
     if not device.startswith("cuda"):
         return Memory()
-    # It imports torch, which a CPU may do without.
+    # It imports torch, and a worker on a CPU may have none.
     from batchery_worker.models.hardware.cuda_memory import CudaMemory
 
     return CudaMemory(device, fraction)

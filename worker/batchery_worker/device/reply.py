@@ -19,19 +19,19 @@ class Computed:
     """A batch whose outcomes are known."""
 
     work: Work
-    #: One per item.
+    #: One outcome per item.
     outcomes: Sequence[Any] = ()
     forward_ms: float = 0.0
     tokens: int = 0
     computed_tokens: int = 0
     prepare_ms: float = 0.0
-    #: Time that it waited for a thread so far.
+    #: How long it has waited for threads so far.
     queued_ms: float = 0.0
     #: When it was computed, on the clock of `time.perf_counter`.
     computed_s: float = 0.0
-    #: As in `Done`.
+    #: See `Done`.
     figures: Mapping[str, Any] | None = None
-    #: Which items were computed for others, too; None where each was computed.
+    #: Which items share a result; None if each item was computed.
     folding: Folding | None = None
 
 
@@ -41,11 +41,11 @@ def answer(
     """Commits what can be committed, and says what became of each job.
 
     Args:
-        batch: As it was computed.
-        device: As torch spells it.
-        committer: Used for jobs that have context.
+        batch: The batch, computed.
+        device: Its name in torch.
+        committer: Used if the batch has a commit context.
         backend: Knows how exceptions are stored.
-        reuse: Keeps the results of a batch with a folding.
+        reuse: Caches the results of a batch whose items share results.
     """
     started_s = time.perf_counter()
     work, context = batch.work, batch.work.commit
@@ -73,8 +73,7 @@ def answer(
         statuses = committer.commit(settled, context, facts)
     reused = None
     if batch.folding is not None and reuse is not None:
-        # Not before the callers have theirs; and not after this batch is answered for, as another
-        # device may wait for what is kept.
+        # The callers come first: they wait.
         reused = reuse.keep(batch.folding, work)
     return Done(
         id=work.id,
@@ -96,7 +95,7 @@ def answer(
 def _rest(
     status: CommitStatus, job: EncodedOutcome, outcome: Any, chars: int | None
 ) -> tuple[Any, ...]:
-    """What is left for the main process to know of a job's outcome."""
+    """What the main process still has to know of a job's outcome."""
     if status is CommitStatus.NEEDS_TRACER:
         return tuple(job.spelled)
     if status is CommitStatus.COMMITTED and chars is not None:
@@ -105,26 +104,26 @@ def _rest(
 
 
 def text_of(outcome: Any, chars: int) -> str:
-    """What Celery shows of a result: `saferepr`, which looks at all of a list to show its head.
+    """What Celery shows of a result, by `saferepr`, which reads a whole list to show its head.
 
     Args:
-        outcome: Plain.
-        chars: Longest text, roughly.
+        outcome: A plain value.
+        chars: Maximum length of the text, roughly.
     """
     if isinstance(outcome, Encoded):
         try:
             outcome = outcome.value
         except Exception:  # noqa: BLE001 - a type that the app had when the result was kept
             return str(outcome.json[:chars], errors="replace")
-    # One more than can be shown, of elements that take a digit, a comma and a space at least.
-    most = chars // 3 + 2
+    # One more element than can be shown: each takes a digit, a comma and a space at least.
+    shown = chars // 3 + 2
     if type(outcome) is dict:
-        return saferepr({key: _head(value, most) for key, value in outcome.items()}, chars)
-    return saferepr(_head(outcome, most), chars)
+        return saferepr({key: _head(value, shown) for key, value in outcome.items()}, chars)
+    return saferepr(_head(outcome, shown), chars)
 
 
-def _head(value: Any, most: int) -> Any:
-    return value[:most] if type(value) is list else value
+def _head(value: Any, count: int) -> Any:
+    return value[:count] if type(value) is list else value
 
 
 def _by_job(batch: Computed) -> Iterator[Any]:
@@ -137,7 +136,7 @@ def _by_job(batch: Computed) -> Iterator[Any]:
 
 
 def _packed(outcomes: Sequence[Any]) -> Any:
-    """The outcome of a packed job, of its items'."""
+    """The outcome of a multi-item job, made of the outcomes of its items."""
     if not any(type(each) is Encoded for each in outcomes):
         return multi_item.result_of(list(map(sendable, outcomes)))
     entries = [_entry(each) for each in outcomes]
@@ -147,7 +146,7 @@ def _packed(outcomes: Sequence[Any]) -> Any:
 
 
 def _entry(outcome: Any) -> Encoded | None:
-    """The outcome of one item of a packed job, encoded; None where that is not for us."""
+    """The outcome of one item of a multi-item job, encoded; None if Celery must encode it."""
     if type(outcome) is Encoded:
         return Encoded(b'{"ok":%b}' % outcome.json)
     (entry,) = multi_item.result_of([sendable(outcome)])

@@ -1,4 +1,4 @@
-"""Which devices there are, found out without importing torch here."""
+"""Finds the devices of this machine, without importing torch into this process."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-#: Counts CUDA devices as torch will see them, CUDA_VISIBLE_DEVICES and driver included.
+#: Counts the CUDA devices that torch will see, given the driver and CUDA_VISIBLE_DEVICES.
 _COUNT = "import torch; print(torch.cuda.device_count())"
 
 #: Long enough for a cold import of torch from a slow disk, in seconds.
@@ -17,7 +17,7 @@ def choose(devices: Literal["auto"] | Sequence[str]) -> list[str]:
     """Resolves the `devices` setting.
 
     Args:
-        devices: Names, or `auto`: every CUDA device, or the CPU where there is none.
+        devices: Names; or `auto` for every CUDA device, or the CPU if there is none.
 
     Returns:
         One name per device process, such as `["cuda:0", "cuda:1"]`.
@@ -28,7 +28,7 @@ def choose(devices: Literal["auto"] | Sequence[str]) -> list[str]:
 
 
 def _cuda_count() -> int:
-    # Asking torch takes seconds: not where no driver has made a device file.
+    # To ask torch takes seconds. Without a driver there is no device file, and nothing to ask.
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not Path("/dev/dxg").exists():
         return 0
     try:

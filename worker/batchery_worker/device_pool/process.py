@@ -1,4 +1,4 @@
-"""The parent's view of one device process: its pipe, its batches in flight, its restarts."""
+"""A device process, seen from the parent: its pipe, its batches in flight, its restarts."""
 
 import logging
 import os
@@ -21,35 +21,36 @@ logger = logging.getLogger("batchery.pool")
 
 KIB = 1024
 
-#: Pause before the first restart in a row, in seconds; doubled each time up to the other.
+#: Pause before the first restart in a row, in seconds; it doubles with each restart.
 FIRST_BACKOFF_S = 0.1
 
+#: Maximum pause before a restart, in seconds.
 MAX_BACKOFF_S = 30.0
 
-#: How many programs per core oneDNN may keep, which computes matrix products for torch on a CPU: a
-#: few shapes for each pass that runs. By default it keeps 1,024, while hardly two batches have the
-#: same number of tokens: memory grew for minutes, and passes took an eighth longer
+#: Maximum number of programs per core that oneDNN keeps. It computes matrix products for torch on a
+#: CPU, with one program per shape. By default it keeps 1,024 of them. But hardly two batches have
+#: the same number of tokens, so memory grew for minutes, and passes took an eighth longer
 #: (docs/performance.md).
 ONEDNN_PROGRAMS_PER_CORE = 8
 
-#: How long a process may take to leave after its pipe was closed, in seconds; then it is killed.
-LEAVE_S = 5.0
+#: How long a process may take to end after its pipe was closed, in seconds; then it is killed.
+LEAVE_TIMEOUT_S = 5.0
 
-#: The same for a process that closed the pipe itself: it is as good as gone, and the loop waits.
-DEAD_S = 0.05
+#: How long a process that closed its pipe itself may take to end, in seconds; the event loop waits.
+REAP_TIMEOUT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class ChildLimits:
-    """When a device process is recycled, that is replaced by a fresh one; None for no limit."""
+    """When a device process is recycled: a fresh one takes its place. None means no limit."""
 
-    #: Number of jobs that it has answered, whether they succeeded or not.
+    #: Number of jobs that the process has answered, whether they succeeded or not.
     max_jobs: int | None = None
-    #: Main memory that it holds, in KiB; the memory of its GPU does not count.
+    #: Main memory of the process, in KiB; the memory of its GPU does not count.
     max_memory_kib: int | None = None
 
     def reached(self, jobs: int, pid: int) -> bool:
-        """Whether a process with so many answered jobs has to go."""
+        """Whether a process that has answered this many jobs must be recycled."""
         if self.max_jobs and jobs >= self.max_jobs:
             return True
         if not self.max_memory_kib:
@@ -59,9 +60,9 @@ class ChildLimits:
 
 
 def resident_kib(pid: int) -> int | None:
-    """Main memory that a process holds now, in KiB; None where the system does not tell.
+    """Main memory that a process holds now, in KiB; None if the system is not Linux.
 
-    Linux tells it in a file, which costs some microseconds. Elsewhere it would cost a process.
+    On Linux a file has it, which takes microseconds to read. Other systems need a process for it.
     """
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
@@ -71,39 +72,39 @@ def resident_kib(pid: int) -> int | None:
 
 
 class State(Enum):
-    """Where a device process is in its life."""
+    """The state of a device process."""
 
     STARTING = auto()
     READY = auto()
-    #: It gets no more batches, and leaves when it has answered those it holds.
-    RETIRING = auto()
-    #: It was told to leave and holds nothing.
+    #: It gets no more batches, and leaves when it has answered those that it holds.
+    RECYCLING = auto()
+    #: It was told to leave, and holds no batch.
     LEAVING = auto()
     DEAD = auto()
 
 
 @dataclass(slots=True)
 class DeviceProcess:
-    """One device. The process that serves it may change, its name does not."""
+    """One device, served by one process at a time."""
 
     setup: Setup
     state: State = State.DEAD
     batches: dict[int, DispatchedBatch] = field(default_factory=dict)
-    #: Deaths in a row, without a finished batch between them.
+    #: Number of deaths in a row, without a finished batch between them.
     deaths: int = 0
-    #: Starts in a row after which the process never got ready.
+    #: Number of starts in a row that failed before the process was ready.
     failed_starts: int = 0
     pid: int = 0
     load_s: float = 0.0
     #: Jobs that this process has answered.
     jobs: int = 0
-    #: What the process has told of its models and its memory.
-    told: Mapping[str, Any] = field(default_factory=dict)
-    #: Whether a fresh process must take its place as soon as it can be spared.
+    #: What the process has reported of its models and its memory.
+    reported: Mapping[str, Any] = field(default_factory=dict)
+    #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
     link: Link | None = None
     _process: subprocess.Popen[bytes] | None = None
-    #: Processes that were killed and are not gone yet: one that held a GPU may take its time.
+    #: Processes that were killed and have not ended yet; one that held a GPU may take long.
     _dying: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -113,7 +114,7 @@ class DeviceProcess:
 
     @property
     def alone(self) -> bool:
-        """Whether a suspect is on the device, which must run alone."""
+        """Whether the device runs a suspect, which must run alone."""
         return any(dispatched.batch.alone for dispatched in self.batches.values())
 
     @property
@@ -123,28 +124,28 @@ class DeviceProcess:
 
     @property
     def backoff_s(self) -> float:
-        """How long to wait before the next start, in seconds; 0 before the first."""
+        """Pause before the next start, in seconds; 0 before the first one."""
         if not self.deaths:
             return 0.0
-        # The exponent is bounded: a device that dies for days must not make it overflow.
+        # The exponent is bounded, so that a device that dies for days cannot make it overflow.
         return min(FIRST_BACKOFF_S * 2.0 ** min(self.deaths - 1, 16), MAX_BACKOFF_S)
 
     def figures(self) -> dict[str, Any]:
-        """What `celery inspect batchery` shows of the device."""
+        """The device's figures in `celery inspect batchery`."""
         return {
             "state": self.state.name.lower(),
             "pid": self.pid,
             "load_s": round(self.load_s, 3),
             "batches_in_flight": len(self.batches),
             "resident_kib": resident_kib(self.pid) if self.link is not None else None,
-            **self.told,
+            **self.reported,
         }
 
     def spawn(self) -> None:
         """Starts a fresh interpreter; never a fork, which CUDA does not survive.
 
         Raises:
-            OSError: There is no room for one more process.
+            OSError: The system cannot start another process.
         """
         self._dying = [process for process in self._dying if process.poll() is None]
         ours, theirs = socket.socketpair()
@@ -161,7 +162,7 @@ class DeviceProcess:
                 raise
         self.pid = self._process.pid
         self.jobs = 0
-        self.told = {}
+        self.reported = {}
         self.recycle_due = False
         self.link = Link(ours)
         # A child that held it open would keep the device alive when this process dies.
@@ -170,7 +171,7 @@ class DeviceProcess:
         self.state = State.STARTING
 
     def send(self, work: Work, dispatched: DispatchedBatch) -> bool:
-        """Hands over a batch; returns False if part of it waits for the pipe to drain."""
+        """Sends a batch; returns False if a part of it could not be written yet."""
         assert self.link is not None
         frame = dump_message(work)
         self.batches[work.id] = dispatched
@@ -181,7 +182,7 @@ class DeviceProcess:
 
         Raises:
             LookupError: The process has no such batch.
-            ValueError: The number of answers is not that of the batch's jobs.
+            ValueError: There are more or fewer answers than jobs in the batch.
         """
         dispatched = self.batches[done.id]
         if len(done.jobs) != len(dispatched.batch.jobs):
@@ -192,12 +193,12 @@ class DeviceProcess:
         return dispatched
 
     def kill(self) -> None:
-        """Ends the process by kill -9; the end of its pipe tells when it is gone."""
+        """Kills the process; the end of its pipe says when it is gone."""
         if self._process is not None:
             self._process.kill()
 
     def receive(self) -> list[Reply]:
-        """Returns everything that the process has said since the last call.
+        """Returns all messages of the process since the last call.
 
         Raises:
             EOFError: The process is dead.
@@ -205,25 +206,25 @@ class DeviceProcess:
         assert self.link is not None
         replies = [load_reply(frame) for frame in self.link.receive()]
         for reply in replies:
-            self.told = getattr(reply, "figures", None) or self.told
+            self.reported = getattr(reply, "figures", None) or self.reported
         return replies
 
     def leave(self) -> None:
-        """Tells the process to leave; the end of its pipe says when it has."""
+        """Tells the process to leave; the end of its pipe says when it is gone."""
         self.state = State.LEAVING
         if self.link is not None:
             self.link.finish()
 
     def reap(self) -> str:
-        """Cleans up after a death; returns how it died, for people."""
+        """Cleans up after the process ended; returns how it ended, for people."""
         self.failed_starts += self.state is State.STARTING
-        # A process that was told to leave has not died.
+        # A process that left because it was told to does not count as a death.
         self.deaths += self.state is not State.LEAVING
         process, self._process = self._process, None
         assert process is not None
         self.dismiss()
         try:
-            code = process.wait(DEAD_S)
+            code = process.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             self._dying.append(process)
@@ -238,12 +239,12 @@ class DeviceProcess:
             self.link = None
 
     def stop(self, *, kill_at_once: bool) -> None:
-        """Waits for the end of the process, and hastens it where necessary."""
+        """Waits for the end of the process; kills it if it takes too long."""
         self.dismiss()
         process, self._process = self._process, None
         if process is not None:
             try:
-                process.wait(0.0 if kill_at_once else LEAVE_S)
+                process.wait(0.0 if kill_at_once else LEAVE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -252,7 +253,7 @@ class DeviceProcess:
 
 
 def _environment() -> dict[str, str]:
-    """What a device process finds in its environment, unless the worker's says otherwise."""
+    """Environment variables of a device process; those of the worker outrank them."""
     return {
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_PROGRAMS_PER_CORE * (os.cpu_count() or 1))
     }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from celery import Celery
 
 from batchery.errors import AppNotImportable
-from batchery.settings import Settings, default_cache_dir
+from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.ipc.messages import Setup
@@ -67,11 +67,6 @@ def device_setups(app: Celery, tasks: Sequence[BatchTask], settings: Settings) -
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
     load = [task.name for task in models if task.model_queue in consumed]
-    calibrate = [
-        task.name
-        for task in models
-        if task.max_batch_tokens is None and settings.max_batch_tokens is None
-    ]
     path = app_path(app)
     modules = task_modules(tasks)
     level = logging.getLogger().getEffectiveLevel()
@@ -84,20 +79,7 @@ def device_setups(app: Celery, tasks: Sequence[BatchTask], settings: Settings) -
             modules=modules,
             load=load,
             log_level=level,
-            calibrate=calibrate if _measures(settings, name) else (),
-            cache_dir=settings.cache_dir or default_cache_dir(),
             memory_fraction=settings.memory_fraction,
         )
         for name in choose(settings.devices)
     ]
-
-
-def _measures(settings: Settings, device: str) -> bool:
-    """Whether budgets are measured on a device.
-
-    By default not on a CPU, which is never alone: of one model, a busy machine measured anything
-    from a quarter to ten times the default budget.
-    """
-    if settings.calibrate == "auto":
-        return device.startswith("cuda")
-    return settings.calibrate == "always"

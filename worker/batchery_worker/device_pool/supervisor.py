@@ -8,16 +8,16 @@ from typing import Any
 
 import batchery.errors
 from batchery.errors import ModelLoadError, StartError
-from batchery_worker.device_pool.process import LEAVE_S, ChildLimits, DeviceProcess, State
+from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, ChildLimits, DeviceProcess, State
 from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Waiting
 from batchery_worker.task_call import DispatchedBatch
 
 logger = logging.getLogger("batchery.pool")
 
-#: Starts in a row that fail before a device is given up: it will not get ready by itself.
+#: Number of failed starts in a row after which a device is given up.
 MAX_FAILED_STARTS = 5
 
-#: The same for a worker that has never been ready; one process may be killed by accident.
+#: The same while the worker starts; one failed start may be an accident.
 MAX_FIRST_STARTS = 2
 
 
@@ -39,13 +39,13 @@ class DeviceSupervisor:
         Args:
             setups: One per device.
             limits: When a device process is recycled.
-            on_ready: A device can take batches (again).
-            on_done: A device finished a batch.
-            on_death: A device died with these batches; the text says how, for people.
-            on_lost: No device is left, and none will come back; the text says why, for people.
+            on_ready: Called when a device can take batches.
+            on_done: Called when a device has finished a batch.
+            on_death: Called with the batches of a device that died, and how it died, for people.
+            on_lost: Called when every device is given up, with the reason, for people.
         """
         self.devices = [DeviceProcess(setup) for setup in setups]
-        #: Devices that are given up, whose last processes must still be waited for.
+        #: Devices that were given up. Their last processes must still be waited for.
         self._given_up_for_good: list[DeviceProcess] = []
         self._limits = limits
         self._on_ready = on_ready
@@ -78,7 +78,7 @@ class DeviceSupervisor:
                 self._listen(device)
                 self._watch(device)
                 if device.state is State.LEAVING:
-                    hub.call_later(LEAVE_S, self._kill_if_leaving, device, device.pid)
+                    hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
             else:
                 hub.call_later(device.backoff_s, self._spawn, device)
 
@@ -87,11 +87,11 @@ class DeviceSupervisor:
 
         Args:
             hub: A loop to wait on, as Celery's does not run yet.
-            timeout_s: Longest time for all of them together, in seconds.
-            interrupted: Is called now and then; raises if the worker must stop.
+            timeout_s: Maximum time for all devices together, in seconds.
+            interrupted: Called repeatedly; raises if the worker must stop.
 
         Raises:
-            StartError: A device cannot start; the text is what it said.
+            StartError: A device cannot start; the text is its own.
         """
         deadline_s = monotonic() + timeout_s
         self._hub = hub
@@ -123,7 +123,7 @@ class DeviceSupervisor:
             self._watch(device)
 
     def recycle(self, modules: Sequence[str]) -> None:
-        """Gives every device a fresh process, one after the other, each when it is idle.
+        """Recycles the processes of all devices, one after the other, each when it is idle.
 
         Args:
             modules: What the fresh processes import in addition to the app.
@@ -134,16 +134,16 @@ class DeviceSupervisor:
         self._recycle_next()
 
     def read(self) -> None:
-        """Reads what the devices have said by now, without waiting."""
+        """Handles all messages that have arrived from the devices; does not wait."""
         for device in list(self.devices):
             self._guard(self._on_readable)(device)
 
     def retire(self) -> None:
-        """Replaces no device that dies from now on: the worker is about to stop."""
+        """Stops restarting and recycling devices, because the worker is about to stop."""
         self._stopping = True
 
     def stop(self, *, kill_at_once: bool) -> None:
-        """Ends all device processes; what they still hold is not answered."""
+        """Ends all device processes; the batches that they still hold are not answered."""
         self.retire()
         for device in self.devices:
             self._ignore(device)
@@ -158,8 +158,8 @@ class DeviceSupervisor:
         try:
             device.spawn()
         except OSError as error:
-            # There is no room for a process. It counts as a death; Celery's loop would take an
-            # OSError for a lost broker.
+            # It counts as a death. An OSError must not get out: Celery's loop would take it for a
+            # lost connection to the broker.
             logger.error("device process for %s cannot be started: %s", device.name, error)
             device.deaths += 1
             device.failed_starts += 1
@@ -185,8 +185,8 @@ class DeviceSupervisor:
 
     def _guard(self, callback: Callable[[DeviceProcess], None]) -> Callable[[DeviceProcess], None]:
         def guarded(device: DeviceProcess) -> None:
-            # Celery's loop takes an OSError for a lost broker, and anything else ends the worker. A
-            # device that cannot be understood must start afresh.
+            # Celery's loop takes an OSError for a lost broker, and any other error ends the worker.
+            # So nothing gets out of here, and the device is restarted.
             try:
                 callback(device)
             except Exception:
@@ -196,10 +196,10 @@ class DeviceSupervisor:
         return guarded
 
     def _watch(self, device: DeviceProcess) -> None:
-        """Limits the time of the batch that runs now; the batch behind it has not begun."""
+        """Starts the hard time limit of the first batch; the one behind it has not begun."""
         for work_id, dispatched in device.batches.items():
             if dispatched.hard_limit_s is not None:
-                # Set once, as this runs on each new loop: a reconnect must not restart the time.
+                # Set only once: this runs again after a reconnect, which must not extend the time.
                 if dispatched.began_s is None:
                     dispatched.began_s = monotonic()
                 left_s = max(0.0, dispatched.began_s + dispatched.hard_limit_s - monotonic())
@@ -244,7 +244,7 @@ class DeviceSupervisor:
             self._refusals[device.name] = reply
             logger.error("%s", reply.text)
         elif isinstance(reply, Waiting):
-            # The function has ended in time; waiting for Redis does not count.
+            # The function has ended in time. The time that results wait for Redis must not count.
             device.batches[reply.id].hard_limit_s = None
         else:
             dispatched = device.take_reply(reply)
@@ -254,19 +254,19 @@ class DeviceSupervisor:
             self._on_done(dispatched, reply, device)
 
     def _recycle_next(self) -> None:
-        """Recycles the next process that is due, if all others are there to work meanwhile."""
+        """Recycles the next process that is due, if all devices are ready."""
         if self._stopping:
             return
         if all(device.state is State.READY for device in self.devices):
             for device in self.devices:
                 if device.recycle_due:
-                    device.state = State.RETIRING
+                    device.state = State.RECYCLING
                     break
         for device in self.devices:
-            if device.state is State.RETIRING and not device.batches:
+            if device.state is State.RECYCLING and not device.batches:
                 logger.info("device %s gets a fresh process, %d jobs", device.name, device.jobs)
                 device.leave()
-                self._hub.call_later(LEAVE_S, self._kill_if_leaving, device, device.pid)
+                self._hub.call_later(LEAVE_TIMEOUT_S, self._kill_if_leaving, device, device.pid)
 
     def _kill_if_leaving(self, device: DeviceProcess, pid: int) -> None:
         if device.state is State.LEAVING and device.pid == pid:

@@ -9,7 +9,6 @@ from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.protocol import multi_item
 from batchery.settings import Settings
 from batchery.task import BatchTask, only_item
-from batchery_worker.cache.keys import canonical
 from batchery_worker.ipc.commit_context import CachePolicy
 from batchery_worker.ipc.messages import dump_context
 from batchery_worker.ipc.values import check_portable
@@ -20,9 +19,8 @@ from batchery_worker.task_call import TaskCall
 class Admission:
     """Reads calls; knows the limits of every task."""
 
-    def __init__(self, settings: Settings, *, several_devices: bool = False) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._several_devices = several_devices
         self._limits: dict[str, Limits] = {}
 
     def limits(self, task: BatchTask) -> Limits:
@@ -87,17 +85,7 @@ class Admission:
             items=len(call.items),
             arrived_s=now_s,
             payload=call,
-            fold=None if task.cache is None else self._fold(call),
         )
-
-    def _fold(self, call: TaskCall) -> bytes | None:
-        """By what a job is known whose twin shall not run on two devices at once.
-
-        One device sees for itself that items are equal; those of packed jobs it alone looks at.
-        """
-        if call.is_packed or not self._several_devices:
-            return None
-        return canonical(call.items[0])
 
 
 def _context(message: Mapping[str, Any]) -> bytes:

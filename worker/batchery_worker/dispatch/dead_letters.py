@@ -26,7 +26,7 @@ def tell_callers(app: Celery) -> None:
     def tell(headers: Mapping[str, Any], reason: str) -> None:
         store_failure(app, headers, InvalidItem(reason))
 
-    # It replaces that of an earlier worker in this process: one failure is enough.
+    # The hook of an earlier worker in this process is replaced: one failure is enough.
     dead_letters.on_dead_letter[:] = [tell]
 
 

@@ -42,7 +42,7 @@ class Dispatcher:
     ) -> None:
         self._app = app
         self._settings = settings
-        self._admission = Admission(settings, several_devices=len(setups) > 1)
+        self._admission = Admission(settings)
         self._eligibility = CommitEligibility(app)
         self._scheduler: Scheduler[TaskCall] = Scheduler()
         self._supervisor = DeviceSupervisor(
@@ -189,7 +189,7 @@ class Dispatcher:
             device = min(devices, key=lambda each: len(each.batches))
             held = len(device.batches)
             batch = self._scheduler.next_batch(
-                held, device.alone, now_s, self._supervisor.dispatched - held, device.name
+                held, device.alone, now_s, self._supervisor.dispatched - held
             )
             if batch is None:
                 break
@@ -233,8 +233,6 @@ class Dispatcher:
         )
         dispatched = DispatchedBatch(Batch(jobs, batch.alone), dispatched_s, hard_limit_s)
         dispatched.note = note_begin(jobs, alone=batch.alone)
-        if work.cache is not None:
-            self._scheduler.departed(jobs, device.name)
         self._supervisor.send(device, work, dispatched)
         for job in jobs:
             self._in_flight.add(job.payload, device.pid)
@@ -246,7 +244,6 @@ class Dispatcher:
     def _on_done(self, dispatched: DispatchedBatch, done: Done, device: DeviceProcess) -> None:
         note_end(dispatched)
         jobs = dispatched.batch.jobs
-        self._scheduler.landed(jobs)
         items = dispatched.batch.items
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
         self._metrics.batch_done(done, items=items, waited_ms=sum(waited_ms))
@@ -272,7 +269,6 @@ class Dispatcher:
         self._metrics.device_restarts += 1
         for dispatched in batches:
             note_end(dispatched)
-            self._scheduler.landed(dispatched.batch.jobs)
             for job in self._settlement.left_by(dispatched):
                 self._poison.on_death(job, dispatched, how)
         self._plan_dispatch()

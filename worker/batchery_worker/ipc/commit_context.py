@@ -1,18 +1,18 @@
-"""What a device must know to store results by itself, in addition to the results."""
+"""The context that a device needs to commit results by itself."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-#: What a device must know of one job: token of its lease; how long it waited, in ms; further fields
-#: of the stored result, None if no result is stored. None for a job that needs the tracer.
+#: The context of one job: token of its lease; how long it waited, in ms; further fields of the
+#: stored result, None if no result is stored. None for a job that needs the tracer.
 JobCommit = tuple[str, float, Mapping[str, Any] | None] | None
 
 
 class CachePolicy(NamedTuple):
-    """What a device must know to keep results for equal items."""
+    """How a device caches the results of a task."""
 
-    #: Version of the results, as the task has it.
+    #: Version of the results: the option `cache` of the task.
     version: str
     #: How long a result is kept, in seconds.
     ttl_s: float
@@ -22,9 +22,9 @@ class CachePolicy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CommitContext:
-    """What a device must know of a batch; with a plain tuple per job, as each one is pickled."""
+    """The context of a batch. Each job has a plain tuple, because it is pickled."""
 
-    #: Id of this worker as lease holder.
+    #: Id by which this worker holds leases.
     worker: str
     #: ZSET of all workers, in the broker's database.
     workers_key: str
@@ -33,8 +33,8 @@ class CommitContext:
     #: Number of the broker's database.
     broker_db: int
     jobs: Sequence[JobCommit]
-    #: Longest text of a result that an event or the log shows, in characters; None if nobody reads
+    #: Maximum length of a result's text in events and the log, in characters; None if nobody reads
     #: it.
     text_chars: int | None = None
     #: Name of a completion stream -> index of each job that asks for it.
-    replies: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    completion_streams: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Frames over a socket pair: eight bytes of length, then that many bytes.
 
-The parent's end never blocks. The device's end blocks, on threads that have nothing else to do.
+The parent's end never blocks. The device's end blocks threads that have nothing else to do.
 """
 
 import socket
@@ -10,10 +10,10 @@ from itertools import islice
 
 _LENGTH = struct.Struct(">Q")
 
-#: Bytes read at once; a frame of a full batch of short texts fits.
+#: Number of bytes that are read at once: enough for a full batch of short texts.
 _CHUNK_BYTES = 1 << 18
 
-#: Parts written at once, lengths and frames; every system takes more.
+#: Number of parts (lengths and frames) that are written at once; every system allows more.
 _MAX_PARTS = 16
 
 
@@ -30,12 +30,12 @@ class Link:
 
     @property
     def reader(self) -> int:
-        """Descriptor that turns readable when `receive` has something."""
+        """Descriptor that becomes readable when `receive` has something to return."""
         return self._reading.fileno()
 
     @property
     def writer(self) -> int:
-        """Descriptor that turns writable when `flush` can go on."""
+        """Descriptor that becomes writable when `flush` can go on."""
         return self._writing.fileno()
 
     def send(self, frame: bytes) -> bool:
@@ -47,11 +47,11 @@ class Link:
     def flush(self) -> bool:
         """Writes as much as the pipe takes; returns whether nothing is left to write.
 
-        What a dead process no longer reads is dropped: its end of file says so to `receive`.
+        Frames for a dead process are dropped: `receive` learns of the death by the end of file.
         """
         try:
             while self._unsent:
-                # Length and frame at once: the device would wake up for the length alone.
+                # Length and frame go together, or the device would wake up for the length alone.
                 sent = self._writing.sendmsg(list(islice(self._unsent, _MAX_PARTS)))
                 while self._unsent and sent >= len(self._unsent[0]):
                     sent -= len(self._unsent.popleft())
@@ -100,11 +100,11 @@ class Link:
         return frames
 
     def finish(self) -> None:
-        """Ends what is sent: the device process leaves, and what it says last can still be read."""
+        """Closes the sending half: the device process leaves, and its last frames can be read."""
         try:
             self._writing.shutdown(socket.SHUT_WR)
         except OSError:
-            # It is gone already.
+            # The device process is gone already.
             self._unsent.clear()
 
     def close(self) -> None:

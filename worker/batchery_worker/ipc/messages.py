@@ -1,8 +1,8 @@
-"""What parent and device process say to each other.
+"""The messages between the parent and a device process.
 
-Towards the device messages are pickled: the parent has unpacked the jobs already, and an item may
-be anything that the app's serializers produce. From the device they are marshalled, which can carry
-plain data only: nothing that a model computes can make the main process import torch.
+Messages to the device are pickled: the parent has unpacked the jobs already, and an item may be
+anything that the app's serializers produce. Messages from the device are marshalled: marshal
+carries only plain data, so no result of a model can make the main process import torch.
 """
 
 import marshal
@@ -21,7 +21,7 @@ from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.values import Encoded, is_plain
 
-#: What a message has, and the function has already or has no use for.
+#: Headers that the function does not see: it has their values already, or has no use for them.
 _UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
 
 
@@ -33,15 +33,11 @@ class Setup:
     sys_path: Sequence[str]
     #: Import path of the Celery app, as `module:attribute`.
     app: str
-    #: Modules to import beside it, so that all tasks are there.
+    #: Modules to import besides the app, so that all tasks are registered.
     modules: Sequence[str]
     #: Names of the tasks whose models are loaded before the device says that it is ready.
     load: Sequence[str]
     log_level: int
-    #: Names of those whose token budget the device finds by itself, as no setting says it.
-    calibrate: Sequence[str] = ()
-    #: Where it keeps what it has found; None for nowhere.
-    cache_dir: str | None = None
     #: Share of the device's memory that it may use.
     memory_fraction: float = 1.0
 
@@ -53,18 +49,18 @@ class Work:
     id: int
     task: str
     keywords: Mapping[str, Any]
-    #: Task id, items, and whether the message was packed, of each job.
+    #: Of each job: task id, items, and whether it is a multi-item job.
     jobs: Sequence[tuple[str, Sequence[Any], bool]]
     max_batch_size: int
     max_batch_tokens: int | None
-    #: For each call of the function, which may catch `SoftTimeLimitExceeded`.
+    #: Limit of each call of the function, which may catch `SoftTimeLimitExceeded`.
     soft_time_limit_s: float | None = None
-    #: What the function may see of each job's request, as `dump_context` wrote it; empty where it
-    #: sees none.
+    #: What the function may see of each job's request, written by `dump_context`; empty if it sees
+    #: nothing.
     contexts: Sequence[bytes] = ()
-    #: For the commit of their results; None where Celery's tracer has to complete them all.
+    #: For the commit of the results; None if Celery's tracer must complete all jobs.
     commit: CommitContext | None = None
-    #: None where each item is computed, whatever was computed before.
+    #: None for a task without a cache.
     cache: CachePolicy | None = None
 
 
@@ -74,13 +70,13 @@ class Ready:
 
     pid: int
     load_s: float
-    #: As in `Done`.
+    #: Figures of the device's models and memory.
     figures: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NotReady:
-    """The device cannot start; it ends by itself after this message."""
+    """The device cannot start; its process ends after this message."""
 
     error: str
     text: str
@@ -98,20 +94,20 @@ class Done:
     """A batch that a device has finished."""
 
     id: int
-    #: Per job: the status, and what is left to do: for the tracer the outcome, as `encode_outcome`
-    #: spelled it; for a committed job the text of its result, if somebody wants to read it.
+    #: Of each job: its status; then, for the tracer, the outcome, encoded by `encode_outcome`; or,
+    #: of a committed job, the text of its result, if anybody reads it.
     jobs: Sequence[tuple[str, tuple[Any, ...]]]
     forward_ms: float
-    #: Tokens that the items have, and tokens that were computed; 0 where the task counts none.
+    #: Tokens of the items, and tokens that were computed; 0 if the task counts none.
     tokens: int
     computed_tokens: int
-    #: Time of the other stages; `queued_ms` is that between them, when it waited for a thread.
+    #: Times of the other stages; `queued_ms` is the time between stages, waiting for a thread.
     prepare_ms: float = 0.0
     queued_ms: float = 0.0
     commit_ms: float = 0.0
-    #: What there is to tell of the device's models and its memory; None where nothing is new.
+    #: Figures of the device's models and memory; None if nothing is new.
     figures: Mapping[str, Any] | None = None
-    #: How the items of a task with a cache got their outcomes; None for any other task.
+    #: Counts of how the items got their outcomes; None for a task without a cache.
     reused: Mapping[str, Any] | None = None
 
 
@@ -132,7 +128,7 @@ def load_message(frame: bytes) -> Any:
 def dump_context(message: Mapping[str, Any]) -> bytes:
     """Encodes what a function may see of a job's message: ids, retries, headers.
 
-    Bytes, so that a device that does not look spends nothing on it.
+    It returns bytes, so that a device pays only for those that the function looks at.
     """
     seen = {
         name: value for name, value in message.items() if value is not None and name not in _UNSEEN
@@ -141,7 +137,7 @@ def dump_context(message: Mapping[str, Any]) -> bytes:
 
 
 def load_context(context: bytes) -> dict[str, Any]:
-    """Decodes what `dump_context` wrote, in the device."""
+    """Decodes in the device what `dump_context` wrote."""
     seen: dict[str, Any] = pickle.loads(context)
     return seen
 
@@ -160,15 +156,15 @@ def load_reply(frame: bytes) -> Reply:
 
 
 def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
-    """Spells an outcome in plain data.
+    """Encodes an outcome as plain data.
 
     Args:
         outcome: A value, or one of the outcomes of `batchery.outcomes`.
-        backend: Knows how exceptions are stored, so that callers see what the function raised.
+        backend: Encodes exceptions as it stores them, so callers get what the function raised.
 
     Returns:
-        A tuple that `marshal` takes and `decode_outcome` reads. What can be written neither by
-        `marshal` nor as Celery's JSON becomes a failure that says so.
+        A tuple that `marshal` writes and `decode_outcome` reads. A value that neither `marshal` nor
+        Celery's JSON can write becomes a failure that says so.
     """
     if isinstance(outcome, Encoded):
         return "encoded", outcome.json
@@ -185,8 +181,8 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
     if isinstance(outcome, Ignore):
         return "ignore", str(outcome)
     try:
-        # marshal takes more: code objects, sets, and anything with a buffer, such as a numpy
-        # scalar, of which it would make bytes.
+        # marshal itself would accept more: code objects, sets, and objects with a buffer, such as a
+        # numpy scalar, which it would turn into bytes.
         plain = is_plain(outcome)
     except RecursionError:
         plain = False
@@ -194,7 +190,7 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
 
 
 def sendable(outcome: Any) -> Any:
-    """The outcome of one item of a packed job, or a failure if it cannot be written as JSON."""
+    """The outcome of one item of a multi-item job; a failure if JSON cannot write it."""
     if isinstance(outcome, SETTLED):
         return outcome
     try:
@@ -212,7 +208,7 @@ def _encode_signature(outcome: Replace, backend: Any) -> tuple[Any, ...]:
 
 
 def _encode_as_json(value: Any, backend: Any) -> tuple[Any, ...]:
-    """Dates, decimals and their like, which Celery's JSON has a spelling for."""
+    """Encodes dates, decimals and the like, which Celery's JSON can write."""
     try:
         return "json", json.dumps(value)
     except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
@@ -267,17 +263,17 @@ def batch_facts(
     tokens: int,
     computed_tokens: int,
 ) -> dict[str, Any]:
-    """Facts that all jobs of a batch share; `waited_ms` of each job is added to them.
+    """Facts that all jobs of a batch share; each job's `waited_ms` is added later.
 
     Args:
-        batch_id: Counts the batches of a worker.
-        device: As torch spells it.
-        size: How many items shared the batch.
-        prepare_ms: Time to read, validate and tokenize it.
-        queued_ms: Time that it waited on the device, for one thread or another.
-        forward_ms: Time that the device computed.
-        tokens: Tokens of the items; 0 where the task counts none.
-        computed_tokens: The same with padding.
+        batch_id: Number of the batch in its worker.
+        device: Name of the device, as torch spells it.
+        size: Number of items in the batch.
+        prepare_ms: Time to read, validate and tokenize the batch.
+        queued_ms: Time that the batch waited on the device for a thread.
+        forward_ms: Time of the computation.
+        tokens: Tokens of the items; 0 if the task counts none.
+        computed_tokens: Tokens that were computed, with padding.
     """
     return {
         "id": f"b{batch_id}",

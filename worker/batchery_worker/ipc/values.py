@@ -1,8 +1,8 @@
-"""Plain values: lists and dictionaries of JSON's own types; what they are, and their JSON.
+"""Plain values: lists and dictionaries of JSON's own types.
 
-Most results are of that kind, and long: a vector of 384 numbers costs 180 us in Python's own
-encoder, 18 in pydantic's, which reads nothing else differently but knows more types than Celery
-has a spelling for. So only what was found plain is given to it.
+Most results are plain, and long: a vector of 384 numbers costs 180 us in Python's own encoder, and
+18 us in pydantic's. Pydantic's encoder also writes types that Celery's JSON cannot. So it gets only
+values that were found plain.
 """
 
 import json
@@ -16,19 +16,19 @@ from pydantic_core import PydanticSerializationError, to_json
 #: Types that are plain whatever their value.
 _ATOMS = {type(None), bool, float, str}
 
-#: Integers from here on are not plain: Python reads no number of some thousands of digits, and its
-#: own encoder says so before it is stored.
-HUGE = 1 << 64
+#: Integers of this size or more are not plain. Python refuses to read numbers of thousands of
+#: digits, and its own encoder says so before such a result is stored.
+MAX_PLAIN_INT = 1 << 64
 
-#: Celery's JSON has objects with this key for dates and their like. A plain result that has it,
-#: too, would be read as something else: it goes the ordinary way.
-_MARK = b'"__type__"'
+#: The key by which Celery's JSON marks dates and the like. A plain result that has this key would
+#: be read as something else, so it goes to the tracer.
+_TYPE_KEY = b'"__type__"'
 
-#: Types that can always be pickled: for the common job, a text, nothing is tried.
-FLAT = {str, bytes, int, float, bool, type(None)}
+#: Types that can always be pickled, so that a text, the common item, is not tried.
+ALWAYS_PORTABLE_TYPES = {str, bytes, int, float, bool, type(None)}
 
-#: Levels of nesting that the trial adds: more than the message to the device adds.
-MARGIN = 20
+#: Levels of nesting that `check_portable` adds: more than the message to the device adds.
+EXTRA_LEVELS = 20
 
 
 def is_plain(value: Any) -> bool:
@@ -41,13 +41,13 @@ def is_plain(value: Any) -> bool:
     if kind is dict:
         return set(map(type, value)) <= {str} and is_plain(list(value.values()))
     if kind is int:
-        return bool(-HUGE < value < HUGE)
+        return bool(-MAX_PLAIN_INT < value < MAX_PLAIN_INT)
     if kind is not list and kind is not tuple:
         return kind in _ATOMS
-    # Long vectors are the common case: they are looked at without a loop in Python.
+    # Long vectors are the common case, so they are checked without a loop in Python.
     kinds = set(map(type, value))
     if kinds == {int}:
-        return bool(min(value) > -HUGE and max(value) < HUGE)
+        return bool(min(value) > -MAX_PLAIN_INT and max(value) < MAX_PLAIN_INT)
     return kinds <= _ATOMS or all(map(is_plain, value))
 
 
@@ -61,59 +61,59 @@ def plain_json(value: Any) -> bytes:
     try:
         return to_json(value, inf_nan_mode="constants")
     except PydanticSerializationError:
-        # Half a surrogate pair, or more levels than pydantic goes down.
+        # Half a surrogate pair, or deeper nesting than pydantic allows.
         return json.dumps(value).encode()
 
 
 class Encoded:
-    """The outcome of an item, or of a packed job, whose JSON is known."""
+    """The outcome of an item or of a multi-item job, already encoded as JSON."""
 
     __slots__ = ("_value", "json")
 
     def __init__(self, json: bytes, *value: Any) -> None:
-        """Decodes nothing.
+        """Decodes nothing yet.
 
         Args:
-            json: In UTF-8.
-            value: What it says, where that is known.
+            json: The JSON, in UTF-8.
+            value: The decoded value, if it is known.
         """
         self.json = json
         self._value = value
 
     @property
     def value(self) -> Any:
-        """What it says; decoded at the first look."""
+        """The decoded value; decoded on first use."""
         if not self._value:
             self._value = (celery_json.loads(self.json),)
         return self._value[0]
 
 
 def encoded(value: Any) -> Encoded | None:
-    """Encodes a value that a function returned; None where the ordinary way shall have it."""
+    """Encodes a value that a function returned; None if it must be encoded in the ordinary way."""
     try:
         if not is_plain(value):
             return Encoded(celery_json.dumps(value).encode(), value)
         text = plain_json(value)
     except Exception:  # noqa: BLE001 - whatever the value's own code raises
         return None
-    return None if _MARK in text else Encoded(text, value)
+    return None if _TYPE_KEY in text else Encoded(text, value)
 
 
 def joined(parts: Sequence[Encoded]) -> Encoded:
-    """A list of what is encoded already."""
+    """Joins encoded values into an encoded list."""
     return Encoded(b"[%b]" % b",".join(part.json for part in parts))
 
 
 def check_portable(values: Iterable[Any]) -> None:
-    """Tries whether values can be pickled.
+    """Checks that values can be pickled, by doing it.
 
     Raises:
-        Exception: Whatever pickle, or the values' own code, raises where they cannot.
+        Exception: They cannot; pickle or the values' own code may raise anything.
     """
     wrapped: Any = list(values)
-    if set(map(type, wrapped)) <= FLAT:
+    if set(map(type, wrapped)) <= ALWAYS_PORTABLE_TYPES:
         return
-    for _ in range(MARGIN):
+    for _ in range(EXTRA_LEVELS):
         wrapped = [wrapped]
     pickle.dumps(wrapped, protocol=pickle.HIGHEST_PROTOCOL)
 

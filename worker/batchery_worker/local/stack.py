@@ -1,4 +1,4 @@
-"""Redis, a worker and Flower, run together as child processes: what `batchery up` shows."""
+"""Redis, a worker and Flower as child processes, for `batchery up`."""
 
 import importlib.util
 import json
@@ -30,10 +30,10 @@ from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 #: How long Flower may take for one answer, in seconds.
 FLOWER_TIMEOUT_S = 2.0
 
-#: How long the worker may take for one answer, in seconds; a busy machine needs some of it.
+#: How long the worker may take for one answer, in seconds; a busy machine needs that long.
 WORKER_TIMEOUT_S = 5.0
 
-#: The same while it starts and is asked again and again.
+#: The same while it starts, when it is asked repeatedly.
 PING_TIMEOUT_S = 1.0
 
 #: A task in the answer to `inspect registered queue model_queue`.
@@ -46,33 +46,33 @@ GRACE_S = 10.0
 #: How long worker and Flower may take to be ready, in seconds; devices load models in that time.
 START_TIMEOUT_S = 660.0
 
-#: Pause between two looks at the child processes, in seconds.
+#: Pause between two polls of the child processes, in seconds.
 POLL_S = 0.2
 
-#: How many ports from the one asked for are tried for Flower.
+#: Number of ports that are tried for Flower, from the one asked for.
 FLOWER_PORTS = 100
 
 
 def flower_sees(url: str, worker: str) -> bool:
     """Whether Flower answers and has received an event of the worker.
 
-    From then on it misses no job: answering alone only says that its web server runs.
+    From then on it misses no job. An answer alone only means that its web server runs.
 
     Args:
-        url: Where Flower is, on this machine.
+        url: URL of Flower on this machine.
         worker: Name of the worker, as `name@host`.
     """
-    # Straight there: a proxy of the environment has no way to this machine's own addresses.
+    # Without a proxy: one from the environment cannot reach this machine's own addresses.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(f"{url}/workers?json=1", timeout=FLOWER_TIMEOUT_S) as answer:
             workers = json.load(answer)["data"]
         if all(each["hostname"] != worker for each in workers):
             return False
-        # What it asked the worker at its own start, it asked too early.
+        # Flower asks workers when it starts, which is too early, so it must ask again.
         opener.open(f"{url}/api/workers?refresh=1", timeout=FLOWER_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
-        # Up, but the user has switched on a login, or put it under another path.
+        # Flower is up, but the user has switched on a login, or chosen another path.
         error.close()
     except (OSError, ValueError, KeyError):
         return False
@@ -80,7 +80,7 @@ def flower_sees(url: str, worker: str) -> bool:
 
 
 class RemoteWorker:
-    """A worker that answers questions, unless its app has switched remote control off."""
+    """A worker, asked over remote control; it does not answer if its app has switched that off."""
 
     def __init__(self, redis_url: str, name: str) -> None:
         self._redis_url = redis_url
@@ -91,7 +91,7 @@ class RemoteWorker:
         return self._ask("ping", timeout_s=PING_TIMEOUT_S) is not None
 
     def tasks(self) -> dict[str, str | None]:
-        """Queue by name of each of its tasks; None where the task itself names none."""
+        """The queue of each of its tasks, by name; None for a task that names no queue."""
         answer = self._ask("registered", "queue", "model_queue") or []
         found = (REGISTERED.fullmatch(task) for task in answer)
         return {match["name"]: match["queue"] for match in found if match}
@@ -102,7 +102,7 @@ class RemoteWorker:
 
     def _ask(self, question: str, *arguments: str, timeout_s: float = WORKER_TIMEOUT_S) -> Any:
         control: Any = Celery(set_as_current=False).control
-        # Else it would publish to the broker of the environment rather than over the connection.
+        # With the pool, it would publish to the environment's broker instead of this connection.
         control.mailbox.producer_pool = None
         try:
             with Connection(self._redis_url) as connection:
@@ -122,7 +122,7 @@ class Stack:
     ```
     """
 
-    #: URL of Flower; None where it does not run.
+    #: URL of Flower; None if it does not run.
     flower_url: str | None = None
 
     def __init__(
@@ -145,16 +145,16 @@ class Stack:
 
         Args:
             app: The Celery app, as for `celery -A`.
-            redis_url: Redis for broker and results; an embedded one where None.
-            data: Directory of the embedded Redis, kept; a temporary one where None.
+            redis_url: Redis for broker and results; None for an embedded one.
+            data: Directory of the embedded Redis, which is kept; None for a temporary one.
             flower: Whether to run Flower, if it is installed.
-            flower_port: Its port on 127.0.0.1, or the next free one; any free one where 0.
-            loglevel: Of the worker.
-            concurrency: Of the worker; Celery's default where None.
-            queues: Queues of the worker, separated by commas; those of its tasks where None.
+            flower_port: Its port on 127.0.0.1, or the next free one; 0 for any free port.
+            loglevel: Log level of the worker.
+            concurrency: Concurrency of the worker; None for Celery's default.
+            queues: Queues of the worker, separated by commas; None for those of its tasks.
             environment: More environment variables for worker and Flower, such as settings.
             on_line: Called with `redis`, `worker` or `flower` and a line of its log, from threads.
-            start_timeout_s: How long worker and Flower may take to be ready.
+            start_timeout_s: How long worker and Flower may take to be ready, in seconds.
             worker_arguments: Further arguments of `celery worker`.
         """
         self._app = app
@@ -180,8 +180,8 @@ class Stack:
 
         Raises:
             RedisUnavailable: No Redis answers at the URL, or none can be started.
-            StartError: A process ended or was not ready in time; its `exit_code` is 2 where the
-                worker's was 2, which says that the worker has told the reason, else 1.
+            StartError: A process ended or was not ready in time. Its `exit_code` is 2 if the
+                worker's was 2, which means that the worker has logged the reason; else 1.
         """
         try:
             self._start()
@@ -191,10 +191,10 @@ class Stack:
         return self
 
     def wait(self) -> None:
-        """Waits for the end of any process, which should not happen.
+        """Waits until a process ends, which none should.
 
         Raises:
-            StartError: As for `start`, when it happens.
+            StartError: A process ended; as for `start`.
         """
         while True:
             self._check_alive()
@@ -203,7 +203,7 @@ class Stack:
     def stop(self) -> None:
         """Stops the worker once it has finished what it runs, then Flower, then the Redis.
 
-        A `KeyboardInterrupt` in the meantime kills them all at once, and is raised again.
+        A `KeyboardInterrupt` meanwhile kills them all at once, and is raised again.
         """
         orderly = self._ready and (self._redis is None or self._redis.poll() is None)
         self._ready = False
@@ -270,7 +270,7 @@ class Stack:
             self._sink("flower")('not installed: `pip install "batchery[monitor]"` adds it')
             return
         port = self._flower_port()
-        # Whoever can reach 127.0.0.1 can reach the Redis, too: a password would protect nothing.
+        # A process that can reach 127.0.0.1 can also reach the Redis: a password protects nothing.
         environment = {"FLOWER_UNAUTHENTICATED_API": "true"}
         self._spawn("flower", ["flower", "--address=127.0.0.1", f"--port={port}"], environment)
         self.flower_url = f"http://127.0.0.1:{port}"
@@ -305,7 +305,7 @@ class Stack:
         )
 
     def _urls(self) -> dict[str, str]:
-        """Tells Celery where the Redis is; these variables outrank what an app's code says."""
+        """Variables that tell Celery where the Redis is; they outrank the app's code."""
         url = self.redis_url
         urls = dict.fromkeys(
             ["CELERY_BROKER_URL", "CELERY_BROKER_READ_URL", "CELERY_BROKER_WRITE_URL"], url
@@ -333,7 +333,7 @@ class Stack:
                 raise error
 
     def _worker_is_ready(self) -> bool:
-        # Below log level INFO it does not say so, and with remote control off it answers nothing.
+        # A worker below log level INFO does not log it; one without remote control does not answer.
         return self._said_ready.wait(POLL_S) or self.remote.answers()
 
     def _flower_is_ready(self) -> bool:

@@ -45,7 +45,7 @@ class ClassificationModel(TextModel):
             self.multi_label = config.problem_type == "multi_label_classification"
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        shape = outputs.arrival.wait().shape[1:]
+        shape = outputs.pending.wait().shape[1:]
         if shape != (len(self.labels),):
             raise ModelLoadError(
                 f"model {source.name!r}: gives {tuple(shape)} scores for"

@@ -15,7 +15,7 @@ from transformers import AutoModel
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.keywords import EmbeddingKeywords, read_keywords
-from batchery_worker.models.loading.pooling_config import read_recipe
+from batchery_worker.models.loading.pooling_config import read_pooling_config
 from batchery_worker.models.loading.source import ModelSource
 from batchery_worker.models.loading.tokenizer import Prepared
 from batchery_worker.models.text_model import Outputs, TextModel
@@ -30,11 +30,11 @@ def shortened(values: NDArray[np.float32]) -> NDArray[np.float64]:
     """Rounds to nine significant digits.
 
     Args:
-        values: Of any shape.
+        values: An array of any shape.
 
     Returns:
-        The same shape. Cast to float32, each number is the one that was given, to the last bit;
-        written out, it is a third shorter. What is not finite stays so.
+        The same shape. Cast to float32, each number is exactly the given one. Written out, it is a
+        third shorter. NaN and infinities stay.
     """
     exact = values.astype(np.float64)
     # Zero has no logarithm, and infinity no digits.
@@ -58,7 +58,7 @@ class EmbeddingModel(TextModel):
     auto_class = AutoModel
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        # The pooler sits on top of the token vectors; it is not used, and often not there.
+        # The pooler follows the token vectors. It is not used, and often missing.
         lost = [key for key in missing if "pooler" not in key.split(".")]
         if lost:
             raise ModelLoadError(
@@ -67,20 +67,20 @@ class EmbeddingModel(TextModel):
             )
         if self.model.config.is_encoder_decoder:
             self.model = self.model.get_encoder()
-        recipe = read_recipe(source, self.settings.pooling)
-        self.prompts = {**recipe.prompts, **self.settings.prompts}
-        self.default_prompt = self.settings.default_prompt or recipe.default_prompt
+        config = read_pooling_config(source, self.settings.pooling)
+        self.prompts = {**config.prompts, **self.settings.prompts}
+        self.default_prompt = self.settings.default_prompt or config.default_prompt
         if self.default_prompt is not None and self.default_prompt not in self.prompts:
             raise ModelLoadError(
                 f"model {source.name!r}: default_prompt = {self.default_prompt!r}, but there"
                 f" {_are(self.prompts)}"
             )
-        self.pooling = recipe.pooling or ("last" if _is_decoder(self.model) else "mean")
-        where = "its files or settings" if recipe.pooling else "its architecture, a guess"
+        self.pooling = config.pooling or ("last" if _is_decoder(self.model) else "mean")
+        where = "its files or settings" if config.pooling else "its architecture, a guess"
         logger.info("model %s: pooling is %s, from %s", source.name, self.pooling, where)
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
-        self.dimensions = outputs.arrival.wait().shape[1]
+        self.dimensions = outputs.pending.wait().shape[1]
         if (self.settings.dimensions or 1) > self.dimensions:
             raise ModelLoadError(
                 f"model {source.name!r}: dimensions = {self.settings.dimensions}, but its vectors"
@@ -108,7 +108,7 @@ class EmbeddingModel(TextModel):
 
         def compute() -> Tensor:
             vectors = self._values(self._pass, batch)
-            # Slicing is harmless where there is no limit: `[:, :None]` is everything.
+            # Without a limit, `[:, :None]` is everything.
             vectors = vectors[:, : wanted.dimensions or self.settings.dimensions]
             return normalize(vectors) if scale else vectors
 
@@ -132,7 +132,7 @@ class EmbeddingModel(TextModel):
 
 
 def _is_decoder(model: torch.nn.Module) -> bool:
-    """Whether tokens see only what is before them, so that the last one has seen the whole text."""
+    """Whether tokens see only earlier ones, so that only the last one has seen the whole text."""
     return any(getattr(module, "is_causal", False) for module in model.modules())
 
 

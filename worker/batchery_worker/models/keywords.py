@@ -9,13 +9,13 @@ from batchery.errors import InvalidItem
 
 
 class Keywords(BaseModel):
-    """What all keywords have in common: no surprises, and no conversions."""
+    """Common rules: unknown keywords are refused, and nothing is converted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class EmbeddingKeywords(Keywords):
-    """Keywords of an embedding job; each left out takes the setting of that name.
+    """Keywords of an embedding job. A missing keyword takes the setting of its name.
 
     Attributes:
         prompt: Name of a prompt to put in front of the text.

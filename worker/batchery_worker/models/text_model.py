@@ -26,10 +26,10 @@ from batchery_worker.models.forward.cuda_graphs import (
 from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.probe_texts import RandomTexts
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
-from batchery_worker.models.hardware.cpu_lanes import Lanes, Passage
+from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
 from batchery_worker.models.hardware.devices import device_named, dtype_for
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
-from batchery_worker.models.hardware.transfers import Arrival, Landing
+from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.loading.identity import identity
 from batchery_worker.models.loading.limits import longest_text, padding_position
 from batchery_worker.models.loading.source import ModelSource, quiet, reason
@@ -37,7 +37,7 @@ from batchery_worker.models.loading.tokenizer import Prepared, TextTokenizer, lo
 
 logger = logging.getLogger(__name__)
 
-#: Words in the texts of a warm-up: kernels are chosen by length.
+#: Words in the texts of a warm-up: libraries choose kernels by length.
 WARM_UP_WORDS = (1, 8, 32, 128)
 
 
@@ -46,12 +46,12 @@ class Outputs(NamedTuple):
 
     Attributes:
         tokens: Length of each text in tokens, special ones included, in batch order.
-        arrival: Values on their way to the CPU: one row per text, in batch order, (B, ...),
+        pending: Values on their way to the CPU: one row per text, in batch order, (B, ...),
             float32.
     """
 
     tokens: list[int]
-    arrival: Arrival | Passage
+    pending: PendingCopy | PendingPass
 
 
 class TextModel(Model):
@@ -60,25 +60,31 @@ class TextModel(Model):
     #: The `Auto...` class of transformers that loads it.
     auto_class: ClassVar[Any]
 
-    #: Why it is not packed, once loaded; empty where it is.
+    #: Why the loaded model is not packed; empty if it is.
     why_padded = ""
+
+    #: How many forward passes the CPU computes side by side. Batches are cut into as many.
+    cpu_streams = 1
+
+    #: How many passes may be started before `postprocess` of the current one.
+    passes_ahead = 0
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
 
     def load(self, device: str) -> None:
-        """Loads tokenizer and weights, and runs one short text, which shows that they work.
+        """Loads tokenizer and weights, and runs one short text as a check.
 
         Raises:
-            ModelLoadError: Nothing there, not a text model, no safetensors, weights missing, an
-                impossible setting, no memory: one line says which.
-            DeviceUnavailable: There is no such device; names those that there are.
+            ModelLoadError: There is no model, no text model, no safetensors, not all weights, not
+                enough memory, or an impossible setting; one line says which.
+            DeviceUnavailable: There is no such device; names the devices that there are.
         """
         self._device = device_named(device)
-        self._landing = Landing(self._device)
-        self._lanes: Lanes | None = None
+        self._to_host = DeviceToHost(self._device)
+        self._streams: CpuStreams | None = None
         if self._device.type == "cpu":
-            self._open_lanes(torch.get_num_threads())
+            self._open_streams(torch.get_num_threads())
         elif self._device.type == "cuda":
             self.passes_ahead = 1
         try:
@@ -89,19 +95,20 @@ class TextModel(Model):
         except Exception as error:
             raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
 
-    def _open_lanes(self, threads: int) -> None:
-        self.lanes = self.settings.lanes or threads
-        if self.lanes > 1:
-            self._lanes = Lanes(self.lanes, threads)
-            # One more than there are lanes is begun: a lane that is free goes on at once.
-            self.passes_ahead = self.lanes
+    def _open_streams(self, threads: int) -> None:
+        self.cpu_streams = self.settings.cpu_streams or threads
+        if self.cpu_streams > 1:
+            self._streams = CpuStreams(self.cpu_streams, threads)
+            # With the pass in turn, that is one more than there are streams: a stream that has
+            # ended its pass goes on at once.
+            self.passes_ahead = self.cpu_streams
 
     def _load(self, source: ModelSource) -> None:
         self._source = source
-        # The config comes first: what is wrong with it would only confuse the others.
+        # The config comes first: errors in it would confuse what follows.
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self.tokenizer = load_tokenizer(source)
-        # Attention is left to transformers: it takes sdpa wherever a model supports it.
+        # transformers chooses the attention: sdpa if the model supports it.
         self.model, info = self.auto_class.from_pretrained(
             source.name,
             config=config,
@@ -136,7 +143,7 @@ class TextModel(Model):
         self._choose_forward(source, padded)
 
     def _place(self) -> None:
-        """Brings the model to its device, in as many bits as the settings say."""
+        """Quantizes the model as the settings say, and moves it to its device."""
         how = self.settings.quantize
         if how != "none":
             before_bytes = weights_bytes(self.model)
@@ -153,12 +160,12 @@ class TextModel(Model):
         config = self.model.config
         self._vocabulary = self.model.get_input_embeddings().weight.shape[0]
         known = (config.pad_token_id, self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0)
-        # The config comes first, as some models look for the padding. Old ones say -1 for none.
+        # The config comes first, because some models search for the padding. Old ones say -1.
         config.pad_token_id = next(
             each for each in known if each is not None and 0 <= each < self._vocabulary
         )
-        # Padded on the right, a text has the same positions and the same first token as alone. What
-        # tokenizers say is meant for generation, but for XLNet and its like, which read the last.
+        # Padded on the right, a text keeps its positions and its first token. The tokenizer's side
+        # is meant for generation, except for models such as XLNet, which read the last token.
         last = getattr(config, "summary_type", None) == "last"
         self._padding_side = "left" if last else "right"
         # Nothing is generated, so keys and values need not be kept.
@@ -183,13 +190,13 @@ class TextModel(Model):
             inputs=self._tokenize.names,
             texts=texts,
         )
-        # Graphs come first: packed, the model has another attention.
+        # Graphs come first: packing changes the model's attention.
         graphs = self._capture(padded, texts)
         forward, self.why_padded = choose(candidate)
         self._pass = Graphed(forward, graphs) if graphs else forward
         self.pads = self._pass.pads
-        lanes = f"{self.lanes} passes side by side" if self.lanes > 1 else ""
-        where = ", ".join(each for each in (self._device.type, lanes, self.why_padded) if each)
+        streams = f"{self.cpu_streams} passes side by side" if self.cpu_streams > 1 else ""
+        where = ", ".join(each for each in (self._device.type, streams, self.why_padded) if each)
         logger.info("model %s: %s on %s", source.name, self._pass.name, where)
 
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
@@ -221,7 +228,7 @@ class TextModel(Model):
         raise NotImplementedError
 
     def identity(self) -> str:
-        """Which model it is, to the last byte of its files, and how it is run."""
+        """The content of the model's files, and how it is run."""
         run = {
             "device": self._device.type,
             "dtype": str(self.model.dtype),
@@ -230,7 +237,7 @@ class TextModel(Model):
         return identity(self.settings, self._source, run, self.model)
 
     def warm_up(self) -> Sequence[str]:
-        """Texts of several lengths, as far as the limits of this model admit them."""
+        """Texts of several lengths, within the limits of this model."""
         texts = [" ".join(["word"] * count) for count in WARM_UP_WORDS]
         prepared = self.preprocess(texts)
         return [
@@ -241,8 +248,8 @@ class TextModel(Model):
         """Validates and tokenizes the texts of a batch, in one call of the tokenizer.
 
         Returns:
-            One tokenized text per item, in order, not padded; `Failed` with an `InvalidItem` that
-            names field and limit for each that is not fit to run. A wrong keyword fails all.
+            One tokenized text per item, in order, not padded. `Failed` with an `InvalidItem` that
+            names field and limit for each item that cannot run. A wrong keyword fails all items.
         """
         try:
             prompt = self._prompt(keywords)
@@ -263,19 +270,19 @@ class TextModel(Model):
         return int(prepared.shape[1])
 
     def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Prepared]) -> Outputs:
-        """Begins a pass, which computes the values of a batch, and sends them on their way."""
+        """Starts a pass over a batch, and the copy of its values to the CPU."""
         lengths = [self.tokens(prepared) for prepared in batch]
-        if self._lanes is not None:
-            return Outputs(lengths, self._lanes.begin(compute))
+        if self._streams is not None:
+            return Outputs(lengths, self._streams.submit(compute))
         with torch.inference_mode():
-            return Outputs(lengths, self._landing.begin(compute()))
+            return Outputs(lengths, self._to_host.start(compute()))
 
     def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
         """Waits for the values of a micro-batch and makes its results, in batch order."""
-        values = outputs.arrival.wait()
+        values = outputs.pending.wait()
         results = self._results(values, outputs.tokens, keywords)
         finite = values.isfinite().all(dim=1).tolist()
-        # JSON has no NaN, and nobody has a use for one.
+        # JSON has no NaN, and no caller can use one.
         return [
             result if good else Failed(f"the model's output is not finite in {self.model.dtype}")
             for result, good in zip(results, finite, strict=True)

@@ -1,7 +1,7 @@
-"""Whether batches give what single texts give: a model's forward passes against one another.
+"""Whether batches give what single texts give.
 
-The reference is the model in fp32 on the same device, one text at a time, so that neither padding
-nor packing nor the number format has a part in it, nor weights of fewer bits.
+The reference is the model in fp32 on the same device, one text at a time: without padding, packing,
+half precision or quantized weights.
 """
 
 import random
@@ -26,10 +26,11 @@ KINDS: Mapping[str, type[TextModel]] = {
     "embedding": EmbeddingModel,
 }
 
-#: Number of words of each text: lengths far apart, and some alike, up to beyond most limits.
+#: Number of words of each text: very different lengths, and some alike; the longest exceed most
+#: limits.
 WORDS = (1, 1, 2, 3, 3, 5, 8, 8, 13, 21, 21, 34, 55, 55, 89, 144, 233, 377, 610)
 
-#: What the texts are made of: common words, names, numbers and other scripts.
+#: Words of the texts: common words, names, numbers and other scripts.
 VOCABULARY = (
     *("the", "a", "of", "and", "to", "in", "is", "was", "for", "on", "with", "as", "under"),
     *("river", "stone", "garden", "window", "paper", "engine", "silver", "quickly", "never"),
@@ -37,7 +38,7 @@ VOCABULARY = (
     *("Paris", "Zürich", "naïve", "résumé", "данные", "数字"),
 )
 
-#: Tokens of a micro-batch: several of those texts, and several micro-batches of them.
+#: Maximum tokens of a micro-batch: a few texts share one, and the texts need several.
 MAX_BATCH_TOKENS = 1024
 
 
@@ -45,25 +46,24 @@ class Tolerance(NamedTuple):
     """What still counts as the same.
 
     Attributes:
-        difference: Greatest difference of any number, where the largest is 1 or less; of larger
-            ones that share.
-        cosine: Least cosine of two results of one text.
+        difference: Maximum difference of any number, as a share of the largest number or of 1.
+        cosine: Minimum cosine of two results of one text.
     """
 
     difference: float
     cosine: float
 
 
-#: By the number format of the weights: fp16 keeps 11 bits of a number and bf16 keeps 8, and each
-#: layer rounds anew.
+#: By number format of the weights: fp16 keeps 11 bits of a number and bf16 keeps 8, and each layer
+#: rounds again.
 TOLERANCE = {
     torch.float32: Tolerance(2e-5, 0.99999),
     torch.float16: Tolerance(1e-2, 0.9995),
     torch.bfloat16: Tolerance(5e-2, 0.995),
 }
 
-#: With weights of eight bits, in any number format: of int8 they keep 8, of float8 only 4. MiniLM
-#: comes to 1e-2 and 0.997, and to 2e-2 and 0.996.
+#: For weights of eight bits, in any number format: int8 keeps 8 bits of a number, float8 only 4.
+#: MiniLM has 1e-2 and 0.997, and 2e-2 and 0.996.
 QUANTIZED_TOLERANCE = {"int8": Tolerance(5e-2, 0.99), "float8": Tolerance(1e-1, 0.98)}
 
 
@@ -73,10 +73,10 @@ class Comparison:
 
     Attributes:
         forward: `padded` or `packed`.
-        difference: Worst difference of any number, None where the pass cannot be had.
-        cosine: Worst cosine of two results of one text, likewise.
-        passed: Both are within the tolerance; true where the pass cannot be had.
-        why: Why the pass cannot be had.
+        difference: Maximum difference of any number; None if the model has no such pass.
+        cosine: Minimum cosine of two results of one text; None as above.
+        passed: Both are within the tolerance, or the model has no such pass.
+        why: Why the model has no such pass.
     """
 
     forward: str
@@ -88,13 +88,13 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Report:
-    """What `verify` found out about a model.
+    """What `verify` found.
 
     Attributes:
         dtype: Number format of the weights, as torch spells it.
         quantize: `int8` or `float8` for weights of eight bits, else `none`.
-        texts: How many texts there were.
-        tolerance: What the differences were measured by.
+        texts: Number of texts.
+        tolerance: The allowed differences.
         comparisons: One per forward pass.
     """
 
@@ -123,10 +123,10 @@ def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> R
     Args:
         settings: The model.
         device: As torch spells it.
-        texts: Those to compare; texts of many lengths where there are none.
+        texts: Texts to compare; built-in texts of many lengths if empty.
 
     Raises:
-        ModelLoadError: It cannot be loaded as it is set, or takes none of the texts.
+        ModelLoadError: The model cannot be loaded with these settings, or takes none of the texts.
         DeviceUnavailable: There is no such device.
     """
     texts = texts or sample_texts()
@@ -136,7 +136,7 @@ def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> R
     if not prepared:
         raise ModelLoadError(f"model {settings.model!r}: takes none of the texts")
     reference = torch.cat([_values(single, [each]) for each in prepared])
-    # Two large models would not fit beside each other.
+    # Two large models would not fit into memory together.
     del single
     comparisons = []
     for forward in ("padded", "packed"):
@@ -168,14 +168,14 @@ def _load(settings: ModelSettings, device: str, **changes: str) -> TextModel:
 
 
 def _values(model: TextModel, batch: Sequence[Any]) -> Tensor:
-    # Vectors of any length would need a tolerance of their own.
+    # Normalized vectors: the tolerance is for numbers up to 1.
     keywords = {"normalize": True} if isinstance(model, EmbeddingModel) else {}
     outputs: Outputs = model.forward(batch, **keywords)
-    return outputs.arrival.wait()
+    return outputs.pending.wait()
 
 
 def _batched(model: TextModel, prepared: Sequence[Any]) -> Tensor:
-    """Values of all texts, in order, computed in micro-batches as a worker would."""
+    """Values of all texts, in order, computed in micro-batches as in a worker."""
     cut = plan(
         [model.tokens(each) for each in prepared],
         MAX_BATCH_TOKENS,
@@ -192,6 +192,6 @@ def _compare(forward: str, values: Tensor, reference: Tensor, tolerance: Toleran
     scale = reference.abs().max().clamp_min(1.0)
     difference = float((values - reference).abs().max() / scale)
     cosine = float(cosine_similarity(values.double(), reference.double(), dim=1).min())
-    # NaN is neither more nor less than anything.
+    # Written so that NaN fails.
     passed = difference <= tolerance.difference and cosine >= tolerance.cosine
     return Comparison(forward, difference, cosine, passed)

@@ -32,7 +32,7 @@ def test_a_failure_says_why_in_one_line() -> None:
     assert found.exit_code == 1
 
 
-def test_the_other_stages_are_told_where_they_are_known() -> None:
+def test_times_of_known_stages_are_shown() -> None:
     assert describe_batch({**BATCH, "prepare_ms": 3.21, "queued_ms": 0.04}) == (
         "waited 12 ms, batch b7 of 37 items, 4 % padding, 3.2 ms to prepare,"
         " 0.0 ms between stages, 9.0 ms forward on cuda:0"
@@ -57,7 +57,9 @@ def test_other_states_have_their_exit_code(state: str, exit_code: int) -> None:
         ("ready", "ENDED", "has ended in worker two"),
     ],
 )
-def test_a_job_without_a_result_is_where_a_worker_says(where: str, state: str, text: str) -> None:
+def test_job_without_a_result_has_the_status_from_its_worker(
+    where: str, state: str, text: str
+) -> None:
     found = from_workers("id", {"one": {}, "two": {"id": [where, {}]}})
     assert found.line == f"{state}: {text}"
     assert (found.exit_code, found.worker) == (3, "two")
@@ -72,7 +74,7 @@ def test_a_job_without_a_result_is_where_a_worker_says(where: str, state: str, t
         ({"one": {"error": "unknown command"}}, "worker one does not have it"),
     ],
 )
-def test_a_job_that_nobody_has_is_unknown(answers: dict[str, dict[str, str]], text: str) -> None:
+def test_job_that_no_worker_has_is_unknown(answers: dict[str, dict[str, str]], text: str) -> None:
     found = from_workers("id", answers)
     assert (
         found.line == f"UNKNOWN: no result, and {text}: still in its queue, expired, or never sent"
@@ -80,7 +82,7 @@ def test_a_job_that_nobody_has_is_unknown(answers: dict[str, dict[str, str]], te
     assert found.exit_code == 4
 
 
-def test_facts_that_are_not_there_are_left_out() -> None:
+def test_missing_facts_are_left_out() -> None:
     assert describe_batch({"id": "b1", "size": 1, "waited_ms": 0.04}) == (
         "waited 0.0 ms, batch b1 of 1 item"
     )

@@ -19,7 +19,7 @@ class Interrupting:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("as_json", [True, False])
-def test_ctrl_c_is_heard_though_it_meets_a_destructor(
+def test_ctrl_c_inside_a_destructor_still_ends_the_command(
     monkeypatch: pytest.MonkeyPatch, *, as_json: bool
 ) -> None:
     looks: list[Any] = []

@@ -27,7 +27,7 @@ def refuse(bad: set[int], calls: list[int]) -> Callable[[Sequence[int]], list[in
 
 
 @given(data=st.data(), size=st.integers(1, 130))
-def test_culprits_fail_alone_wherever_they_are(data: st.DataObject, size: int) -> None:
+def test_bad_items_fail_alone_at_any_position(data: st.DataObject, size: int) -> None:
     bad = data.draw(st.sets(st.integers(0, size - 1)))
     calls: list[int] = []
     outcomes = isolate(refuse(bad, calls), range(size), name="f")
@@ -42,7 +42,7 @@ def test_culprits_fail_alone_wherever_they_are(data: st.DataObject, size: int) -
     assert len(calls) <= min(1 + 2 * levels * len(bad), 2 * size - 1)
 
 
-def test_no_items_need_no_call() -> None:
+def test_empty_batch_calls_nothing() -> None:
     calls: list[int] = []
     assert isolate(refuse(set(), calls), [], name="f") == []
     assert calls == []
@@ -64,7 +64,7 @@ def test_no_items_need_no_call() -> None:
         (3, "a int for 3"),
     ],
 )
-def test_an_answer_of_another_form_or_length_fails_all_and_names_both_lengths(
+def test_answer_of_wrong_type_or_length_fails_all_items_and_names_both_lengths(
     answer: Any, found: str
 ) -> None:
     calls = []
@@ -92,13 +92,15 @@ def test_an_answer_of_another_form_or_length_fails_all_and_names_both_lengths(
         ([None, {}], [None, {}]),
     ],
 )
-def test_any_ordered_collection_will_do_and_rows_become_lists(answer: Any, expected: Any) -> None:
+def test_any_ordered_collection_is_accepted_and_rows_become_lists(
+    answer: Any, expected: Any
+) -> None:
     outcomes = run_function(lambda _: answer, [1, 2], {})
     assert outcomes == expected
     assert [type(each) for each in outcomes] == [type(each) for each in expected]
 
 
-def test_a_generator_that_raises_on_the_way_is_split_like_a_function() -> None:
+def test_generator_that_raises_midway_is_split_like_a_function() -> None:
     def function(items: list[int]) -> Iterator[float]:
         for item in items:
             yield 1 / item
@@ -108,7 +110,7 @@ def test_a_generator_that_raises_on_the_way_is_split_like_a_function() -> None:
     assert isinstance(two.exception, ZeroDivisionError)
 
 
-def test_the_function_gets_a_list_of_its_own_and_the_keywords_once() -> None:
+def test_function_gets_its_own_list_and_the_keywords_once() -> None:
     items = (1, 2)
 
     def function(part: list[int], *, tag: str) -> list[str]:
@@ -134,7 +136,7 @@ class Cancelled(BaseException):
         (ExceptionGroup("two", [ValueError("a")]), ExceptionGroup, "two"),
     ],
 )
-def test_whatever_is_raised_fails_its_item_alone(
+def test_any_exception_fails_only_its_item(
     error: BaseException, kind: type[Exception], words: str
 ) -> None:
     def function(items: list[int]) -> list[int]:
@@ -148,7 +150,7 @@ def test_whatever_is_raised_fails_its_item_alone(
     assert words in str(bad.exception)
 
 
-def test_ctrl_c_is_not_an_outcome() -> None:
+def test_keyboard_interrupt_is_raised_and_not_an_outcome() -> None:
     def function(items: list[int]) -> list[int]:
         raise KeyboardInterrupt
 
@@ -187,7 +189,7 @@ def test_an_exception_that_is_returned_has_failed() -> None:
 
 @pytest.mark.parametrize("error", [MemoryError("x"), SystemExit(1), KeyboardInterrupt()])
 @pytest.mark.parametrize("wrap", [Failed, lambda error: error])
-def test_what_celery_would_take_for_its_own_end_is_stored_as_something_else(
+def test_exception_that_would_end_celery_is_stored_as_another_one(
     error: BaseException, wrap: Callable[[BaseException], Any]
 ) -> None:
     """Celery's request re-raises these, and the message would never be acknowledged."""
@@ -208,7 +210,7 @@ def test_a_coroutine_runs_where_no_loop_does() -> None:
     assert run_function(shout, ["a"], {}) == ["A"]
 
 
-def test_a_coroutine_runs_beside_a_running_loop() -> None:
+def test_coroutine_runs_on_another_thread_while_a_loop_runs() -> None:
     async def caller() -> list[Any]:
         return run_function(shout, ["a", "b"], {})
 
@@ -307,7 +309,7 @@ def test_a_model_that_does_not_pad_computes_what_is_needed(words: list[str]) -> 
     assert computed == tokens
 
 
-def test_what_preprocess_settles_keeps_its_place_and_never_reaches_the_model() -> None:
+def test_item_that_preprocess_fails_keeps_its_position_and_never_reaches_the_model() -> None:
     items = ["one", "", "later", "ignored", "wrong", "raise", "reject", "untold", "three"]
     model = Words()
     outcomes, tokens, _ = run(model, items)
@@ -341,13 +343,13 @@ def test_prepared_items_reach_the_model_as_they_are() -> None:
     assert all(isinstance(each, np.ndarray) for each in seen)
 
 
-def test_an_explosion_in_a_forward_pass_is_kept_to_its_item() -> None:
+def test_exception_in_a_forward_pass_fails_only_its_item() -> None:
     outcomes, _, _ = run(Words(), ["aaa", "explode", "bbbbbbbbb", "c"])
     assert [outcomes[at] for at in (0, 2, 3)] == [3, 9, 1]
     assert str(outcomes[1].exception) == "in forward"
 
 
-def test_nothing_fit_to_run_means_no_forward_pass() -> None:
+def test_batch_of_failed_items_runs_no_forward_pass() -> None:
     model = Words()
     outcomes, tokens, computed = run(model, ["", ""])
     assert model.passes == []
@@ -414,7 +416,7 @@ class Learner:
         return [list(range(len(lengths)))[at : at + size] for at in range(0, len(lengths), size)]
 
 
-def test_when_memory_runs_out_all_that_fits_alone_succeeds_and_the_rest_is_cut_anew() -> None:
+def test_out_of_memory_fails_only_items_too_large_alone_and_plans_the_rest_anew() -> None:
     model, learner = Small(fits=40), Learner(budget=100)
     words = ["x" * 10] * 30
     outcomes, tokens, _ = compute(model, words, {}, learner.cut, memory=learner)
@@ -429,7 +431,7 @@ def test_when_memory_runs_out_all_that_fits_alone_succeeds_and_the_rest_is_cut_a
     assert max(len(batch) for batch in model.passes[-5:]) <= 4
 
 
-def test_without_anybody_to_learn_it_is_halves_again() -> None:
+def test_out_of_memory_without_a_learner_splits_in_halves() -> None:
     model = Small(fits=40)
     whole = [list(range(8))]
     outcomes, _, _ = compute(model, ["x" * 10] * 8, {}, lambda _: whole)
@@ -437,7 +439,7 @@ def test_without_anybody_to_learn_it_is_halves_again() -> None:
     assert [len(batch) for batch in model.passes] == [8, 4, 4]
 
 
-def test_an_item_that_does_not_fit_alone_fails_alone_and_says_so() -> None:
+def test_item_too_large_for_memory_fails_alone_with_out_of_memory() -> None:
     outcomes, _, _ = compute(Small(40), ["x" * 41, "x"], {}, lambda _: [[0, 1]])
     assert isinstance(outcomes[0], Failed)
     assert isinstance(outcomes[0].exception, OutOfMemory)

@@ -1,4 +1,4 @@
-"""Forward passes that are begun before their turn: same results, another order of events."""
+"""Forward passes that are started before their turn: same results, another order of events."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
 from batchery.execution.batch import compute
-from batchery.execution.lookahead import Early
+from batchery.execution.lookahead import Lookahead
 from batchery.model import Model
 from batchery.outcomes import Failed
 
@@ -41,10 +41,10 @@ def pairs(lengths: Sequence[int]) -> list[list[int]]:
     return [list(range(len(lengths)))[at : at + 2] for at in range(0, len(lengths), 2)]
 
 
-def test_the_next_pass_is_begun_before_the_results_of_the_last_one_are_awaited() -> None:
+def test_next_pass_starts_before_the_results_of_the_last_one_are_awaited() -> None:
     model = Launched()
     outcomes, _, _ = compute(
-        model, list("abcde"), {}, pairs, following=lambda: model.log.append("-")
+        model, list("abcde"), {}, pairs, start_next_batch=lambda: model.log.append("-")
     )
     assert outcomes == list("ABCDE")
     assert model.log == [
@@ -53,11 +53,11 @@ def test_the_next_pass_is_begun_before_the_results_of_the_last_one_are_awaited()
     ]
 
 
-def test_as_many_passes_are_begun_as_the_model_allows() -> None:
+def test_lookahead_starts_as_many_passes_as_the_model_allows() -> None:
     model = Launched()
     model.passes_ahead = 2
     outcomes, _, _ = compute(
-        model, list("abcdefg"), {}, pairs, following=lambda: model.log.append("-")
+        model, list("abcdefg"), {}, pairs, start_next_batch=lambda: model.log.append("-")
     )
     assert outcomes == list("ABCDEFG")
     assert model.log == [
@@ -66,21 +66,21 @@ def test_as_many_passes_are_begun_as_the_model_allows() -> None:
     ]
 
 
-def test_a_model_that_does_not_return_early_runs_pass_by_pass() -> None:
+def test_model_without_lookahead_runs_pass_by_pass() -> None:
     model = Launched()
     model.passes_ahead = 0
     assert compute(model, list("abc"), {}, pairs)[0] == list("ABC")
     assert model.log == ["forward a b", "results a b", "forward c", "results c"]
 
 
-def test_a_bad_item_fails_alone_all_the_same() -> None:
+def test_bad_item_fails_alone_with_lookahead() -> None:
     model = Launched()
     outcomes, _, _ = compute(model, ["a", "bad", "c", "d"], {}, pairs)
     assert [isinstance(each, Failed) for each in outcomes] == [False, True, False, False]
     assert [each for each in outcomes if not isinstance(each, Failed)] == ["A", "C", "D"]
 
 
-def test_a_pass_that_cannot_be_begun_fails_in_its_turn() -> None:
+def test_pass_that_fails_in_lookahead_fails_in_its_turn() -> None:
     model = Launched()
     model.fits = 2
 
@@ -98,18 +98,18 @@ def test_a_pass_that_cannot_be_begun_fails_in_its_turn() -> None:
         model, list("abcde"), {}, lambda lengths: cuts if len(lengths) == 5 else [], memory=Told()
     )
     assert outcomes == list("ABCDE")
-    # Begun in vain, it is not counted; in its turn it is.
+    # The pass that was started in vain is not counted; in its turn it is.
     assert failed == [3]
     assert model.log.count("forward c d e") == 2
 
 
-def test_a_pass_begun_for_a_batch_is_taken_if_it_is_the_same_one() -> None:
+def test_started_pass_is_used_if_items_and_keywords_are_the_same() -> None:
     model = Launched()
-    early, items = Early(model), ["a", "b"]
-    early.begin(items, {})
+    lookahead, items = Lookahead(model), ["a", "b"]
+    lookahead.start(items, {})
     # At most one.
-    early.begin(["c"], {})
-    assert compute(model, items, {}, pairs, early=early)[0] == ["A", "B"]
+    lookahead.start(["c"], {})
+    assert compute(model, items, {}, pairs, lookahead=lookahead)[0] == ["A", "B"]
     assert model.log == ["forward a b", "results a b"]
 
 
@@ -118,18 +118,20 @@ def test_a_pass_begun_for_a_batch_is_taken_if_it_is_the_same_one() -> None:
     [(["b", "a"], {}), (["a"], {}), (["a", "b"], {"top_k": 1})],
     ids=["order", "fewer", "keywords"],
 )
-def test_another_pass_is_computed_anew(items: list[str], keywords: dict[str, Any]) -> None:
+def test_started_pass_with_other_items_is_dropped(
+    items: list[str], keywords: dict[str, Any]
+) -> None:
     model = Launched()
-    early = Early(model)
-    early.begin(["a", "b"], {})
-    assert early.forward(items, keywords) == items
+    lookahead = Lookahead(model)
+    lookahead.start(["a", "b"], {})
+    assert lookahead.forward(items, keywords) == items
     assert len(model.log) == 2
     # And nothing of the first is kept.
-    assert early.forward(["a", "b"], {}) == ["a", "b"]
+    assert lookahead.forward(["a", "b"], {}) == ["a", "b"]
     assert len(model.log) == 3
 
 
-def test_a_soft_time_limit_that_strikes_meanwhile_is_not_lost() -> None:
+def test_soft_time_limit_during_lookahead_is_raised() -> None:
     model = Launched()
     right = model.forward
 
@@ -143,4 +145,4 @@ def test_a_soft_time_limit_that_strikes_meanwhile_is_not_lost() -> None:
     outcomes, _, _ = compute(model, list("ab"), {}, lambda _: [[0], [1]])
     assert outcomes == ["A", "B"]
     with pytest.raises(SoftTimeLimitExceeded):
-        Early(model).begin(["c"], {})
+        Lookahead(model).start(["c"], {})

@@ -10,17 +10,17 @@ from batchery import Failed, Ignore, InvalidItem, RetryAfter
 from batchery.protocol.multi_item import HEADER, MAX_ITEMS, VERSION, items_of, result_of
 
 
-def test_no_header_means_one_item_whatever_it_is() -> None:
+def test_message_without_header_has_one_item() -> None:
     assert items_of(["a", "b"], None) == ([["a", "b"]], False)
     assert items_of(None, None) == ([None], False)
 
 
-def test_a_header_without_a_number_means_one_item() -> None:
+def test_header_without_n_means_one_item() -> None:
     assert items_of(["a"], {"v": VERSION, "reply": "x"}) == ([["a"]], False)
 
 
 @given(items=st.lists(st.integers(), min_size=1, max_size=50))
-def test_a_header_with_a_number_means_so_many_items(items: list[int]) -> None:
+def test_header_with_n_means_n_items(items: list[int]) -> None:
     assert items_of(items, {"v": VERSION, "n": len(items)}) == (items, True)
 
 
@@ -34,7 +34,7 @@ def test_a_header_of_another_form_or_version_is_refused(header: Any) -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.0, "1", True, [], MAX_ITEMS + 1, 10**30])
-def test_an_impossible_number_is_refused(count: Any) -> None:
+def test_header_with_impossible_n_is_refused(count: Any) -> None:
     with pytest.raises(InvalidItem, match=f"expected 1 to {MAX_ITEMS} items"):
         items_of(["a"], {"v": VERSION, "n": count})
 
@@ -43,7 +43,7 @@ def test_an_impossible_number_is_refused(count: Any) -> None:
     ("argument", "found"),
     [(["a"], "1 items"), ([], "0 items"), ("ab", "str"), ({"a": 1, "b": 2}, "dict"), (2, "int")],
 )
-def test_an_argument_that_does_not_fit_is_refused(argument: Any, found: str) -> None:
+def test_argument_that_does_not_fit_n_is_refused(argument: Any, found: str) -> None:
     with pytest.raises(InvalidItem, match=f"n=2, but the argument is {found}"):
         items_of(argument, {"v": VERSION, "n": 2})
 
@@ -54,7 +54,7 @@ def test_a_hostile_header_does_not_fill_the_log() -> None:
     assert len(str(caught.value)) < 300
 
 
-def test_the_result_says_of_each_item_what_became_of_it() -> None:
+def test_result_has_the_outcome_of_each_item() -> None:
     outcomes = [
         {"score": 1},
         None,
@@ -82,7 +82,7 @@ def test_the_result_says_of_each_item_what_became_of_it() -> None:
     assert result_of([]) == []
 
 
-def test_an_exception_that_cannot_be_spelled_does_not_fail_its_mates() -> None:
+def test_exception_without_readable_text_does_not_fail_other_items() -> None:
     class Mute(Exception):
         def __str__(self) -> str:
             raise RuntimeError("no words")

@@ -62,17 +62,17 @@ def test_json_is_read_as_kombu_reads_it(value: Any, ascii_only: bool) -> None:
     [datetime(2026, 1, 2, tzinfo=UTC), {"when": [datetime(2026, 1, 2)]}, "half \ud800 a pair"],
     ids=["a date", "a date within", "half a surrogate pair"],
 )
-def test_what_json_has_no_type_for_is_read_too(value: Any) -> None:
+def test_values_of_types_that_json_lacks_are_read(value: Any) -> None:
     assert read_json(dumps(value).encode()) == value
 
 
-def test_more_levels_than_the_quick_decoder_has() -> None:
+def test_deep_nesting_is_read_by_the_slow_decoder() -> None:
     deep = b"[" * 400 + b"]" * 400
     assert repr(read_json(deep)) == deep.decode()
 
 
 @pytest.mark.parametrize("raw", [b"", b"not json", b"[1", b'"\xff"', b"\xef\xbb\xbf[]"])
-def test_what_is_no_json_is_refused(raw: bytes) -> None:
+def test_invalid_json_is_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         read_json(raw)
 
@@ -96,7 +96,7 @@ def test_another_type_of_body_is_left_to_kombu() -> None:
     assert make(b"[1]", content_type="application/data").payload == "[1]"
 
 
-def test_a_decoder_of_somebodys_own_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decoder_that_the_app_registered_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(serialization.registry._decoders, JSON, lambda _: "his own")
     assert make(b"[1]").payload == "his own"
 

@@ -19,40 +19,44 @@ def dead(
     return [[name for name, _ in detector.observe(beats, now_s)] for now_s, beats in looks]
 
 
-def test_unchanged_for_a_full_expiry_is_dead_and_no_sooner(detector: FailureDetector) -> None:
+def test_worker_is_dead_after_an_unchanged_heartbeat_for_a_full_expiry(
+    detector: FailureDetector,
+) -> None:
     looks = [(second, {"silent": 7, "alive": second}) for second in range(6)]
     assert dead(detector, looks) == [[], [], [], [], [], ["silent"]]
 
 
-def test_the_dead_are_told_with_the_heartbeat_that_was_seen(detector: FailureDetector) -> None:
+def test_dead_workers_are_reported_with_their_last_heartbeat(detector: FailureDetector) -> None:
     for second in range(5):
         detector.observe({"silent": 7}, second)
     assert detector.observe({"silent": 7}, 5) == [("silent", 7)]
 
 
-def test_one_more_heartbeat_starts_the_time_anew(detector: FailureDetector) -> None:
+def test_new_heartbeat_restarts_the_expiry(detector: FailureDetector) -> None:
     looks = [(second, {"slow": second // 4}) for second in range(10)]
     assert dead(detector, looks) == [[]] * 9 + [[]]
     assert dead(detector, [(second, {"slow": 2}) for second in range(10, 14)])[-1] == ["slow"]
 
 
 @pytest.mark.parametrize("jump_ms", [10**12, -(10**12)])
-def test_a_jump_of_the_servers_clock_kills_nobody(detector: FailureDetector, jump_ms: int) -> None:
+def test_jump_of_the_server_s_clock_makes_no_worker_dead(
+    detector: FailureDetector, jump_ms: int
+) -> None:
     looks = [(s, {"alive": 1000 * s + (jump_ms if s > 3 else 0)}) for s in range(20)]
     assert dead(detector, looks) == [[]] * 20
 
 
-def test_old_heartbeats_say_nothing_to_who_has_just_come(detector: FailureDetector) -> None:
+def test_new_detector_ignores_the_age_of_heartbeats(detector: FailureDetector) -> None:
     assert dead(detector, [(1e6, {"silent": 1})]) == [[]]
 
 
-def test_a_gap_starts_everything_anew(detector: FailureDetector) -> None:
+def test_gap_between_observations_restarts_all_expiries(detector: FailureDetector) -> None:
     looks = [(second, {"silent": 7}) for second in (0, 1, 2, 3, 4)]
     looks += [(second, {"silent": 7}) for second in (7, 8, 9, 10, 11, 12)]
     assert dead(detector, looks) == [[]] * 10 + [["silent"]]
 
 
-def test_an_interruption_starts_everything_anew(detector: FailureDetector) -> None:
+def test_reset_restarts_all_expiries(detector: FailureDetector) -> None:
     for second in range(5):
         detector.observe({"silent": 7}, second)
     detector.reset()
@@ -60,7 +64,7 @@ def test_an_interruption_starts_everything_anew(detector: FailureDetector) -> No
     assert dead(detector, looks) == [[]] * 5 + [["silent"]]
 
 
-def test_who_left_and_came_again_is_new(detector: FailureDetector) -> None:
+def test_worker_that_registers_again_counts_as_new(detector: FailureDetector) -> None:
     for second in range(3):
         detector.observe({"worker": 7}, second)
     detector.observe({}, 3)
@@ -68,7 +72,7 @@ def test_who_left_and_came_again_is_new(detector: FailureDetector) -> None:
     assert dead(detector, looks) == [[]] * 5
 
 
-def test_calm_is_counted_from_the_last_interruption(detector: FailureDetector) -> None:
+def test_undisturbed_time_counts_from_the_last_interruption(detector: FailureDetector) -> None:
     detector.observe({}, 0)
     assert detector.undisturbed_s(0) == float("inf")
     detector.reset()
@@ -80,7 +84,7 @@ def test_calm_is_counted_from_the_last_interruption(detector: FailureDetector) -
     assert detector.undisturbed_s(30) == 0
 
 
-def test_each_is_judged_by_its_own_expiry(detector: FailureDetector) -> None:
+def test_each_worker_has_its_own_expiry(detector: FailureDetector) -> None:
     found = [
         detector.observe({"short": 1, "long": 1, "silent": 1}, second, {"short": 2, "long": 8})
         for second in range(9)

@@ -13,7 +13,6 @@ from batchery_producer.files.openai_batch import Model
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.run.api import task_of
 from batchery_producer.run.output import Output
-from batchery_producer.run.window import Place
 
 
 def request(number: int, given: Any = "some text", **body: Any) -> dict[str, Any]:
@@ -83,10 +82,10 @@ def run(tmp_path: Path, **body: Any) -> tuple[list[Any], list[Any], Journal]:
     dataset = Dataset(write(tmp_path / "in.jsonl", rows))
     with Output(dataset, tmp_path / "out.jsonl") as output:
         journal = output.open(Journal.of(dataset.sources, "embed", {}, 4))
-        output.result(Place(1, "request-1"), {"tokens": 3, "vector": [0.5, -1.0]})
-        output.failure(Place(2, "request-2"), "InvalidItem", "too long")
-        output.failure(Place(3, "request-3"), "TaskRevokedError", "expired")
-        output.failure(Place(4, 4), "InvalidLine", "no custom_id")
+        output.result(Record(1, "request-1", None), {"tokens": 3, "vector": [0.5, -1.0]})
+        output.failure(Record(2, "request-2", None), "InvalidItem", "too long")
+        output.failure(Record(3, "request-3", None), "TaskRevokedError", "expired")
+        output.failure(Record(4, 4, None), "InvalidLine", "no custom_id")
         output.finish(complete=True)
     files = [tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"]
     assert sorted(tmp_path.iterdir()) == sorted([*files, tmp_path / "in.jsonl"])
@@ -145,7 +144,9 @@ def test_many_texts_have_a_vector_each(tmp_path: Path) -> None:
     dataset = Dataset(write(tmp_path / "in.jsonl", [request(1, ["a", "b"])]))
     with Output(dataset, tmp_path / "out.jsonl") as output:
         output.open(Journal.of(dataset.sources, "embed", {}, 4))
-        output.result(Place(1, "request-1", 0, 2), [{"tokens": 2, "vector": [n]} for n in (1, 2)])
+        output.result(
+            Record(1, "request-1", None, 0, 2), [{"tokens": 2, "vector": [n]} for n in (1, 2)]
+        )
         output.finish(complete=True)
     body = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
     assert [(each["index"], each["embedding"]) for each in body["data"]] == [(0, [1]), (1, [2])]

@@ -11,9 +11,9 @@ import zstandard
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
+from batchery_producer.files.records import Record
 from batchery_producer.run.finalize import Final
 from batchery_producer.run.output import Output
-from batchery_producer.run.window import Place
 
 
 def part_of(path: Path, entries: list[dict[str, Any]]) -> Path:
@@ -94,7 +94,7 @@ def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path:
     journal = Journal.of(source.sources, "embed", {}, 4)
     with Output(source, path) as output:
         output.open(journal)
-        output.result(Place(2, 2), "B")
+        output.result(Record(2, 2, None), "B")
         output.finish(complete=False)
     assert not path.exists()
     with pytest.raises(DatasetError, match=r"out\.parquet: begun and not finished; --resume fin"):
@@ -102,7 +102,7 @@ def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path:
     with Output(source, path, resume=True) as output:
         assert output.open(Journal.of(source.sources, "embed", {}, 4)) == journal
         assert (0, 2) in output.done
-        output.result(Place(1, 1), "A")
+        output.result(Record(1, 1, None), "A")
         output.finish(complete=True)
     assert pyarrow.parquet.read_table(path).to_pylist() == [
         {"id": 2, "line": 2, "result": "B"},

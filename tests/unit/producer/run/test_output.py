@@ -9,9 +9,9 @@ from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.jsonl import BUFFER_BYTES, JsonLines
+from batchery_producer.files.records import Record
 from batchery_producer.files.rows import MAX_LINE_BYTES
 from batchery_producer.run.output import Output
-from batchery_producer.run.window import Place
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def lines(path: Path) -> list[Any]:
 def test_results_and_failures_go_to_a_file_each(tmp_path: Path, source: Dataset) -> None:
     with Output(source, tmp_path / "out.jsonl") as output:
         output.open(journal(source))
-        output.result(Place(1, "a"), {"vector": [1.0]})
-        output.failure(Place(2, 2), "ValueError", "größer")
+        output.result(Record(1, "a", None), {"vector": [1.0]})
+        output.failure(Record(2, 2, None), "ValueError", "größer")
         output.flush()
     assert lines(tmp_path / "out.jsonl") == [{"id": "a", "line": 1, "result": {"vector": [1.0]}}]
     assert lines(tmp_path / "out.errors.jsonl") == [
@@ -140,7 +140,7 @@ def test_a_full_disk_is_one_clear_error() -> None:
 def test_a_result_that_fits_no_line_is_refused(tmp_path: Path, source: Dataset) -> None:
     with Output(source, tmp_path / "out.jsonl") as output:
         output.open(journal(source))
-        refused = output.result(Place(1, 1), "x" * MAX_LINE_BYTES)
+        refused = output.result(Record(1, 1, None), "x" * MAX_LINE_BYTES)
         assert refused is not None
         assert "16,777,216 fit in a line" in refused
-        assert output.result(Place(1, 1), "x") is None
+        assert output.result(Record(1, 1, None), "x") is None

@@ -51,17 +51,17 @@ def fits(lengths: list[int], part: list[int], tokens: int, size: int, *, pads: b
     size=Size,
     pads=st.booleans(),
     pass_tokens=Pass,
-    lanes=st.just(1) | st.integers(2, 16),
+    streams=st.just(1) | st.integers(2, 16),
 )
-def test_a_plan_keeps_every_promise(
-    lengths: list[int], tokens: int, size: int, pads: bool, pass_tokens: int, lanes: int
+def test_plan_has_each_item_once_in_order_and_within_limits(
+    lengths: list[int], tokens: int, size: int, pads: bool, pass_tokens: int, streams: int
 ) -> None:
-    parts = plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens, lanes=lanes)
+    parts = plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens, streams=streams)
     flat = [index for part in parts for index in part]
     assert sorted(flat) == list(range(len(lengths)))
     assert [lengths[index] for index in flat] == sorted(lengths, reverse=True)
     assert all(part and fits(lengths, part, tokens, size, pads=pads) for part in parts)
-    assert plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens, lanes=lanes) == parts
+    assert plan(lengths, tokens, size, pads=pads, pass_tokens=pass_tokens, streams=streams) == parts
 
 
 @given(
@@ -127,12 +127,12 @@ def test_a_packed_micro_batch_ends_only_where_a_limit_says_so(
     lengths=st.lists(st.integers(1, 900), min_size=1, max_size=9),
     tokens=st.integers(1, 2_000),
     size=st.integers(1, 9),
-    lanes=st.integers(2, 4),
+    streams=st.integers(2, 4),
 )
-def test_no_cut_into_so_many_has_a_smaller_largest_micro_batch(
-    lengths: list[int], tokens: int, size: int, lanes: int
+def test_cut_for_streams_minimizes_the_largest_micro_batch(
+    lengths: list[int], tokens: int, size: int, streams: int
 ) -> None:
-    parts = plan(lengths, tokens, size, pads=False, lanes=lanes)
+    parts = plan(lengths, tokens, size, pads=False, streams=streams)
     order = sorted(lengths, reverse=True)
     largest = min(
         max(sum(order[start:end]) for start, end in pairwise(cuts))
@@ -148,31 +148,31 @@ def test_no_cut_into_so_many_has_a_smaller_largest_micro_batch(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "lanes", "sizes"),
+    ("lengths", "streams", "sizes"),
     [
-        # Two passes would do, and two lanes are busy.
+        # Two passes would do, and two streams are busy.
         ([100] * 20, 2, [1000, 1000]),
-        # One would do, and the other lane be idle.
+        # One would do, but then the other stream would be idle.
         ([100] * 10, 2, [500, 500]),
-        # Three would do: four keep both lanes busy to the end.
+        # Three would do: four keep both streams busy to the end.
         ([100] * 24, 2, [600, 600, 600, 600]),
         # So small that a second pass costs more than it wins.
         ([100] * 2, 2, [200]),
-        # As many lanes as there is work for.
+        # As many streams as there is work for.
         ([100] * 10, 16, [200, 200, 200, 200, 200]),
         # A text longer than the limit has a pass of its own.
         ([2000, 100, 100], 2, [2000, 200]),
     ],
 )
-def test_a_batch_is_cut_so_that_every_lane_is_busy(
-    lengths: list[int], lanes: int, sizes: list[int]
+def test_packed_batch_is_cut_so_that_every_stream_is_busy(
+    lengths: list[int], streams: int, sizes: list[int]
 ) -> None:
-    parts = plan(lengths, 1024, 64, pads=False, lanes=lanes)
+    parts = plan(lengths, 1024, 64, pads=False, streams=streams)
     assert [packed(lengths, part) for part in parts] == sizes
 
 
-def test_a_padded_batch_is_cut_for_all_lanes_too() -> None:
-    assert [len(part) for part in plan([100] * 10, 1024, 64, lanes=2)] == [5, 5]
+def test_padded_batch_is_cut_for_all_streams() -> None:
+    assert [len(part) for part in plan([100] * 10, 1024, 64, streams=2)] == [5, 5]
 
 
 @given(lengths=Lengths, tokens=Tokens, size=Size, pads=st.booleans())
@@ -197,7 +197,7 @@ def test_the_order_of_results_can_be_restored(
         ([0, 0], [[0, 1]], [[0, 1]]),
     ],
 )
-def test_small_windows(
+def test_plans_of_small_windows(
     lengths: list[int], by_padding: list[list[int]], by_packing: list[list[int]]
 ) -> None:
     assert plan(lengths, max_batch_tokens=10, max_batch_size=2) == by_padding
@@ -205,6 +205,6 @@ def test_small_windows(
 
 
 @pytest.mark.parametrize(("pass_tokens", "count"), [(0, 3), (30, 2), (10_000, 1)])
-def test_the_dearer_a_pass_the_fewer_there_are(pass_tokens: int, count: int) -> None:
+def test_more_expensive_passes_make_fewer_passes(pass_tokens: int, count: int) -> None:
     lengths = [100, 20, 20, 10, 10]
     assert len(plan(lengths, 10_000, 64, pass_tokens=pass_tokens)) == count

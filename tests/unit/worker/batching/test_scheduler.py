@@ -68,7 +68,7 @@ def test_an_idle_device_waits_from_the_oldest_job_on() -> None:
     assert scheduler.wake_s() is None
 
 
-def test_the_clock_of_what_is_left_counts_from_its_own_oldest_job() -> None:
+def test_wait_of_remaining_jobs_counts_from_their_oldest() -> None:
     scheduler = admitted(*(job(number, arrived_s=number, max_wait_s=9) for number in range(5)))
     assert ids(scheduler.next_batch(0, False, 4.0)) == ["0", "1", "2", "3"]
     assert scheduler.wake_s() == 13
@@ -125,7 +125,7 @@ def recovered(number: int) -> Job[None]:
     return replace(job(number), recovered=True)
 
 
-def test_who_died_with_a_worker_has_the_next_one_to_itself() -> None:
+def test_job_recovered_from_dead_worker_runs_alone_on_empty_devices() -> None:
     scheduler = admitted(job(1), job(2))
     scheduler.quarantine_recovered(recovered(8))
     assert len(scheduler) == 3
@@ -136,13 +136,13 @@ def test_who_died_with_a_worker_has_the_next_one_to_itself() -> None:
     assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=1)) == ["1", "2"]
 
 
-def test_who_died_with_a_device_leaves_the_others_to_their_work() -> None:
+def test_suspect_of_dead_device_runs_while_other_devices_work() -> None:
     scheduler = admitted()
     scheduler.quarantine(job(8))
     assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=2)) == ["8"]
 
 
-def test_clearing_drops_the_recalled_who_were_not_started_here() -> None:
+def test_clear_drops_recovered_jobs_that_were_not_started_here() -> None:
     scheduler = admitted(job(1))
     scheduler.quarantine_recovered(recovered(2))
     scheduler.quarantine(recovered(3))
@@ -150,7 +150,7 @@ def test_clearing_drops_the_recalled_who_were_not_started_here() -> None:
     assert [each.id for each in scheduler] == ["3"]
 
 
-def test_clearing_keeps_the_suspects_only() -> None:
+def test_clear_keeps_only_suspects() -> None:
     scheduler = admitted(job(1), job(2, KEYS[1]))
     scheduler.quarantine(job(3))
     assert [each.id for each in scheduler] == ["3", "1", "2"]
@@ -181,8 +181,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     """Jobs arrive, devices ask, finish and die, time passes, in any order.
 
     The bound on waiting that is checked, in batches of other keys: once the oldest job of a key is
-    due, at most `lanes ahead of it + 1` batches are formed before its own, whichever device asks.
-    A lane ahead moves behind with its batch, so it counts once; a lane behind is taken only while
+    due, at most `queues ahead of it + 1` batches are formed before its own, whichever device asks.
+    A queue ahead moves behind with its batch, so it counts once; a queue behind is taken only while
     this one is due, not full and not passed over, and that passes it over.
     """
 
@@ -341,7 +341,7 @@ Arrivals = st.lists(
     max_wait_s=st.sampled_from([0.0, 0.2, 2.0]),
     max_batch_size=st.integers(1, 8),
 )
-def test_a_simulated_fleet_serves_every_job_once_and_in_bounded_time(
+def test_simulated_devices_run_every_job_once_and_in_bounded_time(
     arrivals: list[tuple[float, int, int]],
     service_s: list[float],
     max_wait_s: float,

@@ -5,7 +5,12 @@ from math import ceil, log2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchery_worker.batching.token_budget import CLOSE, RECOVERY_PASSES, STEADY_PASSES, Budget
+from batchery_worker.batching.token_budget import (
+    GAP_DIVISOR,
+    GROWTH_PASSES,
+    RECOVERY_PASSES,
+    Budget,
+)
 
 CEILINGS = st.integers(1, 100_000)
 
@@ -26,14 +31,14 @@ def use(budget: Budget, fits: int, passes: int) -> int:
     return failures
 
 
-def test_while_all_fits_the_ceiling_is_the_budget() -> None:
+def test_budget_is_the_ceiling_while_all_passes_fit() -> None:
     budget = Budget(512)
     assert use(budget, fits=512, passes=1000) == 0
     assert budget.allows() == 512
 
 
 @given(ceiling=CEILINGS, data=st.data())
-def test_the_limit_is_found_by_halves_at_once(ceiling: int, data: st.DataObject) -> None:
+def test_budget_halves_at_each_failure_until_it_fits(ceiling: int, data: st.DataObject) -> None:
     fits = data.draw(st.integers(1, ceiling))
     budget = Budget(ceiling)
     halvings = ceil(log2(ceiling / fits)) if fits < ceiling else 0
@@ -43,21 +48,21 @@ def test_the_limit_is_found_by_halves_at_once(ceiling: int, data: st.DataObject)
 
 @SLOW
 @given(ceiling=CEILINGS, data=st.data())
-def test_then_it_closes_in_on_the_limit_with_few_more_failures(
+def test_budget_approaches_the_limit_with_few_more_failures(
     ceiling: int, data: st.DataObject
 ) -> None:
     fits = data.draw(st.integers(1, ceiling))
     budget = Budget(ceiling)
     halvings = ceil(log2(ceiling / fits)) if fits < ceiling else 0
-    steps = ceil(log2(CLOSE)) + 1
-    failures = use(budget, fits, passes=halvings + steps * (STEADY_PASSES + 1))
+    steps = ceil(log2(GAP_DIVISOR)) + 1
+    failures = use(budget, fits, passes=halvings + steps * (GROWTH_PASSES + 1))
     assert failures <= halvings + steps
-    assert fits * (1 - 2 / CLOSE) - 2 <= budget.allows() <= fits
+    assert fits * (1 - 2 / GAP_DIVISOR) - 2 <= budget.allows() <= fits
 
 
 @SLOW
 @given(ceiling=CEILINGS, data=st.data())
-def test_what_fails_for_good_is_tried_ever_more_rarely(ceiling: int, data: st.DataObject) -> None:
+def test_failing_size_is_retried_less_and_less_often(ceiling: int, data: st.DataObject) -> None:
     fits = data.draw(st.integers(1, ceiling))
     budget = Budget(ceiling)
     use(budget, fits, passes=200)
@@ -67,7 +72,7 @@ def test_what_fails_for_good_is_tried_ever_more_rarely(ceiling: int, data: st.Da
 
 @SLOW
 @given(ceiling=CEILINGS, data=st.data())
-def test_when_memory_comes_back_so_does_the_budget(ceiling: int, data: st.DataObject) -> None:
+def test_budget_recovers_when_memory_is_free_again(ceiling: int, data: st.DataObject) -> None:
     fits = data.draw(st.integers(1, ceiling))
     budget = Budget(ceiling)
     use(budget, fits, passes=100)
@@ -84,7 +89,7 @@ def test_when_memory_comes_back_so_does_the_budget(ceiling: int, data: st.DataOb
     ceiling=CEILINGS,
     events=st.lists(st.tuples(st.booleans(), st.integers(0, 200_000)), max_size=200),
 )
-def test_whatever_happens_it_allows_something_and_no_more_than_the_ceiling(
+def test_budget_stays_between_one_and_the_ceiling(
     ceiling: int, events: list[tuple[bool, int]]
 ) -> None:
     budget = Budget(ceiling)
@@ -101,14 +106,14 @@ def test_whatever_happens_it_allows_something_and_no_more_than_the_ceiling(
         assert 1 <= budget.allows() <= ceiling
 
 
-def test_a_lone_item_beyond_the_budget_teaches_nothing() -> None:
+def test_lone_item_beyond_the_budget_changes_nothing() -> None:
     budget = Budget(100)
     budget.failed(300)
     budget.passed(250)
     assert budget.allows() == 100
 
 
-def test_passes_far_below_the_budget_teach_nothing() -> None:
+def test_passes_far_below_the_budget_change_nothing() -> None:
     budget = Budget(1000)
     budget.failed(1000)
     for _ in range(10 * RECOVERY_PASSES):
@@ -116,7 +121,7 @@ def test_passes_far_below_the_budget_teach_nothing() -> None:
     assert budget.allows() == 500
 
 
-def test_the_ceiling_may_change() -> None:
+def test_budget_follows_a_changed_ceiling() -> None:
     budget = Budget(1000)
     budget.ceiling = 2000
     assert budget.allows() == 2000

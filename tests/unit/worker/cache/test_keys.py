@@ -32,7 +32,7 @@ def spelled(value: Any) -> str:
 
 
 @given(PLAIN, PLAIN)
-def test_two_inputs_have_one_name_if_and_only_if_they_are_equal_as_json(
+def test_two_inputs_have_the_same_key_exactly_if_they_are_equal_as_json(
     one: Any, other: Any
 ) -> None:
     assert (canonical(one) == canonical(other)) == (spelled(one) == spelled(other))
@@ -63,7 +63,7 @@ def test_the_order_of_keys_does_not_matter() -> None:
     ],
     ids=str,
 )
-def test_what_only_looks_alike_has_names_of_its_own(one: Any, other: Any) -> None:
+def test_similar_inputs_have_different_keys(one: Any, other: Any) -> None:
     first, second = digests(VERSION, {}, [one, other])
     assert first != second
 
@@ -71,13 +71,13 @@ def test_what_only_looks_alike_has_names_of_its_own(one: Any, other: Any) -> Non
 @pytest.mark.parametrize(
     "item", [Decimal(1), {1: "a"}, b"bytes", 2**70, {"a": {"b": Decimal(1)}}], ids=str
 )
-def test_what_json_has_no_spelling_for_has_no_name(item: Any) -> None:
+def test_value_that_json_cannot_write_has_no_key(item: Any) -> None:
     assert digests(VERSION, {}, [item, "text"])[0] is None
     assert digests(VERSION, {}, [item, "text"])[1] is not None
     assert digests(VERSION, {"option": item}, ["text"]) == [None]
 
 
-def test_half_a_surrogate_pair_and_endless_nesting_are_no_trouble() -> None:
+def test_half_a_surrogate_pair_and_endless_nesting_raise_nothing() -> None:
     nested: Any = []
     for _ in range(100_000):
         nested = [nested]
@@ -86,7 +86,7 @@ def test_half_a_surrogate_pair_and_endless_nesting_are_no_trouble() -> None:
     assert second is None
 
 
-def test_task_version_model_and_keywords_are_part_of_the_name() -> None:
+def test_task_version_model_and_keywords_are_part_of_the_key() -> None:
     variants: list[tuple[tuple[str, ...], dict[str, Any]]] = [
         (("embed", "1", ""), {}),
         (("embed", "2", ""), {}),
@@ -102,7 +102,9 @@ def test_task_version_model_and_keywords_are_part_of_the_name() -> None:
 
 
 @given(st.text(max_size=6), st.text(max_size=6), st.text(max_size=6), st.text(max_size=6))
-def test_no_part_can_pass_for_the_beginning_of_the_next(a: str, b: str, c: str, d: str) -> None:
+def test_end_of_one_part_cannot_look_like_the_start_of_the_next(
+    a: str, b: str, c: str, d: str
+) -> None:
     one = digests(VERSION, {"k": a}, [b])
     other = digests(VERSION, {"k": c}, [d])
     assert (one == other) == ((a, b) == (c, d))
@@ -118,7 +120,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_copy_of_a_folder_has_the_name_of_the_folder(folder: Path, tmp_path: Path) -> None:
+def test_copy_of_a_folder_has_the_same_digest(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     folder.rename(copy)
     before = folder_digest(copy)
@@ -129,7 +131,7 @@ def test_a_copy_of_a_folder_has_the_name_of_the_folder(folder: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "1_Pooling/config.json"])
-def test_a_folder_has_another_name_when_a_file_has_another_byte(folder: Path, name: str) -> None:
+def test_folder_digest_changes_with_every_byte(folder: Path, name: str) -> None:
     before = folder_digest(folder)
     content = (folder / name).read_bytes()
     (folder / name).write_bytes(content[:-1] + b"?")

@@ -52,7 +52,7 @@ def value(outcome: Any) -> Any:
     return outcome.value if isinstance(outcome, Encoded) else outcome
 
 
-def test_of_twins_the_first_is_computed_for_all() -> None:
+def test_equal_items_of_a_batch_are_computed_once() -> None:
     items, function = ["a", "b", "a", "a", "c", "b"], Function()
     folding = fold(items)
     assert folding.places == [0, 1, 4]
@@ -61,7 +61,7 @@ def test_of_twins_the_first_is_computed_for_all() -> None:
     assert folding.counts() == {"items": 6, "hits": 0, "folded": 3, "computed": 3}
 
 
-def test_what_the_cache_has_is_not_computed() -> None:
+def test_item_with_a_cached_result_is_not_computed() -> None:
     items, function = ["a", "b", "a"], Function()
     folding = fold(items, {b"a": b'"stored"'})
     outcomes = run(folding, items, function)
@@ -72,23 +72,23 @@ def test_what_the_cache_has_is_not_computed() -> None:
     assert folding.fresh() == {b"b": b'"B"'}
 
 
-def test_what_the_batch_before_has_learnt_is_not_computed() -> None:
+def test_item_that_the_previous_batch_computed_is_not_computed() -> None:
     items, function = ["a", "b", "b", "a"], Function()
     folding = fold(items)
     assert run(folding, items, function, {b"b": "before"}) == ["A", "before", "before", "A"]
     assert function.calls == [["a"]]
     assert folding.counts() == {"items": 4, "hits": 0, "folded": 3, "computed": 1}
-    assert folding.learnt == {b"a": "A"}
+    assert folding.computed_values == {b"a": "A"}
 
 
-def test_nothing_is_called_where_there_is_nothing_to_compute() -> None:
+def test_function_is_not_called_if_all_results_are_known() -> None:
     items, function = ["a", "b"], Function()
     folding = fold(items, {b"a": b"1"})
     assert [value(each) for each in run(folding, items, function, {b"b": 2})] == [1, 2]
     assert not function.calls
 
 
-def test_twins_of_an_item_that_fails_are_computed_for_themselves() -> None:
+def test_duplicates_of_a_failed_item_are_computed_separately() -> None:
     items, function = ["x1", "a", "x1", "x1", "a"], Function()
     folding = fold(items)
     outcomes = run(folding, items, function)
@@ -96,19 +96,19 @@ def test_twins_of_an_item_that_fails_are_computed_for_themselves() -> None:
     assert outcomes[1:] == ["A", "X1", "X1", "A"]
     assert function.calls == [["x1", "a"], ["x1", "x1"]]
     assert folding.counts() == {"items": 5, "hits": 0, "folded": 1, "computed": 4}
-    assert folding.learnt == {b"a": "A", b"x1": "X1"}
+    assert folding.computed_values == {b"a": "A", b"x1": "X1"}
 
 
-def test_no_outcome_but_a_value_is_kept() -> None:
+def test_only_values_are_cached() -> None:
     settled = [Failed("no"), RetryAfter(1), Ignore()]
     folding = Folding([b"a", b"b", b"c"], {})
     assert folding.run(["a", "b", "c"], {}, lambda _: settled) == settled
     folding.encode()
-    assert not folding.learnt
+    assert not folding.computed_values
     assert not folding.fresh()
 
 
-def test_an_item_without_a_name_is_equal_to_nothing() -> None:
+def test_item_without_a_key_is_computed_for_itself() -> None:
     items, function = ["-", "-"], Function()
     folding = fold(items)
     assert run(folding, items, function) == ["-", "-"]
@@ -125,7 +125,7 @@ def test_a_value_is_encoded_once_for_all_of_its_jobs() -> None:
     assert first.json == b'"A"'
 
 
-def test_what_cannot_be_encoded_goes_the_ordinary_way() -> None:
+def test_value_that_cannot_be_encoded_stays_as_it_is() -> None:
     outcomes = [object(), {"__type__": "date", "__value__": "today"}, date(2026, 1, 2)]
     folding = Folding([b"a", b"b", b"c"], {})
     folding.run(["a", "b", "c"], {}, lambda _: outcomes)
@@ -142,7 +142,7 @@ def test_a_result_of_the_cache_is_decoded_as_celery_would() -> None:
 
 
 @given(ITEMS, st.sets(st.sampled_from("abc")), st.sets(st.sampled_from("abc")))
-def test_each_item_gets_what_it_would_get_alone_or_an_equal_one_got(
+def test_each_item_gets_its_own_outcome_or_that_of_an_equal_item(
     items: list[str], stored: set[str], learnt: set[str]
 ) -> None:
     function = Function()

@@ -33,7 +33,7 @@ class Store:
             self.kept.update(results)
         return {"results": len(self.kept)}
 
-    def trouble(self) -> dict[str, Any]:
+    def take_errors(self) -> dict[str, Any]:
         return {"errors": 1, "error": "away"} if self.away else {}
 
 
@@ -73,7 +73,7 @@ class Device:
         return [item.upper() for item in items]
 
 
-def test_without_a_cache_each_item_is_computed_and_nobody_is_asked() -> None:
+def test_task_without_a_cache_computes_each_item_and_never_asks() -> None:
     device = Device()
     batch = device.prepare("a", "a", version="")
     assert batch[2] is None
@@ -82,7 +82,7 @@ def test_without_a_cache_each_item_is_computed_and_nobody_is_asked() -> None:
     assert not device.store.asked
 
 
-def test_the_cache_is_asked_once_for_a_batch_and_once_for_each_name() -> None:
+def test_cache_is_asked_once_per_batch_with_each_key_once() -> None:
     device = Device()
     assert device.all("a", "b", "a") == ["A", "B", "A"]
     assert device.all("a", "c", "c", "b") == ["A", "C", "C", "B"]
@@ -90,7 +90,7 @@ def test_the_cache_is_asked_once_for_a_batch_and_once_for_each_name() -> None:
     assert device.store.asked == [2, 3]
 
 
-def test_a_batch_that_was_prepared_beside_another_one_takes_what_that_has_computed() -> None:
+def test_batch_takes_results_of_the_batch_that_ran_while_it_was_prepared() -> None:
     device = Device()
     first, second = device.prepare("a", "b"), device.prepare("b", "c")
     device.forward(first)
@@ -120,7 +120,7 @@ def test_another_version_identity_or_keyword_shares_nothing() -> None:
     assert device.computed == ["a"] * 5
 
 
-def test_with_a_cache_that_is_away_equal_items_of_a_batch_are_computed_once() -> None:
+def test_equal_items_are_computed_once_while_the_cache_is_away() -> None:
     device = Device()
     device.store.away = True
     batch = device.prepare("a", "a")
@@ -141,7 +141,7 @@ class Told(Model):
         return str(self._identity)
 
 
-def test_a_model_is_asked_what_its_results_depend_on_only_where_they_are_kept() -> None:
+def test_identity_of_a_model_is_asked_only_with_a_cache() -> None:
     cached: Any = SimpleNamespace(name="embed", cache="1")
     plain: Any = SimpleNamespace(name="embed", cache=None)
     broken = Told(PermissionError("model.safetensors"))

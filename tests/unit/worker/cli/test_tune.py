@@ -69,7 +69,7 @@ def test_the_report_is_one_json_object(texts: str) -> None:
     assert report["left_out"] >= 0
 
 
-def test_it_says_how_far_it_is(texts: str) -> None:
+def test_progress_is_written_to_stderr(texts: str) -> None:
     done = run("lengths", "--texts", texts)
     lines = done.stderr.splitlines()
     assert lines[0] == "loading lengths on cpu"
@@ -78,7 +78,7 @@ def test_it_says_how_far_it_is(texts: str) -> None:
     assert len(lines) <= 1 + 22 + 60
 
 
-def test_memory_that_runs_out_is_a_figure_and_no_error(texts: str) -> None:
+def test_out_of_memory_is_reported_and_no_error(texts: str) -> None:
     done = run("narrow", "--texts", texts, "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
@@ -86,7 +86,7 @@ def test_memory_that_runs_out_is_a_figure_and_no_error(texts: str) -> None:
     assert 40 <= report["fits_tokens"] <= 100
 
 
-def test_for_people_it_is_a_table_and_two_lines_for_the_settings(texts: str) -> None:
+def test_output_is_a_table_and_settings_to_copy(texts: str) -> None:
     done = run("narrow", "--texts", texts)
     assert done.exit_code == 0, done.output
     for words in (
@@ -99,7 +99,7 @@ def test_for_people_it_is_a_table_and_two_lines_for_the_settings(texts: str) -> 
         assert words in done.output
 
 
-def test_a_model_that_is_not_there_is_named_with_those_that_are(texts: str) -> None:
+def test_unknown_model_is_refused_with_known_names(texts: str) -> None:
     done = run("absent", "--texts", texts)
     assert "'absent': not configured; there are lengths, narrow" in str(done.exception)
 

@@ -110,7 +110,7 @@ Plain = st.recursive(
 
 
 @given(result=Plain, task_id=st.text(min_size=1) | st.uuids().map(str))
-def test_any_result_and_any_id_is_written(result: Any, task_id: str) -> None:
+def test_result_writer_writes_any_result_and_any_id(result: Any, task_id: str) -> None:
     writer = MetaWriter("2026-01-02T03:04:05.000006+00:00", FACTS)
     meta = json.loads(writer.write(task_id, plain_json(result), 0.0, {}))
     assert (meta["result"], meta["task_id"]) == (result, task_id)

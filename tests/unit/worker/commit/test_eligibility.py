@@ -93,7 +93,7 @@ def test_a_leased_plain_job_may_be_committed() -> None:
     ],
     ids=["no lease", "lost lease", "another lease_store", "callback", "replaced"],
 )
-def test_others_are_left_to_the_tracer_one_by_one(refused: Job[TaskCall]) -> None:
+def test_job_that_is_not_plain_is_left_to_the_tracer_alone(refused: Job[TaskCall]) -> None:
     context = CommitEligibility(app).context(
         TASK, [job(LeaseHandle(lease_store, "8")), refused], 10.0
     )
@@ -101,7 +101,7 @@ def test_others_are_left_to_the_tracer_one_by_one(refused: Job[TaskCall]) -> Non
     assert context.jobs == [("8", 0.0, {}), None]
 
 
-def test_a_header_that_cannot_be_handed_to_a_device_is_left_to_the_tracer() -> None:
+def test_job_with_an_unpicklable_header_is_left_to_the_tracer() -> None:
     deep: Any = []
     for _ in range(600):
         deep = [deep]
@@ -117,7 +117,7 @@ def test_a_header_that_cannot_be_handed_to_a_device_is_left_to_the_tracer() -> N
     assert context.jobs == [None, ("8", 0.0, {"group_id": "g"})]
 
 
-def test_a_batch_without_any_such_job_has_no_terms() -> None:
+def test_batch_without_an_eligible_job_has_no_commit_context() -> None:
     chained = job(LeaseHandle(lease_store, "7"), embed={"chain": [{}]})
     assert CommitEligibility(app).context(TASK, [chained, job(None)], 10.0) is None
 
@@ -139,7 +139,9 @@ def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
     ("enabled", "groups", "wanted"),
     [(True, set(), True), (True, {"task"}, True), (True, {"worker"}, False), (False, set(), False)],
 )
-def test_a_result_s_text_is_made_only_for_readers(enabled: bool, groups: Any, wanted: bool) -> None:
+def test_result_s_text_is_made_only_if_somebody_reads_it(
+    enabled: bool, groups: Any, wanted: bool
+) -> None:
     eventer = SimpleNamespace(enabled=enabled, groups=groups)
     context = CommitEligibility(app).context(
         TASK, [job(LeaseHandle(lease_store, "7"), eventer=eventer)], 10.0
@@ -148,7 +150,7 @@ def test_a_result_s_text_is_made_only_for_readers(enabled: bool, groups: Any, wa
     assert context.text_chars == (TASK.resultrepr_maxsize if wanted else None)
 
 
-def test_the_log_is_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_at_level_info_needs_the_result_s_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace.logger, "isEnabledFor", lambda level: level >= logging.INFO)
     context = CommitEligibility(app).context(TASK, [job(LeaseHandle(lease_store, "7"))], 10.0)
     assert context is not None
@@ -191,7 +193,7 @@ def test_a_request_knows_its_lease(
     assert request.embed == {}
 
 
-def test_a_device_hears_which_jobs_ask_for_which_reply() -> None:
+def test_context_has_the_jobs_of_each_completion_stream() -> None:
     header = {"v": 1, "reply": "mine"}
     jobs = [
         job(LeaseHandle(lease_store, "7"), batchery=header),
@@ -201,4 +203,4 @@ def test_a_device_hears_which_jobs_ask_for_which_reply() -> None:
     ]
     context = CommitEligibility(app).context(TASK, jobs, 10.0)
     assert context is not None
-    assert context.replies == {"mine": [0, 3]}
+    assert context.completion_streams == {"mine": [0, 3]}

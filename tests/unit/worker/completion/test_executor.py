@@ -127,7 +127,7 @@ def test_the_log_and_the_signal_tell_the_time_of_the_device(
     assert [each["runtime"] for each in said if "return_value" in each] == runtimes
 
 
-def test_a_job_that_was_in_no_batch_has_no_facts(harness: Harness) -> None:
+def test_job_that_was_in_no_batch_is_stored_without_facts(harness: Harness) -> None:
     harness.complete("c-2", lambda _: 1, facts=None)
     assert "batch" not in app.backend.get_task_meta("c-2")
 
@@ -173,7 +173,7 @@ def test_an_outcome_that_cannot_be_made_fails_the_job(harness: Harness) -> None:
     assert harness.settled == [True]
 
 
-def test_a_callback_that_raises_still_settles(harness: Harness) -> None:
+def test_callback_that_raises_still_settles_its_job(harness: Harness) -> None:
     def angry(_: Any) -> None:
         raise RuntimeError("not today")
 

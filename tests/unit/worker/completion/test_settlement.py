@@ -44,14 +44,14 @@ def count(made: Settlement, seen: list[int], calls: int) -> None:
         made.deliver(partial(seen.append, number))
 
 
-def test_calls_come_in_the_order_of_their_thread(hubs: list[Any]) -> None:
+def test_calls_of_one_thread_arrive_in_order(hubs: list[Any]) -> None:
     made, seen = settlement(hubs[0]), list[int]()
     threading.Thread(target=count, args=(made, seen, 99)).start()
     turn(hubs[0], lambda: len(seen) == 99)
     assert seen == list(range(99))
 
 
-def test_what_was_delivered_to_the_loop_before_arrives_on_the_next_one(hubs: list[Any]) -> None:
+def test_call_delivered_to_the_last_loop_arrives_on_the_next_one(hubs: list[Any]) -> None:
     made, seen = settlement(hubs[0]), list[str]()
     made.deliver(partial(seen.append, "before"))
     made.attach(hubs[1])
@@ -61,7 +61,7 @@ def test_what_was_delivered_to_the_loop_before_arrives_on_the_next_one(hubs: lis
     assert seen == ["before", "after"]
 
 
-def test_nothing_is_lost_while_the_loop_changes(hubs: list[Any]) -> None:
+def test_no_call_is_lost_while_the_loop_changes(hubs: list[Any]) -> None:
     made, seen = settlement(hubs[0]), list[int]()
     thread = threading.Thread(target=count, args=(made, seen, 2_000))
     thread.start()
@@ -86,7 +86,7 @@ def test_a_call_that_raises_does_not_stop_the_others(
     assert "settling a job failed" in caplog.text
 
 
-def test_what_a_call_puts_on_the_loop_is_done_soon(hubs: list[Any]) -> None:
+def test_loop_turns_again_soon_after_a_delivered_call(hubs: list[Any]) -> None:
     """Celery acknowledges in the loop's next turn: an idle loop must not wait for an event."""
     made, acknowledged = settlement(hubs[0]), list[float]()
     hubs[0].call_repeatedly(10.0, lambda: None)

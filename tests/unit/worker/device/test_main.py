@@ -10,7 +10,7 @@ from batchery import Model
 from batchery_worker.cache.single_flight import Folding
 from batchery_worker.device import __main__ as device_module
 from batchery_worker.device.__main__ import Device, Prepared
-from batchery_worker.device.served_model import Served
+from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 
@@ -59,7 +59,7 @@ def model() -> Launched:
 
 def batch(model: Model, items: list[int], folding: Any = None, size: int = 2) -> Prepared:
     work = Work(1, "launched", {}, [(str(each), [each], False) for each in items], size, None)
-    return Prepared(work, items, Served("launched", model, "cpu", Memory()), folding, 0.0, 0.0)
+    return Prepared(work, items, ServedModel("launched", model, "cpu", Memory()), folding, 0.0, 0.0)
 
 
 def forward(device: Any, batch: Prepared) -> list[Any]:
@@ -67,7 +67,7 @@ def forward(device: Any, batch: Prepared) -> list[Any]:
     return outcomes
 
 
-def test_the_next_batch_is_begun_behind_the_last_pass(device: Any, model: Launched) -> None:
+def test_next_batch_is_started_behind_the_last_pass(device: Any, model: Launched) -> None:
     device._prepared.put(batch(model, [9, 9, 1]))
     assert forward(device, batch(model, [5, 5, 4, 4])) == [50, 50, 40, 40]
     assert model.log == [
@@ -75,27 +75,25 @@ def test_the_next_batch_is_begun_behind_the_last_pass(device: Any, model: Launch
         *("forward [9, 9]", "results [4, 4]"),
     ]
     model.log.clear()
-    following, device._next = device._next, None
-    assert forward(device, following) == [90, 90, 10]
-    # What was begun is not computed again.
+    next_batch, device._next = device._next, None
+    assert forward(device, next_batch) == [90, 90, 10]
+    # The pass that was started is not computed again.
     assert model.log == ["forward [1]", "results [9, 9]", "results [1]"]
 
 
-def test_where_no_batch_is_ready_none_is_waited_for(device: Any, model: Launched) -> None:
+def test_device_does_not_wait_for_a_next_batch(device: Any, model: Launched) -> None:
     assert forward(device, batch(model, [5])) == [50]
     assert device._next is None
 
 
-def test_a_batch_whose_items_may_be_known_by_then_is_not_begun(
-    device: Any, model: Launched
-) -> None:
+def test_batch_with_single_flight_is_not_started_early(device: Any, model: Launched) -> None:
     device._prepared.put(batch(model, [9], folding=Folding([None], {})))
     assert forward(device, batch(model, [5])) == [50]
     assert device._next.items == [9]
     assert model.log == ["forward [5]", "results [5]"]
 
 
-def test_passes_that_do_not_return_early_take_turns(device: Any, model: Launched) -> None:
+def test_model_without_lookahead_takes_turns(device: Any, model: Launched) -> None:
     model.passes_ahead = 0
     device._prepared.put(batch(model, [9]))
     assert forward(device, batch(model, [5])) == [50]
@@ -103,10 +101,10 @@ def test_passes_that_do_not_return_early_take_turns(device: Any, model: Launched
     assert model.log == ["forward [5]", "results [5]"]
 
 
-def test_the_first_pass_is_the_one_that_the_plan_begins_with(model: Launched) -> None:
-    served = Served("launched", model, "cpu", Memory())
+def test_first_started_pass_is_the_first_of_the_plan(model: Launched) -> None:
+    served = ServedModel("launched", model, "cpu", Memory())
     one = batch(model, [1, 7, 3, 7])
-    served.begin(one.items, one.work)
+    served.start(one.items, one.work)
     assert model.log == ["forward [7, 7]"]
-    served.begin([], one.work)
+    served.start([], one.work)
     assert model.log == ["forward [7, 7]"]

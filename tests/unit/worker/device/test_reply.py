@@ -42,7 +42,7 @@ def context(text_chars: int | None = None) -> CommitContext:
     return CommitContext("w", "workers", "leases", 0, [("1", 0.0, {})] * 3, text_chars)
 
 
-def test_without_terms_nothing_is_committed() -> None:
+def test_batch_without_commit_context_is_not_committed() -> None:
     judge = Judge()
     done = answer(computed(None, 1, 2, 3, 4), "cpu", judge, backend)
     assert not judge.asked
@@ -56,7 +56,7 @@ def test_without_terms_nothing_is_committed() -> None:
     assert done.commit_ms >= 0
 
 
-def test_only_what_the_tracer_needs_travels() -> None:
+def test_only_outcomes_for_the_tracer_are_sent() -> None:
     judge = Judge(CommitStatus.COMMITTED, CommitStatus.NEEDS_TRACER, CommitStatus.FENCED)
     done = answer(computed(context(), 1, 2, Failed("no"), 4), "cpu", judge, backend)
     assert [status for status, _ in done.jobs] == ["committed", "needs tracer", "fenced"]
@@ -74,7 +74,7 @@ def test_only_what_the_tracer_needs_travels() -> None:
     }
 
 
-def test_readers_get_the_beginning_of_a_result() -> None:
+def test_text_of_a_result_is_cut() -> None:
     judge = Judge(CommitStatus.COMMITTED, CommitStatus.COMMITTED, CommitStatus.FENCED)
     done = answer(computed(context(20), "x" * 100, 2, 3, 4), "cpu", judge, backend)
     assert [len(rest) for _, rest in done.jobs] == [1, 1, 0]

@@ -3,16 +3,14 @@
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from batchery import Failed, Model
-from batchery_worker.batching.calibration import CalibrationCache
-from batchery_worker.batching.cost_model import Calibration, Costs
+from batchery_worker.batching.cost_model import Costs
 from batchery_worker.device.loading import memory_of
-from batchery_worker.device.served_model import Served
+from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 
@@ -67,24 +65,24 @@ def model(memory: Counted) -> Tight:
 
 
 @pytest.fixture
-def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> Served:
+def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> ServedModel:
     monkeypatch.setattr(
         "batchery_worker.device.served_model.DEFAULT_MAX_BATCH_TOKENS", {"cpu": 512}
     )
-    return Served("tight", model, "cpu", memory, weights_bytes=70)
+    return ServedModel("tight", model, "cpu", memory, weights_bytes=70)
 
 
 def work(max_batch_tokens: int | None = None) -> Work:
     return Work(1, "tight", {}, [], 256, max_batch_tokens)
 
 
-def run(served: Served, items: list[int], max_batch_tokens: int | None = None) -> list[Any]:
+def run(served: ServedModel, items: list[int], max_batch_tokens: int | None = None) -> list[Any]:
     outcomes, _, _ = served.compute(items, work(max_batch_tokens), nullcontext)
     return outcomes
 
 
 def test_all_jobs_succeed_and_the_budget_is_found_within_a_few_batches(
-    served: Served, model: Tight
+    served: ServedModel, model: Tight
 ) -> None:
     items = [10 + number % 7 for number in range(128)]
     for _ in range(6):
@@ -100,8 +98,8 @@ def test_all_jobs_succeed_and_the_budget_is_found_within_a_few_batches(
     assert learned <= 1.1 * len(model.passes)
 
 
-def test_what_is_left_of_a_batch_is_cut_anew_when_memory_ran_out(
-    served: Served, model: Tight
+def test_rest_of_a_batch_is_cut_anew_after_memory_ran_out(
+    served: ServedModel, model: Tight
 ) -> None:
     items = [10] * 400
     assert run(served, items) == items
@@ -109,14 +107,14 @@ def test_what_is_left_of_a_batch_is_cut_anew_when_memory_ran_out(
     assert sum(padded > FITS for padded in model.passes) == 1
 
 
-def test_an_item_that_does_not_fit_alone_fails_alone(served: Served) -> None:
+def test_an_item_that_does_not_fit_alone_fails_alone(served: ServedModel) -> None:
     outcomes = run(served, [FITS + 1, 5, 5])
     assert isinstance(outcomes[0], Failed)
     assert outcomes[1:] == [5, 5]
 
 
 def test_one_line_warns_of_the_new_budget_and_the_cache_is_released(
-    served: Served, memory: Counted, caplog: pytest.LogCaptureFixture
+    served: ServedModel, memory: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "batchery.device"):
         run(served, [8] * 100)
@@ -128,7 +126,7 @@ def test_one_line_warns_of_the_new_budget_and_the_cache_is_released(
     assert memory.releases == 1
 
 
-def test_the_figures_say_what_chose_the_budget(served: Served) -> None:
+def test_the_figures_say_what_chose_the_budget(served: ServedModel) -> None:
     assert served.figures() == {
         "max_batch_tokens": 512,
         "chosen_by": "default",
@@ -143,42 +141,13 @@ def test_the_figures_say_what_chose_the_budget(served: Served) -> None:
     assert figures == {"chosen_by": "memory", "out_of_memory": 1, "weights_bytes": 70}
 
 
-def test_nobody_counts_the_memory_of_a_cpu() -> None:
+def test_cpu_memory_is_not_counted() -> None:
     memory = memory_of("cpu")
     memory.forget_peak()
     memory.release()
     memory.wait()
-    assert (memory.figures(), memory.free_bytes()) == ({}, None)
+    assert memory.figures() == {}
     assert memory.allocated_bytes() == memory.peak_bytes() == 0
-
-
-def test_a_calibrated_model_begins_with_its_own_budget(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model: Tight
-) -> None:
-    found = Calibration(0.01, 0.0, 20.0, 0.0, measured_tokens=16_000)
-    measured: list[Any] = []
-
-    def measure(*_: Any) -> Calibration:
-        measured.append(1)
-        return found
-
-    monkeypatch.setattr("batchery_worker.device.served_model.calibrated", measure)
-    for _ in range(2):
-        served = Served("tight", model, "cpu", Memory())
-        served.calibrate(CalibrationCache(str(tmp_path)))
-        assert served.figures() == {
-            "max_batch_tokens": 16_000,
-            "chosen_by": "calibration",
-            "out_of_memory": 0,
-            "token_us": 10.0,
-            "item_us": 0.0,
-            "pass_ms": 20.0,
-        }
-        run(served, [10] * 4, max_batch_tokens=200)
-        assert served.figures()["chosen_by"] == "setting"
-        run(served, [10] * 4)
-        assert served.figures()["max_batch_tokens"] == 16_000
-    assert measured == [1]
 
 
 class Clocked(Tight):
@@ -194,16 +163,16 @@ class Clocked(Tight):
         return list(batch)
 
 
-def clocked(model: Clocked) -> Served:
-    return Served("clocked", model, "cpu", Memory(), clock=lambda: model.now_s)
+def clocked(model: Clocked) -> ServedModel:
+    return ServedModel("clocked", model, "cpu", Memory(), clock=lambda: model.now_s)
 
 
-def run_mixed(served: Served, batches: int) -> None:
+def run_mixed(served: ServedModel, batches: int) -> None:
     for number in range(batches):
         run(served, [4 + number * 7 % 60] * (1 + number * 13 % 64))
 
 
-def test_recent_batches_tell_what_a_pass_costs_where_nothing_was_measured() -> None:
+def test_costs_are_learned_from_batches_that_ran_and_leave_the_budget_alone() -> None:
     model = Clocked()
     served = clocked(model)
     assert "token_us" not in served.figures()
@@ -213,35 +182,10 @@ def test_recent_batches_tell_what_a_pass_costs_where_nothing_was_measured() -> N
     assert figures["pass_ms"] == pytest.approx(20, rel=0.05)
     assert figures["useful_items"] > 64
     assert figures["fitted_batches"] >= 384
-    # On a CPU, where nothing was asked for, the budget is left alone.
     assert (figures["max_batch_tokens"], figures["chosen_by"]) == (1024, "default")
 
 
-def test_a_budget_that_was_measured_follows_recent_batches(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = Calibration(0.01, 0.0, 20.0, 0.0, measured_tokens=1 << 17)
-    monkeypatch.setattr("batchery_worker.device.served_model.calibrated", lambda *_: found)
-    model = Clocked()
-    served = clocked(model)
-    served.calibrate(CalibrationCache(None))
-    assert served.figures()["max_batch_tokens"] == 38_000
-    with caplog.at_level(logging.INFO, "batchery.device"):
-        run_mixed(served, 200)
-        assert served.figures()["max_batch_tokens"] == 38_000
-        assert caplog.messages == []
-        model.costs = Costs(0.01, 0.0, 10.0)
-        run_mixed(served, 1500)
-    figures = served.figures()
-    assert figures["max_batch_tokens"] == pytest.approx(19_000, rel=0.3)
-    assert (figures["chosen_by"], figures["pass_ms"]) == ("calibration", pytest.approx(10, rel=0.1))
-    assert caplog.messages[-1].startswith("clocked on cpu: max_batch_tokens is ")
-    assert "by recent batches; it was " in caplog.messages[-1]
-    run(served, [10] * 4, max_batch_tokens=200)
-    assert (served.figures()["max_batch_tokens"], served.figures()["chosen_by"]) == (200, "setting")
-
-
-def test_batches_in_which_a_pass_failed_say_nothing_of_the_costs() -> None:
+def test_batches_with_a_failed_pass_teach_no_costs() -> None:
     model = Clocked()
     served = clocked(model)
     whole = model.forward
@@ -256,23 +200,3 @@ def test_batches_in_which_a_pass_failed_say_nothing_of_the_costs() -> None:
     run_mixed(served, 100)
     # Only those of one item ran as they were planned.
     assert "token_us" not in served.figures()
-
-
-def test_a_model_that_cannot_be_measured_keeps_the_default(
-    monkeypatch: pytest.MonkeyPatch, served: Served
-) -> None:
-    monkeypatch.setattr("batchery_worker.device.served_model.calibrated", lambda *_: None)
-    served.calibrate(CalibrationCache(None))
-    assert served.figures()["chosen_by"] == "default"
-
-
-def test_a_measurement_that_fails_in_any_way_leaves_the_default(
-    monkeypatch: pytest.MonkeyPatch, served: Served, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: Any) -> Calibration:
-        raise ArithmeticError("broken")
-
-    monkeypatch.setattr("batchery_worker.device.served_model.calibrated", broken)
-    served.calibrate(CalibrationCache(None))
-    assert served.figures()["chosen_by"] == "default"
-    assert "tight on cpu cannot be calibrated" in caplog.text

@@ -51,7 +51,7 @@ def test_a_process_is_told_its_setup_and_then_its_batches(
     assert (done.id, done.jobs) == (7, (("needs tracer", ("value", "x")),))
 
 
-def test_a_process_keeps_few_matrix_products_unless_it_is_told_otherwise(
+def test_onednn_cache_is_small_unless_the_environment_sets_it(
     unborn: DeviceProcess, devices: FakeDevices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("batchery_worker.device_pool.process.os.cpu_count", lambda: 4)
@@ -65,7 +65,7 @@ def test_a_process_keeps_few_matrix_products_unless_it_is_told_otherwise(
     assert devices.started[1].environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1024"
 
 
-def test_there_is_room_for_two_batches_and_none_beside_a_suspect(device: DeviceProcess) -> None:
+def test_device_takes_two_batches_and_none_next_to_a_suspect(device: DeviceProcess) -> None:
     assert device.has_room
     device.batches[1] = dispatched()
     assert device.has_room
@@ -77,7 +77,7 @@ def test_there_is_room_for_two_batches_and_none_beside_a_suspect(device: DeviceP
 
 
 @pytest.mark.parametrize("state", [each for each in State if each is not State.READY])
-def test_only_a_ready_device_has_room(device: DeviceProcess, state: State) -> None:
+def test_device_that_is_not_ready_takes_no_batch(device: DeviceProcess, state: State) -> None:
     device.state = state
     assert not device.has_room
     assert device.figures()["state"] == state.name.lower()
@@ -94,7 +94,7 @@ def test_the_pause_before_a_restart_grows_up_to_a_limit(deaths: int, backoff_s: 
 @pytest.mark.parametrize(
     ("code", "how"), [(-9, "killed by signal 9"), (-11, "killed by signal 11"), (3, "exit code 3")]
 )
-def test_a_death_is_told_in_words(
+def test_death_is_described_in_words(
     device: DeviceProcess, devices: FakeDevices, code: int, how: str
 ) -> None:
     devices.started[0].die(code)
@@ -104,7 +104,7 @@ def test_a_death_is_told_in_words(
     assert (device.state, device.deaths, device.failed_starts) == (State.DEAD, 1, 0)
 
 
-def test_what_a_process_said_before_it_died_is_still_read(
+def test_messages_of_a_dead_process_are_still_read(
     device: DeviceProcess, devices: FakeDevices
 ) -> None:
     device.send(WORK, dispatched())
@@ -133,7 +133,7 @@ def test_a_process_that_only_closes_its_pipe_is_killed(
     assert fake.code == -9
 
 
-def test_one_that_was_told_to_leave_has_not_died(
+def test_process_that_leaves_when_told_does_not_count_as_a_death(
     device: DeviceProcess, devices: FakeDevices
 ) -> None:
     (fake,) = devices.started
@@ -149,7 +149,7 @@ def test_one_that_was_told_to_leave_has_not_died(
     assert (device.deaths, device.backoff_s) == (0, 0.0)
 
 
-def test_a_death_before_it_was_ready_counts_as_a_start_that_failed(
+def test_death_before_ready_counts_as_a_failed_start(
     unborn: DeviceProcess, devices: FakeDevices
 ) -> None:
     devices.get_ready = False
@@ -160,7 +160,7 @@ def test_a_death_before_it_was_ready_counts_as_a_start_that_failed(
 
 
 @pytest.mark.parametrize(("hangs", "code"), [(False, 0), (True, -9)], ids=["leaves", "hangs"])
-def test_the_end_is_waited_for_and_hastened_where_necessary(
+def test_stop_waits_for_the_process_and_kills_a_slow_one(
     device: DeviceProcess, devices: FakeDevices, hangs: bool, code: int
 ) -> None:
     (fake,) = devices.started
@@ -183,7 +183,9 @@ def test_a_process_that_cannot_be_spawned_can_be_spawned_later(
     assert unborn.state is State.STARTING
 
 
-def test_a_restart_begins_anew(device: DeviceProcess, devices: FakeDevices) -> None:
+def test_restarted_process_has_no_jobs_and_no_figures(
+    device: DeviceProcess, devices: FakeDevices
+) -> None:
     device.jobs, device.recycle_due = 50, True
     first = device.pid
     devices.started[0].die()

@@ -46,7 +46,7 @@ def test_an_app_that_no_module_has_is_refused(app: Celery) -> None:
         app_path(app)
 
 
-def test_the_note_of_celery_itself_does_not_count(
+def test_celery_s_own_reference_to_the_app_is_ignored(
     app: Celery, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module(monkeypatch, "celery.something", default_app=app)
@@ -54,7 +54,9 @@ def test_the_note_of_celery_itself_does_not_count(
         app_path(app)
 
 
-def test_what_is_no_module_does_not_disturb(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entries_that_are_not_modules_are_ignored(
+    app: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "odd_none", None)
     monkeypatch.setitem(sys.modules, "odd_object", object())
     monkeypatch.setitem(sys.modules, "odd_space", SimpleNamespace(app=1))

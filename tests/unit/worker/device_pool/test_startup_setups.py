@@ -3,9 +3,7 @@
 import logging
 import os
 import sys
-from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from celery import Celery
@@ -57,66 +55,9 @@ def test_an_app_nobody_can_import_is_refused() -> None:
         device_setups(app, [], Settings(devices=["cpu"]))
 
 
-def test_devices_are_chosen_as_told() -> None:
+def test_devices_of_the_setting_are_used() -> None:
     assert choose(["cuda", "mps", "cpu"]) == ["cuda:0", "mps", "cpu"]
     assert choose("auto")
-
-
-@pytest.fixture
-def pair(app: Celery) -> list[BatchTask]:
-    """Two models, of which one has a budget of its own."""
-    tasks: list[BatchTask] = [model(app, "embed"), model(app, "classify")]
-    tasks[1].max_batch_tokens = 100
-    return tasks
-
-
-@pytest.mark.parametrize(
-    ("settings", "on_cuda", "on_cpu"),
-    [
-        ({}, ["embed"], []),
-        ({"calibrate": "always"}, ["embed"], ["embed"]),
-        ({"calibrate": "never"}, [], []),
-        ({"calibrate": "always", "max_batch_tokens": 100}, [], []),
-    ],
-    ids=str,
-)
-def test_models_without_a_budget_are_measured_where_it_pays_or_as_told(
-    app: Celery,
-    pair: list[BatchTask],
-    settings: dict[str, Any],
-    on_cuda: list[str],
-    on_cpu: list[str],
-) -> None:
-    chosen = Settings.model_validate({"devices": ["cuda:0", "cpu"], **settings})
-    found = [list(setup.calibrate) for setup in device_setups(app, pair, chosen)]
-    assert found == [on_cuda, on_cpu]
-
-
-def test_what_is_measured_is_kept_in_the_user_s_cache(
-    app: Celery, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    tasks: list[BatchTask] = [model(app, "embed")]
-
-    def cache_dir(**settings: Any) -> str | None:
-        chosen = Settings.model_validate({"devices": ["cpu"], **settings})
-        return device_setups(app, tasks, chosen)[0].cache_dir
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_dir() == str(tmp_path / "batchery")
-    assert cache_dir(cache_dir="/elsewhere") == "/elsewhere"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_dir() == str(tmp_path / ".cache" / "batchery")
-
-
-def test_a_user_without_a_home_has_no_cache(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
-    def homeless() -> Path:
-        raise RuntimeError("no home")
-
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", staticmethod(homeless))
-    (setup,) = device_setups(app, [model(app, "embed")], Settings(devices=["cpu"]))
-    assert setup.cache_dir is None
 
 
 def test_a_device_is_told_how_much_memory_it_may_use(app: Celery) -> None:

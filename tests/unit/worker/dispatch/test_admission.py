@@ -92,7 +92,7 @@ def test_different_keywords_never_share_a_batch(
 
 
 @pytest.mark.parametrize("kwargs", [None, {}])
-def test_no_keywords_are_spelled_in_one_way(admission: Admission, kwargs: Any) -> None:
+def test_missing_and_empty_keywords_share_a_key(admission: Admission, kwargs: Any) -> None:
     assert admit(admission, args=[1], kwargs=kwargs).key == admit(admission, args=[1]).key
 
 
@@ -117,7 +117,7 @@ def test_an_item_nested_too_deeply_for_the_pipe_fails_the_job_alone(
         deep = deep.pop()
 
 
-def test_whatever_is_admitted_can_be_pickled_in_a_batch(admission: Admission) -> None:
+def test_every_admitted_job_can_be_pickled_in_a_batch(admission: Admission) -> None:
     deep: Any = []
     admitted = 0
     for depth in range(1, 800):
@@ -153,7 +153,7 @@ def test_a_packed_message_counts_its_items(admission: Admission) -> None:
     assert (job.items, job.payload.items, job.payload.is_packed) == (3, ["a", "b", "c"], True)
 
 
-def test_what_a_function_with_self_may_see_travels_with_its_job(admission: Admission) -> None:
+def test_context_of_a_bound_function_travels_with_its_job(admission: Admission) -> None:
     given = call(args=["text"], kwargs={}, id="id-1", retries=2, tenant="x", properties={"a": 1})
     admission.job(given, looking, (None, None), 1.0)
     assert load_context(given.context) == {"id": "id-1", "retries": 2, "tenant": "x"}
@@ -184,22 +184,3 @@ def test_a_cache_has_the_limits_of_its_task_or_else_those_of_the_settings() -> N
     assert admission.cache(own) is None
     assert admission.cache(kept) == ("7", 60, 1_000)
     assert admission.cache(briefly) == ("8", 5, 99)
-
-
-@pytest.mark.parametrize(
-    ("message", "fold"),
-    [
-        ({"args": ["text"]}, b"stext"),
-        ({"args": [{"b": 1, "a": 2}]}, b'j{"a":2,"b":1}'),
-        ({"args": [["a"]], "batchery": {"v": 1, "n": 1}}, None),
-        ({"args": [datetime(2026, 1, 2, tzinfo=UTC)]}, None),
-    ],
-    ids=["text", "object", "packed", "date"],
-)
-def test_between_devices_equal_items_of_a_task_with_a_cache_are_known(
-    message: dict[str, Any], fold: bytes | None
-) -> None:
-    several = Admission(Settings(), several_devices=True)
-    assert several.job(call(**message), kept, (None, None), 1.0).fold == fold
-    assert several.job(call(**message), own, (None, None), 1.0).fold is None
-    assert Admission(Settings()).job(call(**message), kept, (None, None), 1.0).fold is None

@@ -12,7 +12,7 @@ from support.fake_worker import FakeChannel, FakeLeaseStore, StartPool
 # From Celery to a device
 
 
-def test_what_is_read_in_one_turn_shares_a_batch_and_each_caller_gets_its_own(
+def test_jobs_read_in_one_turn_share_a_batch_and_get_their_own_results(
     start_pool: StartPool,
 ) -> None:
     worker = start_pool()
@@ -57,7 +57,7 @@ def test_the_device_with_the_least_to_do_gets_the_batch(start_pool: StartPool) -
     assert worker.works(second) == [[2], [3]]
 
 
-def test_a_job_that_can_be_in_no_batch_fails_at_once_and_alone(start_pool: StartPool) -> None:
+def test_job_that_fits_no_batch_fails_at_once_and_alone(start_pool: StartPool) -> None:
     worker = start_pool()
     bad = worker.receive("a", "b")
     (good,) = worker.receive_each("good")
@@ -88,7 +88,7 @@ def test_a_batch_of_revoked_jobs_does_not_hold_up_the_next_one(start_pool: Start
     assert worker.works() == [[5]]
 
 
-def test_a_job_is_seen_as_started_while_it_runs(start_pool: StartPool) -> None:
+def test_tracked_job_is_started_while_it_runs(start_pool: StartPool) -> None:
     worker = start_pool()
     (job,) = worker.receive_each("a", task=TRACKED)
     worker.loop.settle()
@@ -102,7 +102,7 @@ def test_a_job_is_seen_as_started_while_it_runs(start_pool: StartPool) -> None:
 # Waiting for a batch to fill
 
 
-def test_an_idle_device_waits_as_long_as_the_oldest_job_may_and_no_longer(
+def test_idle_device_waits_until_the_oldest_job_is_due(
     start_pool: StartPool,
 ) -> None:
     worker = start_pool()
@@ -116,7 +116,7 @@ def test_an_idle_device_waits_as_long_as_the_oldest_job_may_and_no_longer(
     assert worker.works() == [[1, 2]]
 
 
-def test_a_full_batch_waits_for_nothing(start_pool: StartPool) -> None:
+def test_full_batch_leaves_at_once(start_pool: StartPool) -> None:
     worker = start_pool()
     worker.receive_each(1, 2, 3, 4, 5, task=PATIENT)
     assert worker.works() == [[1, 2, 3, 4]]
@@ -128,7 +128,7 @@ def test_a_full_batch_waits_for_nothing(start_pool: StartPool) -> None:
     assert worker.works() == [[1, 2, 3, 4], [5]]
 
 
-def test_each_waiting_batch_leaves_in_its_own_time(start_pool: StartPool) -> None:
+def test_each_waiting_batch_leaves_when_its_own_wait_is_over(start_pool: StartPool) -> None:
     worker = start_pool("cuda:0", "cuda:1", "cuda:2")
     for number in range(3):
         worker.receive_each(number, task=PATIENT, kwargs={"key": number})
@@ -141,7 +141,7 @@ def test_each_waiting_batch_leaves_in_its_own_time(start_pool: StartPool) -> Non
     assert [sum(map(len, each)) for each in left] == [1, 2, 3, 3]
 
 
-def test_a_job_beside_which_nothing_may_run_lets_the_loop_sleep(start_pool: StartPool) -> None:
+def test_loop_sleeps_while_a_suspect_runs_alone(start_pool: StartPool) -> None:
     worker = start_pool("cuda:0", "cuda:1")
     first, second = worker.devices.started
     worker.channel.lease_store = FakeLeaseStore()
@@ -190,7 +190,7 @@ def test_the_job_that_kills_its_device_twice_alone_fails_and_no_other(
     assert [device.code for device in worker.devices.started] == [-9, -9, -9, None]
 
 
-def test_a_killer_is_kept_as_a_dead_letter_where_it_is_leased(start_pool: StartPool) -> None:
+def test_leased_poison_job_becomes_a_dead_letter(start_pool: StartPool) -> None:
     worker = start_pool()
     worker.channel.lease_store = FakeLeaseStore()
     (killer,) = worker.receive_each("kill")
@@ -200,7 +200,7 @@ def test_a_killer_is_kept_as_a_dead_letter_where_it_is_leased(start_pool: StartP
     assert list(worker.channel.lease_store.dead_letters) == ["1"]
 
 
-def test_what_a_dead_device_had_committed_does_not_run_again(start_pool: StartPool) -> None:
+def test_jobs_committed_by_a_dead_device_do_not_run_again(start_pool: StartPool) -> None:
     worker = start_pool()
     lease_store = worker.channel.lease_store = FakeLeaseStore()
     committed, fenced, left = worker.receive_each("committed", "fenced", "left")
@@ -220,7 +220,7 @@ def test_what_a_dead_device_had_committed_does_not_run_again(start_pool: StartPo
     assert (batches["committed_jobs"], batches["fenced_jobs"]) == (1, 1)
 
 
-def test_a_dead_device_had_committed_nothing_of_another_broker_s_jobs(
+def test_jobs_of_two_brokers_with_equal_tokens_all_run_again(
     start_pool: StartPool,
 ) -> None:
     worker = start_pool()
@@ -258,7 +258,7 @@ def test_a_job_that_reaches_its_time_limit_alone_fails_and_its_mates_run_again(
     assert worker.results(behind) == [1, 2, 3, 4]
 
 
-def test_without_any_device_the_worker_ends_with_the_code_for_a_start_that_failed(
+def test_worker_without_devices_exits_with_code_of_a_failed_start(
     start_pool: StartPool,
 ) -> None:
     worker = start_pool()
@@ -274,7 +274,7 @@ def test_without_any_device_the_worker_ends_with_the_code_for_a_start_that_faile
 # What a device answers
 
 
-def test_a_committed_job_is_told_and_not_acknowledged_again(start_pool: StartPool) -> None:
+def test_committed_job_is_reported_and_not_acknowledged_again(start_pool: StartPool) -> None:
     worker = start_pool()
     worker.channel.lease_store = FakeLeaseStore()
     committed, fenced, plain = worker.receive_each("committed", "fenced", "plain")

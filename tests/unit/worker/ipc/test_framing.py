@@ -112,7 +112,9 @@ def test_a_huge_frame_arrives(pair: tuple[Link, socket.socket]) -> None:
     assert found == frame
 
 
-def test_the_end_comes_after_the_last_complete_frame(pair: tuple[Link, socket.socket]) -> None:
+def test_end_of_file_is_raised_after_the_last_complete_frame(
+    pair: tuple[Link, socket.socket],
+) -> None:
     link, theirs = pair
     write_frame(theirs, b"one")
     write_frame(theirs, b"two")
@@ -124,7 +126,7 @@ def test_the_end_comes_after_the_last_complete_frame(pair: tuple[Link, socket.so
             link.receive()
 
 
-def test_what_a_dead_process_does_not_read_is_dropped(pair: tuple[Link, socket.socket]) -> None:
+def test_frames_for_a_dead_process_are_dropped(pair: tuple[Link, socket.socket]) -> None:
     link, theirs = pair
     assert not link.send(bytes(3_000_000))
     theirs.close()
@@ -149,7 +151,7 @@ def test_the_device_reads_the_end_at_a_frame_border_and_within_one(
             read_frame(other)
 
 
-def test_the_two_ends_of_a_link_have_descriptors_of_their_own(
+def test_reader_and_writer_of_a_link_have_different_descriptors(
     pair: tuple[Link, socket.socket],
 ) -> None:
     link, _ = pair

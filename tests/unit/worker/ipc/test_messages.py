@@ -91,7 +91,7 @@ def test_floats_arrive_to_the_last_bit(vector: list[float]) -> None:
         {"nested": [{"at": datetime(2026, 1, 2, tzinfo=UTC), "price": Decimal("0.1")}]},
     ],
 )
-def test_what_celery_has_a_spelling_for_arrives(value: Any) -> None:
+def test_values_of_celery_s_json_arrive(value: Any) -> None:
     assert trip(value) == value
 
 
@@ -105,7 +105,7 @@ def test_what_celery_has_a_spelling_for_arrives(value: Any) -> None:
         ([2**70], [2**70]),
     ],
 )
-def test_what_json_would_make_of_a_value_arrives(value: Any, expected: Any) -> None:
+def test_value_arrives_as_json_would_read_it(value: Any, expected: Any) -> None:
     assert trip(value) == expected
 
 
@@ -127,7 +127,7 @@ def test_what_json_would_make_of_a_value_arrives(value: Any, expected: Any) -> N
         ([10**5000], "list"),
     ],
 )
-def test_what_cannot_be_written_fails_and_names_its_type(value: Any, name: str) -> None:
+def test_value_that_cannot_be_written_fails_and_names_its_type(value: Any, name: str) -> None:
     outcome = trip(value)
     assert isinstance(outcome, Failed)
     assert isinstance(outcome.exception, UnserialisableResult)
@@ -143,7 +143,7 @@ def test_code_cannot_be_smuggled_through_marshal() -> None:
         assert isinstance(outcome.exception, UnserialisableResult)
 
 
-def test_endless_and_bottomless_values_fail() -> None:
+def test_recursive_and_too_deep_values_fail() -> None:
     endless: list[Any] = []
     endless.append(endless)
     deep: list[Any] = []
@@ -165,7 +165,7 @@ def test_a_failure_arrives_as_the_exception_it_was() -> None:
     assert "Traceback: here" in str(outcome.exception.__cause__)
 
 
-def test_a_failure_nobody_raised_has_no_cause() -> None:
+def test_failure_that_was_not_raised_has_no_cause() -> None:
     outcome = trip(Failed("just so"))
     assert isinstance(outcome.exception, ItemFailed)
     assert str(outcome.exception) == "just so"
@@ -201,7 +201,7 @@ def test_an_unknown_exception_class_keeps_its_name_and_text() -> None:
     assert "what happened" in str(error)
 
 
-def test_retries_arrive() -> None:
+def test_retry_arrives_with_seconds_and_error() -> None:
     outcome = trip(RetryAfter(1.5, ConnectionError("later")))
     assert outcome.seconds == 1.5
     assert isinstance(outcome.error, ConnectionError)
@@ -210,7 +210,7 @@ def test_retries_arrive() -> None:
 
 
 @pytest.mark.parametrize("seconds", [np.float32(2), Decimal(2), True * 2])
-def test_any_number_of_seconds_will_do(seconds: Any) -> None:
+def test_retry_arrives_with_any_kind_of_number(seconds: Any) -> None:
     assert trip(RetryAfter(seconds)).seconds == 2.0
 
 

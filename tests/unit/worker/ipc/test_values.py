@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.ipc.values import HUGE, is_plain, plain_json
+from batchery_worker.ipc.values import MAX_PLAIN_INT, is_plain, plain_json
 
 #: Of every plane, halves of surrogate pairs included.
 TEXT = st.text(st.characters(codec=None, exclude_categories=()))
@@ -25,7 +25,7 @@ Values = st.recursive(
 
 
 @given(value=Values)
-def test_it_reads_as_what_python_s_encoder_writes(value: Any) -> None:
+def test_plain_json_reads_like_the_json_of_python_s_encoder(value: Any) -> None:
     # As texts, since NaN is not itself.
     assert repr(json.loads(plain_json(value))) == repr(json.loads(json.dumps(value)))
 
@@ -39,11 +39,11 @@ def test_floats_are_read_to_the_last_bit(bits: list[int]) -> None:
     )
 
 
-def test_what_is_not_finite_is_spelled_as_celery_spells_it() -> None:
+def test_infinite_numbers_are_written_like_celery_does() -> None:
     assert plain_json([float("nan"), float("inf"), -float("inf")]) == b"[NaN,Infinity,-Infinity]"
 
 
-def test_deep_values_are_written_as_far_as_python_goes() -> None:
+def test_deep_values_are_written_down_to_python_s_limit() -> None:
     value: list[Any] = []
     for _ in range(400):
         value = [value]
@@ -63,10 +63,22 @@ class Odd(int):
 
 @pytest.mark.parametrize(
     "value",
-    [None, True, 0, -1, 0.5, "x", [], (1, 2.5), {"a": [None, {"b": ()}]}, HUGE - 1, [1 - HUGE, 7]],
+    [
+        None,
+        True,
+        0,
+        -1,
+        0.5,
+        "x",
+        [],
+        (1, 2.5),
+        {"a": [None, {"b": ()}]},
+        MAX_PLAIN_INT - 1,
+        [1 - MAX_PLAIN_INT, 7],
+    ],
     ids=repr,
 )
-def test_plain(value: Any) -> None:
+def test_values_of_json_s_own_types_are_plain(value: Any) -> None:
     assert is_plain(value)
 
 
@@ -81,11 +93,11 @@ def test_plain(value: Any) -> None:
         {1: 2},
         {"a": b""},
         [[b""]],
-        HUGE,
-        [1, -HUGE],
-        [0.5, HUGE],
+        MAX_PLAIN_INT,
+        [1, -MAX_PLAIN_INT],
+        [0.5, MAX_PLAIN_INT],
     ],
     ids=repr,
 )
-def test_not_plain(value: Any) -> None:
+def test_values_of_other_types_are_not_plain(value: Any) -> None:
     assert not is_plain(value)

@@ -13,7 +13,7 @@ from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery.results import Embedding, to_numpy
 from batchery_worker.models import EmbeddingModel
-from batchery_worker.models.hardware.transfers import Arrival
+from batchery_worker.models.hardware.transfers import PendingCopy
 from support.tiny_models import Build, Copy, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
@@ -264,9 +264,9 @@ def test_a_bad_keyword_fails_the_batch_that_shares_it(
 def test_a_vector_with_nan_fails_its_text_alone(minilm: EmbeddingModel) -> None:
     prepared = minilm.preprocess(["a", "b"])
     outputs = minilm.forward([each for each in prepared if not isinstance(each, Failed)])
-    values = outputs.arrival.wait().clone()
+    values = outputs.pending.wait().clone()
     values[0, 3] = float("nan")
-    bad, good = minilm.postprocess(outputs._replace(arrival=Arrival(values)))
+    bad, good = minilm.postprocess(outputs._replace(pending=PendingCopy(values)))
     assert isinstance(bad, Failed)
     assert "not finite" in str(bad.exception)
     assert isinstance(good, dict)

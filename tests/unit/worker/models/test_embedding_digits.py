@@ -21,7 +21,7 @@ def test_every_float32_comes_back_to_the_last_bit(values: Any) -> None:
 
 
 @given(value=st.floats(2**-20, 2**20, width=32) | st.floats(-(2**20), -(2**-20), width=32))
-def test_none_is_written_with_more_digits(value: float) -> None:
+def test_no_number_has_more_than_nine_digits(value: float) -> None:
     written = repr(float(shortened(np.array([value], np.float32))[0]))
     digits = written.partition("e")[0].replace("-", "").replace(".", "").strip("0")
     assert len(digits) <= DIGITS

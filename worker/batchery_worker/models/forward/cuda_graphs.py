@@ -1,4 +1,4 @@
-"""Small forward passes as CUDA graphs: the host launches one thing, not hundreds of kernels."""
+"""Small forward passes as CUDA graphs: the host launches one graph, not hundreds of kernels."""
 
 import logging
 import time
@@ -16,29 +16,29 @@ from batchery_worker.models.loading.tokenizer import Prepared
 
 logger = logging.getLogger(__name__)
 
-#: Texts and tokens per text. Powers of two: a pass has at most four times the tokens that it needs,
-#: which costs next to nothing where launching costs more than computing.
+#: Texts and tokens per text of the shapes. With powers of two, a pass has at most four times the
+#: tokens that it needs. That costs little where launching costs more than computing.
 TEXTS = (1, 2, 4, 8, 16, 32)
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 
-#: Largest shape, in tokens: beyond that every device computes longer than the host launches.
+#: Maximum shape, in tokens: for larger ones every device computes longer than the host launches.
 MAX_TOKENS = 8192
 
-#: Passes before a capture, in which libraries choose their kernels and get their memory.
+#: Passes before a capture: in them, libraries choose kernels and allocate memory.
 WARM_UP_PASSES = 3
 
 #: Makes the values of a batch, one row per text.
 Values = Callable[[Forward, Sequence[Prepared]], Tensor]
 
-#: Longest that all captures of a model may take, in seconds: a start shall not wait for more.
+#: Maximum time for all captures of a model, in seconds: the start of the worker waits for it.
 CAPTURE_S = 10.0
 
-#: Share of the time of the smallest usual pass that a graph may take. All passes take as long as
-#: that one until computing takes longer than launching; from there on a graph saves nothing.
-PAYS = 0.9
+#: Maximum time of a graph, as a share of the time of the smallest pass without one. Passes take
+#: that time until computing takes longer than launching. Then a graph saves nothing.
+MAX_TIME_SHARE = 0.9
 
-#: Passes per measurement, of which the fastest counts.
+#: Passes per measurement; the fastest one counts.
 REPEATS = 5
 
 
@@ -46,8 +46,8 @@ class Shape(NamedTuple):
     """The shape of a padded forward pass.
 
     Attributes:
-        texts: How many.
-        length: Tokens of each.
+        texts: Number of texts.
+        length: Tokens of each text.
     """
 
     texts: int
@@ -55,7 +55,7 @@ class Shape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """All of them, padding counted."""
+        """Tokens of all texts, padding counted."""
         return self.texts * self.length
 
 
@@ -63,9 +63,9 @@ def shapes(max_length: int | None) -> list[Shape]:
     """All shapes of a model, smallest first.
 
     Args:
-        max_length: Longest text in tokens; None where nothing limits it.
+        max_length: Maximum length of a text in tokens; None if unlimited.
     """
-    # The longest that a model takes is a shape, too: it may take no more.
+    # The maximum length of the model is a shape, too: the next power of two may be too long.
     lengths = {length for length in LENGTHS if length <= (max_length or LENGTHS[-1])}
     if max_length is not None and max_length < LENGTHS[-1]:
         lengths.add(max_length)
@@ -77,7 +77,7 @@ def shapes(max_length: int | None) -> list[Shape]:
 
 
 def rounded(texts: int, length: int, there: Collection[Shape]) -> Shape | None:
-    """The smallest of some shapes that has room; None where none has."""
+    """The smallest shape that has room; None if none has."""
     fit = [shape for shape in there if shape.texts >= texts and shape.length >= length]
     return min(fit, key=lambda shape: (shape.tokens, shape), default=None)
 
@@ -90,28 +90,28 @@ class Runs(Protocol):
 
 
 class Fixed(Padded):
-    """A padded forward pass of one shape; what is computed is what `fill` has last left there."""
+    """A padded forward pass of one shape, over the batch of the last `fill`."""
 
     def __init__(self, padded: Padded, shape: Shape) -> None:
-        """Shares the model of a padded pass, and its way to the device."""
+        """Shares the model of a padded pass, and its transfers."""
         super().__init__(
             padded._model,
             padded._device,
             padding=padded._padding,
             side=padded._side,
-            staging=padded._staging,
+            to_device=padded._to_device,
         )
         self._shape = shape
         size = (len(self._padding) + 1, *shape)
         self._there = torch.zeros(size, dtype=torch.int64, device=self._device)
 
     def fill(self, batch: Sequence[Prepared]) -> None:
-        """Puts a batch into its place, after what was queued on the device before.
+        """Copies a batch into place, behind what is queued on the device.
 
         Args:
-            batch: At most as many texts, and none of more tokens, than the shape has.
+            batch: No more texts, and no longer ones, than the shape has.
         """
-        # A text of nothing but padding would see nothing.
+        # A text of nothing but padding would give NaN: the last text is repeated.
         more = [batch[-1]] * (self._shape.texts - len(batch))
         self._there.copy_(self._send([*batch, *more], self._shape.length), non_blocking=True)
 
@@ -128,14 +128,14 @@ class Graph:
         """Captures it on the current device.
 
         Args:
-            forward: Of that shape.
+            forward: The pass of that shape.
             values: What the model's kind makes of a batch.
-            batch: Any that has room.
-            pool: Memory that all graphs share, as never two of them run at a time.
+            batch: Any batch that fits.
+            pool: Memory that all graphs share, because only one of them runs at a time.
         """
         self._forward = forward
         forward.fill(batch)
-        # Captured on another stream than the default one, and so is what leads up to it.
+        # CUDA captures on a stream other than the default one, and warms up there.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -150,19 +150,19 @@ class Graph:
         """The values of a batch that has room, one row per text."""
         self._forward.fill(batch)
         self._graph.replay()
-        # The next pass writes to the same place.
+        # The next pass overwrites the values.
         return self._values[: len(batch)].clone()
 
 
 class Graphed:
-    """A forward pass that takes a graph where one has room, and else runs as it would without."""
+    """A forward pass that runs as a graph if one has room, and otherwise without a graph."""
 
     def __init__(self, forward: Forward, graphs: Mapping[Shape, Runs]) -> None:
         """Puts graphs in front of a forward pass.
 
         Args:
             forward: For all other shapes.
-            graphs: By shape, of what the model's kind makes of a batch.
+            graphs: By shape.
         """
         self._forward = forward
         self._graphs = graphs
@@ -209,9 +209,9 @@ class Capture:
         Args:
             padded: The padded forward pass, with the attention that the model was loaded with.
             values: What the model's kind makes of a batch.
-            texts: To try it with.
-            tolerance: Greatest difference of the values, relative to their size.
-            make: As `Graph`.
+            texts: Makes the texts for the check.
+            tolerance: Maximum difference of the values, relative to their size.
+            make: Makes a `Graph`.
             wait: Returns when the device has computed everything.
             clock: Seconds, on any scale.
         """
@@ -225,11 +225,11 @@ class Capture:
         self._wait = wait
         self._clock = clock
         self._pool: Any = torch.cuda.graph_pool_handle() if make is Graph else None
-        #: What the smallest pass takes without a graph.
+        #: Time of the smallest pass without a graph.
         self._usual_s = 0.0
 
     def run(self, wanted: Sequence[Shape]) -> None:
-        """Captures shapes, smallest first, up to the first that cannot be had or does not pay."""
+        """Captures shapes, smallest first, up to the first that fails or saves no time."""
         end_s = self._clock() + CAPTURE_S
         for shape in wanted:
             spelled = f"{shape.texts} x {shape.length} tokens"
@@ -250,19 +250,19 @@ class Capture:
         self._usual_s = self._usual_s or self._fastest_s(lambda: self._values(self._padded, batch))
         graph = self._make(Fixed(self._padded, shape), self._values, batch, self._pool)
         differences = [self._difference(graph, texts) for texts in self._others(shape)]
-        # NaN is neither more nor less than anything.
+        # Written so that NaN fails.
         if not all(each <= self._tolerance for each in differences):
-            # Whatever it is, it may have gone unnoticed in the others.
+            # The same error may have gone unnoticed in the other graphs.
             self.graphs = {}
             return f"differ by {max(differences):.1g} of their size"
         took_s = self._fastest_s(lambda: graph.run(batch))
-        if took_s > PAYS * self._usual_s:
+        if took_s > MAX_TIME_SHARE * self._usual_s:
             return f"take {took_s * 1e3:.2f} ms, {self._usual_s * 1e3:.2f} do without a graph"
         self.graphs[shape] = graph
         return ""
 
     def _others(self, shape: Shape) -> Iterator[list[Prepared]]:
-        """Other texts than those that were captured: shorter ones, and fewer."""
+        """Texts other than the captured ones: shorter ones, and fewer."""
         for seed, texts in enumerate((shape.texts, shape.texts // 2 + 1), start=1):
             lengths = [max(1, shape.length - 3 * place - seed) for place in range(texts)]
             yield self._texts(lengths, seed)[: shape.texts]
@@ -285,12 +285,12 @@ class Capture:
 def captured(
     name: str, device: torch.device, capture: Capture, wanted: Sequence[Shape]
 ) -> Mapping[Shape, Runs]:
-    """The graphs of a model on a CUDA device; a line in the log says which, and why no more.
+    """The graphs of a model on a CUDA device; a line in the log says which ones, and why no more.
 
     Args:
         name: For the log.
         device: Where the model is.
-        capture: Of the model.
+        capture: Captures the model's passes.
         wanted: Shapes, smallest first.
     """
     before_bytes = torch.cuda.memory_reserved(device)

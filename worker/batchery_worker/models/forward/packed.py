@@ -1,4 +1,4 @@
-"""The forward pass without padding: the texts of a micro-batch behind each other, in one row."""
+"""The forward pass without padding: the texts of a micro-batch follow each other in one row."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,15 +18,15 @@ from batchery_worker.models.forward.attention import (
     row_of_this_pass,
 )
 from batchery_worker.models.forward.pooling import pool_row
-from batchery_worker.models.hardware.transfers import Staging
+from batchery_worker.models.hardware.transfers import HostToDevice
 from batchery_worker.models.loading.tokenizer import Prepared
 
 
 class Packed:
-    """Runs a transformers model on one row of texts, whose positions begin anew with each of them.
+    """Runs a transformers model on one row of texts; positions start again with each text.
 
-    All layers but the attention work on tokens, and need not know of texts; the attention is ours.
-    Whether that is all that a model does is for `choice.py` to find out.
+    All layers except attention work on single tokens, and need not know of texts. The attention is
+    ours. `selection.py` checks whether that holds for a model.
     """
 
     name = "packed"
@@ -41,14 +41,14 @@ class Packed:
         padding_position: int | None,
         varlen: bool,
     ) -> None:
-        """Prepares it.
+        """Installs nothing yet.
 
         Args:
             model: Loaded, on the device.
             device: Where it is.
             names: Inputs that a tokenized text has, token ids first.
-            padding_position: In the table of positions, the one that stands for padding, behind
-                which a text begins; None where texts begin at 0.
+            padding_position: Position of padding in the table of positions; texts start behind it.
+                None if texts start at 0.
             varlen: Use CUDA's kernel for rows of texts.
         """
         self._model = model
@@ -56,14 +56,14 @@ class Packed:
         self._names = list(names)
         self._padding_position = padding_position
         self._varlen = varlen
-        self._staging = Staging(device)
-        # Left out, they come from a list of zeros that is as long as one text may be. GPT-2 takes
-        # them, too, but has no table of its own for them, and zero would be a word.
+        self._to_device = HostToDevice(device)
+        # Without this input, transformers takes zeros for one text only, which is too short for a
+        # row. GPT-2 takes it, too, but reads it as words.
         self._has_types = any(
             name.endswith("token_type_embeddings") for name, _ in model.named_modules()
         )
         self._is_watched = False
-        #: Where the texts of the last forward pass were, and what was asked of the attention.
+        #: The row of the last forward pass, and how the attention was called.
         self.last = Row(())
 
     def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
@@ -75,8 +75,8 @@ class Packed:
     def logits(self, batch: Sequence[Prepared]) -> Tensor:
         """What the model's head says, (B, C) float32, in batch order.
 
-        Heads read the first token of each row. So that a head sees a row for each text, the last
-        layer's output is replaced by the first tokens of the texts before it gets there.
+        Heads read the first token of each row. So the output of the last layer is replaced by the
+        first tokens of the texts, as if each text had a row.
         """
         with self._row(batch) as (inputs, ends, row):
             self._watch_encoder()
@@ -91,10 +91,10 @@ class Packed:
         return list(hidden.split([prepared.shape[1] for prepared in batch]))
 
     def install(self) -> None:
-        """Gives the model this attention; from now on it computes rows of texts and nothing else.
+        """Gives the model this attention; from then on it computes only rows of texts.
 
         Raises:
-            ValueError: transformers will not have it.
+            ValueError: transformers refuses it.
         """
         register()
         self._model.set_attn_implementation(NAME)
@@ -102,7 +102,7 @@ class Packed:
     def _watch_encoder(self) -> None:
         if not self._is_watched:
             base = self._model.base_model
-            # Where there is a pooler, it comes behind the encoder and is part of the head.
+            # A pooler comes behind the encoder and is part of the head.
             getattr(base, "encoder", base).register_forward_hook(_first_tokens)
             self._is_watched = True
 
@@ -113,13 +113,13 @@ class Packed:
         ends = np.array([0, *accumulate(lengths)])
         rows = np.concatenate(batch, axis=1)
         positions = self._positions(rows[0], ends)
-        sent = self._staging.send(np.concatenate([rows.ravel(), positions, ends]))
+        sent = self._to_device.send(np.concatenate([rows.ravel(), positions, ends]))
         tokens, ends_there = torch.split(sent, [len(sent) - len(ends), len(ends)])
         names = [*self._names, "position_ids"]
         inputs = dict(zip(names, tokens.view(len(names), 1, ends[-1]), strict=True))
         if self._has_types and "token_type_ids" not in inputs:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-        # Others may run beside this one.
+        # Other passes may run at the same time.
         self.last = row = Row(lengths, ends_there.to(torch.int32) if self._varlen else None)
         with row_of_texts(row):
             yield inputs, ends_there[1:], row
@@ -129,7 +129,7 @@ class Packed:
         lengths = np.diff(ends)
         if self._padding_position is None:
             return np.arange(len(ids)) - np.repeat(ends[:-1], lengths)
-        # RoBERTa's family leaves out the padding token, which a text may spell.
+        # RoBERTa's family skips padding tokens, and a text may contain them.
         counted = ids != self._padding_position
         seen = np.concatenate([[0], np.cumsum(counted)])
         within = seen[1:] - np.repeat(seen[ends[:-1]], lengths)
@@ -138,7 +138,7 @@ class Packed:
 
 
 def _first_tokens(_: Any, __: Any, output: Any) -> Any:
-    """Leaves of an encoder's output what a head reads, if it is one that is to come."""
+    """Keeps of an encoder's output what a head reads, if a head follows."""
     row = row_of_this_pass()
     if row is not None and row.starts is not None:
         output.last_hidden_state = output.last_hidden_state[0, row.starts].unsqueeze(1)

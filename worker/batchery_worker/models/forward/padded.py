@@ -1,4 +1,4 @@
-"""The forward pass that suits any model: texts below each other, filled up to the longest."""
+"""The forward pass that suits any model: a row for each text, padded to the longest."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from batchery_worker.models.forward.pooling import pool
-from batchery_worker.models.hardware.transfers import Staging
+from batchery_worker.models.hardware.transfers import HostToDevice
 from batchery_worker.models.loading.tokenizer import Prepared
 
 
@@ -26,22 +26,22 @@ class Padded:
         *,
         padding: Mapping[str, int],
         side: str,
-        staging: Staging | None = None,
+        to_device: HostToDevice | None = None,
     ) -> None:
-        """Prepares it.
+        """Prepares the pass.
 
         Args:
             model: Loaded, on the device.
             device: Where it is.
-            padding: What to pad each input with, by name, in the order of a tokenized text's rows.
+            padding: Padding of each input, by name, in the order of a tokenized text's rows.
             side: `left` or `right`.
-            staging: Another's way to the device, to be shared.
+            to_device: Transfers to share with another pass.
         """
         self._model = model
         self._device = device
         self._padding = padding
         self._side = side
-        self._staging = staging or Staging(device)
+        self._to_device = to_device or HostToDevice(device)
 
     def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
         """Pooled token vectors, (B, D) float32, in batch order."""
@@ -68,7 +68,7 @@ class Padded:
         return dict(zip([*self._padding, "attention_mask"], grid, strict=True))
 
     def _send(self, batch: Sequence[Prepared], least: int = 0) -> Tensor:
-        return self._staging.send(self._grid(batch, least))
+        return self._to_device.send(self._grid(batch, least))
 
     def _grid(self, batch: Sequence[Prepared], least: int = 0) -> NDArray[np.int64]:
         """The inputs and the mask of a batch, (I + 1, B, L), in one piece; L is `least` or more."""

@@ -20,14 +20,14 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
         # Padding may hold NaN, which a weight of 0 would not remove.
         kept = hidden.float().masked_fill(weights == 0, 0.0)
         return kept.sum(dim=1) / weights.sum(dim=1)
-    # argmax finds the first of the largest: the first token, or the last when looking backwards.
+    # argmax finds the first maximum: the first token, or the last one in the flipped mask.
     last = mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
     place = mask.argmax(dim=1) if how == "cls" else last
     return hidden[torch.arange(len(hidden), device=hidden.device), place].float()
 
 
 def pool_row(hidden: Tensor, ends: Tensor, how: str) -> Tensor:
-    """Pools texts that lie behind each other, in float32.
+    """Pools texts that follow each other in one row, in float32.
 
     Args:
         hidden: Token vectors, (T, D), of any float dtype.
@@ -39,7 +39,7 @@ def pool_row(hidden: Tensor, ends: Tensor, how: str) -> Tensor:
     """
     if how == "mean":
         lengths = ends.diff(prepend=ends.new_zeros(1))
-        # Unless told not to, it checks the lengths, for which the host would wait for the device.
+        # Without `unsafe` it checks the lengths, and the host waits for the device.
         return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, unsafe=True)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
     return hidden[starts if how == "cls" else ends - 1].float()

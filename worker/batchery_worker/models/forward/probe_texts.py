@@ -1,4 +1,4 @@
-"""Texts that nobody has written, to try a model with: the same at each start."""
+"""Random texts to check a model with, the same at each start."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ class RandomTexts:
         """Makes none yet.
 
         Args:
-            inputs: How many model inputs a tokenized text has; all but the token ids are zeros.
+            inputs: Number of inputs of a tokenized text; all but the token ids are zeros.
             ids: Tokens to choose from.
         """
         self._inputs = inputs

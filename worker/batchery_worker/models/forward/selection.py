@@ -1,4 +1,4 @@
-"""Which forward pass a model gets: packed where it is proven right and pays, else padded."""
+"""Which forward pass a model gets: packed where that is proven right and faster, else padded."""
 
 import inspect
 from collections.abc import Sequence
@@ -15,41 +15,41 @@ from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.probe_texts import RandomTexts
 from batchery_worker.models.loading.source import reason
 
-#: Lengths of the texts of the check, in tokens: neighbours of one length, one token alone, and some
-#: longer than the usual local attention, whose errors short texts would not show. All together they
-#: are longer than most models have positions for, as a row may well be.
+#: Lengths of the texts of the check, in tokens: neighbours of one length, a single token, and texts
+#: longer than the usual local attention, whose errors short texts would not show. Together they are
+#: longer than most models have positions for, which happens to rows.
 CHECK_LENGTHS = (150, 37, 150, 1, 9, 9, 3, 150, 20)
 
-#: Texts of the check that are taken to the end, in tokens: to vectors or scores.
+#: Maximum length, in tokens, of the check's texts whose vectors or scores are compared as well.
 SHORT_TOKENS = 40
 
-#: Widest sliding window that the check goes beyond by itself, in tokens; a text that is longer
-#: than that takes a large model on a CPU minutes.
+#: Maximum sliding window that is checked without being asked for, in tokens: a longer text takes a
+#: large model on a CPU minutes.
 MAX_CHECKED_WINDOW = 1024
 
-#: Greatest difference of a text's token vectors, relative to their size. By rounding alone, models
-#: of two layers and MiniLM differ by 1e-6, 1.5e-3 and 1e-2, deeper ones by more; by 5e-2 at least
-#: where a single token of a neighbour leaks in, and by 0.5 where all of them do.
+#: Maximum difference of a text's token vectors, relative to their size. Rounding makes 1e-6, 1.5e-3
+#: and 1e-2 in models of two layers and MiniLM, and more in deeper models. A single token that leaks
+#: from a neighbour makes at least 5e-2, and all tokens make 0.5.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 class Choice(NamedTuple):
-    """The forward pass of a model, and why it is not another one, if it might be."""
+    """The forward pass of a model, and why it is not the packed one."""
 
     forward: Padded | Packed
     why: str
 
 
 class Candidate(NamedTuple):
-    """A model whose forward pass is to be chosen.
+    """A model that needs a forward pass.
 
     Attributes:
         name: For errors.
         wanted: The setting: `auto`, `padded` or `packed`.
         model: Loaded.
         device: Where it is.
-        padding_position: As `Packed` takes it.
-        max_length: Longest text in tokens; None where nothing limits it.
+        padding_position: See `Packed`.
+        max_length: Maximum length of a text in tokens; None if unlimited.
         padded: Its padded forward pass.
         values: What its kind makes of a batch.
         inputs: Names of the inputs that a tokenized text has, token ids first.
@@ -71,11 +71,11 @@ class Candidate(NamedTuple):
 def choose(candidate: Candidate) -> Choice:
     """Chooses between the padded and the packed forward pass.
 
-    Packed is taken where the device has a fast attention for it, and only if it gives what the
-    texts give alone, token by token.
+    The packed pass is taken if the device has a fast attention for it, and if every token gets the
+    vector that it gets when its text is alone.
 
     Raises:
-        ModelLoadError: Packed is what the setting says, and cannot be had.
+        ModelLoadError: The setting says packed, and the model cannot be packed.
     """
     if candidate.wanted == "padded":
         return Choice(candidate.padded, "as the settings say")
@@ -100,7 +100,7 @@ def choose(candidate: Candidate) -> Choice:
 
 
 def _obstacle(candidate: Candidate) -> str | None:
-    """What speaks against packing before anything is tried."""
+    """What rules out packing before anything is tried."""
     if "position_ids" not in inspect.signature(candidate.model.forward).parameters:
         return "its code takes no position_ids"
     if candidate.wanted == "packed" or candidate.device.type == "cpu":
@@ -119,7 +119,7 @@ def _varlen_obstacle(candidate: Candidate) -> str | None:
 
 
 def _check(candidate: Candidate, packed: Packed) -> str | None:
-    """Installs the packed attention and compares; takes it away again where it is not right."""
+    """Installs the packed attention and compares; removes it if it is wrong."""
     model = candidate.model
     before = model.config._attn_implementation
     problem = _compare(candidate, packed, CHECK_LENGTHS)
@@ -132,7 +132,7 @@ def _check(candidate: Candidate, packed: Packed) -> str | None:
 
 
 def _check_window(candidate: Candidate, packed: Packed, longest: int, attention: str) -> str | None:
-    """Compares again, with a text that is longer than the widest window that can matter."""
+    """Compares again, with a text that is longer than the widest window that a text can reach."""
     limit = candidate.max_length or float("inf")
     unseen = [window for window in packed.last.windows if longest <= window < limit]
     if not unseen:
@@ -145,8 +145,8 @@ def _check_window(candidate: Candidate, packed: Packed, longest: int, attention:
 
 def _compare(candidate: Candidate, packed: Packed, lengths: Sequence[int]) -> str | None:
     """Compares texts in one row with each of them alone; leaves the packed attention installed."""
-    most = candidate.max_length or max(lengths)
-    texts = candidate.texts([min(length, most) for length in lengths])
+    longest = candidate.max_length or max(lengths)
+    texts = candidate.texts([min(length, longest) for length in lengths])
     short = [text for text in texts if text.shape[1] <= SHORT_TOKENS]
     padded, values = candidate.padded, candidate.values
     part = "it"
@@ -171,7 +171,7 @@ def _compare(candidate: Candidate, packed: Packed, lengths: Sequence[int]) -> st
         "results": max(map(_difference, packed_values, alone_values)),
     }
     for what, difference in worst.items():
-        # NaN is neither more nor less than anything.
+        # Written so that NaN fails.
         if not difference <= TOLERANCE[candidate.model.dtype]:
             return f"packed {what} differ by {difference:.1g} of their size, {_dtype(candidate)}"
     return None

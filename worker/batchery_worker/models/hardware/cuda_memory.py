@@ -8,21 +8,15 @@ from batchery_worker.memory import Memory
 
 
 class CudaMemory(Memory):
-    """What this process holds of a CUDA device, and what is left for it."""
+    """What this process holds of a CUDA device."""
 
     def __init__(self, device: str, fraction: float = 1.0) -> None:
         self._device = torch.device(device)
-        self._fraction = fraction
         if fraction < 1:
             torch.cuda.set_per_process_memory_fraction(fraction, self._device)
 
-    def description(self) -> str:
-        """The name and the memory of the device."""
-        properties = torch.cuda.get_device_properties(self._device)
-        return f"{properties.name}, {properties.total_memory} bytes"
-
     def figures(self) -> dict[str, Any]:
-        """In bytes: `allocated` to tensors, and at most so far; `reserved` from the device."""
+        """In bytes: `allocated` to tensors, now and at its peak; `reserved` from the device."""
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
         return {
             "allocated_bytes": self.allocated_bytes(),
@@ -36,31 +30,23 @@ class CudaMemory(Memory):
         """What tensors of this process hold now."""
         return torch.cuda.memory_allocated(self._device)
 
-    def free_bytes(self) -> int | None:
-        """What nobody holds, and what this process holds in vain, as far as it may use it."""
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        allocated_bytes = self.allocated_bytes()
-        unused_bytes = torch.cuda.memory_reserved(self._device) - allocated_bytes
-        ours_bytes = int(self._fraction * total_bytes) - allocated_bytes
-        return max(0, min(free_bytes + unused_bytes, ours_bytes))
-
     def forget_peak(self) -> None:
-        """From now on `peak_bytes` is of what comes."""
+        """Starts `peak_bytes` anew."""
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def peak_bytes(self) -> int:
-        """Most that tensors of this process held at a time."""
+        """Maximum that tensors of this process held at a time."""
         return torch.cuda.max_memory_allocated(self._device)
 
     def release(self) -> None:
         """Gives back what no tensor holds.
 
-        Only after a pass ran out of memory. torch has by then released what was free while the pass
-        ran, but not what the pass itself held, which was cut for a shape that is not coming again.
-        At any other time the next pass would only have to ask for the same memory anew.
+        To be called only after a pass ran out of memory. torch has released by then what was free
+        during the pass, but not what the pass itself held, which was cut for a shape that will not
+        come again. At any other time the next pass would have to ask for the same memory again.
         """
         torch.cuda.empty_cache()
 
     def wait(self) -> None:
-        """Returns when everything that was launched on the device is computed."""
+        """Waits until the device has computed everything that was launched."""
         torch.cuda.synchronize(self._device)

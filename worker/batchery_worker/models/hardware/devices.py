@@ -8,10 +8,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device_named(name: str) -> torch.device:
-    """The device of this name, as torch spells it; `cuda` is `cuda:0`.
+    """The device of a name of torch; `cuda` is `cuda:0`.
 
     Raises:
-        DeviceUnavailable: This machine has none of this name; says which it has.
+        DeviceUnavailable: This machine has no such device; names the devices that it has.
     """
     there = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if torch.backends.mps.is_available():
@@ -26,10 +26,10 @@ def device_named(name: str) -> torch.device:
 
 
 def use_device(name: str) -> None:
-    """Makes a device the one that torch takes where none is named.
+    """Makes a device torch's default.
 
     Raises:
-        DeviceUnavailable: As `device_named`.
+        DeviceUnavailable: See `device_named`.
     """
     device = device_named(name)
     if device.type == "cuda":
@@ -40,8 +40,8 @@ def dtype_for(setting: str, device: torch.device) -> torch.dtype:
     """The number format of weights and activations.
 
     Args:
-        setting: `fp32`, `bf16`, `fp16`; or `auto`, which is bf16 where the device computes in it
-            itself (CUDA from compute capability 8.0 on), else fp32.
+        setting: `fp32`, `bf16`, `fp16`; or `auto`, which is bf16 if the hardware supports it (CUDA
+            from compute capability 8.0 on), else fp32.
         device: Where the model runs.
     """
     if setting != "auto":
@@ -49,6 +49,6 @@ def dtype_for(setting: str, device: torch.device) -> torch.dtype:
     if device.type != "cuda":
         return torch.float32
     with torch.cuda.device(device):
-        # Emulated, it would be slower than fp32.
+        # Emulated bf16 would be slower than fp32.
         fast = torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.bfloat16 if fast else torch.float32

@@ -7,24 +7,24 @@ from torch import nn
 
 from batchery.errors import ModelLoadError
 
-#: Compute capability of CUDA devices from which on there is float8.
+#: Minimum compute capability of CUDA devices with float8.
 FLOAT8_CAPABILITY = (8, 9)
 
-#: Features of a layer are a multiple of this, or kernels for eight bits do not take it.
-MULTIPLE = 16
+#: The features of a layer must be a multiple of this: kernels for eight bits take no others.
+FEATURE_MULTIPLE = 16
 
 
 def quantize(name: str, model: Any, how: str, device: torch.device) -> None:
     """Makes the weights of a model's linear layers smaller; heads and embeddings stay as they are.
 
-    Each output of a layer has a scale of its own. One layer after the other goes to the device, so
-    that it never holds all of the larger weights.
+    Each output of a layer has its own scale. The layers go to the device one by one, so that it
+    never holds all unquantized weights.
 
     Args:
         name: For errors.
-        model: As transformers loaded it.
+        model: The model of transformers.
         how: `int8` or `float8`.
-        device: Where the model is going to run.
+        device: Where the model will run.
 
     Raises:
         ModelLoadError: torchao is missing, the device has no float8, or there is no such layer.
@@ -46,7 +46,7 @@ def quantize(name: str, model: Any, how: str, device: torch.device) -> None:
 
 
 def weights_bytes(model: nn.Module) -> int:
-    """What the weights of a model take, quantised or not."""
+    """Memory of the weights of a model, quantized or not."""
     return sum(map(_bytes, model.parameters()))
 
 
@@ -61,14 +61,14 @@ def _check_float8(wanted: str, device: torch.device) -> None:
 
 
 def _fits(layer: nn.Module) -> bool:
-    # Subclasses may do more than multiply.
+    # Subclasses of Linear may do more than multiply.
     return type(layer) is nn.Linear and not (
-        layer.in_features % MULTIPLE or layer.out_features % MULTIPLE
+        layer.in_features % FEATURE_MULTIPLE or layer.out_features % FEATURE_MULTIPLE
     )
 
 
 def _bytes(tensor: Any) -> int:
-    # What torchao makes is several tensors in one.
+    # A tensor of torchao contains several tensors.
     if hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
         return sum(_bytes(getattr(tensor, name)) for name in names)

@@ -1,4 +1,4 @@
-"""What the results of a built-in model depend on: which one it is, and how it is run."""
+"""What the results of a built-in model depend on: the model, and how it is run."""
 
 import json
 from importlib.metadata import version
@@ -9,29 +9,28 @@ from batchery.settings import ModelSettings
 from batchery_worker.cache.keys import folder_digest
 from batchery_worker.models.loading.source import ModelSource
 
-#: Settings that say where the model is found, how its jobs are batched and how its results are
-#: kept; none of them changes a result.
+#: Settings that never change a result: where the model is, and how its jobs are batched and cached.
 NEUTRAL = {
     *("model", "revision", "queue"),
     *("max_batch_size", "max_batch_tokens", "max_wait_ms"),
     *("cache", "cache_ttl_s", "cache_max_bytes"),
 }
 
-#: Code that computes; another version may compute something else.
+#: Packages whose versions may change a result.
 PACKAGES = ("batchery", "torch", "transformers", "tokenizers")
 
 
 def identity(settings: ModelSettings, source: ModelSource, run: dict[str, str], model: Any) -> str:
-    """A text that is another one as soon as results may be others.
+    """A text that changes whenever results may change.
 
     Args:
-        settings: Of the model.
-        source: Where it was loaded from.
-        run: How it is run, as it was decided: device, number format, forward pass.
-        model: As transformers loaded it.
+        settings: The model's settings.
+        source: Where the model comes from.
+        run: The chosen device, number format and forward pass.
+        model: The model of transformers.
 
     Raises:
-        OSError: Its files cannot be read.
+        OSError: The model's files cannot be read.
     """
     commit = getattr(model.config, "_commit_hash", None)
     if source.folder is not None:

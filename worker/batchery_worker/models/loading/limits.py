@@ -1,4 +1,4 @@
-"""How long a text may be, by what a model and its tokenizer say of themselves."""
+"""How long a text may be, by the model, its tokenizer and its files."""
 
 from typing import Any
 
@@ -8,21 +8,21 @@ from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
 from batchery_worker.models.loading.source import ModelSource
 
-#: Tokenizers without a limit say 1e30, in tokens; no model has one near this.
+#: Limits from here on, in tokens, mean no limit: such tokenizers say 1e30.
 NO_LIMIT_TOKENS = 10**9
 
 
 def longest_text(
     settings: ModelSettings, source: ModelSource, tokenizer: Any, model: Any
 ) -> int | None:
-    """The longest text in tokens, special ones included; None where nothing limits it.
+    """The maximum length of a text in tokens, special tokens included; None if unlimited.
 
-    The setting decides. Where it is unset, the least of what the model's positions, its tokenizer
-    and sentence-transformers' `sentence_bert_config.json` say.
+    The setting decides. If it is unset, the minimum of the model's positions, its tokenizer's limit
+    and sentence-transformers' `sentence_bert_config.json` holds.
 
     Raises:
-        ModelLoadError: The setting is more than the model has positions for, or leaves no room for
-            a token beside the special ones.
+        ModelLoadError: The setting exceeds the model's positions, or leaves room for special tokens
+            only.
     """
     positions = _positions(model)
     if settings.max_length is not None:
@@ -35,7 +35,7 @@ def longest_text(
         if settings.max_length <= special:
             raise ModelLoadError(
                 f"model {source.name!r}: max_length = {settings.max_length} leaves no room for text"
-                f" beside {special} special tokens"
+                f" besides {special} special tokens"
             )
         return settings.max_length
     sentence = source.json("sentence_bert_config.json") or {}
@@ -44,20 +44,20 @@ def longest_text(
 
 
 def _positions(model: Any) -> int | None:
-    """How many tokens the model has positions for."""
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    """The number of positions of the model."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # XLNet and its like say -1: their positions are relative.
-    if not isinstance(most, int) or most <= 0:
+    if not isinstance(positions, int) or positions <= 0:
         return None
     padding = padding_position(model)
-    return most if padding is None else most - padding - 1
+    return positions if padding is None else positions - padding - 1
 
 
 def padding_position(model: nn.Module) -> int | None:
-    """The position that stands for padding, behind which the texts of RoBERTa's family begin.
+    """The position of padding; the texts of RoBERTa's family start behind it.
 
     Returns:
-        None where the first position is 0, as in most models.
+        None if texts start at position 0, as in most models.
     """
     for name, module in model.named_modules():
         is_table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)

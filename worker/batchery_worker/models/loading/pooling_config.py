@@ -1,4 +1,4 @@
-"""How a model's makers make an embedding of its token vectors, as sentence-transformers saves."""
+"""The pooling that a model was trained with, from the files that sentence-transformers saves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ KNOWN_MODULES = {"Transformer", "Pooling", "Normalize"}
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PoolingConfig:
     """What the files beside a model say.
 
     Attributes:
@@ -39,19 +39,19 @@ class Recipe:
     default_prompt: str | None = None
 
 
-def read_recipe(source: ModelSource, pooling: str) -> Recipe:
-    """Reads the recipe of a model; an empty one where there is none.
+def read_pooling_config(source: ModelSource, pooling: str) -> PoolingConfig:
+    """Reads the pooling config of a model; an empty one where the model has none.
 
     Args:
         source: The model.
-        pooling: As in the settings. Unless it is `auto`, the files are not asked for theirs.
+        pooling: The setting. The files decide only if it is `auto`.
 
     Raises:
-        ModelLoadError: They ask for something that is not built in; vectors made without it would
-            look right and be wrong.
+        ModelLoadError: The files ask for something that is not built in. Vectors made without it
+            would look right and be wrong.
     """
     general = source.json("config_sentence_transformers.json") or {}
-    return Recipe(
+    return PoolingConfig(
         pooling=_pooling(source) if pooling == "auto" else pooling,
         prompts=general.get("prompts") or {},
         default_prompt=general.get("default_prompt_name"),

@@ -14,11 +14,11 @@ from transformers.utils import logging as transformers_logging
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
 
-#: What the hub takes for a model id; anything else that is not a folder was meant to be one.
+#: Model ids of the hub. Any other name must be a folder.
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
-#: Longest reason that a one-line error quotes from transformers, in characters; what is left out is
-#: its middle, as what happened comes first and what to do last.
+#: Maximum length of an error of transformers that is quoted, in characters. The middle is left out:
+#: the start says what happened, and the end what to do.
 MAX_REASON_CHARS = 400
 
 
@@ -31,7 +31,7 @@ class ModelSource:
         options: Keyword arguments that every `from_pretrained` needs.
 
     Raises:
-        ModelLoadError: It is a path, and no folder with a model is there.
+        ModelLoadError: The setting is a path, and there is no folder with a model.
     """
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -48,7 +48,7 @@ class ModelSource:
         }
 
     def path(self, name: str) -> Path | None:
-        """Finds a file, downloading it if need be.
+        """Finds a file, and downloads it if necessary.
 
         Args:
             name: Relative to the model, such as `1_Pooling/config.json`.
@@ -81,7 +81,7 @@ class ModelSource:
 
 
 def _check_folder(name: str, folder: Path) -> None:
-    """Finds the common mistakes, which transformers explains in many lines or not at all."""
+    """Finds common mistakes that transformers explains in many lines or not at all."""
     if not folder.is_dir():
         raise ModelLoadError(f"model {name!r}: is a file; name the folder that it is in")
     if not (folder / "config.json").is_file():
@@ -96,7 +96,7 @@ def _check_folder(name: str, folder: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """The text of an error, which transformers spreads over many lines, on one."""
+    """The text of an error on one line; transformers writes many."""
     text = " ".join(str(error).split()) or type(error).__name__
     half = MAX_REASON_CHARS // 2
     return text if len(text) <= MAX_REASON_CHARS else f"{text[:half]} ... {text[-half:]}"

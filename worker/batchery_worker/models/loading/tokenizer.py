@@ -1,4 +1,4 @@
-"""From texts to tokens, for a whole batch at once: per text there is little more than a slice."""
+"""From texts to tokens, a whole batch at once, with little work per text."""
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, chain, pairwise
@@ -20,11 +20,11 @@ Prepared = NDArray[np.int64]
 #: Columns of a tokenized batch, in the order of the names: for each text a list of numbers.
 Columns = list[list[list[int]]]
 
-#: Where the tokenizers library fills a column from, by transformers' name of it.
+#: Attributes of the tokenizers library, by transformers' name of the column.
 ATTRIBUTES = {"input_ids": "ids", "token_type_ids": "type_ids"}
 
-#: Both ways of tokenizing are compared with these, and with a text beyond the limit: other scripts,
-#: special tokens spelled out, white space.
+#: Texts on which both ways of tokenizing are compared: other scripts, special tokens, white space;
+#: besides, a text beyond the limit.
 PROBES = (
     "a",
     "The quick brown fox, 1984: don't!  Naïve Zürich\tжизнь 数字 🙂\n",
@@ -34,7 +34,7 @@ PROBES = (
 
 
 class TextTokenizer:
-    """A model's tokenizer, with what the model allows.
+    """A model's tokenizer, within the limits of the model.
 
     Attributes:
         names: Model inputs that a tokenized text has, in the order of its rows.
@@ -49,15 +49,15 @@ class TextTokenizer:
         max_length: int | None,
         truncate: bool,
     ) -> None:
-        """Finds the fastest way that gives what the tokenizer gives.
+        """Finds the fastest way that gives the same tokens.
 
         Args:
-            tokenizer: Of transformers.
-            wanted: Inputs that the model takes, token ids first; those that the tokenizer makes
-                are kept.
-            vocabulary: Tokens that the model knows.
-            max_length: Longest text in tokens; None where nothing limits it.
-            truncate: Cut what is longer; else it is refused.
+            tokenizer: The tokenizer of transformers.
+            wanted: Inputs of the model, token ids first. Inputs that the tokenizer does not make
+                are left out.
+            vocabulary: Number of tokens that the model knows.
+            max_length: Maximum length of a text in tokens; None if unlimited.
+            truncate: Whether longer texts are cut; otherwise they are refused.
         """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
@@ -72,8 +72,8 @@ class TextTokenizer:
         """Tokenizes texts.
 
         Returns:
-            For each, in order, its tokens, not padded; `Failed` with an `InvalidItem` where there
-            are none, too many, or one that the model does not know.
+            The tokens of each text, in order, not padded. `Failed` with an `InvalidItem` for a text
+            with no tokens, too many, or one that the model does not know.
         """
         if not texts:
             return []
@@ -100,7 +100,7 @@ class TextTokenizer:
             return Failed(InvalidItem(f"text: {length} tokens are more than {limit}"))
         largest = int(prepared[0].max())
         if largest >= self._vocabulary:
-            # On CUDA it would be the end of the process, and of every batch in it.
+            # On CUDA it would end the process and every batch in it.
             token = self._tokenizer.convert_ids_to_tokens(largest)
             return Failed(InvalidItem(f"text: token {token!r} is unknown to the model"))
         return prepared
@@ -120,8 +120,8 @@ class TextTokenizer:
         )
 
     def _fast(self, texts: list[str]) -> Columns:
-        """The same without the place of each token in its text, a sixth of the work."""
-        # Whoever else calls the tokenizer leaves other limits behind.
+        """`_usual`, but without the offsets of tokens, which are five sixths of the work."""
+        # Other calls of the tokenizer leave their own limits behind.
         strategy = "do_not_truncate" if self._cut is None else "longest_first"
         self._tokenizer.set_truncation_and_padding(
             padding_strategy=PaddingStrategy.DO_NOT_PAD,
@@ -135,9 +135,9 @@ class TextTokenizer:
         return [[getattr(each, ATTRIBUTES[name]) for each in encodings] for name in self.names]
 
     def _is_fast(self) -> bool:
-        """Whether the tokenizer is of the kind that knows the fast way, and nothing else is lost.
+        """Whether the fast way works and gives the same tokens.
 
-        Classes of tokenizers may do things of their own around the library.
+        Some classes of tokenizers do more than the library.
         """
         probes = [*PROBES, "word " * (self._cut or 1)]
         try:
@@ -147,10 +147,10 @@ class TextTokenizer:
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Loads the tokenizer; transformers would make an empty one where there are no files of it.
+    """Loads the tokenizer. Without its files, transformers would make an empty one.
 
     Raises:
-        ModelLoadError: There is none.
+        ModelLoadError: The model has no tokenizer.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.name, **source.options)

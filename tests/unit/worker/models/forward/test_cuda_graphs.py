@@ -13,7 +13,7 @@ import torch
 from batchery.settings import ModelSettings
 from batchery_worker.models.forward import cuda_graphs as capture_module
 from batchery_worker.models.forward.cuda_graphs import (
-    PAYS,
+    MAX_TIME_SHARE,
     REPEATS,
     Capture,
     Fixed,
@@ -81,7 +81,9 @@ def test_rounded_passes_give_what_others_give(
     assert [graph.runs for graph in graphs.values()] == [2, 1]
 
 
-def test_so_do_those_of_classifiers(build: Build, classifier: Load, texts: list[str]) -> None:
+def test_rounded_passes_of_classifiers_give_what_others_give(
+    build: Build, classifier: Load, texts: list[str]
+) -> None:
     model = classifier(build("bert", labels=LABELS), forward="padded")
     usual = run(model, texts[:1], top_k=3)
     graphs = small_ones(model)
@@ -129,7 +131,7 @@ def test_shapes_are_captured_up_to_the_first_that_does_not_pay(
     capture.run(shapes(32))
     assert sorted(shape.tokens for shape in capture.graphs) == [16, 32, 32, 64, 64]
     assert "take 4.90 ms, 5.00 do without a graph" in capture.why
-    assert PAYS * 5 < 4.9
+    assert MAX_TIME_SHARE * 5 < 4.9
 
 
 def test_all_shapes_are_captured_where_all_pay(captures: Callable[..., Capture]) -> None:
@@ -140,7 +142,7 @@ def test_all_shapes_are_captured_where_all_pay(captures: Callable[..., Capture])
     assert capture.why == ""
 
 
-def test_a_graph_that_gives_something_else_ends_all_of_them(
+def test_wrong_graph_discards_all_graphs(
     captures: Callable[..., Capture],
 ) -> None:
     capture = captures(lambda _: 1.0, wrong=Shape(4, 16))
@@ -149,7 +151,7 @@ def test_a_graph_that_gives_something_else_ends_all_of_them(
     assert capture.why == "4 x 16 tokens differ by nan of their size"
 
 
-def test_what_was_captured_before_an_error_is_kept(captures: Callable[..., Capture]) -> None:
+def test_graphs_captured_before_an_error_are_kept(captures: Callable[..., Capture]) -> None:
     capture = captures(lambda _: 1.0)
     made = capture._make
 
@@ -178,7 +180,7 @@ def test_a_start_does_not_wait_for_many_captures(
     assert "s were over before" in capture.why
 
 
-def test_on_a_cpu_there_are_none(build: Build, embedder: Load) -> None:
+def test_cpu_has_no_cuda_graphs(build: Build, embedder: Load) -> None:
     assert not isinstance(embedder(build("bert"))._pass, Graphed)
 
 

@@ -47,7 +47,7 @@ def test_packed_vectors_are_the_padded_ones(
 
 
 @pytest.mark.parametrize("architecture", PADDED)
-def test_what_cannot_be_packed_is_padded_and_the_log_says_why(
+def test_model_that_cannot_be_packed_is_padded_and_logged(
     architecture: str, build: Build, embedder: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = build(architecture)
@@ -65,7 +65,7 @@ def test_no_forward_pass_keeps_what_only_training_needs(
         model = embedder(build("bert"), forward=forward)
     else:
         model = classifier(build("bert", labels=LABELS), forward=forward)
-    values = model.forward(model.preprocess(["the cat", "rain"])).arrival.wait()
+    values = model.forward(model.preprocess(["the cat", "rain"])).pending.wait()
     assert values.is_inference()
 
 
@@ -236,7 +236,7 @@ def test_a_device_without_an_attention_for_rows_pads(
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3, 50])
-def test_the_kernel_for_rows_is_asked_for_what_the_layer_wants(
+def test_kernel_for_rows_gets_the_options_of_the_layer(
     causal: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CUDA's kernel, by a stand-in that says what it was asked for in sdpa's terms."""
@@ -283,7 +283,7 @@ def test_the_kernel_for_rows_is_asked_for_what_the_layer_wants(
 
 
 @pytest.mark.parametrize("foreign", ["position_bias", "softcap", "s_aux"])
-def test_an_attention_that_wants_more_is_refused(foreign: str) -> None:
+def test_unsupported_attention_is_refused(foreign: str) -> None:
     part = torch.randn(1, 2, 3, 4)
     wanted: dict[str, Any] = {foreign: torch.ones(1)}
     with (

@@ -11,7 +11,6 @@ import torch
 
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
-from batchery_worker.batching.calibration import cache_key
 from batchery_worker.cli.verify import _spelled
 from batchery_worker.models import EmbeddingModel
 from batchery_worker.models.hardware import quantization
@@ -76,7 +75,7 @@ def test_minilm_is_smaller_and_passes_verification(
     assert report.to_json()["quantize"] == "int8"
 
 
-def test_a_wrong_quantisation_does_not_pass(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_quantization_does_not_pass(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     def coarse(name: str, model: Any, how: str, device: torch.device) -> None:
         quantize(name, model, how, device)
         for layer in model.modules():
@@ -95,7 +94,7 @@ def load(folder: Path, how: str) -> None:
     model.load("cpu")
 
 
-def test_float8_is_refused_where_there_is_none(
+def test_float8_is_refused_on_a_device_without_it(
     build: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs = "quantize = 'float8' needs a CUDA device of compute capability 8.9 or more"
@@ -131,14 +130,6 @@ def test_without_torchao_the_error_names_the_extra(
 def test_a_model_without_plain_linear_layers_is_refused(build: Build) -> None:
     with pytest.raises(ModelLoadError, match="but it has no plain linear layers; set it to none"):
         load(build("gpt2"), "int8")
-
-
-def test_quantised_it_has_a_calibration_of_its_own(build: Build) -> None:
-    def key(how: str) -> str:
-        settings = {"kind": "embedding", "model": str(build("bert")), "quantize": how}
-        return cache_key("embed", EmbeddingModel(ModelSettings.model_validate(settings)), {})
-
-    assert key("none") == key("none") != key("int8")
 
 
 def test_quantize_is_a_setting() -> None:

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from batchery_worker.models.hardware.transfers import Landing, Staging
+from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice
 
 
-def test_on_a_cpu_inputs_are_there_already() -> None:
+def test_cpu_inputs_are_not_copied() -> None:
     numbers = np.arange(6).reshape(2, 3)
-    sent = Staging(torch.device("cpu")).send(numbers)
+    sent = HostToDevice(torch.device("cpu")).send(numbers)
     assert sent.tolist() == numbers.tolist()
     assert sent.data_ptr() == numbers.ctypes.data
 
 
-def test_on_a_cpu_results_are_there_already() -> None:
+def test_cpu_results_are_not_copied() -> None:
     values = torch.ones(2, 3)
-    arrival = Landing(torch.device("cpu")).begin(values)
-    assert arrival.wait() is values
-    assert arrival.wait() is values
+    pending = DeviceToHost(torch.device("cpu")).start(values)
+    assert pending.wait() is values
+    assert pending.wait() is values
 
 
 class PretendCuda:
@@ -101,15 +101,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> PretendCuda:
 
 def test_inputs_are_copied_beside_the_pass_that_runs(cuda: PretendCuda) -> None:
     numbers = np.arange(12).reshape(2, 3, 2)
-    sent = Staging(cuda).send(numbers)  # type: ignore[arg-type]
+    sent = HostToDevice(cuda).send(numbers)  # type: ignore[arg-type]
     assert sent.tolist() == numbers.tolist()
     assert cuda.log == ["in on copies", "compute waits for copies", "kept for compute"]
 
 
 def test_results_are_copied_behind_their_pass_and_awaited_when_needed(cuda: PretendCuda) -> None:
     values = torch.randn(3, 4)
-    arrival = Landing(cuda).begin(values)  # type: ignore[arg-type]
-    begun = ["copies waits for compute", "out on copies", "event on copies", "kept for copies"]
-    assert cuda.log == begun
-    assert torch.equal(arrival.wait(), values)
-    assert cuda.log == [*begun, "host waits for event"]
+    pending = DeviceToHost(cuda).start(values)  # type: ignore[arg-type]
+    started = ["copies waits for compute", "out on copies", "event on copies", "kept for copies"]
+    assert cuda.log == started
+    assert torch.equal(pending.wait(), values)
+    assert cuda.log == [*started, "host waits for event"]

@@ -49,7 +49,9 @@ def test_every_setting_that_changes_results_makes_another_model(
     assert len(set(identities)) == len(identities)
 
 
-def test_what_was_chosen_counts_and_not_how(build: Build, embedder: Load) -> None:
+def test_identity_depends_on_the_choice_and_not_on_the_setting(
+    build: Build, embedder: Load
+) -> None:
     model = embedder(build("bert"))
     model.settings = model.settings.model_copy(update={"queue": "another"})
     before = model.identity()

@@ -145,7 +145,7 @@ def test_a_setting_that_the_model_cannot_meet_is_refused(
     assert refusal(embedder, MINILM, **settings) == f"model {str(MINILM)!r}: {message}"
 
 
-def test_a_hub_that_cannot_be_reached_is_said_so(
+def test_unreachable_hub_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, embedder: Load
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)

@@ -39,7 +39,7 @@ def test_tokens_are_those_of_the_tokenizer(causal: bool) -> None:
     assert texts._columns == texts._fast
 
 
-def test_so_are_those_of_minilm_with_all_its_scripts(minilm: EmbeddingModel) -> None:
+def test_tokens_of_minilm_are_those_of_its_tokenizer(minilm: EmbeddingModel) -> None:
     assert minilm._tokenize._columns == minilm._tokenize._fast
     columns = minilm.tokenizer(list(PROBES), truncation=True, max_length=minilm.max_length)
     for place, each in enumerate(minilm.preprocess(list(PROBES[:-1]))):
@@ -82,7 +82,7 @@ def test_a_tokenizer_that_does_more_is_called_itself() -> None:
         assert [each.tolist() for each in prepared] == usual(tokenizer, TEXTS)  # type: ignore[union-attr]
 
 
-def test_what_does_not_fit_fails_alone() -> None:
+def test_text_that_is_too_long_fails_alone() -> None:
     texts = made(make_tokenizer(), max_length=4, truncate=False)
     short, long, another = texts(["rain", "the cat sat on the mat", "tea"])
     assert isinstance(long, Failed)
@@ -92,7 +92,7 @@ def test_what_does_not_fit_fails_alone() -> None:
     assert not isinstance(another, Failed)
 
 
-def test_no_text_has_no_tokens() -> None:
+def test_empty_batch_has_no_tokens() -> None:
     assert made(make_tokenizer())([]) == []
 
 

@@ -1,4 +1,4 @@
-"""Forward passes side by side: who runs where, with how many threads, and with the same results."""
+"""Forward passes side by side on a CPU: their threads, and their results."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 from batchery import Failed
 from batchery.execution.batch import compute, prepare
 from batchery_worker.batching.planner import plan
-from batchery_worker.models.hardware.cpu_lanes import Lanes
+from batchery_worker.models.hardware.cpu_streams import CpuStreams
 from support.tiny_models import ARCHITECTURES, Build, Load, run
 
 #: Longest wait for another thread, in seconds.
@@ -47,70 +47,70 @@ def passes() -> Passes:
     return Passes()
 
 
-def test_a_lonely_pass_has_all_threads_and_runs_where_it_is_awaited(passes: Passes) -> None:
+def test_lone_pass_has_all_threads_and_runs_on_the_waiting_thread(passes: Passes) -> None:
     torch.set_num_threads(4)
-    begun = Lanes(2, threads=4).begin(passes(7.0))
+    pending = CpuStreams(2, threads=4).submit(passes(7.0))
     assert passes.threads == []
-    assert begun.wait().tolist() == [7.0]
+    assert pending.wait().tolist() == [7.0]
     assert passes.threads == [4]
     assert passes.ran_on == [threading.current_thread().name]
 
 
-def test_passes_run_at_the_same_time() -> None:
+def test_passes_of_two_streams_run_at_the_same_time() -> None:
     meet = threading.Barrier(2, timeout=TIMEOUT_S)
 
     def computing() -> Tensor:
         meet.wait()
         return torch.ones(1)
 
-    lanes = Lanes(2, threads=2)
-    begun = [lanes.begin(computing), lanes.begin(computing)]
-    assert [each.wait().tolist() for each in begun] == [[1.0], [1.0]]
+    streams = CpuStreams(2, threads=2)
+    pending = [streams.submit(computing), streams.submit(computing)]
+    assert [each.wait().tolist() for each in pending] == [[1.0], [1.0]]
 
 
 @pytest.mark.parametrize(("count", "threads", "each"), [(2, 4, 2), (3, 4, 1), (2, 1, 1), (4, 8, 4)])
 def test_passes_share_the_threads(passes: Passes, count: int, threads: int, each: int) -> None:
-    lanes = Lanes(count, threads)
+    streams = CpuStreams(count, threads)
     asked = 2 if count == 4 else count
-    begun = [lanes.begin(passes()) for _ in range(asked)]
-    for one in begun:
+    pending = [streams.submit(passes()) for _ in range(asked)]
+    for one in pending:
         one.wait()
     assert passes.threads == [each] * asked
-    assert all(name.startswith("batchery-lane") for name in passes.ran_on)
+    assert all(name.startswith("batchery-cpu-stream") for name in passes.ran_on)
 
 
 def test_a_thread_keeps_its_number_when_another_one_changes_its_own(passes: Passes) -> None:
     torch.set_num_threads(3)
-    lanes = Lanes(2, threads=2)
-    for one in [lanes.begin(passes()), lanes.begin(passes())]:
+    streams = CpuStreams(2, threads=2)
+    for one in [streams.submit(passes()), streams.submit(passes())]:
         one.wait()
     assert passes.threads == [1, 1]
     assert torch.get_num_threads() == 3
 
 
-def test_full_lanes_begin_before_anybody_waits() -> None:
+def test_passes_begin_as_soon_as_all_streams_are_taken() -> None:
     began = threading.Semaphore(0)
 
     def computing() -> Tensor:
         began.release()
         return torch.ones(1)
 
-    lanes = Lanes(2, threads=2)
-    begun = [lanes.begin(computing)]
+    streams = CpuStreams(2, threads=2)
+    pending = [streams.submit(computing)]
     assert not began.acquire(blocking=False)
-    begun.append(lanes.begin(computing))
+    pending.append(streams.submit(computing))
     assert began.acquire(timeout=TIMEOUT_S)
     assert began.acquire(timeout=TIMEOUT_S)
-    for each in begun:
+    for each in pending:
         each.wait()
 
 
-def test_what_a_pass_raises_is_for_who_waits_for_it(passes: Passes) -> None:
+def test_error_of_a_pass_is_raised_to_its_waiter(passes: Passes) -> None:
     def failing() -> Tensor:
         raise MemoryError("no room")
 
-    lanes = Lanes(2, threads=2)
-    bad, good = lanes.begin(failing), lanes.begin(passes(3.0))
+    streams = CpuStreams(2, threads=2)
+    bad, good = streams.submit(failing), streams.submit(passes(3.0))
     with pytest.raises(MemoryError, match="no room"):
         bad.wait()
     assert good.wait().tolist() == [3.0]
@@ -128,9 +128,9 @@ def test_results_are_those_of_one_pass_at_a_time(
         load, folder = classifier, build("bert", labels=("bad", "good", "so so"))
     many = texts * 20
     results = []
-    for lanes in (1, 4):
-        model = load(folder, forward=forward, lanes=lanes)
-        assert (model.lanes, model.passes_ahead) == (lanes, 0 if lanes == 1 else lanes)
+    for streams in (1, 4):
+        model = load(folder, forward=forward, cpu_streams=streams)
+        assert (model.cpu_streams, model.passes_ahead) == (streams, 0 if streams == 1 else streams)
         prepared = prepare(model, many, {})
         # The same cuts for both.
         cut = partial(plan, max_batch_tokens=64, max_batch_size=4, pads=model.pads)
@@ -141,10 +141,10 @@ def test_results_are_those_of_one_pass_at_a_time(
 
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
-def test_no_architecture_mixes_up_what_it_computes_side_by_side(
+def test_every_architecture_gives_the_same_results_side_by_side(
     architecture: str, build: Build, embedder: Load, texts: list[str]
 ) -> None:
-    alone, beside = (embedder(build(architecture), lanes=lanes) for lanes in (1, 4))
+    alone, beside = (embedder(build(architecture), cpu_streams=streams) for streams in (1, 4))
     many = texts * 20
     expected, found = (
         compute(
@@ -158,10 +158,10 @@ def test_no_architecture_mixes_up_what_it_computes_side_by_side(
     assert found == expected
 
 
-def test_a_pass_that_has_no_room_is_halved(
+def test_pass_without_memory_is_halved(
     build: Build, embedder: Load, texts: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = embedder(build("bert"), lanes=2)
+    model = embedder(build("bert"), cpu_streams=2)
     prepared = prepare(model, texts * 4, {})
     expected, _, _ = compute(model, prepared, {}, lambda lengths: plan(lengths, 500, 2))
     vectors = model._pass.vectors
@@ -182,13 +182,13 @@ def test_a_pass_that_has_no_room_is_halved(
 def test_a_model_may_be_asked_by_several_threads(
     build: Build, embedder: Load, texts: list[str]
 ) -> None:
-    alone, asked = (embedder(build("bert"), lanes=lanes) for lanes in (1, 2))
+    alone, asked = (embedder(build("bert"), cpu_streams=streams) for streams in (1, 2))
     expected = [run(alone, [text])[0]["vector"] for text in texts * 4]
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda text: run(asked, [text])[0]["vector"], texts * 4))
     assert found == expected
 
 
-def test_lanes_are_a_setting(build: Build, embedder: Load) -> None:
-    with pytest.raises(ValueError, match="lanes"):
-        embedder(build("bert"), lanes=0)
+def test_cpu_streams_must_be_positive(build: Build, embedder: Load) -> None:
+    with pytest.raises(ValueError, match="cpu_streams"):
+        embedder(build("bert"), cpu_streams=0)

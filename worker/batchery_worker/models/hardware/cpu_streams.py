@@ -1,7 +1,7 @@
-"""Forward passes side by side on a CPU: each has threads of its own, and waits for no other's.
+"""Forward passes side by side on a CPU: each has its own threads, and waits for no others.
 
-One pass with all threads waits at the end of each operation for the slowest of them, and whatever
-else the machine does makes one slow. docs/benchmarks.md has the difference.
+A single pass with all threads waits at the end of each operation for the slowest thread, and
+whatever else the machine does makes one thread slow. docs/benchmarks.md has the difference.
 """
 
 import threading
@@ -13,27 +13,27 @@ import torch
 from torch import Tensor
 
 
-class Lanes:
-    """Runs forward passes of one model on threads; on pools with threads, several threads ask."""
+class CpuStreams:
+    """Runs forward passes of one model on threads. Several threads may ask for passes."""
 
     def __init__(self, count: int, threads: int) -> None:
-        """Prepares them.
+        """Starts no thread yet.
 
         Args:
-            count: Most passes at a time, at least 1.
-            threads: Of torch, shared by the passes that run; at least 1.
+            count: Maximum number of passes at a time, at least 1.
+            threads: Threads of torch, shared by the passes that run; at least 1.
         """
         self._count = count
         self._threads = threads
-        self._pool = ThreadPoolExecutor(count, "batchery-lane", initializer=_settle_threads)
+        self._pool = ThreadPoolExecutor(count, "batchery-cpu-stream", initializer=_settle_threads)
         self._waiting: deque[tuple[Future[Tensor], Callable[[], Tensor]]] = deque()
         self._running: list[Future[Tensor]] = []
         self._lock = threading.Lock()
 
-    def begin(self, compute: Callable[[], Tensor]) -> "Passage":
-        """Takes a pass, which begins as soon as the lanes are full or a result is asked for.
+    def submit(self, compute: Callable[[], Tensor]) -> "PendingPass":
+        """Takes a pass, which starts as soon as all streams are taken or a result is asked for.
 
-        Only then is known how many there are to share the threads: a lonely pass has them all.
+        Only then is it known how many passes share the threads: a lone pass has them all.
 
         Args:
             compute: Returns what the pass makes, (B, ...), in inference mode.
@@ -44,43 +44,43 @@ class Lanes:
             full = len(self._waiting) >= self._count
         if full:
             self.start()
-        return Passage(self, future)
+        return PendingPass(self, future)
 
     def start(self) -> None:
-        """Begins all that was taken; a lonely pass has ended when it returns."""
-        lonely = None
+        """Starts all passes that were taken; a lone pass has ended when this returns."""
+        lone = None
         with self._lock:
             self._running = [each for each in self._running if not each.done()]
             self._running += [future for future, _ in self._waiting]
             if len(self._running) == len(self._waiting) == 1:
-                # Here and now: whoever asks would only wait for another thread.
-                lonely = self._waiting.popleft()
+                # Run it on this thread, which would otherwise only wait for another one.
+                lone = self._waiting.popleft()
             while self._waiting:
                 threads = max(1, self._threads // min(self._count, len(self._running)))
                 self._pool.submit(_run, *self._waiting.popleft(), threads)
-        if lonely is not None:
-            _run(*lonely, self._threads)
+        if lone is not None:
+            _run(*lone, self._threads)
 
 
-class Passage:
-    """A pass that was taken."""
+class PendingPass:
+    """A pass that waits, runs or has run."""
 
-    def __init__(self, lanes: Lanes, result: Future[Tensor]) -> None:
-        self._lanes = lanes
+    def __init__(self, streams: CpuStreams, result: Future[Tensor]) -> None:
+        self._streams = streams
         self._result = result
 
     def wait(self) -> Tensor:
-        """What the pass makes, as soon as it is there; may be called again.
+        """Waits for what the pass makes; may be called again.
 
         Raises:
-            Exception: What the pass has raised.
+            Exception: The pass has raised it.
         """
-        self._lanes.start()
+        self._streams.start()
         return self._result.result()
 
 
 def _settle_threads() -> None:
-    # With its first operation a thread takes over whatever number another one has set last.
+    # With its first operation a thread adopts the number that another thread has set last.
     torch.get_num_threads()
 
 

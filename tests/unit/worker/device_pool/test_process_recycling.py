@@ -11,12 +11,14 @@ HERE = os.getpid()
 
 
 @pytest.mark.parametrize(("jobs", "reached"), [(0, False), (9, False), (10, True), (64, True)])
-def test_a_batch_may_go_beyond_the_limit_but_not_the_next_one(jobs: int, reached: bool) -> None:
+def test_process_is_recycled_after_the_batch_that_reaches_the_limit(
+    jobs: int, reached: bool
+) -> None:
     assert ChildLimits(max_jobs=10).reached(jobs, HERE) is reached
 
 
 @pytest.mark.parametrize(("held_kib", "reached"), [(99, False), (100, False), (101, True)])
-def test_memory_counts_beside_jobs(
+def test_memory_limit_holds_in_addition_to_the_job_limit(
     monkeypatch: pytest.MonkeyPatch, held_kib: int, reached: bool
 ) -> None:
     monkeypatch.setattr(process, "resident_kib", lambda _: held_kib)
@@ -28,7 +30,7 @@ def test_no_limit_is_never_reached(limits: ChildLimits) -> None:
     assert not limits.reached(10**9, HERE)
 
 
-def test_where_the_system_says_nothing_memory_has_no_limit(
+def test_memory_limit_is_ignored_if_the_system_reports_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process, "resident_kib", lambda _: None)

@@ -13,7 +13,7 @@ from batchery import BatchTask, install
 from batchery_worker.commit.eligibility import (
     HOOKS,
     SIGNALS,
-    TracerNeeds,
+    TracerReasons,
     receivers_need_tracer,
     request_needs_tracer,
     task_needs_tracer,
@@ -52,7 +52,7 @@ def of_task(app: Celery, base: type = BatchTask, **options: Any) -> str | None:
     return task_needs_tracer(app, make_task(app, base, **options))
 
 
-def test_a_plain_task_does_without() -> None:
+def test_plain_task_does_not_need_the_tracer() -> None:
     assert of_task(make_app()) is None
 
 
@@ -66,12 +66,12 @@ class Called(BatchTask):
         return super().__call__(*args, **keywords)
 
 
-def test_a_task_with_a_call_of_its_own_needs_it() -> None:
+def test_task_with_its_own_call_needs_the_tracer() -> None:
     assert of_task(make_app(), Called) == "__call__ is overridden"
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_task_with_a_hook_needs_it(hook: str) -> None:
+def test_task_with_a_hook_needs_the_tracer(hook: str) -> None:
     def called(*_: Any) -> None:
         """Whatever it does."""
 
@@ -80,7 +80,7 @@ def test_a_task_with_a_hook_needs_it(hook: str) -> None:
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_a_hook_that_was_set_on_the_task_itself_counts(hook: str) -> None:
+def test_hook_set_on_the_task_object_needs_the_tracer(hook: str) -> None:
     app = make_app()
     task = make_task(app)
     setattr(task, hook, print)
@@ -95,23 +95,23 @@ def test_every_hook_of_celerys_tasks_is_known() -> None:
     assert own - {"on_bound", "on_replace"} == set(HOOKS)
 
 
-def test_a_task_that_tells_of_its_start_needs_it() -> None:
+def test_task_that_tracks_started_needs_the_tracer() -> None:
     assert of_task(make_app(), track_started=True) == "task_track_started"
     assert of_task(make_app(task_track_started=True)) == "task_track_started"
 
 
-def test_a_task_that_is_retried_by_celery_needs_it() -> None:
+def test_task_with_autoretry_needs_the_tracer() -> None:
     assert of_task(make_app(), autoretry_for=(OSError,)) == "autoretry_for"
 
 
-def test_a_task_with_a_backend_of_its_own_needs_it() -> None:
+def test_task_with_its_own_backend_needs_the_tracer() -> None:
     app = make_app()
     other = RedisBackend(app=app, url="redis://127.0.0.1:2/0")
     assert of_task(app, backend=other) == "a result backend of its own"
 
 
 @pytest.mark.parametrize("backend", ["cache+memory://", "disabled://"])
-def test_a_backend_that_is_not_redis_needs_it(backend: str) -> None:
+def test_backend_other_than_redis_needs_the_tracer(backend: str) -> None:
     app = install(Celery("needs", broker="memory://", backend=backend, set_as_current=False))
     assert of_task(app) == "a result backend other than Celery's for Redis"
 
@@ -120,19 +120,19 @@ class OwnBackend(RedisBackend):
     """It may store what it likes."""
 
 
-def test_a_subclass_of_the_backend_needs_it() -> None:
+def test_subclass_of_the_redis_backend_needs_the_tracer() -> None:
     app = make_app()
     own: Any = OwnBackend(app=app, url="redis://127.0.0.1:1/0")
     setattr(app, "_backend", own)  # noqa: B010 - what the public property reads
     assert of_task(app) == "a result backend other than Celery's for Redis"
 
 
-def test_results_in_another_serialization_need_it() -> None:
+def test_results_in_another_serializer_need_the_tracer() -> None:
     app = make_app(result_serializer="yaml", result_accept_content=["yaml"])
     assert of_task(app) == "a result serializer other than JSON"
 
 
-def test_compressed_results_need_it() -> None:
+def test_compressed_results_need_the_tracer() -> None:
     assert of_task(make_app(result_compression="gzip")) == "compressed results"
 
 
@@ -146,7 +146,7 @@ def test_compressed_results_need_it() -> None:
         {"result_expires": 60},
     ],
 )
-def test_what_a_device_can_do_as_well_does_not_need_it(conf: dict[str, Any]) -> None:
+def test_options_that_a_device_supports_do_not_need_the_tracer(conf: dict[str, Any]) -> None:
     assert of_task(make_app(**conf)) is None
 
 
@@ -167,7 +167,7 @@ def listen(**_: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SIGNALS)
-def test_a_signal_that_somebody_listens_to_needs_it(name: str) -> None:
+def test_signal_with_a_receiver_needs_the_tracer(name: str) -> None:
     task = make_task(make_app())
     assert receivers_need_tracer(task) is None
     with connected(SIGNALS[name], listen):
@@ -175,14 +175,14 @@ def test_a_signal_that_somebody_listens_to_needs_it(name: str) -> None:
     assert receivers_need_tracer(task) is None
 
 
-def test_a_receiver_for_another_task_does_not_count() -> None:
+def test_receiver_of_another_task_does_not_need_the_tracer() -> None:
     task, other = make_task(make_app()), make_task(make_app())
     with connected(signals.task_success, listen, sender=other):
         assert receivers_need_tracer(task) is None
         assert receivers_need_tracer(other) == "a receiver of task_success"
 
 
-def test_celerys_own_receivers_for_django_do_not_count() -> None:
+def test_celery_s_receivers_for_django_do_not_need_the_tracer() -> None:
     # Its constructor imports Django, which need not be here.
     made: Any = django
     fixup = made.DjangoWorkerFixup.__new__(made.DjangoWorkerFixup)
@@ -199,22 +199,22 @@ def test_celerys_own_receivers_for_django_do_not_count() -> None:
 # Of the message
 
 
-def test_a_plain_message_does_without() -> None:
+def test_plain_message_does_not_need_the_tracer() -> None:
     headers = {"id": "a", "group": "g", "ignore_result": True, "replaced_task_nesting": 0}
     assert request_needs_tracer(headers, PLAIN) is None
     assert request_needs_tracer({"id": "a"}, None) is None
 
 
 @pytest.mark.parametrize("name", list(PLAIN))
-def test_a_message_with_something_to_come_after_it_needs_it(name: str) -> None:
+def test_message_with_callbacks_chain_or_chord_needs_the_tracer(name: str) -> None:
     assert request_needs_tracer({}, {**PLAIN, name: [{"task": "next"}]}) == name
 
 
-def test_a_job_that_replaced_another_needs_it() -> None:
+def test_job_that_replaced_another_needs_the_tracer() -> None:
     assert request_needs_tracer({"replaced_task_nesting": 1}, PLAIN) == "it replaced another job"
 
 
-def test_what_is_in_a_real_message_is_what_is_looked_for() -> None:
+def test_fields_are_those_of_a_real_message() -> None:
     app = make_app()
     task = make_task(app)
     s = task.s("a")
@@ -239,12 +239,12 @@ def renamed(options: dict[str, Any]) -> dict[str, Any]:
 # All together
 
 
-def test_what_holds_is_remembered_and_what_changes_is_not() -> None:
+def test_constant_reasons_are_cached_and_changing_ones_are_not() -> None:
     app = make_app()
     task = make_task(app)
-    needs = TracerNeeds(app)
-    assert needs.why(task, {}, PLAIN) is None
-    assert needs.why(task, {}, {**PLAIN, "chain": ["next"]}) == "chain"
+    needs = TracerReasons(app)
+    assert needs.of_job(task, {}, PLAIN) is None
+    assert needs.of_job(task, {}, {**PLAIN, "chain": ["next"]}) == "chain"
     with connected(signals.task_success, listen):
-        assert needs.why(task, {}, PLAIN) == "a receiver of task_success"
-    assert needs.why(task, {}, PLAIN) is None
+        assert needs.of_job(task, {}, PLAIN) == "a receiver of task_success"
+    assert needs.of_job(task, {}, PLAIN) is None

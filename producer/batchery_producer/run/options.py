@@ -1,0 +1,78 @@
+"""How a file is submitted: what the command line and `submit_file` let the caller choose."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from batchery_producer.run.summary import Snapshot
+
+logger = logging.getLogger(__name__)
+
+#: Jobs in flight: some batches for each of several devices, and still little memory.
+WINDOW = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmitOptions:
+    """Options of `submit_file`.
+
+    Attributes:
+        queue: By default as the app routes the task; if the app does not know it, the task's name.
+        keywords: Keyword arguments of every job.
+        errors: Gets one line per failure; by default `<output>.errors.jsonl`.
+        ordered: Write results in the order of the input, when all are there.
+        overwrite: Replace an output that is there.
+        resume: Finish an output that is there: only what is missing is submitted. Jobs of the
+            earlier run that are still in flight are awaited, not sent again.
+        stop_at_failure: End the run when a job fails, or a line cannot become a job.
+        keep_results: Leave results in the backend, too, until they expire.
+        window: Maximum number of jobs in flight.
+        expires_s: Jobs that no worker has begun by then, in seconds, fail as revoked.
+        timeout_s: Give up when no result has come for so long, in seconds; by default never.
+        report: Gets figures and plots of the run when it has ended, as one HTML page.
+        progress: Called several times a second, on the caller's thread.
+        stop: Asked several times a second; True ends the run. Jobs in flight stay where they are.
+        notice: Gets lines for the user; one when nothing comes for a while.
+        format: As for `Dataset`, like all that follow.
+        field: Name of the field that holds the item.
+        id_field: Name of the field that holds the caller's id.
+        limit: Read only so many rows.
+        sample: Only so many rows, chosen at random.
+        retry_failed: Only the rows that this file of failures names.
+    """
+
+    queue: str | None = None
+    keywords: Mapping[str, Any] | None = None
+    errors: str | Path | None = None
+    ordered: bool = False
+    overwrite: bool = False
+    resume: bool = False
+    stop_at_failure: bool = False
+    keep_results: bool = False
+    window: int = WINDOW
+    expires_s: float | None = None
+    timeout_s: float | None = None
+    report: str | Path | None = None
+    progress: Callable[[Snapshot], None] = lambda _: None
+    stop: Callable[[], bool] = lambda: False
+    notice: Callable[[str], None] = logger.warning
+    format: str | None = None
+    field: str | None = None
+    id_field: str | None = None
+    limit: int | None = None
+    sample: int | None = None
+    retry_failed: str | Path | None = None
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """The keyword arguments of `Dataset`."""
+        names = ("format", "field", "id_field", "limit", "sample", "retry_failed")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def writing(self) -> dict[str, Any]:
+        """The keyword arguments of `Output`."""
+        names = ("errors", "ordered", "overwrite", "resume")
+        return {name: getattr(self, name) for name in names}

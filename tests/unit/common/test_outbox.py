@@ -1,0 +1,119 @@
+"""The outbox of one job: what it holds back, what it replays, and how it names messages."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from batchery.outbox import HeldMessage, Outbox
+
+KNOWN = {"job": "parent", "next": {"chain": [{"options": {"task_id": "step"}}]}}
+
+
+class FakeChannel:
+    """Remembers what was published, in the list of everything that happened."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def publish_once(self, outbox: Outbox, key: str, message: Mapping[str, Any]) -> None:
+        self._log.append(f"{key} {outbox.dedupe_key(message)}")
+
+
+@pytest.fixture
+def log() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def outbox() -> Outbox:
+    return Outbox("tag", KNOWN, task_id="parent")
+
+
+def message(task_id: str, body: str = "[]", task: str = "work", retries: int = 0) -> dict[str, Any]:
+    return {"headers": {"id": task_id, "task": task, "retries": retries}, "body": body}
+
+
+def held(log: list[str], task_id: str) -> HeldMessage:
+    return HeldMessage(FakeChannel(log), "queue", message(task_id))
+
+
+def dedupe_keys(*messages: dict[str, Any]) -> list[str]:
+    outbox = Outbox("tag", KNOWN)
+    return [outbox.dedupe_key(each) for each in messages]
+
+
+def test_new_outbox_publishes_at_once(outbox: Outbox, log: list[str]) -> None:
+    outbox.publish(held(log, "step"))
+    assert log == ["queue id step work 0"]
+    assert outbox.messages == []
+
+
+def test_holding_outbox_publishes_nothing(outbox: Outbox, log: list[str]) -> None:
+    outbox.holds = True
+    outbox.publish(held(log, "step"))
+    assert log == []
+    assert [each.message for each in outbox.messages] == [message("step")]
+
+
+def test_replay_publishes_messages_in_order_and_then_stores_the_result(
+    outbox: Outbox, log: list[str]
+) -> None:
+    outbox.holds = True
+    outbox.hold_result(b"{}", lambda: log.append("result"))
+    for task_id in ("step", "parent"):
+        outbox.publish(held(log, task_id))
+    outbox.replay()
+    assert log == ["queue id step work 0", "queue id parent work 0", "result"]
+
+
+def test_replay_without_a_held_result_stores_nothing(outbox: Outbox, log: list[str]) -> None:
+    outbox.holds = True
+    outbox.publish(held(log, "step"))
+    outbox.replay()
+    assert log == ["queue id step work 0"]
+
+
+def test_message_after_replay_is_published_at_once(outbox: Outbox, log: list[str]) -> None:
+    outbox.holds = True
+    outbox.replay()
+    outbox.publish(held(log, "step"))
+    assert log == ["queue id step work 0"]
+
+
+@pytest.mark.parametrize(
+    ("holds", "task_id", "expected"),
+    [(True, "parent", True), (True, "another", False), (False, "parent", False)],
+)
+def test_only_the_own_result_is_held_back(
+    outbox: Outbox, holds: bool, task_id: str, expected: bool
+) -> None:
+    outbox.holds = holds
+    assert outbox.holds_result_of(task_id) is expected
+
+
+def test_held_message_has_the_text_that_kombu_puts_into_a_queue(log: list[str]) -> None:
+    each = HeldMessage(FakeChannel(log), "queue", {"body": "ü", "headers": {}})
+    assert each.text == '{"body": "\\u00fc", "headers": {}}'
+
+
+def test_message_with_a_known_id_is_named_by_id_task_and_retries() -> None:
+    assert dedupe_keys(message("step", "[1]")) == dedupe_keys(message("step", "[2]"))
+    assert len(set(dedupe_keys(message("step"), message("parent"), message("parent")))) == 2
+    assert dedupe_keys(message("parent", retries=1)) != dedupe_keys(message("parent", retries=2))
+    assert dedupe_keys(message("parent", task="another")) != dedupe_keys(message("parent"))
+
+
+def test_message_with_a_new_id_is_named_by_its_body() -> None:
+    assert dedupe_keys(message("new-1", "[1]")) == dedupe_keys(message("new-2", "[1]"))
+    assert dedupe_keys(message("new-1", "[1]")) != dedupe_keys(message("new-2", "[2]"))
+
+
+def test_equal_messages_have_different_names_which_a_second_run_repeats() -> None:
+    first = dedupe_keys(message("new-1"), message("new-2"))
+    assert len(set(first)) == 2
+    assert first == dedupe_keys(message("new-3"), message("new-4"))
+
+
+def test_message_that_kombu_sends_again_keeps_its_name() -> None:
+    assert len(set(dedupe_keys(message("new-1"), message("new-1")))) == 1

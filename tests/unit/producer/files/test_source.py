@@ -1,0 +1,199 @@
+"""Inputs and outputs at URLs, and inputs in other compressions."""
+
+import bz2
+import gzip
+import json
+import lzma
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from batchery import DatasetError
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.journal import Journal
+from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.source import find_sources
+from batchery_producer.run.output import Output
+
+FOLDER = "memory://rows"
+
+
+@pytest.fixture
+def memory() -> Iterator[Any]:
+    """fsspec's filesystem in memory, empty before and after."""
+    files = fsspec.filesystem("memory")
+    yield files
+    files.store.clear()
+    files.pseudo_dirs[:] = [""]
+
+
+def items(dataset: Dataset) -> list[Any]:
+    return [each.item for each in dataset if isinstance(each, Record)]
+
+
+def zstd(data: bytes) -> bytes:
+    """Two members, as our own output has."""
+    half = len(data) // 2
+    compressor = zstandard.ZstdCompressor()
+    return compressor.compress(data[:half]) + compressor.compress(data[half:])
+
+
+PACKERS = [("", bytes), (".gz", gzip.compress), (".zst", zstd), (".bz2", bz2.compress)]
+PACKERS += [(".xz", lzma.compress)]
+
+
+@pytest.mark.parametrize(("ending", "pack"), PACKERS, ids=[name or "plain" for name, _ in PACKERS])
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_input_is_unpacked_on_every_filesystem(
+    tmp_path: Path, memory: Any, place: str, ending: str, pack: Any
+) -> None:
+    data = pack("".join(f'{{"text": "row {n}"}}\n' for n in range(100)).encode())
+    if place == "local":
+        name = str(tmp_path / f"in.jsonl{ending}")
+        Path(name).write_bytes(data)
+    else:
+        name = f"{FOLDER}/in.jsonl{ending}"
+        memory.pipe(name, data)
+    dataset = Dataset(name)
+    assert items(dataset) == items(dataset) == [f"row {n}" for n in range(100)]
+    assert dataset.total == 100
+
+
+def test_input_that_is_torn_xz_says_where_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt.xz"
+    lines = "".join(f"{random.random()}\n" for _ in range(20_000)).encode()
+    packed = lzma.compress(lines)
+    path.write_bytes(packed[: len(packed) // 2])
+    rows = list(Dataset(path))
+    assert len(rows) > 1000
+    assert isinstance(rows[-1], Broken)
+    assert "cannot be read from here on" in rows[-1].reason
+
+
+def test_url_of_parquet_is_read(tmp_path: Path, memory: Any) -> None:
+    table = pyarrow.table({"text": ["one", "two"]})
+    with memory.open(f"{FOLDER}/in.parquet", "wb") as file:
+        pyarrow.parquet.write_table(table, file)
+    assert items(Dataset(f"{FOLDER}/in.parquet")) == ["one", "two"]
+
+
+def test_url_pattern_names_its_files_in_order(memory: Any) -> None:
+    for name in ("b", "a", "c"):
+        memory.pipe(f"{FOLDER}/{name}.txt", name.encode())
+    memory.pipe(f"{FOLDER}/d.csv", b"text\n")
+    found = find_sources(f"{FOLDER}/*.txt", None)
+    assert [each.name for each in found] == [f"memory:///rows/{name}.txt" for name in "abc"]
+    assert [each.size_bytes for each in found] == [1, 1, 1]
+    assert items(Dataset([each.name for each in found])) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("none.txt", r"memory://rows/none\.txt: there is no such file"),
+        ("*.csv", r"memory://rows/\*\.csv: no file matches"),
+        ("inner", "memory://rows/inner: a directory"),
+    ],
+)
+def test_url_of_no_file_is_refused(memory: Any, name: str, message: str) -> None:
+    memory.pipe(f"{FOLDER}/inner/a.txt", b"a")
+    with pytest.raises(DatasetError, match=message):
+        Dataset(f"{FOLDER}/{name}")
+
+
+@pytest.mark.parametrize(
+    ("url", "module", "message"),
+    [
+        ("s3://bucket/a.txt", "s3fs", "pip install s3fs"),
+        ("gcs://bucket/a.txt", "gcsfs", "pip install gcsfs"),
+        ("https://host/a.txt", "fsspec.implementations.http", r"pip install 'fsspec\[http\]'"),
+        ("nowhere://a.txt", "nowhere", "Protocol not known"),
+        ("memory://a.txt", "fsspec.core", r"pip install 'batchery\[datasets\]'"),
+    ],
+)
+def test_url_whose_package_is_missing_names_it(
+    monkeypatch: pytest.MonkeyPatch, url: str, module: str, message: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(DatasetError, match=message):
+        Dataset(url)
+
+
+def test_url_fingerprint_changes_with_the_file(memory: Any) -> None:
+    url = f"{FOLDER}/in.txt"
+    memory.pipe(url, b"one\n")
+    before = find_sources(url, None)[0].fingerprint()
+    assert find_sources(url, None)[0].fingerprint() == before
+    memory.pipe(url, b"two\n")
+    assert find_sources(url, None)[0].fingerprint() != before
+
+
+def write_output(dataset: Dataset, url: str, **options: Any) -> None:
+    with Output(dataset, url, **options) as output:
+        output.open(Journal.of(dataset.sources, "embed", {}, 4))
+        output.result(Record(1, 1, None), "ONE")
+        output.finish(complete=True)
+
+
+@pytest.fixture
+def dataset(memory: Any) -> Dataset:
+    memory.pipe(f"{FOLDER}/in.txt", b"one\n")
+    return Dataset(f"{FOLDER}/in.txt")
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz"])
+def test_output_url_gets_all_results_at_the_end(
+    dataset: Dataset, memory: Any, ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    write_output(dataset, f"{FOLDER}/out{ending}")
+    data = memory.cat(f"{FOLDER}/out{ending}")
+    data = gzip.decompress(data) if ending.endswith(".gz") else data
+    assert json.loads(data) == {"id": 1, "line": 1, "result": "ONE"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_output_url_that_is_there_is_kept_unless_overwritten(dataset: Dataset, memory: Any) -> None:
+    url = f"{FOLDER}/out.jsonl"
+    memory.pipe(url, b"older")
+    with pytest.raises(DatasetError, match=r"out\.jsonl: already there"):
+        Output(dataset, url)
+    write_output(dataset, url, overwrite=True)
+    assert b"ONE" in memory.cat(url)
+
+
+def test_output_url_cannot_be_resumed_nor_be_the_input(dataset: Dataset) -> None:
+    with pytest.raises(DatasetError, match="URLs cannot be resumed"):
+        Output(dataset, f"{FOLDER}/out.jsonl", resume=True)
+    with pytest.raises(DatasetError, match="this is the input"):
+        Output(dataset, f"{FOLDER}/in.txt", overwrite=True)
+
+
+def test_output_url_that_refuses_leaves_the_results_here(
+    dataset: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "open", refuse)
+    with pytest.raises(DatasetError, match="cannot be written: not yours; the results are in"):
+        write_output(dataset, f"{FOLDER}/out.jsonl")
+    (part,) = tmp_path.iterdir()
+    assert b"ONE" in part.read_bytes()
+
+
+def test_output_in_a_compression_that_is_only_read_is_refused(
+    dataset: Dataset, tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError, match=r"name it \.gz or \.zst"):
+        Output(dataset, tmp_path / "out.jsonl.xz")

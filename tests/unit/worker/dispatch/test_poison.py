@@ -1,0 +1,174 @@
+"""Poison detection: which jobs are quarantined, and which become dead letters."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery.exceptions import TimeLimitExceeded
+
+from batchery.errors import DeviceDied
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.dispatch import poison
+from batchery_worker.dispatch.poison import MAX_DEATHS, PoisonDetector, is_reserved, note_begin
+from batchery_worker.job import Batch, BatchKey, Job, Limits
+from batchery_worker.request import LeaseHandle
+from batchery_worker.task_call import DispatchedBatch, TaskCall
+from support.fake_worker import FakeLeaseStore
+
+HOW = "device process for cpu died: exit code 1"
+
+
+class Recorder:
+    """The settlement and the jobs in flight, as far as the detector uses them."""
+
+    def __init__(self) -> None:
+        self.failures: dict[str, Exception] = {}
+        self.in_flight: list[str] = []
+
+    def fail(self, call: TaskCall, error: Exception) -> None:
+        self.failures[call.task_id] = error
+
+    def add(self, call: TaskCall, pid: int) -> None:
+        self.in_flight.append(call.task_id)
+
+
+class Scene:
+    """A detector with a real scheduler, and a lease store without Redis."""
+
+    recorder: Any
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.scheduler: Scheduler[TaskCall] = Scheduler()
+        self.recorder = Recorder()
+        self.detector = PoisonDetector(self.scheduler, self.recorder, self.recorder)
+        self.store: Any = FakeLeaseStore()
+        self.dead_letters: list[str] = []
+        monkeypatch.setattr(
+            poison, "dead_letter_on_ack", lambda message, _: self.dead_letters.append(message)
+        )
+
+    def job(self, task_id: str = "j", *, deaths: int = 0, is_leased: bool = True) -> Job[TaskCall]:
+        lease = LeaseHandle(self.store, task_id) if is_leased else None
+        request: Any = SimpleNamespace(lease=lease, message=f"message of {task_id}")
+        nothing: Any = None
+        call = TaskCall(nothing, ("task", task_id, {}), nothing, nothing, nothing, request)
+        return Job(task_id, BatchKey("task"), Limits(8), 1, 0.0, call, deaths=deaths)
+
+    def next_batch(self) -> Batch[TaskCall] | None:
+        return self.scheduler.next_batch(0, alone=False, now_s=1.0)
+
+
+@pytest.fixture
+def scene(monkeypatch: pytest.MonkeyPatch) -> Scene:
+    return Scene(monkeypatch)
+
+
+def dispatched(*jobs: Job[TaskCall], alone: bool) -> DispatchedBatch:
+    return DispatchedBatch(Batch(jobs, alone=alone), dispatched_s=0.0)
+
+
+@pytest.mark.parametrize("is_leased", [True, False])
+def test_job_that_is_no_suspect_shares_a_batch(scene: Scene, is_leased: bool) -> None:
+    for task_id in ("a", "b"):
+        scene.detector.admit(scene.job(task_id, is_leased=is_leased))
+    batch = scene.next_batch()
+    assert batch is not None
+    assert (len(batch.jobs), batch.alone) == (2, False)
+
+
+def test_job_recovered_from_a_dead_worker_runs_alone(scene: Scene) -> None:
+    scene.store.died["a"] = 0
+    for task_id in ("a", "b"):
+        scene.detector.admit(scene.job(task_id))
+    batch = scene.next_batch()
+    assert batch is not None
+    assert batch.alone
+    assert [(job.id, job.recovered) for job in batch.jobs] == [("a", True)]
+
+
+def test_deaths_of_earlier_workers_are_kept_with_the_job(scene: Scene) -> None:
+    scene.store.died["a"] = MAX_DEATHS - 1
+    scene.detector.admit(scene.job("a"))
+    batch = scene.next_batch()
+    assert batch is not None
+    assert batch.jobs[0].deaths == MAX_DEATHS - 1
+    assert scene.dead_letters == []
+
+
+def test_job_that_killed_too_many_workers_becomes_a_dead_letter(scene: Scene) -> None:
+    scene.store.died["a"] = MAX_DEATHS
+    scene.detector.admit(scene.job("a"))
+    assert scene.next_batch() is None
+    assert scene.dead_letters == ["message of a"]
+    assert scene.recorder.in_flight == ["a"]
+    assert isinstance(scene.recorder.failures["a"], DeviceDied)
+    assert "its worker died" in str(scene.recorder.failures["a"])
+
+
+def test_death_of_a_shared_batch_is_blamed_on_nobody(scene: Scene) -> None:
+    jobs = [scene.job("a"), scene.job("b")]
+    for job in jobs:
+        scene.detector.on_death(job, dispatched(*jobs, alone=False), HOW)
+    for expected in jobs:
+        batch = scene.next_batch()
+        assert batch is not None
+        assert (batch.jobs, batch.alone) == ((expected,), True)
+
+
+def test_first_death_alone_gives_the_job_another_try(scene: Scene) -> None:
+    job = scene.job("a")
+    scene.detector.on_death(job, dispatched(job, alone=True), HOW)
+    batch = scene.next_batch()
+    assert batch is not None
+    assert (batch.jobs, batch.alone) == ((replace(job, deaths=1),), True)
+    assert scene.recorder.failures == {}
+
+
+def test_last_death_alone_makes_a_dead_letter_and_says_why(scene: Scene) -> None:
+    job = scene.job("a", deaths=MAX_DEATHS - 1)
+    scene.detector.on_death(job, dispatched(job, alone=True), HOW)
+    assert scene.next_batch() is None
+    assert scene.dead_letters == ["message of a"]
+    assert HOW in str(scene.recorder.failures["a"])
+
+
+def test_poison_job_without_a_lease_only_fails(scene: Scene) -> None:
+    job = scene.job("a", deaths=MAX_DEATHS - 1, is_leased=False)
+    scene.detector.on_death(job, dispatched(job, alone=True), HOW)
+    assert scene.dead_letters == []
+    assert isinstance(scene.recorder.failures["a"], DeviceDied)
+
+
+def test_job_that_reached_its_hard_limit_alone_fails_at_once(scene: Scene) -> None:
+    job = scene.job("a")
+    batch = dispatched(job, alone=True)
+    batch.expired, batch.hard_limit_s = True, 3.0
+    scene.detector.on_death(job, batch, HOW)
+    assert isinstance(scene.recorder.failures["a"], TimeLimitExceeded)
+    assert scene.next_batch() is None
+    assert scene.dead_letters == []
+
+
+def test_note_has_the_leased_jobs_of_one_store(scene: Scene) -> None:
+    noted: list[Any] = []
+    scene.store.began = lambda jobs, *, alone: noted.append((jobs, alone))
+    other = replace(scene.job("b"), payload=Scene(pytest.MonkeyPatch()).job("b").payload)
+    note_begin([scene.job("a"), other, scene.job("c", is_leased=False)], alone=False)
+    assert noted == [({"a": "a"}, False)]
+
+
+def test_batch_without_leases_is_not_noted(scene: Scene) -> None:
+    assert note_begin([scene.job(is_leased=False)], alone=True) is None
+
+
+@pytest.mark.parametrize(
+    ("alone", "recovered", "expected"),
+    [(True, True, True), (True, False, False), (False, True, False)],
+)
+def test_recovered_suspect_reserves_all_devices(
+    scene: Scene, alone: bool, recovered: bool, expected: bool
+) -> None:
+    job = replace(scene.job(), recovered=recovered)
+    device: Any = SimpleNamespace(batches={1: dispatched(job, alone=alone)})
+    assert is_reserved([device]) is expected
