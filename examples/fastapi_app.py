@@ -28,8 +28,8 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Opens and closes the client: a few connections, however many requests there are."""
     redis_url = os.environ.get("BATCHERY_REDIS_URL", "redis://localhost:6379/0")
     async with AsyncClient(redis_url) as client:
-        # If the queue is full, a caller gets 503 at once, and hears when to come again.
-        app.state.embed = client.task("embed", most_waiting=10_000, wait_s=0)
+        # Without room in the queue, callers are sent away at once, and told when to come again.
+        app.state.embed = client.task("embed", max_waiting=10_000, wait_s=0)
         yield
 
 

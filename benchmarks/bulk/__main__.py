@@ -4,7 +4,7 @@ No-op jobs on a private redis-server, results stored, one worker: Celery's solo 
 rows, Batchery's for ours and wherever Celery's results are only collected, its own for any other
 system, which is installed by pip when it is first needed, into an environment of its own.
 
-    python -m benchmarks.bulk --items 100000 --most 1000000 --json benchmarks/results/bulk.json
+    python -m benchmarks.bulk --items 100000 --max-items 1000000 --json benchmarks/results/bulk.json
 """
 
 import argparse
@@ -104,9 +104,9 @@ ROWS = (
     Row(WHOLE, "delay + get, batchery worker", "whole_get", OURS, 0.05),
     *others(WHOLE),
     Row(WHOLE, "map", "whole_map", OURS),
-    Row(WHOLE, "map, 8 items per job", "whole_packed_8", OURS, 2.0),
-    Row(WHOLE, "map, 64 items per job", "whole_packed_64", OURS, 5.0),
-    Row(WHOLE, "map, 64 items per job, batches of 1,024", "whole_packed_large", OURS, 10.0),
+    Row(WHOLE, "map, 8 items per job", "whole_multi_item_8", OURS, 2.0),
+    Row(WHOLE, "map, 64 items per job", "whole_multi_item_64", OURS, 5.0),
+    Row(WHOLE, "map, 64 items per job, batches of 1,024", "whole_multi_item_large", OURS, 10.0),
     Row(WHOLE, "await, 1,000 at a time", "whole_await", OURS, 0.5),
 )
 
@@ -125,10 +125,10 @@ def main() -> None:
             for row in rows if number % 2 == 0 else reversed(rows):
                 console.print(f"round {number + 1} of {options.rounds}: {row.what}, {row.name}")
                 samples[row].append(run(row, server.url, max(int(options.items * row.weight), 100)))
-        if options.most:
-            row = Row(WHOLE, f"map, {options.most:,} jobs", "whole_map", OURS)
+        if options.max_items:
+            row = Row(WHOLE, f"map, {options.max_items:,} jobs", "whole_map", OURS)
             console.print(f"once: {row.what}, {row.name}")
-            samples[row] = [run(row, server.url, options.most)]
+            samples[row] = [run(row, server.url, options.max_items)]
     report = {
         "hardware": hardware(),
         "items": options.items,
@@ -147,7 +147,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--items", type=int, default=20_000, help="of our rows; others get fewer")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--most", type=int, default=0, metavar="N", help="once more `map`, with so many items"
+        "--max-items", type=int, default=0, metavar="N", help="once more `map`, with so many items"
     )
     parser.add_argument("--what", nargs="+", choices=KINDS, help="only these rows")
     parser.add_argument(

@@ -17,7 +17,7 @@ from redis import Redis
 from batchery_producer import AsyncClient, Client, Publisher
 from batchery_producer.publishing.template import uuids
 from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import Patience
+from batchery_producer.retry import RetryPolicy
 from benchmarks.peers.celery_stock import app, noop
 from benchmarks.peers.peer import URL, report
 
@@ -110,7 +110,7 @@ def ready(collector: Any, count: int) -> list[str]:
 def collect_get(count: int) -> float:
     """Celery, one by one."""
     seconds: list[float] = []
-    with closing(collector_for(app, Patience())) as collector:
+    with closing(collector_for(app, RetryPolicy())) as collector:
         ids = ready(collector, count)
     with clock(seconds):
         for each in ids:
@@ -121,7 +121,7 @@ def collect_get(count: int) -> float:
 def collect_join(count: int) -> float:
     """Celery, all at once."""
     seconds: list[float] = []
-    with closing(collector_for(app, Patience())) as collector:
+    with closing(collector_for(app, RetryPolicy())) as collector:
         ids = ready(collector, count)
     with clock(seconds):
         ResultSet([AsyncResult(each, app=app) for each in ids], app=app).join_native(timeout=600)
@@ -131,7 +131,7 @@ def collect_join(count: int) -> float:
 def collect_batchery(count: int) -> float:
     """Ours."""
     seconds: list[float] = []
-    with closing(collector_for(app, Patience())) as collector:
+    with closing(collector_for(app, RetryPolicy())) as collector:
         ids = ready(collector, count)
         left = len(ids)
         with clock(seconds):
@@ -174,17 +174,17 @@ def whole_map(count: int, per_job: int | None = None, task: str = "noop") -> flo
         return timed(work, count)
 
 
-def whole_packed_8(count: int) -> float:
+def whole_multi_item_8(count: int) -> float:
     """Ours, 8 items in each message."""
     return whole_map(count, 8)
 
 
-def whole_packed_64(count: int) -> float:
+def whole_multi_item_64(count: int) -> float:
     """Ours, 64 items in each message, so that each is a batch of its own."""
     return whole_map(count, 64)
 
 
-def whole_packed_large(count: int) -> float:
+def whole_multi_item_large(count: int) -> float:
     """Ours, 64 items in each message, and up to 16 messages in a batch."""
     return whole_map(count, 64, "noop_large")
 

@@ -20,7 +20,7 @@ RESULT = "celery-task-meta-"
 #: More than callers at a time.
 MAX_CONNECTIONS = 1000
 
-#: Longest time for one answer, in seconds.
+#: Timeout of one answer, in seconds.
 TIMEOUT_S = 600.0
 
 

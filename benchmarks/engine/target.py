@@ -34,10 +34,10 @@ class Target:
     device: str
     #: `fp32`, `bf16` or `fp16`.
     dtype: str
-    #: Most texts of a batch in our worker.
+    #: Maximum texts of a batch in our worker.
     batch_size: int
-    #: Most tokens of a batch in the loops that have a budget, padded and packed. Our device has its
-    #: own default.
+    #: Maximum tokens of a batch in the loops with a budget, padded and packed. Our device uses its
+    #: default.
     loop_tokens: tuple[int, int]
 
 

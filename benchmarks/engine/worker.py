@@ -25,7 +25,7 @@ from benchmarks.engine.target import Target
 
 KEYS = Keys()
 
-#: Longest time for one run, in seconds.
+#: Timeout of one run, in seconds.
 TIMEOUT_S = 1800.0
 
 #: Pause between two looks, in seconds; each costs Redis some microseconds.

@@ -70,12 +70,14 @@ class Replace:
 
     def __post_init__(self) -> None:
         if not isinstance(self.signature, Signature):
-            raise TypeError(f"Replace({self.signature!r:.80}): say task.s(...), a chain or a group")
+            raise TypeError(
+                f"Replace({self.signature!r:.80}): give task.s(...), a chain or a group"
+            )
 
 
 class Answered(Exception):
     """Carries the outcome of one item out of `self.retry` and `self.replace`, which must raise."""
 
     def __init__(self, outcome: RetryAfter | Replace) -> None:
-        super().__init__(f"an answer for one item, not an error: {outcome!r:.200}")
+        super().__init__(f"the outcome of one item, not an error: {outcome!r:.200}")
         self.outcome = outcome

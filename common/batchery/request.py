@@ -72,8 +72,8 @@ class BatchContext(Context):
             return getattr(self.jobs[0], name)
         if name in PER_JOB_ATTRIBUTES and not self._single:
             raise AttributeError(
-                f"request.{name} is of one job, and a batch may have several:"
-                f" say request.jobs[i].{name}, or request.per_item[i].{name}"
+                f"request.{name} belongs to one job, and a batch may have several:"
+                f" use request.jobs[i].{name} or request.per_item[i].{name}"
             )
         return super().__getattribute__(name)
 

@@ -241,10 +241,10 @@ class Settings(BaseSettings):
             return value
         names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
         if not isinstance(names, list) or not names:
-            raise ValueError("say 'auto', or a list such as ['cuda:0', 'cuda:1']")
+            raise ValueError("use 'auto', or a list such as ['cuda:0', 'cuda:1']")
         for name in names:
             if not (isinstance(name, str) and DEVICE_NAME.fullmatch(name)):
-                raise ValueError(f"{name!r} is no device; say 'auto', 'cpu', 'cuda:0' or 'mps'")
+                raise ValueError(f"{name!r} is not a device; use 'auto', 'cpu', 'cuda:0' or 'mps'")
         # `cuda` is `cuda:0`.
         if len({name if name != "cuda" else "cuda:0" for name in names}) < len(names):
             raise ValueError("a device is named twice")

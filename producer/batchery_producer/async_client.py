@@ -24,7 +24,7 @@ from batchery_producer.stream import Window
 #: Items in flight.
 WINDOW = 1024
 
-#: How long cancelled calls gather until the workers are told of all of them, in seconds.
+#: How long cancelled calls are gathered before one message revokes them, in seconds.
 GATHER_S = 0.02
 
 
@@ -35,8 +35,8 @@ class AsyncClient:
         """Connects with the first call.
 
         Args:
-            app: A Celery app, or the URL of a Redis that is broker and result backend. The app need
-                not have the tasks.
+            app: A Celery app, or the URL of a Redis that is broker and result backend. The app does
+                not need to have the tasks.
         """
         self._owns_app = isinstance(app, str)
         self.app = make_app(app)
@@ -56,16 +56,16 @@ class AsyncClient:
         """A task by name.
 
         Args:
-            name: Of the task; a model's is its name in the settings.
-            options: Of `apply_async`, for all its jobs: `queue`, `priority`, `expires`, `headers`.
-                By default jobs go where the app routes them, else to a queue of the task's name.
-                Besides, `most_waiting` and `wait_s` as for a `Publisher`; say `wait_s=0`: a call
-                that waits for room holds up those after it.
+            name: Name of the task; of a model, its name in the settings.
+            options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
+                `headers`. By default jobs go where the app routes them, or to a queue of the task's
+                name. Also `max_waiting` and `wait_s`, as for a `Publisher`; use `wait_s=0`, because
+                a call that waits for space in the queue delays all others.
         """
         return AsyncTask(self, name, options)
 
     async def close(self) -> None:
-        """Revokes what was not begun, and closes all connections."""
+        """Revokes jobs that no worker has begun, and closes all connections."""
         for future in list(self._futures.values()):
             future.cancel()
         await asyncio.to_thread(self._session.close)
@@ -80,14 +80,14 @@ class AsyncClient:
         keywords: Mapping[str, Any],
         options: Mapping[str, Any],
     ) -> Answer:
-        """Sends one job and waits for its end; a cancellation revokes it.
+        """Sends one job and waits for its end; a cancellation revokes the job.
 
         Args:
-            task: Its name.
-            item: A list of items, if the job is packed.
-            count: How many, 0 if it is not packed.
+            task: Name of the task.
+            item: The argument; a list if the job carries several items.
+            count: Length of that list; 0 if the argument is one item.
             keywords: Keyword arguments of the job.
-            options: Of `apply_async`.
+            options: Options of `apply_async`.
         """
         loop = self._loop = asyncio.get_running_loop()
         task_id = uuid()
@@ -95,7 +95,7 @@ class AsyncClient:
         self._futures[task_id] = future
         headers = header_of(count, self._session.headers)
         if not self._calls:
-            # What others send in this turn of the loop is sent with it.
+            # Calls of the same turn of the event loop are sent together.
             loop.call_soon(self._flush)
         self._calls.append(Call(task, keywords, options, headers, Job(task_id, item)))
         try:
@@ -119,20 +119,20 @@ class AsyncClient:
         cancelled, self._cancelled = self._cancelled, []
         self._session.revoke(cancelled)
 
-    # On threads of the session
+    # On the threads of the session
 
     def _on_answers(self, answers: Sequence[tuple[str, Answer]]) -> None:
-        self._tell(self._settle, answers)
+        self._call_soon(self._settle, answers)
 
     def _on_failure(self, task_ids: Sequence[str], error: Exception) -> None:
-        self._tell(self._fail, task_ids, error)
+        self._call_soon(self._fail, task_ids, error)
 
-    def _tell(self, function: Any, *args: Any) -> None:
+    def _call_soon(self, function: Any, *args: Any) -> None:
         assert self._loop is not None
-        with suppress(RuntimeError):  # The loop is closed: nobody waits any more.
+        with suppress(RuntimeError):  # The event loop is closed, so no call waits.
             self._loop.call_soon_threadsafe(function, *args)
 
-    # On the loop's
+    # On the thread of the event loop
 
     def _settle(self, answers: Sequence[tuple[str, Answer]]) -> None:
         for task_id, answer in answers:
@@ -148,7 +148,7 @@ class AsyncClient:
 
 
 class AsyncTask:
-    """A task, for coroutines."""
+    """A task that coroutines call."""
 
     def __init__(self, client: AsyncClient, name: str, options: Mapping[str, Any]) -> None:
         self._client = client
@@ -156,10 +156,10 @@ class AsyncTask:
         self._options = dict(options)
 
     async def __call__(self, item: Any, **keywords: Any) -> Any:
-        """The result of one item. Cancelling the call revokes its job, if it was not begun.
+        """The result of one item. Cancelling the call revokes its job.
 
         Raises:
-            QueueFull: There was no room for it in the queue.
+            QueueFull: The queue had no space for the job.
             Exception: What the worker raised, or why the job could not be sent.
         """
         answer = await self._client.call(self.name, item, 0, keywords, self._options)
@@ -199,14 +199,14 @@ class AsyncTask:
         window: int = WINDOW,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[Outcome, None]:
-        """Yields an `Outcome` for each item, with its index: one item that fails stops nothing.
+        """Yields an `Outcome` with the index of each item. A failed item does not stop the others.
 
         Args:
-            items: Read as there is room for them.
-            ordered: In the order of the items, or as they are done.
+            items: Are read as the window has space for them.
+            ordered: Whether outcomes come in the order of the items, or as they are done.
             keywords: Keyword arguments of all jobs.
-            per_job: Items in one message, as in `TaskClient.as_completed`.
-            window: Most items in flight.
+            per_job: Number of items in one message, as in `TaskClient.as_completed`.
+            window: Maximum number of items in flight.
             timeout_s: Give up when no result has come for so long, in seconds; by default never.
 
         Raises:

@@ -1,7 +1,8 @@
-"""A session: two threads, on which jobs of many callers are sent and awaited together.
+"""A session: two threads that send and await the jobs of many callers together.
 
-One sends whatever has gathered since it sent last, so that a thousand calls at once are a few
-chunks. The other waits for results. Callers are told on a thread of ours: see `aio.py`.
+One thread sends the jobs that gathered while it was sending, so that a thousand calls at once
+become a few chunks. The other thread waits for results. Both call back on their own thread: see
+`async_client.py`.
 """
 
 import threading
@@ -14,20 +15,21 @@ from celery import Celery
 from kombu.utils import json
 
 from batchery.errors import BatcheryError
-from batchery_producer.publishing.connection import Outlet
+from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.publishing.template import Job
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import Collector, collector_for
-from batchery_producer.retry import Interrupted, Patience
+from batchery_producer.retry import Interrupted, RetryPolicy
 
-#: Most jobs that are sent between two looks at what else there is to do.
+#: Maximum number of jobs that are sent before revoked jobs are handled.
 SEND_JOBS = 1000
 
-#: How long the thread that collects is away at most, in seconds; so late is it to hear of the end.
+#: How long the collecting thread waits for results at a time, in seconds; it notices `close` that
+#: late.
 WAIT_S = 0.25
 
-#: Kinds of calls whose publishers are kept: a task with its keywords and options.
+#: Number of publishers that are kept: one for each task with its keywords and options.
 PUBLISHERS = 64
 
 
@@ -42,7 +44,7 @@ class Call(NamedTuple):
 
 
 class Session:
-    """Starts with the first call. Calls may come from any thread."""
+    """Starts its threads with the first call. Calls may come from any thread."""
 
     def __init__(
         self,
@@ -53,9 +55,10 @@ class Session:
         """Prepares.
 
         Args:
-            app: Where the jobs are sent.
+            app: App to which the jobs are sent.
             answered: Called on a thread of the session, with jobs that have ended.
-            failed: The same, with the ids of jobs of which nothing more will be heard, and why.
+            failed: Called on a thread of the session, with the ids of jobs that were given up, and
+                why.
         """
         self._app = app
         self._answered = answered
@@ -65,15 +68,15 @@ class Session:
         self._revoked: set[str] = set()
         self._ended = False
         self._threads: list[threading.Thread] = []
-        self._patience = Patience(lambda: self._ended)
-        self._outlet = Outlet(app, self._patience, persistent=True)
+        self._retries = RetryPolicy(lambda: self._ended)
+        self._broker = BrokerConnection(app, self._retries, persistent=True)
         self._publishers: dict[str, Publisher] = {}
-        #: Ids of jobs that were sent and not answered.
-        self._open: dict[str, None] = {}
+        #: Ids of jobs in flight.
+        self._in_flight: dict[str, None] = {}
         self._collector: Collector | None = None
 
     def send(self, calls: Sequence[Call]) -> None:
-        """Sends jobs, soon."""
+        """Hands jobs to the sending thread."""
         with self._wake:
             if not self._threads:
                 self._start()
@@ -81,13 +84,13 @@ class Session:
             self._wake.notify_all()
 
     def revoke(self, task_ids: Sequence[str]) -> None:
-        """Awaits jobs no more, and tells the workers not to begin them."""
+        """Stops awaiting jobs, and tells the workers not to begin them."""
         with self._wake:
             self._revoked.update(task_ids)
             self._wake.notify_all()
 
     def close(self) -> None:
-        """Revokes what was not begun, and ends the threads and their connections."""
+        """Revokes jobs that no worker has begun, and ends the threads and their connections."""
         with self._wake:
             self._ended = True
             self._wake.notify_all()
@@ -100,7 +103,7 @@ class Session:
             self._threads.append(thread)
             thread.start()
 
-    # One thread
+    # The sending thread
 
     def _send_all(self) -> None:
         while True:
@@ -114,9 +117,9 @@ class Session:
                 break
             self._send_some(some)
             self._revoke_some(revoked)
-        self._patience = self._outlet.patience = Patience(away_s=0)
-        self._revoke_some(set(self._open) | revoked)
-        self._outlet.close()
+        self._retries = self._broker.retries = RetryPolicy(away_s=0)
+        self._revoke_some(set(self._in_flight) | revoked)
+        self._broker.close()
 
     def _send_some(self, calls: Sequence[Call]) -> None:
         groups: dict[str, list[Call]] = {}
@@ -129,12 +132,15 @@ class Session:
                 self._publisher(kind, group[0]).send([call.job for call in group], group[0].headers)
             except Interrupted:
                 return
-            except Exception as error:  # noqa: BLE001 - it is the callers' error, whatever it is
+            except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
                 self._send_alone(group, error)
 
     def _send_alone(self, group: Sequence[Call], error: Exception) -> None:
-        """One job may have spoilt it for all; what was sent by then is sent again, with its id."""
-        for call in group[getattr(error, "sent", 0) :]:  # A queue may have had room for some.
+        """Sends jobs one by one after a failure, which a single job may have caused.
+
+        Jobs that were sent before the failure are sent again, under the same id.
+        """
+        for call in group[getattr(error, "sent", 0) :]:  # A full queue may have accepted some.
             problem: Exception | None = error
             if len(group) > 1 and not isinstance(error, BatcheryError):
                 try:
@@ -151,44 +157,44 @@ class Session:
             if len(self._publishers) >= PUBLISHERS:
                 self._publishers.pop(next(iter(self._publishers)))
             self._publishers[kind] = Publisher(
-                self._app, call.task, keywords=call.keywords, outlet=self._outlet, **call.options
+                self._app, call.task, keywords=call.keywords, broker=self._broker, **call.options
             )
         return self._publishers[kind]
 
     def _revoke_some(self, task_ids: set[str]) -> None:
-        begun = [task_id for task_id in task_ids if task_id in self._open]
+        begun = [task_id for task_id in task_ids if task_id in self._in_flight]
         self._forget(begun)
-        with suppress(Exception):  # This thread must go on, and nobody can be told.
-            self._outlet.revoke(begun)
+        with suppress(Exception):  # This thread must go on, and no caller waits for the answer.
+            self._broker.revoke(begun)
 
-    # Both
+    # Both threads
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """What the collector asks for."""
+        """Headers that the collector asks for."""
         if self._collector is None:
-            self._collector = collector_for(self._app, self._patience)
+            self._collector = collector_for(self._app, self._retries)
         return self._collector.headers
 
     def _await(self, task_ids: Sequence[str]) -> None:
         assert self._collector is not None
         self._collector.expect(task_ids)
         with self._wake:
-            self._open.update(dict.fromkeys(task_ids))
+            self._in_flight.update(dict.fromkeys(task_ids))
             self._wake.notify_all()
 
     def _forget(self, task_ids: Sequence[str]) -> None:
         assert self._collector is not None
         self._collector.drop(task_ids)
         for task_id in task_ids:
-            self._open.pop(task_id, None)
+            self._in_flight.pop(task_id, None)
 
-    # The other thread
+    # The collecting thread
 
     def _collect_all(self) -> None:
         while not self._ended:
             with self._wake:
-                self._wake.wait_for(lambda: self._ended or self._open)
+                self._wake.wait_for(lambda: self._ended or self._in_flight)
             if self._ended:
                 break
             self._collect_some()
@@ -202,20 +208,20 @@ class Session:
             answers.extend(self._collector.collect(WAIT_S))
         except Interrupted:
             pass
-        except Exception as error:  # noqa: BLE001 - nobody else hears of it
-            lost = list(self._open)
+        except Exception as error:  # noqa: BLE001 - the callers get it
+            lost = list(self._in_flight)
             self._forget(lost)
             self._failed(lost, error)
         if answers:
             for task_id, _ in answers:
-                self._open.pop(task_id, None)
+                self._in_flight.pop(task_id, None)
             self._answered(answers)
-            with suppress(Exception):  # As above; results expire.
+            with suppress(Exception):  # This thread must go on, and results expire.
                 self._collector.forget([task_id for task_id, _ in answers])
 
 
 def _kind_of(call: Call) -> str:
-    """Calls of one kind can be sent together."""
+    """Key of the calls that can be sent together."""
     return json.dumps(
         [call.task, call.keywords, repr(call.options), call.headers], sort_keys=True, default=repr
     )

@@ -1,6 +1,6 @@
-"""The client: a data set through a task, in a few lines.
+"""The client: sends a data set through a task in a few lines.
 
-Everything that it sends is a stock Celery message, and every result a stock Celery result.
+Its messages are stock Celery messages, and the results are stock Celery results.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -12,13 +12,13 @@ from celery import Celery
 from celery.result import AsyncResult
 
 from batchery.errors import BatcheryError, NoResult
-from batchery_producer.diagnosis import explain_silence
-from batchery_producer.publishing.connection import Outlet
+from batchery_producer.diagnosis import explain_stall
+from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher, is_known
 from batchery_producer.publishing.template import uuids
 from batchery_producer.results.answers import Answer, Outcome, check_per_job, outcomes_of
 from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import Patience
+from batchery_producer.retry import RetryPolicy
 from batchery_producer.stream import NewJob, Stream, Window
 
 #: Items in flight: some batches for each of several devices, and still little memory.
@@ -37,11 +37,11 @@ class Client:
     """Calls tasks by name, one by one or many at once."""
 
     def __init__(self, app: Celery | str) -> None:
-        """Connects when it is used first.
+        """Connects at its first use.
 
         Args:
-            app: A Celery app, or the URL of a Redis that is broker and result backend. The app need
-                not have the tasks.
+            app: A Celery app, or the URL of a Redis that is broker and result backend. The app does
+                not need to have the tasks.
         """
         self._owns_app = isinstance(app, str)
         self.app = make_app(app)
@@ -56,20 +56,21 @@ class Client:
         """A task by name.
 
         Args:
-            name: Of the task; a model's is its name in the settings.
-            options: Of `apply_async`, for all its jobs: `queue`, `priority`, `expires`, `headers`.
-                By default jobs go where the app routes them, else to a queue of the task's name.
+            name: Name of the task; of a model, its name in the settings.
+            options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
+                `headers`. By default jobs go where the app routes them, or to a queue of the task's
+                name.
         """
         return TaskClient(self.app, name, options)
 
     def close(self) -> None:
-        """Closes the app that it has made of a URL."""
+        """Closes the app that was made for a URL."""
         if self._owns_app:
             close_app(self.app)
 
 
 class TaskClient:
-    """A task, for callers that have many items."""
+    """A task that is called with many items."""
 
     def __init__(self, app: Celery, name: str, options: Mapping[str, Any]) -> None:
         self._app = app
@@ -93,8 +94,8 @@ class TaskClient:
         """Yields the result of each item; the arguments are those of `as_completed`.
 
         Raises:
-            Exception: The error of the first item that failed. The jobs that were not begun by then
-                are revoked.
+            Exception: The error of the first item that failed. Jobs that no worker has begun are
+                then revoked.
         """
         with closing(self._stream(items, ordered=ordered, **settings)) as outcomes:
             for outcome in outcomes:
@@ -105,19 +106,19 @@ class TaskClient:
     def as_completed(
         self, items: Iterable[Any], *, ordered: bool = False, **settings: Any
     ) -> Generator[Outcome, None, None]:
-        """Yields an `Outcome` for each item, with its index: one item that fails stops nothing.
+        """Yields an `Outcome` with the index of each item. A failed item does not stop the others.
 
         Memory does not grow with the number of items: no more than `window` of them are in flight.
         When the iterator is closed before its end, jobs that were not begun are revoked.
 
         Args:
-            items: Read as there is room for them.
-            ordered: In the order of the items, or as they are done.
+            items: Are read as the window has space for them.
+            ordered: Whether outcomes come in the order of the items, or as they are done.
             settings: As follows.
             keywords: Keyword arguments of all jobs; a mapping.
-            per_job: Items in one message. A worker forms its batches of items, whatever messages
-                they came in; many items in each are less work for all but the device.
-            window: Most items in flight.
+            per_job: Number of items in one message. Workers form batches of items, whatever
+                messages they came in; larger messages mean less work for all but the device.
+            window: Maximum number of items in flight.
             timeout_s: Give up when no result has come for so long, in seconds; by default never.
             keep_results: Leave results in the backend, until they expire.
             progress: Called several times a second, with a `Progress`.
@@ -143,25 +144,25 @@ class TaskClient:
         progress: Callable[[Progress], None] = lambda _: None,
     ) -> Generator[Outcome, None, None]:
         app, size = self._app, check_per_job(per_job)
-        outlet = Outlet(app, Patience(), persistent=True)
-        publisher = Publisher(app, self.name, keywords=keywords, outlet=outlet, **self._options)
+        broker = BrokerConnection(app, RetryPolicy(), persistent=True)
+        publisher = Publisher(app, self.name, keywords=keywords, broker=broker, **self._options)
         source = ItemSource(items, size)
         stream = Stream(
-            collector_for(app, Patience()),
+            collector_for(app, RetryPolicy()),
             Window[str, range, Answer](max(window // (size or 1), 1), ordered=ordered),
             source,
             publisher,
             keep_results=keep_results,
             timeout_s=timeout_s,
-            explain=lambda: explain_silence(app, self.name, publisher.queue),
+            explain=lambda: explain_stall(app, self.name, publisher.queue),
         )
-        return self._outcomes(stream, source, outlet, progress)
+        return self._outcomes(stream, source, broker, progress)
 
     def _outcomes(
         self,
         stream: Stream[range],
         source: "ItemSource",
-        outlet: Outlet,
+        broker: BrokerConnection,
         progress: Callable[[Progress], None],
     ) -> Generator[Outcome, None, None]:
         done = failed = 0
@@ -182,17 +183,17 @@ class TaskClient:
         finally:
             with suppress(BatcheryError, OSError):
                 stream.flush()
-                outlet.revoke(stream.window.in_flight)
+                broker.revoke(stream.window.in_flight)
             stream.collector.close()
-            outlet.close()
+            broker.close()
 
 
 class ItemSource:
-    """Makes jobs of items, as they are asked for.
+    """Makes jobs of items, as they are needed.
 
     Attributes:
         per_job: Items in one job; 0 if each item is a job of its own and not in a list.
-        taken: How many items are in jobs by now.
+        taken: Number of items that are in jobs so far.
         exhausted: Whether there are no more.
     """
 
@@ -228,7 +229,7 @@ def make_app(app: Celery | str) -> Celery:
 
 
 def close_app(app: Any) -> None:
-    """Closes the connections that an app of ours has opened."""
+    """Closes the connections of an app that `make_app` made."""
     backend: Any = app.backend
     if getattr(backend, "result_consumer", None) is not None:
         backend.result_consumer.stop()

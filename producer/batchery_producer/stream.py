@@ -1,7 +1,7 @@
 """The loop of every client that sends many jobs: some in flight, answers as they come.
 
 `Window` says how many jobs to send, and is pure. `Stream` does one round: it sends jobs, takes
-answers, and removes the results that nobody needs any more.
+answers, and removes results from the backend that were taken.
 """
 
 import logging
@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from batchery_producer.diagnosis import Silence
+from batchery_producer.diagnosis import StallDetector
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, header_of
 from batchery_producer.results.collector import Collector
 
 logger = logging.getLogger(__name__)
 
-#: What identifies a job in flight, what its caller needs to know of it, and how it ended.
+#: Id of a job in flight, the caller's reference for it, and how it ended.
 K = TypeVar("K")
 V = TypeVar("V")
 E = TypeVar("E")
@@ -40,7 +40,7 @@ FLUSH_S = 0.5
 
 
 class Window(Generic[K, V, E]):
-    """Jobs in flight, oldest first; an ordered one holds ended jobs until the older ones end."""
+    """Jobs in flight, oldest first; an ordered window holds ended jobs until all older ones end."""
 
     def __init__(self, size: int, *, ordered: bool = False) -> None:
         """Starts empty.
@@ -89,7 +89,7 @@ class Window(Generic[K, V, E]):
         self._jobs.update(jobs)
 
     def end(self, key: K, ending: E) -> Iterator[tuple[K, V, E]]:
-        """Takes out a job that has ended; an ordered window may hold it, or have others follow.
+        """Takes out a job that has ended; an ordered window may hold it, or release others with it.
 
         Raises:
             KeyError: The job is not in flight.
@@ -111,7 +111,7 @@ class NewJob(NamedTuple, Generic[V]):
         id: Of the task.
         item: The argument; a list if the job carries several items.
         item_count: How many items the list has; 0 if the argument is one item.
-        ref: What the caller needs to know when it ends.
+        ref: The caller's reference, which it gets back when the job ends.
     """
 
     id: str
@@ -128,7 +128,7 @@ class JobSource(Protocol[V]):
         """Whether no job will follow."""
 
     def take(self, maximum: int, wait_s: float) -> Sequence[NewJob[V]]:
-        """The next jobs, as far as they are there.
+        """The next jobs that are available.
 
         Args:
             maximum: Number of jobs.
@@ -137,7 +137,7 @@ class JobSource(Protocol[V]):
 
 
 class Stream(Generic[V]):
-    """Everything that it uses is handed to it."""
+    """Sends jobs through a window, and yields their answers."""
 
     def __init__(
         self,
@@ -162,14 +162,14 @@ class Stream(Generic[V]):
             missing: Says which jobs must be sent; the others are in flight already.
             keep_results: Leave results in the backend, until they expire.
             timeout_s: How long no job may end before the stream is stalled, in seconds.
-            explain: Says why nothing may be coming.
-            notice: Gets a line for the user when nothing has come for a while.
+            explain: Says why no results may come.
+            notice: Gets a line for the user when no results came for a while.
         """
         self.window = window
         self.collector = collector
         self._source = source
         self._publisher = publisher
-        self._silence = Silence(explain, notice, timeout_s)
+        self._stall = StallDetector(explain, notice, timeout_s)
         self._missing = missing
         self._keep_results = keep_results
         self._discarded: list[str] = []
@@ -188,7 +188,7 @@ class Stream(Generic[V]):
         """Sends jobs and yields those that have ended, if any: id, reference and answer.
 
         Args:
-            wait_s: How long to wait for results at the most, in seconds.
+            wait_s: Maximum time to wait for results, in seconds.
 
         Raises:
             BatcheryError: As the publisher, the collector and the source do.
@@ -199,7 +199,7 @@ class Stream(Generic[V]):
     def take(self, answers: Iterator[tuple[str, Answer]]) -> Iterator[tuple[str, V, Answer]]:
         """Takes the jobs that have these answers out of the window, and yields them."""
         for task_id, answer in answers:
-            self._silence.heard()
+            self._stall.progressed()
             yield from self.window.end(task_id, answer)
 
     def discard(self, task_id: str) -> None:
@@ -209,18 +209,18 @@ class Stream(Generic[V]):
 
     @property
     def flush_is_due(self) -> bool:
-        """Whether the last flush is some time ago."""
+        """Whether the last flush was `FLUSH_S` ago."""
         return time.monotonic() - self._flushed_s >= FLUSH_S
 
     def flush(self) -> None:
-        """Removes discarded results from the backend; what they were must be durable by now."""
+        """Removes discarded results from the backend; the caller must have stored them by now."""
         self._flushed_s = time.monotonic()
-        discarded, self._discarded = self._discarded, []
-        self.collector.forget(discarded)
+        self.collector.forget(self._discarded)
+        self._discarded.clear()
 
     def stalled(self) -> str:
-        """Why it has waited for longer than the timeout; empty if it has not."""
-        return self._silence.check() if self.window else ""
+        """Why no job has ended for longer than the timeout; empty otherwise."""
+        return self._stall.check() if self.window else ""
 
     def _wait_s(self, maximum_s: float) -> float:
         if not self.window:
@@ -232,14 +232,14 @@ class Stream(Generic[V]):
         count = self.window.to_send
         if not count or self._source is None or self._source.exhausted:
             return 0
-        # With nothing to wait for but the input, it may take its time.
+        # With no job in flight, there is nothing but the input to wait for.
         jobs = self._source.take(count, 0.0 if self.window else WAIT_S)
         if not jobs:
             return 0
         if not self.window:
-            self._silence.heard()
+            self._stall.progressed()
         by_id = {job.id: job for job in jobs}
-        # In flight before they are sent: an attempt that fails may have sent them all the same.
+        # In flight before they are sent, because a failed attempt may have sent them.
         self.window.add({job.id: job.ref for job in jobs})
         self.collector.expect(by_id)
         missing = (by_id[task_id] for task_id in self._missing(list(by_id)))

@@ -1,4 +1,4 @@
-"""Many jobs of a registered task: what `BatchTask.submit_many` does, and what it returns."""
+"""`BatchTask.submit_many`: sends many jobs of a registered task."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.publishing.template import uuids
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import RedisCollector
-from batchery_producer.retry import GaveUp, Patience
+from batchery_producer.retry import GaveUp, RetryPolicy
 from batchery_producer.stream import WAIT_S, Stream, Window
 
-#: How long the broker or the backend may be away, in seconds: somebody waits for this call.
+#: How long the broker or the backend may be away, in seconds; short, because a caller waits.
 AWAY_S = 10.0
 
 # Celery has no types for it.
@@ -27,28 +27,31 @@ _assert_will_not_block: Any = vars(celery_result)["assert_will_not_block"]
 
 
 class JobSet(ResultSet):
-    """Celery's set of results, which fetches them many at a time when it is joined."""
+    """Celery's set of results, but joining it fetches many results at a time."""
 
     def __init__(
-        self, results: Sequence[AsyncResult[Any]], collector: "_MetaCollector | None", **words: Any
+        self,
+        results: Sequence[AsyncResult[Any]],
+        collector: "_MetaCollector | None",
+        **options: Any,
     ) -> None:
-        super().__init__(list(results), **words)
+        super().__init__(list(results), **options)
         self._collector = collector
 
-    def join(self, timeout: float | None = None, **words: Any) -> Any:  # type: ignore[override]
+    def join(self, timeout: float | None = None, **options: Any) -> Any:  # type: ignore[override]
         """As Celery's."""
-        self._fetch(timeout, **words)
-        return super().join(timeout, **words)
+        self._fetch(timeout, **options)
+        return super().join(timeout, **options)
 
     def join_native(  # type: ignore[override]
-        self, timeout: float | None = None, **words: Any
+        self, timeout: float | None = None, **options: Any
     ) -> Any:
         """As Celery's."""
-        self._fetch(timeout, **words)
-        return super().join_native(timeout, **words)
+        self._fetch(timeout, **options)
+        return super().join_native(timeout, **options)
 
     def _fetch(self, timeout_s: float | None, disable_sync_subtasks: bool = True, **_: Any) -> None:
-        """Fills in what has ended. What is missing then is awaited, or given up, by Celery."""
+        """Fills in the results of jobs that have ended. Celery awaits, or gives up, all others."""
         if disable_sync_subtasks:
             _assert_will_not_block()
         if self._collector is None:
@@ -70,7 +73,7 @@ class JobSet(ResultSet):
 
 
 class _MetaCollector(RedisCollector):
-    """Collects what is stored, as Celery's results want it."""
+    """Collects stored results in the form that Celery's results cache."""
 
     def _answer(self, task_id: str, payload: bytes) -> Answer | None:
         meta = self._backend.decode(payload)
@@ -84,10 +87,10 @@ def send_many(
     """Sends one job per item.
 
     Args:
-        task: Registered with its app.
+        task: A task that is registered with its app.
         items: Each becomes a job of its own.
-        keywords: Of all jobs.
-        options: Of `apply_async`, for all jobs.
+        keywords: Keyword arguments of all jobs.
+        options: Options of `apply_async` for all jobs.
 
     Returns:
         The results, in the order of the items.
@@ -101,14 +104,14 @@ def send_many(
     trails = options.pop("add_to_parent", True)
     collector = None
     if not ignored and type(task.backend) is RedisBackend:
-        collector = _MetaCollector(task.backend, Patience(away_s=AWAY_S))
+        collector = _MetaCollector(task.backend, RetryPolicy(away_s=AWAY_S))
         options["headers"] = {**collector.headers, **(options.get("headers") or {})}
     ids = uuids(len(items))
     try:
         if collector is not None:
             collector.expect(())
         with Publisher(
-            app, task.name, keywords=keywords, patience=Patience(away_s=AWAY_S), **options
+            app, task.name, keywords=keywords, outage_policy=RetryPolicy(away_s=AWAY_S), **options
         ) as publisher:
             publisher.send(list(zip(ids, items, strict=True)))
     except GaveUp as error:

@@ -68,7 +68,7 @@ def test_callbacks_of_a_job_that_runs_twice_are_sent_once(
     wait_for(lambda: unsettled(redis_url) == 0 and not queue_length(redis_url), "all is done")
     assert book.read_text().split() == [noted]
     with Redis.from_url(redis_url) as redis:
-        wait_for(lambda: not redis.keys("batchery:sent:*"), "no mark is left")
+        wait_for(lambda: not redis.keys("batchery:sent:*"), "no dedupe key is left")
 
 
 def test_chord_body_is_sent_although_the_worker_of_its_last_part_dies(

@@ -9,7 +9,7 @@ from celery import chord, group
 
 from apps import canvas
 from conftest import StartWorker
-from support.harness import Worker, queue_length, unsettled, wait_for
+from support.harness import queue_length, unsettled, wait_for
 
 TIMEOUT_S = 60
 
@@ -64,11 +64,6 @@ def executed() -> list[Any]:
         return [item for item, _ in canvas.executions(redis)]
 
 
-def in_flight(worker: Worker) -> int:
-    devices: Any = worker.inspect(canvas.app, "stats")["pool"]["devices"]
-    return int(devices["cpu"]["batches_in_flight"])
-
-
 @pytest.fixture(scope="module")
 def run(start_module_worker: StartWorker, redis_url: str) -> Run:
     canvas.app.conf.update(broker_url=redis_url, result_backend=redis_url)
@@ -84,7 +79,10 @@ def run(start_module_worker: StartWorker, redis_url: str) -> Run:
             lambda: queue_length(redis_url, "later") == 25 + 10 + 3 + 2 + 1, "the chain's step"
         )
         canvas.app.control.add_consumer("later", reply=True, timeout=20, limit=1)
-        wait_for(lambda: in_flight(worker) == 2, "a batch behind the one that is held up")
+        wait_for(
+            lambda: worker.batches_in_flight(canvas.app) == 2,
+            "a batch behind the one that is held up",
+        )
         assert set(executed()) == quick | {"retried"}
         worker.process.terminate()
         wait_for(lambda: "Warm shutdown" in worker.log, "the end of the first worker begun")

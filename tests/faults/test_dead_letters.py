@@ -23,7 +23,7 @@ def _app(redis_url: str) -> None:
     killers.app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
-def buried(redis_url: str) -> list[DeadLetter]:
+def dead_letters_of(redis_url: str) -> list[DeadLetter]:
     with closing(redis.Redis.from_url(redis_url)) as client:
         return list(DeadLetters(client))
 
@@ -62,8 +62,8 @@ def test_of_64_jobs_the_one_that_kills_its_device_alone_is_a_dead_letter(
             assert job.get(timeout=TIMEOUT_S) == text.upper()
     with pytest.raises(DeviceDied, match="exit code 13; that happened 2 times"):
         jobs[20].get(timeout=TIMEOUT_S)
-    wait_for(lambda: buried(redis_url), "a dead letter")
-    (letter,) = buried(redis_url)
+    wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
+    (letter,) = dead_letters_of(redis_url)
     assert (letter.id, letter.task) == (jobs[20].id, "apps.killers.obey")
     assert letter.queue == "celery"
     assert "it is not run again" in letter.reason
@@ -92,8 +92,8 @@ def test_a_job_that_kills_its_worker_is_a_dead_letter_and_nobody_else_is_blamed(
             assert job.get(timeout=1) == text.upper()
     with pytest.raises(DeviceDied, match="alone when its worker died; that happened 2 times"):
         jobs[20].get(timeout=1)
-    wait_for(lambda: buried(redis_url), "a dead letter")
-    assert [letter.id for letter in buried(redis_url)] == [jobs[20].id]
+    wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
+    assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[20].id]
     # Once among its mates, and twice alone; more often where a loaded machine held up the worker
     # that looked on, so that it was not sure enough to count a death.
     assert worker.deaths >= 3

@@ -34,12 +34,6 @@ def device(worker: Worker) -> psutil.Process:
     return found
 
 
-def in_flight(worker: Worker) -> int:
-    """Batches on the device."""
-    (state,) = worker.inspect(stages.app, "stats")["pool"]["devices"].values()
-    return int(state["batches_in_flight"])
-
-
 @pytest.mark.parametrize("stage", [stages.prepared, stages.computed, stages.committed])
 def test_a_device_that_dies_at_any_stage_loses_nothing(
     worker: Worker, device: psutil.Process, tmp_path: Path, stage: BatchTask
@@ -59,7 +53,7 @@ def test_a_device_that_dies_before_it_has_read_its_batch_loses_nothing(
     device.suspend()
     # More than a pipe holds: the rest waits in the main process.
     jobs = stages.lengths.submit_many(["x" * 3_000_000] * 4)
-    wait_for(lambda: in_flight(worker), "a batch is on its way")
+    wait_for(lambda: worker.batches_in_flight(stages.app), "a batch is on its way")
     device.kill()
     assert jobs.get(timeout=TIMEOUT_S) == [3_000_000] * 4
 

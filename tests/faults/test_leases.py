@@ -178,9 +178,9 @@ def test_job_that_runs_while_the_connection_breaks_runs_once(
     jobs += send(redis_url, task, [1, 2, 3], book=book)
     for cuts in (1, 2):
         # All but the one that runs come again after each cut.
-        wait_for(partial(has_logged, worker, "received", 1 + 3 * cuts), "the worker has them")
+        wait_for(partial(worker.has_logged, "received", 1 + 3 * cuts), "the worker has them")
         proxy.cut()
-        wait_for(partial(has_logged, worker, "Connected to redis://", cuts + 1), "it is back")
+        wait_for(partial(worker.has_logged, "Connected to redis://", cuts + 1), "it is back")
     gate.touch()
     wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
     assert executions(book) == ["0", "1", "2", "3"]
@@ -191,10 +191,6 @@ def test_job_that_runs_while_the_connection_breaks_runs_once(
 
 def has_executed(book: Path, times: int) -> bool:
     return len(executions(book)) >= times
-
-
-def has_logged(worker: Worker, text: str, times: int) -> bool:
-    return worker.log.count(text) >= times
 
 
 def test_a_warm_shutdown_gives_back_at_once_and_in_order(
@@ -272,7 +268,7 @@ def test_a_redis_that_is_killed_and_starts_again_loses_nothing(
             seen = 300 * (restarts - 1) + 50
             wait_for(partial(has_executed, book, seen), "jobs are done")
             own.kill()
-            wait_for(partial(has_logged, worker, "Connection to broker lost", restarts), "it knows")
+            wait_for(partial(worker.has_logged, "Connection to broker lost", restarts), "it knows")
             own.start()
         with Redis.from_url(own.url) as bare:
             wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)

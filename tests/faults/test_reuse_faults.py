@@ -25,13 +25,13 @@ def test_equal_jobs_of_a_killed_worker_end_once_on_another_worker(
     worker = start_worker("apps.cached")
     (first,) = send(client, "shout", "a", path=str(log), gate=str(gate))
     wait_for(lambda: computed(log)["a"], "it runs")
-    twins = send(client, "shout", *"ab" * 20, path=str(log), gate=str(gate))
+    duplicates = send(client, "shout", *"ab" * 20, path=str(log), gate=str(gate))
     wait_for(lambda: unsettled(redis_url) == 41, "the worker has them all")
     worker.kill()
     start_worker("apps.cached")
     wait_for(lambda: computed(log)["a"] == 2, "another one has it")
     gate.touch()
-    assert answers([first, *twins]) == ["A", *"AB" * 20]
+    assert answers([first, *duplicates]) == ["A", *"AB" * 20]
     assert computed(log) == {"a": 2, "b": 1}
     wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
     assert queue_length(redis_url) == 0

@@ -8,7 +8,7 @@ from support.bench_command import bench
 
 def test_the_bulk_benchmark_measures_the_rows_that_are_asked_for(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
-    options = ["--items=300", "--rounds=1", "--most=500", "--what=publish", f"--json={target}"]
+    options = ["--items=300", "--rounds=1", "--max-items=500", "--what=publish", f"--json={target}"]
     answer = bench("bulk", *options, "--systems", "delay", "Producer.batch", "batchery")
     assert answer.returncode == 0, answer.stderr
     report = json.loads(target.read_text())

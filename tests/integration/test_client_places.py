@@ -64,7 +64,7 @@ def test_calls_are_awaited(place: Celery) -> None:
 
 def test_what_is_published_is_computed(place: Celery) -> None:
     ids = [uuid() for _ in TEXTS]
-    with Publisher(place, TASK, queue=QUEUE, most_waiting=1000) as publisher:
+    with Publisher(place, TASK, queue=QUEUE, max_waiting=1000) as publisher:
         publisher.send(list(zip(ids, TEXTS, strict=True)))
         assert publisher.sent == len(TEXTS)
     wait_for(lambda: all(place.AsyncResult(each).ready() for each in ids), "all are done")

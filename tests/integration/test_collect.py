@@ -14,7 +14,7 @@ from batchery.protocol.reply_stream import reply_key, reply_of
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import RedisCollector, collector_for
-from batchery_producer.retry import Patience
+from batchery_producer.retry import RetryPolicy
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
 from batchery_worker.ipc.commit_context import CommitContext
 from support.harness import Worker, wait_for
@@ -35,7 +35,7 @@ def app(url: str) -> Iterator[Celery]:
 
 @pytest.fixture
 def collector(app: Celery) -> Iterator[Any]:
-    with contextlib.closing(collector_for(app, Patience(away_s=20))) as made:
+    with contextlib.closing(collector_for(app, RetryPolicy(away_s=20))) as made:
         yield made
 
 
@@ -52,7 +52,7 @@ def collect(collector: Any, count: int, timeout_s: float = 60) -> dict[str, Answ
 
 
 def without_sweeps(collector: Any) -> None:
-    collector._sweep_at_s = NEVER_S
+    collector._poll_at_s = NEVER_S
 
 
 def without_announcements(collector: Any) -> None:
@@ -99,7 +99,7 @@ def name_of(collector: Any) -> str:
 def test_jobs_of_several_runs_in_one_batch_are_announced_to_each(
     app: Celery, collector: Any, commit: Commits, bare: Any
 ) -> None:
-    with contextlib.closing(collector_for(app, Patience())) as other:
+    with contextlib.closing(collector_for(app, RetryPolicy())) as other:
         for each, ids in ((collector, ["a", "c"]), (other, ["b"])):
             each.expect(ids)
             without_sweeps(each)
@@ -218,7 +218,7 @@ def test_results_have_the_prefix_that_replies_have(url: str, bare: Any) -> None:
     options = {"global_keyprefix": "mine"}
     with (
         bulk_app(url, result_backend_transport_options=options) as app,
-        contextlib.closing(collector_for(app, Patience())) as collector,
+        contextlib.closing(collector_for(app, RetryPolicy())) as collector,
     ):
         collector.expect(["a"])
         without_sweeps(collector)
@@ -252,13 +252,13 @@ def test_a_job_that_is_dropped_is_not_awaited(app: Any, collector: Any, bare: An
     for task_id in ("a", "b"):
         store(app, bare, task_id, "SUCCESS", 1)
     assert collect(collector, 1).keys() == {"b"}
-    assert list(collector.sweep()) == []
+    assert list(collector.poll_all()) == []
 
 
 def test_a_restart_of_redis_is_survived(own_redis: OwnRedis) -> None:
     with (
         bulk_app(own_redis.url) as app,
-        contextlib.closing(collector_for(app, Patience(away_s=60))) as collector,
+        contextlib.closing(collector_for(app, RetryPolicy(away_s=60))) as collector,
     ):
         collector.expect(["a", "b"])
         with redis.Redis.from_url(own_redis.url) as bare:
@@ -280,7 +280,7 @@ def test_a_restart_of_redis_is_survived(own_redis: OwnRedis) -> None:
 
 def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None:
     assert isinstance(client.backend.client, redis.Redis)
-    with contextlib.closing(RedisCollector(client.backend, Patience())) as collector:
+    with contextlib.closing(RedisCollector(client.backend, RetryPolicy())) as collector:
         without_sweeps(collector)
         ids = [uuid() for _ in range(300)]
         collector.expect(ids)
@@ -292,7 +292,7 @@ def test_a_worker_announces_what_it_commits(client: Any, worker: Worker) -> None
 
 
 def test_what_celerys_tracer_stores_is_found_by_sweeps(client: Any, worker: Worker) -> None:
-    with contextlib.closing(collector_for(client, Patience())) as collector:
+    with contextlib.closing(collector_for(client, RetryPolicy())) as collector:
         ids = [uuid(), uuid()]
         collector.expect(ids)
         task = f"{APP}.moody"

@@ -180,8 +180,8 @@ def test_the_commands_list_show_requeue_and_purge(
         (("show", "99"), 1, "no dead letter 99"),
         (("requeue", "98", "99"), 1, "no dead letter 98, 99"),
         (("purge", "99", "--yes"), 1, "no dead letter 99"),
-        (("requeue",), 2, "say either which dead letters, by TOKEN, or --all"),
-        (("purge", "1", "--all"), 2, "say either which dead letters, by TOKEN, or --all"),
+        (("requeue",), 2, "give either TOKENs or --all"),
+        (("purge", "1", "--all"), 2, "give either TOKENs or --all"),
         (("list", "--redis", "redis://127.0.0.1:1/0"), 2, "--redis is for the default app"),
     ],
 )

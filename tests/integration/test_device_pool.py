@@ -179,12 +179,12 @@ def test_devices_are_recycled_one_at_a_time(crews: Callable[..., Crew]) -> None:
     before = crew.pids()
     away: list[int] = []
 
-    def renewed() -> bool:
+    def recycled() -> bool:
         away.append(sum(device.state is not State.READY for device in crew.supervisor))
         return crew.ready == 4
 
     crew.supervisor.recycle(["apps.device_app"])
-    crew.run_until(renewed)
+    crew.run_until(recycled)
     assert max(away) == 1
     assert not set(before) & set(crew.pids())
     assert not crew.deaths

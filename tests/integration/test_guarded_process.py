@@ -11,20 +11,13 @@ import psutil
 import pytest
 
 from batchery_worker.local.guarded_process import GuardedProcess
-from support.harness import wait_for
+from support.harness import has_ended, wait_for
 
 FOREVER = "import time; time.sleep(600)"
 
 
 def python(code: str, **options: object) -> GuardedProcess:
     return GuardedProcess([sys.executable, "-c", code], grace_s=5, **options)  # type: ignore[arg-type]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def owner(tmp_path: Path, code: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -87,7 +80,7 @@ def test_what_it_leaves_behind_in_its_group_ends_with_it() -> None:
     )
     child = int(wait_for(process.tail, "the pid of its child"))
     process.kill()
-    wait_for(lambda: gone(child), "the child ends")
+    wait_for(lambda: has_ended(child), "the child ends")
 
 
 def test_a_listener_that_fails_does_not_block_the_process() -> None:
@@ -113,7 +106,7 @@ def test_it_ends_when_its_owner_is_killed_and_its_directory_goes_too(tmp_path: P
         f" remove={str(rubbish)!r})\nprint(process.pid, flush=True)\ntime.sleep(600)",
     )
     kill(process)
-    wait_for(lambda: gone(pid) and not rubbish.exists(), "process and directory are gone")
+    wait_for(lambda: has_ended(pid) and not rubbish.exists(), "process and directory are gone")
 
 
 def test_it_lives_on_when_the_thread_that_started_it_ends() -> None:
@@ -141,7 +134,7 @@ def test_a_fork_of_the_owner_does_not_keep_it_alive(tmp_path: Path) -> None:
     )
     try:
         kill(process)
-        wait_for(lambda: gone(pid), "the process ends")
+        wait_for(lambda: has_ended(pid), "the process ends")
         assert psutil.pid_exists(fork)
     finally:
         os.kill(fork, signal.SIGKILL)
@@ -159,9 +152,9 @@ def test_a_process_that_holds_the_lifeline_keeps_it_alive(tmp_path: Path) -> Non
         "print(first.pid, second.pid, flush=True)\ntime.sleep(600)",
     )
     kill(process)
-    assert not gone(first)
+    assert not has_ended(first)
     os.kill(second, signal.SIGKILL)
-    wait_for(lambda: gone(first), "the first ends after the second")
+    wait_for(lambda: has_ended(first), "the first ends after the second")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
@@ -170,5 +163,5 @@ def test_it_ends_even_when_its_guard_is_killed() -> None:
     guard = psutil.Process(process.pid).parent()
     assert guard is not None
     guard.kill()
-    wait_for(lambda: gone(process.pid), "the process ends")
+    wait_for(lambda: has_ended(process.pid), "the process ends")
     assert process.wait(30) == -signal.SIGKILL

@@ -318,7 +318,7 @@ def test_dedupe_keys_of_a_job_are_removed_with_its_lease(
 ) -> None:
     mine, lost = drain(lease_store, owner, "1", "2")
     for token in (mine, lost):
-        lease_store.client.sadd(KEYS.dedupe_keys(f"tag-{token}"), "mark")
+        lease_store.client.sadd(KEYS.dedupe_keys(f"tag-{token}"), "a dedupe key")
         lease_store.published(token, f"tag-{token}")
     lease_store.client.hdel(lease_store.lease_key, lost)
     lease_store.ack(mine)

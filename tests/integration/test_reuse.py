@@ -177,7 +177,7 @@ def test_duplicate_gets_its_result_when_the_computed_job_is_revoked(
     gate, next_gate = gated(tmp_path)
     (blocker,) = send(client, "shout", "blocker", path=str(log), gate=str(gate))
     wait_for(lambda: computed(log)["blocker"], "the device is busy")
-    first, twin = send(client, "shout", "a", "a", path=str(log), gate=str(next_gate))
+    first, duplicate = send(client, "shout", "a", "a", path=str(log), gate=str(next_gate))
     gate.touch()
     wait_for(lambda: computed(log)["a"], "one of them runs")
     (late,) = send(client, "shout", "a", path=str(log), gate=str(next_gate))
@@ -185,7 +185,7 @@ def test_duplicate_gets_its_result_when_the_computed_job_is_revoked(
     with pytest.raises(TaskRevokedError):
         first.get(timeout=TIMEOUT_S)
     next_gate.touch()
-    assert answers([blocker, twin, late]) == ["BLOCKER", "A", "A"]
+    assert answers([blocker, duplicate, late]) == ["BLOCKER", "A", "A"]
     assert computed(log) == {"blocker": 1, "a": 1}
 
 
@@ -195,14 +195,14 @@ def test_revoked_duplicate_changes_nothing(
     gate, _ = gated(tmp_path)
     (first,) = send(client, "shout", "a", path=str(log), gate=str(gate))
     wait_for(lambda: computed(log)["a"], "it runs")
-    twin, other = send(client, "shout", "a", "a", path=str(log), gate=str(gate))
-    twin.revoke()
+    duplicate, other = send(client, "shout", "a", "a", path=str(log), gate=str(gate))
+    duplicate.revoke()
     # Workers hear of revocations in the order in which they are sent, and answer in that order.
     worker.inspect(client, "ping")
     gate.touch()
     assert answers([first, other]) == ["A", "A"]
     with pytest.raises(TaskRevokedError):
-        twin.get(timeout=TIMEOUT_S)
+        duplicate.get(timeout=TIMEOUT_S)
     assert computed(log) == {"a": 1}
 
 
@@ -212,11 +212,11 @@ def test_duplicates_of_a_job_whose_device_died_get_their_results(
     gate, _ = gated(tmp_path)
     (first,) = send(client, "deadly", "a", path=str(log), gate=str(gate))
     wait_for(lambda: computed(log)["a"], "it runs")
-    twins = send(client, "deadly", "a", "a", "b", path=str(log), gate=str(gate))
+    duplicates = send(client, "deadly", "a", "a", "b", path=str(log), gate=str(gate))
     worker.devices()[0].kill()
     wait_for(lambda: computed(log)["a"] > 1, "it runs again")
     gate.touch()
-    assert answers([first, *twins]) == ["A", "A", "A", "B"]
+    assert answers([first, *duplicates]) == ["A", "A", "A", "B"]
     assert computed(log) == {"a": 2, "b": 1}
     wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
 

@@ -1,4 +1,4 @@
-"""How a bulk run ends when it does not go well: signals, silence, restarts, refusals."""
+"""How a bulk run ends when it does not go well: signals, stall, restarts, refusals."""
 
 import contextlib
 import json

@@ -180,7 +180,7 @@ def test_an_output_that_vanishes_ends_the_run_and_says_so(
     def remove(run: Any) -> None:
         output.unlink(missing_ok=True)
 
-    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: somebody has removed"):
+    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: the file was removed"):
         submit_file(
             write_rows(tmp_path / "in.jsonl", 50),
             f"{APP}.shout",

@@ -102,7 +102,7 @@ def test_a_run_that_is_resumed_adds_what_was_done_before(
         "rows with a result": second.succeeded,
         "rows that failed": 0,
         "rows that were done before": first.succeeded,
-        "rows in all": 2000,
+        "rows in total": 2000,
         "jobs sent": second.submitted,
     }
     assert counts(page) == expected

@@ -47,6 +47,14 @@ def unsettled(redis_url: str) -> int:
         return sum(int(redis.hlen(key)) for key in ["unacked", *redis.keys("batchery:lease:*")])
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process has ended, even if nobody has reaped it yet."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
+
+
 class Worker:
     """A `celery worker` process."""
 
@@ -108,6 +116,15 @@ class Worker:
         ask = getattr(app.control.inspect([self.name], timeout=5), command)
         # One that has only just said that it is ready may not listen yet, and misses the question.
         return wait_for(ask, f"an answer to {command}", 60)[self.name]
+
+    def batches_in_flight(self, app: Celery) -> int:
+        """The number of batches on its only device."""
+        (device,) = self.inspect(app, "stats")["pool"]["devices"].values()
+        return int(device["batches_in_flight"])
+
+    def has_logged(self, text: str, times: int) -> bool:
+        """Whether the log has a text so many times."""
+        return self.log.count(text) >= times
 
     def wait_ready(self) -> "Worker":
         """Waits until the worker consumes."""

@@ -59,7 +59,7 @@ class InFlight:
             del self._calls[call.task_id]
 
     def takes(self, newer: TaskCall) -> bool:
-        """Whether a message that came again belongs to a job that runs here, or has succeeded.
+        """Whether a redelivered message belongs to a job that runs here, or has succeeded.
 
         Such a message needs no run of its own: it is settled together with the job, or at once.
         """
@@ -68,14 +68,18 @@ class InFlight:
             return False
         if request.id in worker_state.successful_requests:
             # The result is stored; only the acknowledgement was lost with the connection.
-            logger.info("%s[%s] came again and is done already", newer.task_name, newer.task_id)
+            logger.info(
+                "%s[%s] was redelivered but is done already", newer.task_name, newer.task_id
+            )
             worker_state.task_ready(request, successful=True)
             request.acknowledge()
             return True
         older = self._calls.get(newer.task_id)
         if older is None or not _is_same_run(older, newer):
             return False
-        logger.info("%s[%s] came again while it runs: it goes on", newer.task_name, newer.task_id)
+        logger.info(
+            "%s[%s] was redelivered while it runs, and goes on", newer.task_name, newer.task_id
+        )
         _replace(older, newer, request)
         return True
 

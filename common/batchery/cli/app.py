@@ -58,7 +58,7 @@ def load_app(path: str, redis_url: str | None = None) -> Celery:
     except Exception as error:
         raise AppNotImportable(
             f"app {path!r} cannot be imported: {type(error).__name__}: {error};"
-            " name it as for `celery -A`, from the directory where it is"
+            " name it as for `celery -A`, in the directory where it is"
         ) from error
     if not isinstance(app, Celery):
         raise AppNotImportable(f"app {path!r} is a {type(app).__name__}, and no Celery app")

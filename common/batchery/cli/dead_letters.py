@@ -223,7 +223,7 @@ def moment(seconds: float) -> str:
 
 def _chosen(letters: DeadLetters, tokens: Sequence[str], every: bool) -> Sequence[str]:
     if every == bool(tokens):
-        raise click.UsageError("say either which dead letters, by TOKEN, or --all")
+        raise click.UsageError("give either TOKENs or --all")
     return letters.tokens() if every else list(dict.fromkeys(tokens))
 
 

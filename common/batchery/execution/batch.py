@@ -109,7 +109,7 @@ def compute(
         plan: Cuts the batch into micro-batches. When memory ran out, it is called again for the
             rest, as it may know better by then.
         limit: Entered around each forward pass.
-        memory: Told of each forward pass.
+        memory: Learns from each forward pass.
         lookahead: Knows whether the first pass has started.
         start_next_batch: Called when one more pass may be started and none is left in this batch;
             starts the first pass of the next batch.

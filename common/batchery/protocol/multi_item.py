@@ -63,7 +63,7 @@ def _entry(outcome: Any) -> dict[str, Any]:
         return {"error": {**_error(cause), "retry_after_s": outcome.seconds}}
     if isinstance(outcome, Replace):
         # One item of a message cannot become a job either.
-        return {"error": _error(InvalidItem("one item of a packed job cannot be replaced"))}
+        return {"error": _error(InvalidItem("one item of a multi-item job cannot be replaced"))}
     if isinstance(outcome, BaseException):
         return {"error": _error(outcome)}
     return {"ok": outcome}

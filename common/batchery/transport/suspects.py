@@ -162,7 +162,7 @@ class RunningBatches:
             self._send()
         except (redis.RedisError, OSError) as error:
             # The batch runs nevertheless. The broker's own connection will notice the outage.
-            logger.debug("no note of a batch: %r", error)
+            logger.debug("the note of a batch cannot be sent: %r", error)
             self.drop_connection()
         return batch
 

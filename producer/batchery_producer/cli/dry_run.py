@@ -1,4 +1,4 @@
-"""A dry run: everything is checked, and some rows are tried; nothing is written."""
+"""A dry run: checks everything and tries some rows, but writes nothing."""
 
 import itertools
 import secrets
@@ -20,24 +20,24 @@ from batchery_producer.run.output import Output
 from batchery_producer.run.report import Report
 from batchery_producer.run.summary import Ending, Summary, duration
 
-#: Jobs of the probe, and how long it may take, in seconds.
+#: Number of jobs in the probe, and its maximum duration in seconds.
 PROBE_JOBS = 512
 PROBE_S = 15.0
 
-#: Broken rows that are shown.
-MOST_SHOWN = 5
+#: Maximum number of broken rows that are shown.
+MAX_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What a dry run has found.
+    """Findings of a dry run.
 
     Attributes:
-        rows: Of the input that become jobs.
-        broken: Rows that become none.
-        shown: The first of those, each with file, line and reason.
-        probe: How the probe went; None if there was nothing to try.
-        left_s: Estimate of what all rows take, in seconds; None if the probe had no result.
+        rows: Number of rows that can become jobs.
+        broken: Number of rows that cannot.
+        shown: The first broken rows, each with file, line and reason.
+        probe: Summary of the probe; None if there were no rows to try.
+        left_s: Estimated duration for all rows, in seconds; None if the probe had no result.
     """
 
     rows: int
@@ -48,7 +48,7 @@ class DryRun:
 
     @property
     def ending(self) -> Ending:
-        """How the run would end, as far as that can be told."""
+        """How the run would probably end."""
         if self.probe is not None and self.left_s is None:
             return Ending.GAVE_UP
         failed = self.broken or (self.probe is not None and self.probe.failed)
@@ -65,7 +65,7 @@ def try_file(
 ) -> DryRun:
     """Checks input, output, app, task and workers; reads all rows, and submits the first ones.
 
-    Takes what `submit_file` takes; options that make no difference here are passed over.
+    It takes the arguments of `submit_file`, and ignores options without effect on a dry run.
 
     Raises:
         BatcheryError: As `submit_file` does.
@@ -92,20 +92,20 @@ def try_file(
 def _read(
     rows: Iterable[Record | Broken], dataset: Dataset
 ) -> tuple[list[Record], tuple[int, int], list[str]]:
-    """The first records, how many rows are whole and broken, and what is wrong with the first."""
+    """The first records, the numbers of good and broken rows, and the first reasons."""
     first: list[Record] = []
     shown: list[str] = []
-    whole = broken = 0
+    good = broken = 0
     for row in rows:
         if isinstance(row, Record):
-            whole += 1
+            good += 1
             if len(first) < PROBE_JOBS:
                 first.append(row)
         else:
             broken += 1
-            if len(shown) < MOST_SHOWN:
-                shown.append(f"{dataset.place(row.source, row.line)}: {row.reason}")
-    return first, (whole, broken), shown
+            if len(shown) < MAX_SHOWN:
+                shown.append(f"{dataset.line_name(row.source, row.line)}: {row.reason}")
+    return first, (good, broken), shown
 
 
 def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
@@ -120,7 +120,7 @@ def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
 
 
 def describe_dry_run(run: DryRun, name: str) -> str:
-    """What a dry run has found, for people."""
+    """Findings of a dry run, as text."""
     lines = [f"{name}: {run.rows:,} rows can be sent, {run.broken:,} cannot"]
     lines += [f"  {each}" for each in run.shown]
     if run.broken > len(run.shown):

@@ -1,4 +1,4 @@
-"""Progress of a run, for people: a live line on a terminal, now and then a line elsewhere."""
+"""Progress of a run: a live line on a terminal; elsewhere, a line every few seconds."""
 
 import time
 from contextlib import AbstractContextManager
@@ -11,11 +11,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from batchery_producer.run.summary import Snapshot, duration
 
-#: Time between two lines where there is no terminal, in seconds.
+#: Time between two lines without a terminal, in seconds.
 LINE_EVERY_S = 5.0
 
-#: Kinds of failures that are named.
-MOST_KINDS = 3
+#: Maximum number of kinds of failures that are named.
+MAX_KINDS = 3
 
 
 def display_on(console: Console, title: str) -> "LiveDisplay | LineDisplay":
@@ -24,7 +24,7 @@ def display_on(console: Console, title: str) -> "LiveDisplay | LineDisplay":
 
 
 class LiveDisplay(AbstractContextManager["LiveDisplay"]):
-    """A bar and figures that change in place."""
+    """A bar and figures, which are updated in place."""
 
     def __init__(self, console: Console, title: str) -> None:
         self._progress = Progress(
@@ -70,10 +70,10 @@ class LineDisplay(AbstractContextManager["LineDisplay"]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Nothing to put away."""
+        """Nothing to clean up."""
 
     def show(self, run: Snapshot) -> None:
-        """Prints the state of the run, if it is time."""
+        """Prints the state of the run, if a line is due."""
         now_s = time.monotonic()
         if now_s >= self._next_s:
             self._next_s = now_s + LINE_EVERY_S
@@ -87,7 +87,7 @@ class LineDisplay(AbstractContextManager["LineDisplay"]):
 def figures(run: Snapshot) -> str:
     """The state of a run in one line: `1,200 done, 3 failed, 64 in flight, 410/s, 0:42 left`.
 
-    With the kinds of the failures, and the size of the batches, as far as they are known.
+    It also has the kinds of failures and the size of batches, if they are known.
     """
     parts = [
         f"{run.succeeded:,} done",
@@ -102,6 +102,6 @@ def figures(run: Snapshot) -> str:
 
 
 def _kinds(run: Snapshot) -> str:
-    named = [f"{count:,} {name}" for name, count in islice(run.kinds.items(), MOST_KINDS)]
-    named += ["..."] if len(run.kinds) > MOST_KINDS else []
+    named = [f"{count:,} {name}" for name, count in islice(run.kinds.items(), MAX_KINDS)]
+    named += ["..."] if len(run.kinds) > MAX_KINDS else []
     return f" ({', '.join(named)})" if named else ""

@@ -29,32 +29,32 @@ SOURCE is one or many files, URLs (s3://, hf://, https://) or patterns ('data/*.
 standard input: JSON lines, CSV, TSV, plain text (one item per line), Parquet, Arrow, or requests of
 OpenAI's batch API for embeddings. gzip, zstd, bz2 and xz are recognised. Blank lines are skipped.
 
-Results are JSON lines {"id", "line", "result"} in the order in which they are completed; or CSV,
-TSV, Parquet or Arrow, as OUTPUT ends, written when all are there. Jobs that fail, and lines that
-cannot be read, go to the file of failures as {"id", "line", "error"}; there is no such file without
-a failure. Requests of OpenAI's form get output and error files of that form.
+Results are JSON lines {"id", "line", "result"} in order of completion; if OUTPUT ends in .csv,
+.tsv, .parquet or .arrow, they are a table that is written at the end. Jobs that fail, and lines
+that cannot be read, go to the file of failures as {"id", "line", "error"}; without failures there
+is no such file. Requests in OpenAI's form get output and error files in OpenAI's form.
 
-A run that ended early, even by kill -9, goes on with --resume: only what has neither a result nor a
-failure is submitted, and jobs that are still on their way are awaited. OUTPUT.journal, which is
-removed at the end, says what it was; without it, or with another input, nothing is resumed.
+--resume continues a run that ended early, even by kill -9: it submits only rows that have neither a
+result nor a failure, and awaits jobs that are still in flight. OUTPUT.journal identifies the run
+and is removed at the end; without it, or with another input, a run cannot be resumed.
 
-The first Ctrl-C ends the run cleanly: results that are ready are written, jobs in flight stay in
-the queue, where workers still run them. The second ends it at once.
+The first Ctrl-C ends the run cleanly: it writes the results that are ready, and leaves jobs in
+flight in the queue, where workers still run them. The second Ctrl-C ends the run at once.
 
 \b
 Exit codes:
   0    every row has a result
   1    some rows failed, or --on-error=stop met the first; they are in the file of failures
-  2    could not start, or the output cannot be written any more: the disk is full, for example
+  2    could not start, or the output can no longer be written: the disk is full, for example
   3    gave up: no result for --timeout, or Redis stayed away for two minutes
   130  interrupted
 """
 
 
 class Interrupt:
-    """While entered, notes SIGINT and SIGTERM; call it to hear whether one came. Main thread only.
+    """Notes SIGINT and SIGTERM while entered; a call returns whether one came. Main thread only.
 
-    The handler only sets a flag: it may run in the middle of anything, locks included.
+    The handler only sets a flag, because it may interrupt any code, even while it holds a lock.
     """
 
     def __init__(self) -> None:
@@ -116,15 +116,15 @@ def _options(
 @click.option("--task", metavar="NAME", help="Task that runs the jobs.")
 @click.option("-o", "--output", required=True, metavar="FILE", help="Results; - for stdout.")
 @click.option("--errors", metavar="FILE", help="Failures; default: OUTPUT's stem.errors.jsonl.")
-@click.option("--ordered", is_flag=True, help="Keep SOURCE's order; the output comes at the end.")
-@click.option("--overwrite", is_flag=True, help="Replace an output that is already there.")
-@click.option("--resume", is_flag=True, help="Finish an output that is already there.")
+@click.option("--ordered", is_flag=True, help="Keep SOURCE's order; writes the output at the end.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing output.")
+@click.option("--resume", is_flag=True, help="Finish an existing output.")
 @click.option(
     "--on-error",
     type=click.Choice(["continue", "stop"]),
     default="continue",
     show_default=True,
-    help="What a failure does to the run.",
+    help="What to do after a failure.",
 )
 @click.option("--format", type=click.Choice(list(FORMATS)), help="Default: by SOURCE's extension.")
 @click.option("--field", metavar="FIELD", help="The item; default: text, or the only string.")
@@ -158,7 +158,7 @@ def _options(
     default=WINDOW,
     show_default=True,
     metavar="N",
-    help="Most jobs in flight.",
+    help="Maximum number of jobs in flight.",
 )
 @click.option(
     "--timeout",
@@ -214,7 +214,7 @@ def submit(
 
 
 def as_dict(summary: Summary) -> dict[str, Any]:
-    """A summary as JSON has it."""
+    """A summary as JSON."""
     return {
         **asdict(summary),
         "ending": summary.ending.name.lower(),
@@ -224,7 +224,7 @@ def as_dict(summary: Summary) -> dict[str, Any]:
 
 
 def describe(summary: Summary, output: str) -> str:
-    """A summary in a line or three."""
+    """A summary in one to three lines."""
     done = summary.succeeded + summary.failed
     first = (
         f"{done:,} done in {duration(summary.seconds)} ({summary.rate:,.1f}/s):"

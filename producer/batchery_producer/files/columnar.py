@@ -1,4 +1,4 @@
-"""Rows of Parquet and Arrow files: read some at a time, as mappings of column to value."""
+"""Parquet and Arrow files: rows are read and written some at a time, as column -> value."""
 
 import json
 from abc import abstractmethod
@@ -10,26 +10,26 @@ from batchery.errors import DatasetError
 from batchery_producer.files.extras import extra
 from batchery_producer.files.rows import Rows
 
-#: Rows that are turned into Python's objects at a time.
+#: Number of rows that are converted to Python objects at a time.
 READ_ROWS = 1024
 
-#: First bytes of an Arrow file; a stream has others.
+#: First bytes of an Arrow file; an Arrow stream has others.
 ARROW_MAGIC = b"ARROW1"
 
 Entries = Callable[[], Iterable[Mapping[str, Any]]]
 
-#: Rows that are held in memory at a time, and that a row group has.
+#: Number of rows in memory at a time, and in a row group.
 WRITE_ROWS = 4096
 
 
 class TableRows(Rows):
-    """Rows of a table; the first one has the number 1."""
+    """Rows of a table, numbered from 1."""
 
     def __init__(self, file: BinaryIO) -> None:
-        """Reads what the file says of itself.
+        """Reads the file's schema.
 
         Raises:
-            DatasetError: It is no such file, or its library is not installed.
+            DatasetError: The file has another form, or its library is not installed.
         """
         super().__init__()
         self._arrow = extra("pyarrow")
@@ -43,14 +43,14 @@ class TableRows(Rows):
 
     @abstractmethod
     def _open(self, file: BinaryIO) -> Iterator[tuple[Any, float]]:
-        """Record batches, and which part of the file has been read with each, 0 to 1."""
+        """Record batches, each with the part of the file that is read after it, 0 to 1."""
 
     def end(self) -> None:
         """As `Rows.end`."""
         self._ended = True
 
     def read_bytes(self, size_bytes: int) -> int:
-        """As far as rows tell it."""
+        """Estimates by rows how many bytes were read."""
         return round(self._share * size_bytes)
 
     def __next__(self) -> Mapping[str, Any]:
@@ -80,7 +80,7 @@ class ParquetRows(TableRows):
     def _open(self, file: BinaryIO) -> Iterator[tuple[Any, float]]:
         table = extra("pyarrow.parquet").ParquetFile(file)
         total = max(table.metadata.num_rows, 1)
-        # A generator of its own: what is above is to be found wrong at once.
+        # A generator of its own, so that the lines above fail at once and not with the first row.
         return _counted(table.iter_batches(READ_ROWS), lambda rows: rows / total)
 
 
@@ -105,7 +105,7 @@ def _counted(batches: Any, share: Callable[[int], float]) -> Iterator[tuple[Any,
 
 
 def _sliced(batches: Any, count: int) -> Iterator[tuple[Any, float]]:
-    """Batches of the file may hold any number of rows."""
+    """Slices batches, which may hold any number of rows."""
     for number, batch in enumerate(batches, 1):
         for start in range(0, batch.num_rows, READ_ROWS):
             yield batch.slice(start, READ_ROWS), number / count if count else 0.0
@@ -138,7 +138,7 @@ def _write(entries: Entries, create: Callable[[Any], Any]) -> None:
 
 
 def _schema(entries: Iterable[Mapping[str, Any]]) -> Any:
-    """Every column has a type that holds all of its values; JSON text if there is none."""
+    """A schema whose types fit all values of their column; if none does, it is JSON text."""
     arrow = extra("pyarrow")
     fields: dict[str, Any] = {name: arrow.field(name, arrow.null()) for name in ("id", "line")}
     for batch in _batches(entries):

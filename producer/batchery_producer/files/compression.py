@@ -19,22 +19,22 @@ from batchery_producer.files.extras import extra
 CHUNK_BYTES = 256 * 1024
 
 
-class Packing(NamedTuple):
-    """A way to pack a stream of bytes.
+class Compression(NamedTuple):
+    """A way to compress a stream of bytes.
 
     Attributes:
         suffix: Of file names.
         magic: First bytes of a file.
-        pack: Makes a member of its own of some bytes; a file may hold many, one after the other.
-        unpacker: Makes an object that unpacks one member: `decompress`, `eof`, `unused_data`.
-        open: Reads a file as if it were not packed.
-        create: Writes a file as if it were not packed; the file itself is left open.
+        compress: Makes one member of some bytes; a file may hold many, one after the other.
+        decompressor: Makes an object for one member: `decompress`, `eof`, `unused_data`.
+        open: Reads a file as if it were not compressed.
+        create: Writes a file as if it were not compressed; the file itself is left open.
     """
 
     suffix: str
     magic: bytes
-    pack: Callable[[bytes | bytearray], bytes]
-    unpacker: Callable[[], Any]
+    compress: Callable[[bytes | bytearray], bytes]
+    decompressor: Callable[[], Any]
     open: Callable[[BinaryIO], BinaryIO]
     create: Callable[[BinaryIO], BinaryIO]
 
@@ -44,9 +44,9 @@ def _open_gzip(raw: BinaryIO) -> BinaryIO:
 
 
 def _open_zstd(raw: BinaryIO) -> BinaryIO:
-    unpacker = extra("zstandard").ZstdDecompressor()
-    stream = unpacker.stream_reader(raw, read_across_frames=True, closefd=False)
-    # It reads no lines by itself.
+    decompressor = extra("zstandard").ZstdDecompressor()
+    stream = decompressor.stream_reader(raw, read_across_frames=True, closefd=False)
+    # zstandard's stream has no readline.
     return BufferedReader(stream, CHUNK_BYTES)
 
 
@@ -55,31 +55,31 @@ def _create_gzip(raw: BinaryIO) -> BinaryIO:
 
 
 def _create_zstd(raw: BinaryIO) -> BinaryIO:
-    packer = extra("zstandard").ZstdCompressor()
-    return cast(BinaryIO, packer.stream_writer(raw, closefd=False))
+    compressor = extra("zstandard").ZstdCompressor()
+    return cast(BinaryIO, compressor.stream_writer(raw, closefd=False))
 
 
-def _pack_zstd(data: bytes | bytearray) -> bytes:
+def _compress_zstd(data: bytes | bytearray) -> bytes:
     return cast(bytes, extra("zstandard").ZstdCompressor().compress(data))
 
 
-GZIP = Packing(
+GZIP = Compression(
     suffix=".gz",
     magic=b"\x1f\x8b",
-    pack=gzip.compress,
-    unpacker=lambda: zlib.decompressobj(wbits=31),
+    compress=gzip.compress,
+    decompressor=lambda: zlib.decompressobj(wbits=31),
     open=_open_gzip,
     create=_create_gzip,
 )
-ZSTD = Packing(
+ZSTD = Compression(
     suffix=".zst",
     magic=b"\x28\xb5\x2f\xfd",
-    pack=_pack_zstd,
-    unpacker=lambda: extra("zstandard").ZstdDecompressor().decompressobj(),
+    compress=_compress_zstd,
+    decompressor=lambda: extra("zstandard").ZstdDecompressor().decompressobj(),
     open=_open_zstd,
     create=_create_zstd,
 )
-PACKINGS = (GZIP, ZSTD)
+COMPRESSIONS = (GZIP, ZSTD)
 
 #: Other endings of file names, and what fsspec calls them: they can be read and not written.
 READ_ONLY = {".bz2": "bz2", ".xz": "xz"}
@@ -88,8 +88,8 @@ READ_ONLY = {".bz2": "bz2", ".xz": "xz"}
 MAGIC_BYTES = 4
 
 
-def unpacked(raw: BufferedReader, name: str) -> BinaryIO:
-    """What a file holds, read as if it were not packed; the file itself if it is not.
+def decompressed(raw: BufferedReader, name: str) -> BinaryIO:
+    """Reads a file as if it were not compressed; returns the file itself if it is not.
 
     Args:
         raw: At its start.
@@ -99,29 +99,29 @@ def unpacked(raw: BufferedReader, name: str) -> BinaryIO:
         DatasetError: A library is missing.
     """
     first = raw.peek(MAGIC_BYTES)
-    packing = next((each for each in PACKINGS if first.startswith(each.magic)), None)
-    if packing is not None:
-        return packing.open(raw)
+    compression = next((each for each in COMPRESSIONS if first.startswith(each.magic)), None)
+    if compression is not None:
+        return compression.open(raw)
     other = READ_ONLY.get(PurePath(name.lower()).suffix)
     if other is None:
         return raw
     return cast(BinaryIO, extra("fsspec.compression").compr[other](raw, mode="rb"))
 
 
-def packing_of_name(name: str | PurePath) -> Packing | None:
-    """The packing that a file name asks for."""
-    return next((each for each in PACKINGS if str(name).lower().endswith(each.suffix)), None)
+def compression_of_name(name: str | PurePath) -> Compression | None:
+    """The compression that a file name asks for."""
+    return next((each for each in COMPRESSIONS if str(name).lower().endswith(each.suffix)), None)
 
 
 def bare_name(name: str | PurePath) -> str:
-    """A file name without the suffix of its packing."""
+    """A file name without the suffix of its compression."""
     suffix = PurePath(str(name).lower()).suffix
-    is_packed = suffix in READ_ONLY or packing_of_name(name) is not None
-    return str(name)[: -len(suffix)] if is_packed else str(name)
+    is_compressed = suffix in READ_ONLY or compression_of_name(name) is not None
+    return str(name)[: -len(suffix)] if is_compressed else str(name)
 
 
-def unpack_errors() -> tuple[type[Exception], ...]:
-    """What reading a packed file may raise when it is damaged."""
+def decompression_errors() -> tuple[type[Exception], ...]:
+    """What reading a compressed file may raise when it is damaged."""
     errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
     try:
         return (*errors, extra("zstandard").ZstdError)
@@ -129,18 +129,18 @@ def unpack_errors() -> tuple[type[Exception], ...]:
         return errors
 
 
-def members(file: BinaryIO, packing: Packing) -> Iterator[tuple[bytes, int]]:
-    """Unpacks a file member by member, up to the first that is not whole.
+def members(file: BinaryIO, compression: Compression) -> Iterator[tuple[bytes, int]]:
+    """Decompresses a file member by member, up to the first incomplete one.
 
     Yields:
-        What was packed, and where in the file the member ends.
+        The content of a member, and the offset in the file at which the member ends.
     """
     end, data, ended = 0, b"", False
     while True:
-        unpacker, parts = packing.unpacker(), []
+        decompressor, parts = compression.decompressor(), []
         began = False
         try:
-            while not unpacker.eof:
+            while not decompressor.eof:
                 if not data:
                     data = file.read(CHUNK_BYTES)
                     ended = not data
@@ -148,11 +148,11 @@ def members(file: BinaryIO, packing: Packing) -> Iterator[tuple[bytes, int]]:
                     return
                 began = True
                 end += len(data)
-                parts.append(unpacker.decompress(data))
+                parts.append(decompressor.decompress(data))
                 data = b""
-        except unpack_errors():
+        except decompression_errors():
             return
-        data = unpacker.unused_data
+        data = decompressor.unused_data
         end -= len(data)
         if began:
             yield b"".join(parts), end

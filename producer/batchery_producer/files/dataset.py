@@ -1,4 +1,4 @@
-"""Datasets: files or standard input, read as records of which each becomes one job."""
+"""Datasets: files or standard input, read as records; each record becomes one job."""
 
 import random
 from array import array
@@ -12,7 +12,7 @@ from typing import Any
 
 from batchery.errors import DatasetError
 from batchery_producer.files.columnar import TABLES, TableRows
-from batchery_producer.files.compression import MAGIC_BYTES, unpack_errors, unpacked
+from batchery_producer.files.compression import MAGIC_BYTES, decompressed, decompression_errors
 from batchery_producer.files.journal import Done
 from batchery_producer.files.jsonl import read_lines
 from batchery_producer.files.openai_batch import Model, RequestPicker, is_request
@@ -22,14 +22,14 @@ from batchery_producer.files.source import Source, find_sources
 
 Row = Record | Broken
 
-#: The same rows each time, so that a run can be resumed.
+#: A fixed seed chooses the same rows each time, so that a run can be resumed.
 SEED = 0
 
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 
 def sampled(rows: Iterable[Row], numbers: Iterable[int]) -> Iterator[Row]:
-    """The rows that have these numbers, from 0, which rise."""
+    """The rows with these numbers, which count from 0 and ascend."""
     wanted = iter(numbers)
     next_number = next(wanted, None)
     for number, row in enumerate(rows):
@@ -41,29 +41,29 @@ def sampled(rows: Iterable[Row], numbers: Iterable[int]) -> Iterator[Row]:
 
 
 def sample_of(rows: Iterable[Row], size: int) -> Sequence[int]:
-    """Numbers of so many rows, from 0, each set of them as likely as another; in order."""
+    """Chooses rows at random, each set with equal probability; their numbers from 0, ascending."""
     chooser = random.Random(SEED)
     chosen = array("Q")
     for number, _ in enumerate(rows):
         if number < size:
             chosen.append(number)
-        elif (place := chooser.randrange(number + 1)) < size:
-            chosen[place] = number
+        elif (replaced := chooser.randrange(number + 1)) < size:
+            chosen[replaced] = number
     return array("Q", sorted(chosen))
 
 
 class Failures:
-    """The rows that a file of failures names; ours, or an error file of OpenAI's form."""
+    """The rows that a file of failures names, in our form or in that of OpenAI's error files."""
 
     def __init__(self, path: str | Path, names: Sequence[str]) -> None:
-        """Checks that there is such a file.
+        """Checks that the file exists.
 
         Args:
             path: Written by an earlier run of the same input.
             names: Of the input's files.
 
         Raises:
-            DatasetError: There is none.
+            DatasetError: It does not.
         """
         self.path = Path(path)
         self._names = names
@@ -71,10 +71,10 @@ class Failures:
             raise DatasetError(f"{path}: there is no such file of failures")
 
     def of(self, rows: Iterable[Row]) -> Iterator[Row]:
-        """Those of some rows that the file names.
+        """Yields the rows that the file names.
 
         Raises:
-            DatasetError: It is no file of failures, or of another input.
+            DatasetError: The file has another form, or belongs to another input.
         """
         lines, count = Done(self._names), 0
         with SeenIds() as ids:
@@ -89,9 +89,9 @@ class Failures:
 
     def _note(self, entry: Any, lines: Done, ids: SeenIds) -> None:
         if "custom_id" in entry:
-            # A line that was no request has no id; it is one no better now.
+            # A line that was no request has no id, and would fail again.
             if entry["custom_id"] is not None:
-                ids.first_place(entry["custom_id"], 0, 0)
+                ids.first_line(entry["custom_id"], 0, 0)
             return
         if "error" not in entry:
             raise DatasetError(f"{self.path}: no file of failures, which has an error in each line")
@@ -104,17 +104,17 @@ class Failures:
 class Dataset:
     """Records of files or of standard input; each iteration reads them anew.
 
-    Iterating reads as it goes and holds one row at a time. Input that is gzip or zstd is recognised
-    by its first bytes, whatever it is called.
+    Iteration holds one row at a time. gzip and zstd are recognised by the first bytes, whatever the
+    file's name is.
 
     Attributes:
-        sources: The files, those that are empty left out.
+        sources: The files, without empty ones.
         name: For messages.
         names: Of the files.
         is_stdin: Whether it is standard input.
-        is_stream: Whether it can be read only once: standard input, or a pipe.
+        is_stream: Whether it can be read only once: standard input, a pipe, a file of unknown size.
         is_openai: Whether the rows are requests of OpenAI's batch API.
-        model: Of those requests; None until one was read.
+        model: Model of those requests; None until one was read.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class Dataset:
         sample: int | None = None,
         retry_failed: str | Path | None = None,
     ) -> None:
-        """Checks that the input can be read; reads the first row of JSON lines, but not from stdin.
+        """Checks that the input can be read; looks at the first row of JSON lines in a file.
 
         Args:
-            names: Files, patterns such as `data/*.jsonl`, or `-` for standard input.
+            names: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input.
             format: One of `FORMATS`; by default as each name ends, and JSON lines for standard
                 input.
             field: Holds the item: a key (`meta.title` looks inside `meta`) or a column. By default
@@ -139,13 +139,13 @@ class Dataset:
             id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has
                 one, otherwise the line number is the id.
             limit: Read only so many rows.
-            sample: Only so many rows, chosen at random; the same ones each time. All rows are read
-                once before.
-            retry_failed: A file of failures of an earlier run: only the rows that it names.
+            sample: Read only so many rows, chosen at random, but the same ones each time. This
+                reads the input twice.
+            retry_failed: A file of failures of an earlier run; read only the rows that it names.
 
         Raises:
-            DatasetError: There is no such file, it cannot be read, or its format is unknown; or
-                standard input shall be sampled, which can be read only once.
+            DatasetError: A file is missing, cannot be read, or has an unknown format; or a stream
+                was to be sampled, which can be read only once.
         """
         self.sources = find_sources(names, format)
         self.is_stdin = self.sources[0].is_stdin
@@ -168,22 +168,22 @@ class Dataset:
         self.model: Model | None = None
         self.is_openai = format == "openai"
         if format in (None, "openai") and not (field or id_field or self.is_stream):
-            self._recognise()
+            self._detect_requests()
 
     @property
     def inputs(self) -> Sequence[Path]:
-        """Files that must not be overwritten."""
+        """Files on this machine that must not be overwritten."""
         paths = [each.path for each in self.sources if not (each.is_stdin or each.remote)]
         return [*paths, self._failures.path] if self._failures else paths
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What decides which item and which id a row has."""
+        """The settings that determine the item and the id of a row."""
         return {"field": self._field, "id field": self._id_field}
 
     @property
     def total(self) -> int | None:
-        """Rows in all: an estimate by bytes until all are read, None where there is no telling."""
+        """Number of rows; an estimate by bytes until all are read, None if unknown."""
         if self._sample is not None:
             return self._sampled
         if self._failures is not None:
@@ -197,10 +197,10 @@ class Dataset:
         return estimate if self._limit is None else min(estimate, self._limit)
 
     def __iter__(self) -> Iterator[Record | Broken]:
-        """Yields what every row became, in order.
+        """Yields a record, or a broken row, for each row, in order.
 
         Raises:
-            DatasetError: The input is empty, or not what it was said to be.
+            DatasetError: The input is empty, or has another format than stated.
         """
         self._before_bytes = self._read_bytes = self._read_rows = 0
         numbers: Sequence[int] = ()
@@ -220,17 +220,17 @@ class Dataset:
         if not self._read_rows:
             raise DatasetError(f"{self.name}: empty; there is nothing to submit")
 
-    def place(self, source: int, line: int) -> str:
-        """A line for messages."""
+    def line_name(self, source: int, line: int) -> str:
+        """Names a line in messages."""
         return f"{self.names[source]}, line {line}"
 
-    def _recognise(self) -> None:
-        """Finds out whether the first row is a request, and of which model."""
+    def _detect_requests(self) -> None:
+        """Detects whether the first row is a request, and its model."""
         source = self.sources[0]
         if source.format not in ("jsonl", "openai"):
             return
-        with suppress(*unpack_errors(), InvalidLine), source.open() as raw:
-            row = next(LINE_FORMATS["jsonl"](Lines(unpacked(raw, source.name))), None)
+        with suppress(*decompression_errors(), InvalidLine), source.open() as raw:
+            row = next(LINE_FORMATS["jsonl"](Lines(decompressed(raw, source.name))), None)
             if isinstance(row, Mapping) and is_request(row):
                 self.is_openai = True
                 self._settle(Model.of(row))
@@ -271,11 +271,11 @@ class Dataset:
             rows = table = self._table(source, raw)
             read_bytes = partial(table.read_bytes, source.size_bytes or 0)
         else:
-            stream = unpacked(raw, source.name)
+            stream = decompressed(raw, source.name)
             lines = Lines(stream)
             rows = LINE_FORMATS[source.format](lines)
-            is_packed_file = stream is not raw and source.size_bytes is not None
-            read_bytes = raw.tell if is_packed_file else lambda: lines.read_bytes
+            is_compressed = stream is not raw and source.size_bytes is not None
+            read_bytes = raw.tell if is_compressed else lambda: lines.read_bytes
         while (record := _next(source, rows, picker)) is not None:
             self._read_rows += 1
             self._read_bytes = read_bytes()
@@ -297,7 +297,7 @@ def _next(source: Source, rows: Rows, picker: Picker) -> Record | Broken | None:
         raise DatasetError(f"{source.name}: {error}") from None
     except InvalidLine as error:
         return picker.broken(rows.number, str(error))
-    except unpack_errors() as error:
+    except decompression_errors() as error:
         if rows.number <= 1:
             raise DatasetError(f"{source.name}: cannot be read: {error}") from None
         rows.end()

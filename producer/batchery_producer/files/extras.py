@@ -1,11 +1,11 @@
-"""Libraries that only some files need: they come with an extra."""
+"""Optional libraries, which only some files need."""
 
 from importlib import import_module
 from typing import Any
 
 from batchery.errors import DatasetError
 
-#: What each of them is for, in messages, and the extra that it comes with.
+#: Library -> what needs it, for messages, and the extra that installs it.
 USES = {
     "fsspec": ("URLs, bz2 and xz", "datasets"),
     "jinja2": ("reports", "report"),

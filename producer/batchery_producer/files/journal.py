@@ -1,9 +1,9 @@
-"""The journal: what tells a run from others, kept beside its output until every row has a result.
+"""The journal: identifies a run, in a file next to its output, until every row has a result.
 
-What was done is in the output itself: each line names the line of the input that it is for. The
-journal adds what the output cannot tell: of which input and task it is, and the ids of its jobs.
-They follow from the run and the line, so that another process finds those that the first one left
-in the queue, with a worker, or in the result backend.
+The output itself says which rows are done: each of its lines names a line of the input. The journal
+adds what the output does not say: the input, the task, and the ids of the jobs. An id follows from
+the run and the line. So another process finds the jobs that the first one left in the queue, with a
+worker, or in the result backend.
 """
 
 import json
@@ -19,25 +19,25 @@ from typing import Any, Self
 from batchery.errors import DatasetError
 from batchery_producer.files.source import Source
 
-#: Form of the file; another one is not understood.
+#: Version of the file's form; other versions are refused.
 VERSION = 1
 
-#: Most files of a dataset, and lines of a file: what task ids have room for.
-MOST_SOURCES = 1 << 24
-MOST_LINES = 1 << 36
+#: Maximum number of files in a dataset and of lines in a file: task ids hold no larger numbers.
+MAX_SOURCES = 1 << 24
+MAX_LINES = 1 << 36
 
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What a run is.
+    """Identity of a run.
 
     Attributes:
         run: Random, 16 hexadecimal digits.
         task: Name of the task.
-        settings: What else the results depend on: fields, keywords.
+        settings: Other things that the results depend on: fields, keywords.
         files: Names of the input's files.
         fingerprints: Of the input's files.
-        window: Most jobs that were ever in flight.
+        window: Maximum number of jobs that were ever in flight.
     """
 
     run: str
@@ -54,20 +54,20 @@ class Journal:
         """Begins a run.
 
         Raises:
-            DatasetError: The input cannot be read, or has more files than can be numbered.
+            DatasetError: The input cannot be read, or has too many files.
         """
-        if len(sources) > MOST_SOURCES:
-            raise DatasetError(f"{len(sources):,} files; at most {MOST_SOURCES:,} at a time")
+        if len(sources) > MAX_SOURCES:
+            raise DatasetError(f"{len(sources):,} files; the maximum is {MAX_SOURCES:,}")
         names = [each.name for each in sources]
         prints = [each.fingerprint() for each in sources if each.size_bytes is not None]
         return cls(secrets.token_hex(8), task, settings, names, prints, window)
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Reads what another process has written; None if there is nothing.
+        """Reads the journal that another process wrote; None if there is none.
 
         Raises:
-            DatasetError: It cannot be read, or is of another version.
+            DatasetError: The file cannot be read, or is of another version.
         """
         try:
             stored = json.loads(path.read_bytes())
@@ -80,10 +80,10 @@ class Journal:
             raise DatasetError(f"{path}: cannot be used to resume: {error}") from None
 
     def write(self, path: Path) -> None:
-        """Writes it, whole or not at all.
+        """Writes the file, whole or not at all.
 
         Raises:
-            DatasetError: It cannot be written.
+            DatasetError: The file cannot be written.
         """
         new = path.with_name(f"{path.name}.new")
         try:
@@ -95,13 +95,13 @@ class Journal:
             raise DatasetError(f"{path}: cannot be written: {error.strerror}") from None
 
     def continued_by(self, now: "Journal") -> "Journal":
-        """The same run, taken up by another process.
+        """The same run, resumed by another process.
 
         Args:
-            now: What that process is asked to do.
+            now: The run that this process was asked for.
 
         Raises:
-            DatasetError: It is another task, input or setting.
+            DatasetError: Task, input or settings differ.
         """
         if now.task != self.task:
             raise DatasetError(_changed("task", self.task, now.task))
@@ -125,7 +125,7 @@ class Journal:
         return replace(self, window=max(self.window, now.window))
 
     def task_id(self, source: int, line: int) -> str:
-        """Id of the job of a line: a UUID of version 8, with source and line in its last digits."""
+        """Id of a line's job: a UUID of version 8 whose last digits are source and line."""
         run, place = self.run, f"{source:06x}"
         return (
             f"{run[:8]}-{run[8:12]}-8{place[:3]}-{'89ab'[int(run[12], 16) & 3]}{run[13:16]}"
@@ -134,20 +134,20 @@ class Journal:
 
     @property
     def pattern(self) -> "re.Pattern[bytes]":
-        """Finds the ids of the run's jobs in what Redis holds."""
+        """Matches the ids of the run's jobs in messages and results."""
         first, second, _, fourth, _ = self.task_id(0, 0).split("-")
         return re.compile(f"{first}-{second}-8[0-9a-f]{{3}}-{fourth}-[0-9a-f]{{12}}".encode())
 
 
 def _changed(what: str, before: Any, now: Any) -> str:
     return (
-        f"{what}: {now!r} now, {before!r} when the run began; say the same again to resume,"
+        f"{what}: {now!r} now, {before!r} when the run began; use the same again to resume,"
         " or --overwrite to begin anew"
     )
 
 
 class Done:
-    """Lines of the input that are finished: one bit for each.
+    """Lines of the input that are finished, in one bit each.
 
     Attributes:
         succeeded: How many of them have a result.
@@ -158,8 +158,7 @@ class Done:
         """Starts with none.
 
         Args:
-            files: Names of the input's files; an entry of the output names its file if there are
-                several.
+            files: Names of the input's files; if there are several, each output entry names one.
         """
         self.succeeded = self.failed = 0
         self._numbers = {name: number for number, name in enumerate(files)}
@@ -174,15 +173,15 @@ class Done:
         return line >> 3 < len(bits) and bool(bits[line >> 3] & 1 << (line & 7))
 
     def note(self, entry: Mapping[str, Any]) -> bool:
-        """Notes a line of the output, or of the failures; says whether it is the first for its row.
+        """Notes an entry of the output or the failures; True if it is the first of its row.
 
         Raises:
-            DatasetError: It is for no line of the input.
+            DatasetError: The entry belongs to no line of the input.
         """
         line = entry.get("line")
         source = self._numbers.get(entry["file"]) if "file" in entry else 0
-        if source is None or type(line) is not int or not 0 <= line < MOST_LINES:
-            raise DatasetError(f"id {entry.get('id')!r}: not a line that this run has written")
+        if source is None or type(line) is not int or not 0 <= line < MAX_LINES:
+            raise DatasetError(f"id {entry.get('id')!r}: not a line that this run wrote")
         if (source, line) in self:
             return False
         bits = self._bits[source]

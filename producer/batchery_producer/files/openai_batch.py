@@ -1,8 +1,8 @@
-"""OpenAI's batch files: requests for embeddings in, responses and errors in the same form out.
+"""OpenAI's batch files: requests for embeddings as input, responses and errors as output.
 
 A request is `{"custom_id": ..., "method": "POST", "url": "/v1/embeddings", "body": {"model": ...,
-"input": ...}}`. All requests of a run are of one model, as OpenAI's own batches are; it names the
-task unless the caller does.
+"input": ...}}`. All requests of a run name one model, as in OpenAI's own batches. The model is the
+task unless the caller names one.
 """
 
 import base64
@@ -17,16 +17,16 @@ from batchery_producer.files.records import Broken, Picker, Record
 
 URL = "/v1/embeddings"
 
-#: Types of errors that are the caller's own fault -> status 400; all others are 500.
-CALLERS_FAULT = ("InvalidItem", "BatchArgumentError", "ValueError", "TypeError")
+#: Types of errors that get status 400, because the request was wrong; all others get 500.
+CLIENT_ERRORS = ("InvalidItem", "BatchArgumentError", "ValueError", "TypeError")
 
-#: Types of errors of jobs that nobody began in time.
+#: Type of error of jobs that no worker began in time.
 EXPIRED = "TaskRevokedError"
 
-#: What an input must be.
+#: Message for an invalid input.
 INPUT = f"body: input must be a text, or a list of 1 to {MAX_ITEMS:,} texts"
 
-#: Error type of lines that become no job.
+#: Error type of lines that cannot become a job.
 INVALID_LINE = "InvalidLine"
 
 
@@ -45,8 +45,8 @@ class Model:
     """What all requests of a file have in common.
 
     Attributes:
-        name: Of the model, as the requests say it.
-        encoding: Of the vectors in the responses: `float` or `base64`.
+        name: Name of the model in the requests.
+        encoding: Encoding of vectors in the responses: `float` or `base64`.
     """
 
     name: str
@@ -57,15 +57,15 @@ class Model:
 
     @classmethod
     def of(cls, request: Mapping[str, Any]) -> "Model":
-        """As a request says it."""
+        """The model of a request."""
         body = request["body"]
         return cls(str(body.get("model", "")), str(body.get("encoding_format", "float")))
 
 
 class RequestPicker(Picker):
-    """Makes requests into records: the input is the item, `custom_id` the id."""
+    """Makes records of requests: the input is the item, `custom_id` is the id."""
 
-    #: Takes the model of a request, and answers with that of the run.
+    #: Takes the model of a request, and returns that of the run.
     settle: Callable[[Model], Model]
 
     def pick(self, line: int, row: Mapping[str, Any] | str) -> Record | Broken:
@@ -74,15 +74,15 @@ class RequestPicker(Picker):
             return self.broken(line, "a bare string; expected a request: custom_id, url, body")
         id_ = row.get("custom_id")
         if not isinstance(id_, str) or not id_:
-            return self.broken(line, "no custom_id, or it is no text")
-        reason = self.used(id_, line) or self._why_not(row)
+            return self.broken(line, "no custom_id, or it is not a text")
+        reason = self.used(id_, line) or self._reject(row)
         if reason:
             return Broken(line, id_, reason, self.source)
         texts = _texts_of(row["body"].get("input")) or []
-        item, pack = (texts[0], 0) if len(texts) == 1 else (texts, len(texts))
-        return Record(line, id_, item, self.source, pack)
+        item, item_count = (texts[0], 0) if len(texts) == 1 else (texts, len(texts))
+        return Record(line, id_, item, self.source, item_count)
 
-    def _why_not(self, row: Mapping[str, Any]) -> str:
+    def _reject(self, row: Mapping[str, Any]) -> str:
         if not is_request(row):
             return "no request: it needs custom_id, method, url and body"
         body = row["body"]
@@ -105,20 +105,22 @@ def _texts_of(given: Any) -> list[str] | None:
     return texts if len(texts) <= MAX_ITEMS and all(isinstance(t, str) for t in texts) else None
 
 
-class Spelling:
-    """Results and failures as the lines of OpenAI's output and error files."""
+class OpenAIFormat:
+    """Converts results and failures to lines of OpenAI's output and error files."""
 
-    def __init__(self, journal: Journal, model: Model, place: Callable[[int, int], str]) -> None:
+    def __init__(
+        self, journal: Journal, model: Model, line_name: Callable[[int, int], str]
+    ) -> None:
         """Prepares.
 
         Args:
-            journal: Of the run.
-            model: Of the requests.
-            place: Names a line of the input, by source and line.
+            journal: Journal of the run.
+            model: Model of the requests.
+            line_name: Names a line of the input in messages, by source and line.
         """
         self._journal = journal
         self._model = model
-        self._place = place
+        self._line_name = line_name
         self._numbers = {name: number for number, name in enumerate(journal.files)}
 
     def result(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -129,13 +131,13 @@ class Spelling:
         """A line of the error file."""
         type_, message = entry["error"]["type"], entry["error"]["message"]
         if type_ == INVALID_LINE:
-            where = self._place(self._source(entry), entry["line"])
+            where = self._line_name(self._source(entry), entry["line"])
             return self._line(
                 entry, None, {"code": "invalid_line", "message": f"{where}: {message}"}
             )
         if type_ == EXPIRED:
             return self._line(entry, None, {"code": "batch_expired", "message": message})
-        status = 400 if type_ in CALLERS_FAULT else 500
+        status = 400 if type_ in CLIENT_ERRORS else 500
         kind = "invalid_request_error" if status == 400 else "server_error"
         error = {"message": message, "type": kind, "param": None, "code": type_}
         return self._line(entry, status, {"error": error})
@@ -143,7 +145,7 @@ class Spelling:
     def _line(
         self, entry: Mapping[str, Any], status: int | None, body: Mapping[str, Any]
     ) -> Mapping[str, Any]:
-        """Without a status there was no response, and the body is the error."""
+        """A line; if the status is None there was no response, and the body is the error."""
         job = self._journal.task_id(self._source(entry), entry["line"])
         custom_id = entry["id"] if isinstance(entry["id"], str) else None
         response = {"status_code": status, "request_id": job, "body": body}
@@ -163,7 +165,7 @@ class Spelling:
             each.get("vector") if isinstance(each, Mapping) else each for each in results
         ]
         if isinstance(result, str) or not all(map(_is_vector, vectors)):
-            # Of another task than an embedding: as it is.
+            # The task is no embedding model, so its result stays as it is.
             return result if isinstance(result, Mapping) else {"result": result}
         tokens = sum(each.get("tokens", 0) for each in results if isinstance(each, Mapping))
         return {
@@ -190,5 +192,5 @@ def _is_vector(value: Any) -> bool:
 
 
 def _are_many(result: Any) -> bool:
-    """Whether it is the result of a list of texts, and not the vector of one."""
+    """Whether it is the result of a list of texts, and not one vector."""
     return isinstance(result, list) and all(isinstance(each, Mapping | list) for each in result)

@@ -1,4 +1,4 @@
-"""Records: what a row of the input is to us, and which of its fields make it so."""
+"""Records: rows of the input, reduced to an item and an id."""
 
 import json
 import sqlite3
@@ -9,43 +9,43 @@ from typing import Any, Self
 
 from batchery.errors import DatasetError
 
-#: Fields that hold the item or the caller's id, where none is named.
+#: Default names of the fields that hold the item and the caller's id.
 ITEM_FIELD = "text"
 ID_FIELDS = ("id", "custom_id")
 
-#: Stands for a field that is not there.
+#: Marks a field that is absent.
 MISSING = object()
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one job is made of.
+    """A row that becomes a job.
 
     Attributes:
-        line: Where it begins in the input, from 1.
-        id: The caller's, of whatever type it was; or the line number, after the name of the file
-            if there are several.
+        line: Line of the input at which the row begins, from 1.
+        id: The caller's, of any type; or the line number, after the file's name if there are
+            several files.
         item: The argument of the job.
-        source: Number of the file that it is in, from 0.
-        pack: How many items the item is a list of; 0 if it is one.
+        source: Number of its file, from 0.
+        item_count: Length of the list if the argument is a list of items; 0 if it is one item.
     """
 
     line: int
     id: Any
     item: Any
     source: int = 0
-    pack: int = 0
+    item_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A row that becomes no job.
+    """A row that cannot become a job.
 
     Attributes:
-        line: Where it begins in the input, from 1.
-        id: The caller's where it could be read, otherwise as a record has it.
-        reason: What is wrong with it.
-        source: Number of the file that it is in, from 0.
+        line: Line of the input at which the row begins, from 1.
+        id: The caller's if it could be read, otherwise as in a record.
+        reason: Why the row cannot become a job.
+        source: Number of its file, from 0.
     """
 
     line: int
@@ -55,9 +55,9 @@ class Broken:
 
 
 class SeenIds:
-    """The ids met so far, in a temporary database on disk: memory stays as it is.
+    """The ids seen so far, in a temporary database on disk, so that memory does not grow.
 
-    To be used on one thread.
+    For use on one thread.
     """
 
     def __init__(self) -> None:
@@ -79,8 +79,8 @@ class SeenIds:
     ) -> None:
         self._base.close()
 
-    def first_place(self, id_: Any, source: int, line: int) -> tuple[int, int]:
-        """Remembers that a line has this id; returns the first one that had it, with its source."""
+    def first_line(self, id_: Any, source: int, line: int) -> tuple[int, int]:
+        """Remembers the id of a line; returns source and line that had this id first."""
         key = json.dumps(id_, sort_keys=True, default=str)
         values = (key, source, line)
         if self._base.execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", values).rowcount:
@@ -89,13 +89,13 @@ class SeenIds:
         return int(found[0]), int(found[1])
 
     def has(self, id_: Any) -> bool:
-        """Whether it was remembered."""
+        """Whether the id was remembered."""
         key = json.dumps(id_, sort_keys=True, default=str)
         return self._base.execute("SELECT 1 FROM seen WHERE id = ?", (key,)).fetchone() is not None
 
 
 class Picker:
-    """Picks item and id out of the rows of a source; the first settles which fields they are in."""
+    """Picks item and id out of a source's rows; the first row determines the fields."""
 
     def __init__(
         self,
@@ -112,29 +112,29 @@ class Picker:
                 or the only string.
             id_field: Holds the caller's id, and every row must have one. By default `id` or
                 `custom_id` if the first row has it; rows without one have their line number.
-            seen: Tells ids that were used before.
+            seen: Detects ids that were used before.
             source: Number of the source, from 0.
             names: Of all sources.
         """
         self._field = field
         self._id_field = id_field
         self._id_is_required = id_field is not None
-        self._settled = False
+        self._is_determined = False
         self._seen = seen
         self.source = source
         self._names = names
 
     def pick(self, line: int, row: Mapping[str, Any] | str) -> Record | Broken:
-        """Makes a row into a record, or says why it is none.
+        """Makes a record of a row, or says why that fails.
 
         Raises:
-            DatasetError: This is the first row, and nothing says which field is the item.
+            DatasetError: This is the first row, and it is unclear which field is the item.
         """
         if isinstance(row, str):
             if self._field or self._id_is_required:
                 return self.broken(line, "a bare string; it has no fields")
             return Record(line, self._own_id(line), row, self.source)
-        self._settle(row)
+        self._determine_fields(row)
         id_ = lookup(row, self._id_field) if self._id_field else MISSING
         if id_ is MISSING or id_ is None:
             if self._id_is_required:
@@ -149,43 +149,43 @@ class Picker:
         return Record(line, id_, item, self.source)
 
     def broken(self, line: int, reason: str) -> Broken:
-        """A line of which not even the id is known."""
+        """A broken line whose id is unknown."""
         return Broken(line, self._own_id(line), reason, self.source)
 
     def _own_id(self, line: int) -> Any:
         return line if len(self._names) == 1 else f"{self._names[self.source]}:{line}"
 
     def used(self, id_: Any, line: int) -> str:
-        """Says where the id was used before; where it was not, remembers it and says nothing."""
-        place = self._seen.first_place(id_, self.source, line)
-        if place == (self.source, line):
+        """Says where the id was used before; remembers a new id and returns an empty text."""
+        first_source, first_line = self._seen.first_line(id_, self.source, line)
+        if (first_source, first_line) == (self.source, line):
             return ""
-        where = "" if place[0] == self.source else f"{self._names[place[0]]}, "
-        return f"the id is already used in {where}line {place[1]}"
+        where = "" if first_source == self.source else f"{self._names[first_source]}, "
+        return f"the id is already used in {where}line {first_line}"
 
-    def _settle(self, row: Mapping[str, Any]) -> None:
-        if self._settled:
+    def _determine_fields(self, row: Mapping[str, Any]) -> None:
+        if self._is_determined:
             return
         if self._id_field is None:
             self._id_field = next((name for name in ID_FIELDS if name in row), None)
         if self._field is None:
-            self._field = choose_field(row, besides=self._id_field)
-        self._settled = True
+            self._field = choose_field(row, id_field=self._id_field)
+        self._is_determined = True
 
 
-def choose_field(row: Mapping[str, Any], *, besides: str | None = None) -> str:
-    """Says which field of a row is the item.
+def choose_field(row: Mapping[str, Any], *, id_field: str | None = None) -> str:
+    """Determines which field of a row is the item.
 
     Args:
         row: The first of the input.
-        besides: The field that is the id, if any.
+        id_field: The field that is the id, if any.
 
     Raises:
         DatasetError: There is no `text`, and not exactly one other string.
     """
     if ITEM_FIELD in row:
         return ITEM_FIELD
-    texts = [name for name, value in row.items() if isinstance(value, str) and name != besides]
+    texts = [name for name, value in row.items() if isinstance(value, str) and name != id_field]
     if len(texts) == 1:
         return texts[0]
     raise DatasetError(
@@ -195,7 +195,7 @@ def choose_field(row: Mapping[str, Any], *, besides: str | None = None) -> str:
 
 
 def lookup(row: Mapping[str, Any], path: str) -> Any:
-    """Finds a field by its name, or by a path with dots; answers with a marker if it is absent."""
+    """Finds a field by its name, or by a path with dots; returns `MISSING` if it is absent."""
     if path in row:
         return row[path]
     value: Any = row

@@ -1,7 +1,7 @@
 """Rows of an input, format by format: JSON lines, CSV, plain text.
 
-A row that cannot be read raises `InvalidLine` and the next one can still be asked for; that is why
-these are iterators and not generators, which end with their first exception.
+A row that cannot be read raises `InvalidLine`, and the next row can still be read. Generators
+cannot do that, as they end with their first exception; so these are iterators.
 """
 
 import csv
@@ -12,15 +12,15 @@ from typing import Any, BinaryIO
 
 from batchery.errors import DatasetError
 
-#: Bytes of one line; what is longer fails alone, instead of filling the memory with a file that
-#: has no line ends. CSV: characters of one field.
+#: Maximum length of a line in bytes (CSV: of a field in characters). A longer line fails alone, so
+#: that a file without line ends does not fill the memory.
 MAX_LINE_BYTES = 16 * 1024 * 1024
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class InvalidLine(ValueError):
-    """One row cannot be used; its text says why."""
+    """A row cannot be used; the text says why."""
 
 
 class Lines(Iterator[bytes]):
@@ -38,7 +38,7 @@ class Lines(Iterator[bytes]):
         self.read_bytes = 0
 
     def end(self) -> None:
-        """Reads no further, after an error that cannot be passed over."""
+        """Stops reading, after an error that ends the file."""
         self._ended = True
 
     def __next__(self) -> bytes:
@@ -64,10 +64,10 @@ class Lines(Iterator[bytes]):
 
 
 class Rows(Iterator[Any], ABC):
-    """The rows of an input; blank lines are passed over.
+    """The rows of an input; blank lines are skipped.
 
     Attributes:
-        number: Line that the last row began in, from 1.
+        number: Line at which the last row began, from 1.
     """
 
     def __init__(self) -> None:
@@ -75,14 +75,14 @@ class Rows(Iterator[Any], ABC):
 
     @abstractmethod
     def end(self) -> None:
-        """Reads no further, after an error that cannot be passed over."""
+        """Stops reading, after an error that ends the file."""
 
     @abstractmethod
     def __next__(self) -> Mapping[str, Any] | str:
         """The next row.
 
         Raises:
-            InvalidLine: It cannot be read; the one after it may.
+            InvalidLine: This row cannot be read; the next one may be.
         """
 
 
@@ -110,7 +110,7 @@ class LineRows(Rows):
 
 
 class TextRows(LineRows):
-    """Every line is an item."""
+    """Each line is an item."""
 
     def __next__(self) -> str:
         """The next line as it is, without its line end."""
@@ -118,7 +118,7 @@ class TextRows(LineRows):
 
 
 class JsonRows(LineRows):
-    """Every line is a JSON object, or a string that is the item itself."""
+    """Each line is a JSON object, or a string, which is the item."""
 
     def __next__(self) -> Mapping[str, Any] | str:
         """The next object or string."""
@@ -143,7 +143,7 @@ class CsvRows(LineRows):
 
     def __init__(self, lines: Lines) -> None:
         super().__init__(lines)
-        # Otherwise 128 KiB, which is less than a long document. It is a setting of the process.
+        # The default, 128 KiB, is less than a long document. The setting is the process's.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
         self._reader = csv.reader(_Decoded(lines), delimiter=self.delimiter, strict=True)
         self._columns: list[str] | None = None
@@ -184,13 +184,13 @@ class CsvRows(LineRows):
 
 
 class TsvRows(CsvRows):
-    """The same with tabs."""
+    """Tab-separated values."""
 
     delimiter = "\t"
 
 
 class _Decoded(Iterator[str]):
-    """Lines as text; bytes that are not UTF-8 become surrogates, to be found in their row."""
+    """Lines as text; bytes that are not UTF-8 become surrogates, which their row then reports."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines

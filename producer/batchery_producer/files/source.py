@@ -16,10 +16,10 @@ from batchery.errors import DatasetError
 from batchery_producer.files.compression import bare_name
 from batchery_producer.files.extras import extra
 
-#: Names of the formats that can be read; `openai` is JSON lines as OpenAI's batch API takes them.
+#: Formats that can be read; `openai` means requests of OpenAI's batch API in JSON lines.
 FORMATS = ("jsonl", "csv", "tsv", "text", "parquet", "arrow", "openai")
 
-#: Ends of file names, without that of a packing, and the formats that they stand for.
+#: File extension, without that of a compression -> format.
 EXTENSIONS: Mapping[str, str] = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -32,11 +32,11 @@ EXTENSIONS: Mapping[str, str] = {
     ".feather": "arrow",
 }
 
-#: Names standard input, and standard output.
+#: Name of standard input and standard output.
 STANDARD_STREAM = "-"
 
-#: Bytes that a fingerprint reads at a time, and of a file in all: up to this size it covers every
-#: byte, and of a larger file blocks that are spread evenly.
+#: Size of a fingerprint's blocks, and maximum that it reads of a file, in bytes. The fingerprint of
+#: a larger file covers blocks at regular distances.
 BLOCK_BYTES = 1024 * 1024
 FINGERPRINT_BYTES = 1024 * BLOCK_BYTES
 
@@ -99,7 +99,7 @@ class Source:
         name: For messages.
         path: Where it is; `-` for standard input. Of a URL, the path in its filesystem.
         format: One of `FORMATS`.
-        size_bytes: None where there is no telling.
+        size_bytes: Size of the file; None if unknown.
         remote: Where a file is that has a URL; None if it is on this machine.
     """
 
@@ -124,14 +124,14 @@ class Source:
         if self.remote is not None:
             with self.remote.reaching(self.name):
                 return BufferedReader(self.remote.filesystem.open(self.remote.path, "rb"))
-        # A stream of our own: a thread that still waits in sys.stdin's would crash the exit.
+        # Not sys.stdin, because a thread that waits in it would crash the exit.
         return open(0 if self.is_stdin else self.path, "rb", closefd=not self.is_stdin)
 
     def fingerprint(self) -> str:
-        """What tells whether a file is still the same.
+        """A text that changes with the file.
 
         Raises:
-            DatasetError: It cannot be read.
+            DatasetError: The file cannot be read.
         """
         if self.remote is not None:
             with self.remote.reaching(self.name):
@@ -150,15 +150,15 @@ class Source:
 
 
 def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) -> list[Source]:
-    """Finds the files that are meant, in the order in which they are named.
+    """Finds the files of a dataset, in the order of their names.
 
     Args:
         names: Paths or URLs, patterns such as `data/*.jsonl` whose files are sorted by name, or
             `-`.
-        format_: Of all of them; None tells by their names.
+        format_: Format of all files; None determines it by their names.
 
     Raises:
-        DatasetError: There is no such file, it cannot be read, or its format is unknown.
+        DatasetError: A file is missing, cannot be read, or has an unknown format.
     """
     if isinstance(names, str | Path):
         names = [names]
@@ -174,7 +174,7 @@ def find_sources(names: str | Path | Sequence[str | Path], format_: str | None) 
     full = [each for each in sources if not each.is_empty]
     if not full:
         raise DatasetError(f"{sources[0].name}: empty; there is nothing to submit")
-    # Empty ones among others are usual: what wrote them had fewer rows than files.
+    # Empty files among others are usual: their writer had fewer rows than files.
     return full
 
 
@@ -231,11 +231,11 @@ def format_of(name: str, given: str | None) -> str:
     """The format of an input.
 
     Args:
-        name: Of the file, or `-`.
-        given: What the user says; None goes by the name.
+        name: Name of the file, or `-`.
+        given: Format that the user names; None determines it by the name.
 
     Raises:
-        DatasetError: It is unknown, or the name tells none.
+        DatasetError: The format is unknown, or the name determines none.
     """
     if given is not None:
         if given not in FORMATS:
@@ -247,7 +247,7 @@ def format_of(name: str, given: str | None) -> str:
     if extension not in EXTENSIONS:
         raise DatasetError(
             f"{name}: {extension or 'no extension'} tells no format;"
-            f" say which with --format: {', '.join(FORMATS)}"
+            f" name it with --format: {', '.join(FORMATS)}"
         )
     return EXTENSIONS[extension]
 

@@ -1,4 +1,4 @@
-"""The outlet: one connection to the broker, for publishers; it comes back when it breaks."""
+"""The publishers' connection to the broker, which reconnects when it breaks."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -12,27 +12,27 @@ from kombu.transport import redis as kombu_redis
 
 from batchery.errors import BrokerRefused
 from batchery_producer.publishing.redis_push import Pusher, Recording, refused
-from batchery_producer.retry import Patience
+from batchery_producer.retry import RetryPolicy
 
 T = TypeVar("T")
 
-#: Ids in one message to the workers that revokes them.
+#: Number of task ids that one message to the workers revokes.
 REVOKE_CHUNK = 1000
 
 
-class Outlet:
-    """Connects when it is used first. Not for use by several threads at once."""
+class BrokerConnection:
+    """Connects at its first use. Not for use by several threads at once."""
 
-    def __init__(self, app: Celery, patience: Patience, *, persistent: bool = False) -> None:
+    def __init__(self, app: Celery, retries: RetryPolicy, *, persistent: bool = False) -> None:
         """Prepares.
 
         Args:
-            app: Whose broker it is.
-            patience: For a broker that goes away.
-            persistent: Whether that patience is also for a broker that refuses jobs.
+            app: App whose broker it connects to.
+            retries: How long to retry when the broker is away.
+            persistent: Whether to retry, too, when the broker refuses jobs.
         """
         self.app = app
-        self.patience = patience
+        self.retries = retries
         self._persistent = persistent
         self._connection: Connection | None = None
         self._producer: Any = None
@@ -48,12 +48,12 @@ class Outlet:
 
     @property
     def recording(self) -> Recording | None:
-        """Keeps what the producer would send; None if the broker is no Redis."""
+        """Records what the producer would send; None if the broker is not Redis."""
         return self._recording if self.producer else None
 
     @property
     def pusher(self) -> Pusher:
-        """Pushes what was kept."""
+        """Pushes what was recorded."""
         if self._producer is None:
             self._connect()
         return self._pusher
@@ -62,12 +62,12 @@ class Outlet:
         """Calls a function that sends something, until it works.
 
         Args:
-            function: May be repeated, whatever it had done before.
-            queue: For messages.
+            function: Must be safe to repeat, whatever it did before it failed.
+            queue: Name of the queue, for error messages.
 
         Raises:
-            BrokerRefused: The broker does not want to.
-            Interrupted: The patience was asked to stop.
+            BrokerRefused: The broker refuses the command.
+            Interrupted: The caller asked to stop.
             GaveUp: The broker stays away.
         """
 
@@ -75,10 +75,10 @@ class Outlet:
             try:
                 return function()
             except Exception as error:
-                # kombu has wrapped what Redis said.
+                # kombu wraps the error of Redis.
                 raise refused(error.__cause__ or error, queue) or error from error
 
-        return self.patience.call(attempt, self._errors(), self._disconnect)
+        return self.retries.call(attempt, self._errors(), self._disconnect)
 
     def revoke(self, task_ids: Sequence[str]) -> None:
         """Tells the workers not to begin these jobs."""
@@ -110,7 +110,7 @@ class Outlet:
 
     def _connect(self) -> None:
         connection = self._connection = self.app.connection_for_write()
-        # The patience is ours: kombu's own pauses are seconds long.
+        # We retry ourselves, as kombu's own pauses are seconds long.
         connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
         producer: Any = self.app.amqp.Producer(connection, auto_declare=False)
         channel: Any = connection.default_channel

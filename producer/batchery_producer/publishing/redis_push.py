@@ -1,4 +1,4 @@
-"""Pushing: chunks of messages go into a Redis list, each once, however often it is sent."""
+"""Pushing: each chunk of messages goes into a Redis list once, however often it is sent."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,11 +13,11 @@ from batchery.errors import BrokerRefused
 
 PUSH_LUA = Path(__file__).parent / "lua" / "push.lua"
 
-#: How long a chunk may be sent again after it was sent first, in seconds; nobody is so patient.
+#: How long Redis remembers a chunk, in seconds: longer than any client retries.
 MARKER_S = 600
 
-#: Redis's words for a refusal -> what they mean and what to do. Inside a script they may stand in
-#: the middle of the message, with Redis 6.2.
+#: Redis's words for a refusal -> their meaning, and what to do. In Redis 6.2, an error inside a
+#: script has the word in the middle of its message.
 REFUSALS = {
     "OOM": "has no memory left; let workers empty its queues, or raise maxmemory",
     "READONLY": "is a replica; name the primary, or wait for the failover",
@@ -26,10 +26,10 @@ REFUSALS = {
     "BUSY": "is busy with a script that does not end; SCRIPT KILL ends it",
     "NOREPLICAS": "has too few replicas for a write",
     "NOPERM": "does not allow this user to push jobs; allow EVALSHA, and its keys",
-    "WRONGTYPE": "has another thing than a queue under this key; name another queue",
+    "WRONGTYPE": "has a value under this key that is not a queue; name another queue",
 }
 
-#: Those that redis-py has a class for lack the word in their text.
+#: Errors for which redis-py has a class; their text lacks the word.
 CLASSES = {
     redis.exceptions.OutOfMemoryError: "OOM",
     redis.exceptions.ReadOnlyError: "READONLY",
@@ -39,16 +39,16 @@ CLASSES = {
 
 
 class Command(NamedTuple):
-    """A Redis command; keys are without kombu's key prefix."""
+    """A Redis command; its keys lack kombu's key prefix."""
 
     name: str
     args: tuple[Any, ...]
 
 
 class Recording:
-    """Takes the place of kombu's own batch in a producer, and keeps the commands.
+    """Replaces kombu's batch in a producer, and records the commands.
 
-    So everything that Celery does for a message is done by Celery: routing, options of the task,
+    So Celery itself does everything that it does for a message: routing, options of the task,
     stamps, signals, declaration of the queue.
     """
 
@@ -58,7 +58,7 @@ class Recording:
 
     @contextmanager
     def __call__(self) -> Iterator[list[Command]]:
-        """Within the block, what this thread publishes with the producer is kept."""
+        """Records, within the block, what this thread publishes with the producer."""
         self.commands = []
         current = self._producer._batch_local
         current.current = self
@@ -87,19 +87,19 @@ def send_as_celery_does(
     """Sends one job by Celery's own code, without a subscription to its result.
 
     Args:
-        app: Its tasks and settings apply.
+        app: App whose tasks and settings apply.
         task: Name of the task; it need not be registered.
         job: Task id and item.
         keywords: Keyword arguments of the job.
         producer: A kombu producer.
-        options: Of `apply_async`.
+        options: Options of `apply_async`.
     """
     task_id, item = job
     known: Any = app.tasks.get(task)
     options = {**options, "task_id": task_id, "producer": producer, "add_to_parent": False}
     if isinstance(app.backend, RedisBackend):
-        # Celery subscribes to the result of every job, unless nobody wants it. Workers look at the
-        # header alone, which says what it would have said.
+        # Celery subscribes to each result unless results are ignored. Workers read only the header,
+        # which keeps the caller's choice.
         wanted = options.get("ignore_result", getattr(known, "ignore_result", None))
         headers = {**(options.get("headers") or {}), "ignore_result": wanted}
         options |= {"ignore_result": True, "headers": headers}
@@ -110,7 +110,7 @@ def send_as_celery_does(
 
 
 def split(commands: Sequence[Command]) -> tuple[dict[str, list[str]], list[Command]]:
-    """Sorts commands: the messages of each list, in order; and the others, each of them once."""
+    """Separates the messages of each list, in order, from other commands, each once."""
     pushed: dict[str, list[str]] = {}
     others: dict[Command, None] = {}
     for command in commands:
@@ -122,7 +122,7 @@ def split(commands: Sequence[Command]) -> tuple[dict[str, list[str]], list[Comma
 
 
 class Pusher:
-    """One producer; its chunks are numbered, and Redis remembers the last one."""
+    """Pushes numbered chunks; Redis remembers the number of the last one."""
 
     def __init__(self) -> None:
         self._id = uuid()
@@ -132,50 +132,50 @@ class Pusher:
         self._script: Any = None
 
     def use(self, channel: Any) -> None:
-        """Pushes from now on through the connections of this kombu channel."""
+        """Uses the connections of this kombu channel from now on."""
         self._channel = channel
-        # Not kombu's own client: with its key prefix, that one knows of a script's first key only.
+        # Not kombu's own client, which adds its key prefix only to a script's first key.
         self._client = redis.Redis(connection_pool=channel.pool)
         self._script = self._client.register_script(PUSH_LUA.read_text())
 
     def next_chunk(self) -> int:
-        """Number of a new chunk. As long as it is the last one, it may be pushed again."""
+        """Number of a new chunk, which may be pushed again until there is another."""
         self._number += 1
         return self._number
 
     def push(
-        self, chunk: int, key: str, messages: Sequence[str], queue: str = "", most: int = 0
+        self, chunk: int, key: str, messages: Sequence[str], queue: str = "", max_waiting: int = 0
     ) -> tuple[int, int]:
-        """Pushes a chunk, unless that was done.
+        """Pushes a chunk, unless it is in the list already.
 
         Args:
-            chunk: Its number.
-            key: The list, without kombu's prefix.
-            messages: The first one is to be taken first.
-            queue: Its name, where it is limited.
-            most: Messages that it may hold, all priorities together; 0 is no limit.
+            chunk: Number of the chunk.
+            key: Key of the list, without kombu's prefix.
+            messages: Workers take the first one first.
+            queue: Name of the queue, if it has a maximum.
+            max_waiting: Maximum number of messages of all priorities in it; 0 is no limit.
 
         Returns:
-            How many of the messages were pushed, and how many the queue holds now; 0 where there is
-            no limit.
+            How many of the messages were pushed, and how many the queue holds now (0 if there is no
+            limit).
 
         Raises:
-            redis.ResponseError: Redis does not want to, and nothing was pushed: see `refused`.
-            redis.RedisError: Whether it was done is unknown, as for any command.
+            redis.ResponseError: Redis refuses, and nothing was pushed: see `refused`.
+            redis.RedisError: It is unknown whether the chunk was pushed.
         """
         keys = [self._marker, key]
-        if most:
+        if max_waiting:
             steps = self._channel.priority_steps
             lists = {self._channel._q_for_pri(queue, step) for step in steps}
             keys += sorted(lists - {key})
         prefix = self._channel.global_keyprefix
         pushed, length = self._script(
-            keys=[prefix + each for each in keys], args=[chunk, MARKER_S, most, *messages]
+            keys=[prefix + each for each in keys], args=[chunk, MARKER_S, max_waiting, *messages]
         )
         return int(pushed), int(length)
 
     def run(self, commands: Sequence[Command]) -> None:
-        """Runs other commands, in one go."""
+        """Runs other commands in one pipeline."""
         with self._channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
             for command in commands:
                 getattr(pipe, command.name)(*command.args)
@@ -186,13 +186,13 @@ class Pusher:
         return f"batchery:publisher:{self._id}"
 
     def forget(self) -> None:
-        """Removes the marker: no chunk will be sent again."""
+        """Removes what Redis remembers, when no chunk will be sent again."""
         if self._client is not None and self._number:
             self._client.unlink(self._channel.global_keyprefix + self._marker)
 
 
 def refused(error: BaseException, queue: str) -> BrokerRefused | None:
-    """The error that says what Redis's refusal means; None for what is none."""
+    """An error that explains Redis's refusal; None if the error is no refusal."""
     if not isinstance(error, redis.ResponseError):
         return None
     words = {word for kind, word in CLASSES.items() if isinstance(error, kind)}

@@ -1,6 +1,7 @@
-"""Messages in bulk: one is made by Celery, and the others from it, by filling in what differs.
+"""Messages in bulk: Celery makes one, and the others are copies with other items and ids.
 
-Only where nothing else can differ: see `why_not`. All other jobs are made by Celery one by one.
+This requires that nothing else can differ: see `needs_celery`. Celery makes all other jobs one by
+one.
 """
 
 import base64
@@ -22,14 +23,11 @@ from kombu.utils import json as kombu_json
 from batchery.task import BatchTask
 from batchery_producer.publishing.redis_push import Command
 
-#: Whoever listens may look at each message, and change it.
+#: A receiver of these may look at each message, and change it.
 SIGNALS = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
 
-#: Stands for the item of the job that Celery makes.
+#: Placeholder for the item in the job that Celery makes.
 ITEM = "batchery.template.item"
-
-#: Fields that differ from job to job.
-SENT = "task-sent"
 
 
 class Job(NamedTuple):
@@ -39,8 +37,8 @@ class Job(NamedTuple):
     item: Any
 
 
-def why_not(app: Celery, task: str) -> str | None:
-    """Says what must see each job of a task by itself; None if nothing does."""
+def needs_celery(app: Celery, task: str) -> str | None:
+    """Why Celery must make each job of this task; None if a template will do."""
     known: Any = app.tasks.get(task)
     clauses = (
         (any(signal.has_listeners(task) for signal in SIGNALS), "a receiver of a publish signal"),
@@ -78,8 +76,8 @@ class Template:
 
         Args:
             text: The message, with `%(id)s`, `%(body)s`, `%(repr)s` and `%(tag)s`.
-            body: What stands before and after the item.
-            repr_item: Spells the arguments for people.
+            body: The parts of the body before and after the item.
+            repr_item: Formats the arguments for people.
         """
         self._text = text
         self._before, self._after = body
@@ -87,7 +85,7 @@ class Template:
         self._encode = kombu_json.JSONEncoder().encode
 
     def fill(self, jobs: Sequence[Job]) -> Iterator[str]:
-        """Makes the message of each job, in order, as it is asked for.
+        """Yields the message of each job, in order.
 
         Raises:
             EncodeError: JSON cannot write an item.
@@ -113,20 +111,20 @@ class Template:
             raise EncodeError(f"item {item!r:.80}: {error}") from error
 
     def repr_of(self, item: Any) -> str:
-        """The arguments of a job as text, for people."""
+        """The arguments of a job, formatted for people."""
         return self._repr_item(item)
 
 
 def template_of(app: Celery, task_id: str, text: str) -> Template | None:
-    """Makes a template of a job that Celery has made.
+    """Makes a template of a job that Celery made.
 
     Args:
-        app: Whose job it is.
-        task_id: Of the job, whose item was `ITEM`.
-        text: Its message.
+        app: App that sends the job.
+        task_id: Id of the job, whose item was `ITEM`.
+        text: Message of the job.
 
     Returns:
-        None if the message has not the form that was expected: another serializer, for instance.
+        None if the message has an unexpected form: another serializer, for instance.
     """
     message = json.loads(text)
     headers, properties = message["headers"], message["properties"]
@@ -141,36 +139,36 @@ def template_of(app: Celery, task_id: str, text: str) -> Template | None:
     slots = {name: f"<{name}:{os.urandom(16).hex()}>" for name in ("body", "repr", "tag")}
     message["body"] = slots["body"]
     properties["delivery_tag"] = slots["tag"]
-    spell, given = _speller(app), headers["argsrepr"]
-    if given == spell(ITEM):
+    format_item, given = _repr_function(app), headers["argsrepr"]
+    if given == format_item(ITEM):
         headers["argsrepr"] = slots["repr"]
     else:
-        spell = lambda _: given  # noqa: E731 (the caller's own, for all jobs)
+        format_item = lambda _: given  # noqa: E731 (the caller set one for all jobs)
     text = kombu_json.dumps(message).replace("%", "%%")
-    # With their quotation marks, as ids and texts may need escapes.
+    # Replaced with the quotation marks, as ids and texts may need escapes.
     text = text.replace(f'"{task_id}"', "%(id)s").replace(f'"{slots["repr"]}"', "%(repr)s")
     text = text.replace(slots["body"], "%(body)s").replace(slots["tag"], "%(tag)s")
-    return Template(text, (parts[0], parts[1]), spell)
+    return Template(text, (parts[0], parts[1]), format_item)
 
 
-def _speller(app: Celery) -> Callable[[Any], str]:
-    """`saferepr` of a job's arguments as Celery calls it, quick for what most items are."""
-    most = app.amqp.argsrepr_maxsize
+def _repr_function(app: Celery) -> Callable[[Any], str]:
+    """Celery's `saferepr` of a job's arguments, with a fast path for short texts."""
+    max_size = app.amqp.argsrepr_maxsize
     levels = app.conf.task_repr_maxlevels
 
-    def spell(item: Any) -> str:
+    def format_item(item: Any) -> str:
         kind = type(item)
-        if kind is str and most > 1:
-            # One is left for the parenthesis before it.
-            text = truncate(item, most - 1).replace("'", "\\'")
+        if kind is str and max_size > 1:
+            # Minus one for the parenthesis.
+            text = truncate(item, max_size - 1).replace("'", "\\'")
             return f"('{text}',)"
-        return saferepr((item,), most, maxlevels=levels)
+        return saferepr((item,), max_size, maxlevels=levels)
 
-    return spell
+    return format_item
 
 
 def uuids(count: int) -> list[str]:
-    """Random UUIDs of version 4, in a quarter of the time that `uuid4` takes for each."""
+    """Random UUIDs of version 4, four times as fast as `uuid4`."""
     random = os.urandom(16 * count).hex()
     ids = []
     for start in range(0, len(random), 32):
@@ -181,15 +179,15 @@ def uuids(count: int) -> list[str]:
 
 
 class SentEvents:
-    """Makes the events of many jobs of the one that Celery made."""
+    """Makes the task-sent events of many jobs from the one that Celery made."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
 
-    def instead_of(
+    def for_all(
         self, commands: Sequence[Command], jobs: Sequence[Job], repr_item: Callable[[Any], str]
     ) -> list[Command]:
-        """Puts the events of all jobs in the place of the template's, where there is one."""
+        """Replaces the event of the template's job, if there is one, with those of all jobs."""
         return [self._of_all(command, jobs, repr_item) for command in commands]
 
     def _of_all(

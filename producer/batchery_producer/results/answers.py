@@ -17,10 +17,10 @@ class Answer:
     """How a job ended.
 
     Attributes:
-        value: What it returned; None if it failed.
-        error: None if it succeeded, otherwise the name of the error's type and its text.
-        stored: Of a failure, what is stored: an exception, or Celery's mapping for one.
-        batch_size: How many items shared its batch; 0 if nobody has said so.
+        value: Return value of the job; None if it failed.
+        error: Name of the error's type, and its text; None if the job succeeded.
+        stored: The stored form of a failure: an exception, or Celery's mapping for one.
+        batch_size: Number of items in the job's batch; 0 if unknown.
     """
 
     value: Any = None
@@ -34,8 +34,8 @@ def answer_of(status: str | None, result: Any, batch: Any = None) -> Answer | No
 
     Args:
         status: Celery's name of the state.
-        result: The value; of a failure the exception, or the mapping that is stored for one.
-        batch: What is stored about the batch, if anything.
+        result: The value; for a failure the exception, or the mapping that is stored for one.
+        batch: Stored facts of the batch, if any.
 
     Returns:
         None while the job has not ended.
@@ -52,7 +52,7 @@ def answer_of(status: str | None, result: Any, batch: Any = None) -> Answer | No
 def describe(error: Any) -> tuple[str, str]:
     """Name and text of an error, as the worker stored it.
 
-    The stored form is read as it is, so that no exception class need be importable here.
+    This reads the stored form, so that no exception class needs to be importable here.
     """
     if not isinstance(error, Mapping):
         return type(error).__name__, str(error)
@@ -66,8 +66,8 @@ def exception_of(answer: Answer, backend: Any) -> Exception:
     """The exception of a job that failed, as `AsyncResult.get` would raise it.
 
     Args:
-        answer: Of a job that failed.
-        backend: Celery's; it knows how exceptions are stored.
+        answer: Answer of a job that failed.
+        backend: Celery's backend, which can restore exceptions.
     """
     stored = answer.stored
     known = stored if isinstance(stored, Exception) else backend.exception_to_python(stored)
@@ -79,12 +79,12 @@ def exception_of(answer: Answer, backend: Any) -> Exception:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one item.
+    """Result or error of one item.
 
     Attributes:
-        index: Of the item, from 0.
-        value: What it became; None if it failed.
-        error: Why it failed; None if it succeeded.
+        index: Index of the item, from 0.
+        value: Result of the item; None if it failed.
+        error: Why the item failed; None if it succeeded.
     """
 
     index: int
@@ -93,10 +93,10 @@ class Outcome:
 
 
 def check_per_job(per_job: int | None) -> int:
-    """Items in one message; 0 for messages that are not packed.
+    """Number of items in one message; 0 for messages whose argument is one item.
 
     Raises:
-        BatchArgumentError: It is no number of items.
+        BatchArgumentError: `per_job` is not a valid number of items.
     """
     if per_job is None:
         return 0
@@ -106,10 +106,10 @@ def check_per_job(per_job: int | None) -> int:
 
 
 def header_of(count: int, reply: Any) -> dict[str, Any]:
-    """Headers of a message that carries so many items.
+    """Headers of a job with so many items.
 
     Args:
-        count: 0 for a message that is not packed.
+        count: Number of items in the list; 0 if the argument is one item.
         reply: Headers that the collector asks for.
     """
     own = {"n": count} if count else {}
@@ -117,33 +117,33 @@ def header_of(count: int, reply: Any) -> dict[str, Any]:
     return {HEADER: {"v": VERSION, **known, **own}} if own or known else {}
 
 
-def outcomes_of(answer: Answer, indexes: range, is_packed: bool, backend: Any) -> list[Outcome]:
-    """The outcomes of the items of one message.
+def outcomes_of(answer: Answer, indexes: range, is_multi_item: bool, backend: Any) -> list[Outcome]:
+    """Outcomes of the items of one job.
 
     Args:
-        answer: How its job ended.
-        indexes: Of its items.
-        is_packed: Whether it carried a list of them.
-        backend: Celery's; it knows how exceptions are stored.
+        answer: Answer of the job.
+        indexes: Indexes of its items.
+        is_multi_item: Whether its argument was a list of items.
+        backend: Celery's backend, which can restore exceptions.
     """
     if answer.error is not None:
         error = exception_of(answer, backend)
         return [Outcome(index, error=error) for index in indexes]
-    if not is_packed:
+    if not is_multi_item:
         return [Outcome(indexes.start, answer.value)]
-    return list(_unpack(answer.value, indexes))
+    return list(_each_outcome(answer.value, indexes))
 
 
 def joined(answer: Answer, count: int) -> Answer:
-    """The answer of a job whose items stand and fall together: all values, or the first error.
+    """One answer for all items of a job: all values, or the first error.
 
     Args:
-        answer: Of the job.
-        count: How many items it carried.
+        answer: Answer of the job.
+        count: Number of its items.
     """
     if answer.error is not None:
         return answer
-    outcomes = list(_unpack(answer.value, range(count)))
+    outcomes = list(_each_outcome(answer.value, range(count)))
     for outcome in outcomes:
         if outcome.error is not None:
             text = f"item {outcome.index}: {outcome.error}" if count > 1 else str(outcome.error)
@@ -151,11 +151,11 @@ def joined(answer: Answer, count: int) -> Answer:
     return Answer(value=[outcome.value for outcome in outcomes])
 
 
-def _unpack(entries: Any, indexes: range) -> Iterator[Outcome]:
+def _each_outcome(entries: Any, indexes: range) -> Iterator[Outcome]:
     if not isinstance(entries, list) or len(entries) != len(indexes):
         wrong = WrongLength(
             f"a job of {len(indexes)} items has the result {entries!r:.80}:"
-            " its task does not know packed jobs"
+            " its task does not know multi-item jobs"
         )
         yield from (Outcome(index, error=wrong) for index in indexes)
         return
@@ -167,15 +167,15 @@ def _unpack(entries: Any, indexes: range) -> Iterator[Outcome]:
 
 
 def _error_of(entry: Any) -> Exception:
-    """The exception of one item: ours or Python's own by its name, otherwise `ItemFailed`."""
-    spelled = entry.get("error") if isinstance(entry, dict) else None
-    if not isinstance(spelled, dict) or not {"type", "message"} <= set(spelled):
-        return ItemFailed(f"its worker answered {entry!r:.80}, which is neither value nor error")
-    kind, text = str(spelled["type"]), str(spelled["message"])
+    """The exception of one item: ours or Python's of that name, otherwise `ItemFailed`."""
+    stored = entry.get("error") if isinstance(entry, dict) else None
+    if not isinstance(stored, dict) or not {"type", "message"} <= set(stored):
+        return ItemFailed(f"its worker answered {entry!r:.80}: neither a value nor an error")
+    kind, text = str(stored["type"]), str(stored["message"])
     known = getattr(errors, kind, None) or getattr(builtins, kind, None)
     if isinstance(known, type) and issubclass(known, Exception):
         try:
             return known(text)
         except TypeError:
-            pass  # It wants other arguments than one text.
+            pass  # Its constructor needs other arguments than one text.
     return ItemFailed(f"{kind}: {text}")

@@ -1,11 +1,11 @@
-"""Collecting: how results are awaited, without a subscription for each job.
+"""Collecting: results are awaited without a subscription for each job.
 
-On Redis, Batchery's workers announce what they have committed on one stream per run, its reply, and
-the results are fetched many at a time. Everything else is found by sweeps over the jobs in flight:
-results of stock workers, those that Celery's tracer stored (failures, for instance), and what was
-announced while nobody could hear it. How often depends on how much they find: see `Pace`.
+On Redis, each client has a reply stream. Batchery's workers announce the jobs that they committed
+on it, and the collector fetches many results at a time. Polling the jobs in flight finds all
+others: results of stock workers, those that Celery's tracer stored (failures, for instance), and
+lost announcements. How often it polls depends on how much it finds: see `PollingInterval`.
 
-On other backends, each job in flight is asked for by Celery's own `AsyncResult`.
+On other backends, the collector polls each job by Celery's own `AsyncResult`.
 """
 
 import re
@@ -28,66 +28,68 @@ from batchery.errors import SettingsError
 from batchery.protocol.multi_item import HEADER, VERSION
 from batchery.protocol.reply_stream import FIELD, ids_of, reply_key
 from batchery_producer.results.answers import Answer, answer_of
-from batchery_producer.results.polling import Sweeping
-from batchery_producer.retry import Patience
+from batchery_producer.results.polling import PollingCollector
+from batchery_producer.retry import RetryPolicy
 
-#: Results that are asked for, and held in memory, at a time.
+#: Number of results that one command fetches.
 CHUNK = 256
 
-#: Entries of the reply that are read at a time; a worker writes one for each batch.
+#: Number of entries of the reply stream that are read at a time; a worker writes one for each
+#: batch.
 ENTRIES = 32
 
-#: With so many jobs in flight, a result may wait so long for others, in seconds.
+#: With so many jobs in flight, the collector waits so long, in seconds, to fetch several results at
+#: once.
 GATHER_JOBS = 1000
 GATHER_S = 0.005
 
-#: How long a reply is kept that nobody reads, in seconds.
+#: How long an unread reply stream is kept, in seconds.
 REPLY_S = 3600
 
-#: Shortest wait for the reply, in seconds; Redis takes 0 for ever.
-SHORTEST_WAIT_S = 0.001
+#: Minimum wait for the reply stream, in seconds: to Redis, 0 means for ever.
+MIN_WAIT_S = 0.001
 
 
-#: Of what is stored before the value: how many items shared the batch.
+#: Matches the size of the batch in the stored fields before the value.
 BATCH_SIZE = re.compile(rb'"batch": \{"id": "\w+", "size": (\d+)')
 
 
 class Collector(Protocol):
-    """Awaits jobs. For one thread, but `expect` and `drop` may be called from others."""
+    """Awaits jobs. For use by one thread, but others may call `expect` and `drop`."""
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """Headers that the messages of the jobs must have."""
+        """Headers that the jobs' messages must have."""
 
     def expect(self, task_ids: Iterable[str]) -> None:
-        """Adds jobs to those that are awaited, before they are sent."""
+        """Awaits jobs; to be called before they are sent."""
 
     def drop(self, task_ids: Iterable[str]) -> None:
-        """Awaits these no more."""
+        """Stops awaiting jobs."""
 
     def collect(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
-        """Yields jobs that have ended, each once; not always all of them.
+        """Yields jobs that have ended, each once, but not always all of them.
 
         Args:
             wait_s: How long to wait for the first one, in seconds.
 
         Raises:
-            Interrupted: The patience was asked to stop.
+            Interrupted: The caller asked to stop.
             GaveUp: The backend stays away.
         """
 
-    def sweep(self) -> Iterator[tuple[str, Answer]]:
-        """Yields the jobs that have ended by now, as far as their results are stored."""
+    def poll_all(self) -> Iterator[tuple[str, Answer]]:
+        """Yields all jobs whose results are stored by now."""
 
     def forget(self, task_ids: Sequence[str]) -> None:
         """Removes results from the backend."""
 
     def close(self) -> None:
-        """Leaves nothing behind but results."""
+        """Removes everything but results."""
 
 
-def collector_for(app: Celery, patience: Patience) -> Collector:
-    """Picks the collector that knows the app's result backend best.
+def collector_for(app: Celery, retries: RetryPolicy) -> Collector:
+    """Picks the collector for the app's result backend.
 
     Raises:
         SettingsError: The app has no result backend.
@@ -97,22 +99,22 @@ def collector_for(app: Celery, patience: Patience) -> Collector:
             f"app {app.main!r} has no result backend; set result_backend to a Redis URL"
         )
     if isinstance(app.backend, RedisBackend):
-        return RedisCollector(app.backend, patience)
-    return AnyCollector(app, patience)
+        return RedisCollector(app.backend, retries)
+    return AnyCollector(app, retries)
 
 
-class RedisCollector(Sweeping):
-    """Hears of jobs on a reply of its own, and asks Redis for many results in one command."""
+class RedisCollector(PollingCollector):
+    """Reads a reply stream of its own, and fetches many results in one command."""
 
-    def __init__(self, backend: Any, patience: Patience) -> None:
+    def __init__(self, backend: Any, retries: RetryPolicy) -> None:
         super().__init__()
         self._backend: Any = backend
-        self._patience = patience
+        self._retries = retries
         self._errors: tuple[type[BaseException], ...] = (
             *self._backend.connection_errors,
             redis.exceptions.ReadOnlyError,
         )
-        #: What is awaited is announced under this name.
+        #: Name of the reply stream, in the headers of jobs.
         self._name = uuid()
         self._key = reply_key(backend, self._name)
         self._last = b"0"
@@ -127,13 +129,13 @@ class RedisCollector(Sweeping):
         return {HEADER: {"v": VERSION, "reply": self._name}}
 
     def expect(self, task_ids: Iterable[str]) -> None:
-        """As `Collector.expect`; raises what a `Patience` raises."""
+        """As `Collector.expect`; raises what a `RetryPolicy` raises."""
         if not self._is_made:
             self._call(self._make_reply)
         super().expect(task_ids)
 
     def _make_reply(self) -> None:
-        # Workers write only to what is there: so nothing is there once it is removed.
+        # Workers write only to an existing stream, so none is left once it is removed.
         self._is_made = True
         with suppress(redis.exceptions.OutOfMemoryError), self._backend.client.pipeline() as pipe:
             pipe.xadd(self._key, {FIELD: b"[]"}, maxlen=1)
@@ -141,7 +143,7 @@ class RedisCollector(Sweeping):
             pipe.execute()
 
     def forget(self, task_ids: Sequence[str]) -> None:
-        """As `Collector.forget`; raises what a `Patience` raises."""
+        """As `Collector.forget`; raises what a `RetryPolicy` raises."""
         for chunk in _chunks(task_ids):
             self._call(partial(self._backend.client.unlink, *self._keys(chunk)))
 
@@ -153,7 +155,7 @@ class RedisCollector(Sweeping):
 
     def _announcements(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
         if wait_s and len(self._awaited) >= GATHER_JOBS:
-            # Each look costs a round trip: let there be something to see.
+            # Each read costs a round trip, so let several announcements arrive.
             time.sleep(min(wait_s, GATHER_S))
         ids: list[str] = []
         for entry_id, entry in self._call(partial(self._read, min(wait_s, self._longest_wait_s))):
@@ -162,8 +164,8 @@ class RedisCollector(Sweeping):
         yield from self._ended([each for each in ids if each in self._awaited])
 
     def _read(self, wait_s: float) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
-        """Reads on; what was read before goes, so that asking again does no harm."""
-        block_ms = int(max(wait_s, SHORTEST_WAIT_S) * 1000) if wait_s else None
+        """Reads the next entries, and removes those of earlier reads; safe to repeat."""
+        block_ms = int(max(wait_s, MIN_WAIT_S) * 1000) if wait_s else None
         with self._backend.client.pipeline(transaction=False) as pipe:
             if self._last != b"0":
                 pipe.xtrim(self._key, minid=_after(self._last), approximate=False)
@@ -171,7 +173,7 @@ class RedisCollector(Sweeping):
             pipe.xread({self._key: self._last}, count=ENTRIES, block=block_ms)
             *_, is_there, answer = pipe.execute()
         if not is_there:
-            # It has expired, or Redis has lost its data.
+            # The stream expired, or Redis lost its data.
             self._make_reply()
         return _entries(answer)
 
@@ -183,13 +185,13 @@ class RedisCollector(Sweeping):
                     yield task_id, answer
 
     def _call(self, function: Any) -> Any:
-        return self._patience.call(function, self._errors)
+        return self._retries.call(function, self._errors)
 
     def _keys(self, task_ids: Sequence[str]) -> list[Any]:
         return [self._backend.get_key_for_task(task_id) for task_id in task_ids]
 
     def _answer(self, task_id: str, payload: bytes) -> Answer | None:
-        if stored := self._halves(task_id, payload):
+        if stored := self._split_at_value(task_id, payload):
             facts, value = stored
             size = BATCH_SIZE.search(facts)
             with suppress(ValueError, RecursionError):
@@ -200,10 +202,10 @@ class RedisCollector(Sweeping):
             return Answer(error=(type(error).__name__, f"a result that cannot be read: {error}"))
         return answer_of(meta.get("status"), meta.get("result"), meta.get("batch"))
 
-    def _halves(self, task_id: str, payload: bytes) -> tuple[bytes, bytes] | None:
-        """What is before the value, and the value, where a worker of ours has stored it.
+    def _split_at_value(self, task_id: str, payload: bytes) -> tuple[bytes, bytes] | None:
+        """The text before the value, and the value, if a worker of ours stored the result.
 
-        It comes last, after the id. To read only that takes a third of the time.
+        Our workers store the value last, after the id. Parsing it alone takes a third of the time.
         """
         if not self._is_plain or not payload.startswith(b'{"status": "SUCCESS", "traceback"'):
             return None
@@ -211,14 +213,14 @@ class RedisCollector(Sweeping):
         return (facts, value[:-1]) if id_ else None
 
 
-class AnyCollector(Sweeping):
-    """Asks any backend that Celery has, for one result at a time."""
+class AnyCollector(PollingCollector):
+    """Polls any backend of Celery's, one result at a time."""
 
-    def __init__(self, app: Celery, patience: Patience) -> None:
+    def __init__(self, app: Celery, retries: RetryPolicy) -> None:
         super().__init__()
         self._app = app
-        self._patience = patience
-        # Not every backend says what a lost connection looks like.
+        self._retries = retries
+        # Not every backend names its connection errors.
         self._errors: tuple[type[BaseException], ...] = (
             *getattr(app.backend, "connection_errors", ()),
             ConnectionError,
@@ -230,41 +232,41 @@ class AnyCollector(Sweeping):
         return {}
 
     def forget(self, task_ids: Sequence[str]) -> None:
-        """As `Collector.forget`; raises what a `Patience` raises."""
+        """As `Collector.forget`; raises what a `RetryPolicy` raises."""
         for task_id in task_ids:
-            self._patience.call(partial(self._forget, task_id), self._errors)
+            self._retries.call(partial(self._forget, task_id), self._errors)
 
     def close(self) -> None:
         """As `Collector.close`."""
 
     def _answers(self, task_ids: Sequence[str]) -> Iterator[tuple[str, Answer]]:
         for task_id in task_ids:
-            if answer := self._patience.call(partial(self._ask, task_id), self._errors):
+            if answer := self._retries.call(partial(self._ask, task_id), self._errors):
                 yield task_id, answer
 
     def _ask(self, task_id: str) -> Answer | None:
         result: AsyncResult[Any] = AsyncResult(task_id, app=self._app)
-        # Ready jobs are cached with their result: it is one request for both.
+        # Celery caches the result of a ready job, so this is one request.
         return answer_of(result.state, result.result) if result.ready() else None
 
     def _forget(self, task_id: str) -> None:
-        # RPC forgets nothing: there, a result that was read is gone already.
+        # The RPC backend cannot forget: reading a result has removed it.
         with suppress(NotImplementedError):
             AsyncResult(task_id, app=self._app).forget()
 
 
 def _after(entry_id: bytes) -> str:
-    """The id after this one."""
+    """The next id of the stream."""
     time_ms, _, number = entry_id.decode().partition("-")
     return f"{time_ms}-{int(number) + 1}"
 
 
 def _entries(answer: Any) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
-    """The entries of one stream: RESP3 gives a mapping of lists, RESP2 a list of pairs."""
+    """The entries of one stream: a mapping of lists in RESP3, a list of pairs in RESP2."""
     if not answer:
         return []
     (found,) = answer.values() if isinstance(answer, dict) else [pair[1] for pair in answer]
-    # RESP3's has one list more around them.
+    # RESP3 has one more list around them.
     return list(found[0] if isinstance(answer, dict) and found else found)
 
 

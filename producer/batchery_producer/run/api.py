@@ -1,4 +1,4 @@
-"""The bulk producer as a function: files in, a file out."""
+"""`submit_file`: rows of files become jobs, and results become a file."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,8 +28,8 @@ def submit_file(
 ) -> Summary:
     """Submits every row of a file as a job, and writes every result to another file.
 
-    Memory does not grow with the input. Redis may restart in between; a job whose message Redis has
-    lost never comes back, and `timeout_s` ends the wait for it. Jobs are sent at least once.
+    Memory does not grow with the input. Redis may restart during the run; a job whose message Redis
+    loses never ends, and `timeout_s` limits the wait for it. Jobs are sent at least once.
 
     Args:
         source: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input; as for
@@ -37,20 +37,20 @@ def submit_file(
         task: Name of the task; None for OpenAI's batch files, whose model names it.
         output: Gets one line per result, in the order of completion; `-` is standard output. A
             URL gets them at the end.
-        app: Where the jobs are sent and the results are stored.
-        options: What else can be chosen; by default nothing is.
-        changes: Single options, in the place of those in `options`: `submit_file(..., limit=10)`.
+        app: App to which jobs are sent and in which results are stored.
+        options: All other options.
+        changes: Single options, which override those in `options`: `submit_file(..., limit=10)`.
 
     Returns:
-        What was done, and how it ended.
+        Counts, and how the run ended.
 
     Raises:
-        DatasetError: Input or output cannot be used, or the output cannot be written any more.
-        RedisUnavailable: There is no Redis at the app's URL.
-        StartError: There is no other broker, either.
+        DatasetError: Input or output cannot be used, or the output can no longer be written.
+        RedisUnavailable: No Redis answers at one of the app's URLs.
+        StartError: No other broker answers.
         SettingsError: The app stores no results or does not allow the queue, or no worker has the
             task.
-        TypeError: There is no such option.
+        TypeError: An option is unknown.
         ValueError: The window is less than 1.
     """
     options = replace(options or SubmitOptions(), **changes)
@@ -80,17 +80,17 @@ def submit_file(
 
 
 def task_of(dataset: Dataset, task: str | None) -> str:
-    """The task that is named, or else the model of OpenAI's requests.
+    """The named task, or the model of OpenAI's requests.
 
     Raises:
-        DatasetError: Neither says anything.
+        DatasetError: There is neither.
     """
     if task is not None:
         return task
     if dataset.model is None or not dataset.model.name:
         raise DatasetError(
-            f"{dataset.name}: no task; name one with --task. Only requests as OpenAI's batch API"
-            " takes them name their model themselves"
+            f"{dataset.name}: no task; name one with --task. Only requests of OpenAI's batch API"
+            " name their model themselves"
         )
     return dataset.model.name
 
@@ -100,7 +100,7 @@ def _less(total: int | None, done: int) -> int | None:
 
 
 def _with_earlier(summary: Summary, done: Done) -> Summary:
-    """Adds what an earlier process has done: the exit code is of the whole output."""
+    """Adds the rows of an earlier process, as the exit code is that of the whole output."""
     ending = summary.ending
     if ending is Ending.SUCCEEDED and done.failed:
         ending = Ending.SOME_FAILED

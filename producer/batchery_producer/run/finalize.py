@@ -1,7 +1,7 @@
-"""The final form of an output that cannot be written line by line: sorted, or as a table.
+"""The final form of an output that cannot be written line by line: sorted, a table, or at a URL.
 
-While a run goes on, its results are gathered in a file of JSON lines, the part. When every row is
-done, the part is written once more as what was asked for; it is kept until that is complete.
+During a run, results are gathered in a file of JSON lines, the part. When every row is done, the
+output is written from the part, which is kept until the output is complete.
 """
 
 import csv
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, cast
 
 from batchery.errors import DatasetError
 from batchery_producer.files.columnar import write_arrow, write_parquet
-from batchery_producer.files.compression import READ_ONLY, bare_name, packing_of_name
+from batchery_producer.files.compression import READ_ONLY, bare_name, compression_of_name
 from batchery_producer.files.extras import extra
 from batchery_producer.files.jsonl import read_lines
 from batchery_producer.files.source import Remote
@@ -26,10 +26,10 @@ from batchery_producer.files.source import Remote
 Entry = Mapping[str, Any]
 Entries = Callable[[], Iterable[Entry]]
 
-#: What the name of the part ends with, after the name of the output.
+#: The part's name is that of the output with this suffix.
 PART_SUFFIX = ".part"
 
-#: Ends of names, without that of a packing -> format. Everything else is JSON lines.
+#: File extension, without that of a compression -> format. All others are JSON lines.
 TABLES = {
     ".csv": "csv",
     ".tsv": "tsv",
@@ -40,7 +40,7 @@ TABLES = {
 
 
 class Final:
-    """What an output shall become."""
+    """Final form of an output."""
 
     def __init__(
         self,
@@ -48,42 +48,42 @@ class Final:
         *,
         url: str | None = None,
         ordered: bool = False,
-        spelled: bool = False,
+        converted: bool = False,
     ) -> None:
-        """Looks at the name, and at nothing else.
+        """Determines format and compression by the name.
 
         Args:
-            path: Where the output goes; None is standard output or a URL.
-            url: Where the output goes if that is not on this machine.
-            ordered: Whether its lines stand in the order of the input.
-            spelled: Whether entries have another form at the end.
+            path: Path of the output; None is standard output or a URL.
+            url: URL of the output, if it has one.
+            ordered: Whether its lines are in the order of the input.
+            converted: Whether entries are converted to another form.
 
         Raises:
-            DatasetError: There is no such packing for this format, or a library is missing.
+            DatasetError: The format cannot be compressed, or a library is missing.
         """
         self.path = path
         self.name = url or ("standard output" if path is None else str(path))
         self._remote = Remote.at(url) if url else None
         place = Path(url) if url else path
         self._format = "jsonl" if place is None else _format_of(place)
-        self._packing = None if place is None else packing_of_name(place)
+        self._compression = None if place is None else compression_of_name(place)
         self._ordered = ordered
-        self._spelled = spelled
-        if self._packing is not None:
-            self._packing.unpacker()  # Better now than at the end.
+        self._converted = converted
+        if self._compression is not None:
+            self._compression.decompressor()  # Fails at once if its library is missing.
         if self._format in ("parquet", "arrow"):
             extra("pyarrow")
-        if self._packing is not None and self._format in ("parquet", "arrow"):
+        if self._compression is not None and self._format in ("parquet", "arrow"):
             raise DatasetError(
-                f"{place}: {self._format} is packed as it is; name it without suffix"
+                f"{place}: {self._format} is compressed in itself; name it without suffix"
             )
         if place is not None and place.suffix.lower() in READ_ONLY:
             raise DatasetError(f"{place}: cannot be written in this form; name it .gz or .zst")
 
     @property
     def needs_part(self) -> bool:
-        """Whether results cannot be written to their place at once."""
-        return self._format != "jsonl" or self._ordered or self._spelled or bool(self._remote)
+        """Whether results cannot be written to the output as they come."""
+        return self._format != "jsonl" or self._ordered or self._converted or bool(self._remote)
 
     @property
     def is_there(self) -> bool:
@@ -94,31 +94,31 @@ class Final:
             return bool(self._remote.filesystem.exists(self._remote.path))
 
     def part(self) -> Path:
-        """Where results are gathered; for standard output and URLs among the temporary files."""
+        """Path of the part; a temporary file for standard output and URLs."""
         if self.path is not None:
             return self.path.with_name(self.path.name + PART_SUFFIX)
         return Path(tempfile.gettempdir(), f"batchery-{secrets.token_hex(8)}.jsonl")
 
     def write(
-        self, part: Path, files: Sequence[str], spell: Callable[[Entry], Entry] | None = None
+        self, part: Path, files: Sequence[str], convert: Callable[[Entry], Entry] | None = None
     ) -> None:
-        """Makes the output of its part.
+        """Writes the output from its part.
 
         Args:
-            part: Is complete.
+            part: Path of the part, which is complete.
             files: Names of the input's files, in order.
-            spell: Gives an entry its final form.
+            convert: Converts an entry to its final form.
 
         Raises:
-            DatasetError: It cannot be written.
+            DatasetError: The output cannot be written.
         """
         new = None if self.path is None else self.path.with_name(f"{self.path.name}.new")
         try:
             with self._open(new) as file:
-                self._write(part, files, spell, file)
+                self._write(part, files, convert, file)
             if new is not None and self.path is not None:
                 os.replace(new, self.path)
-        except Exception as error:  # Arrow has errors of its own, from several classes.
+        except Exception as error:  # Arrow and filesystems have errors of their own.
             if new is not None:
                 with suppress(OSError):
                     new.unlink()
@@ -136,19 +136,19 @@ class Final:
         self,
         part: Path,
         files: Sequence[str],
-        spell: Callable[[Entry], Entry] | None,
+        convert: Callable[[Entry], Entry] | None,
         file: BinaryIO,
     ) -> None:
         def entries() -> Iterator[Entry]:
             found = _sorted(part, files) if self._ordered else (each for each, _ in _all(part))
-            return map(spell, found) if spell else iter(found)
+            return map(convert, found) if convert else iter(found)
 
         if self._format == "parquet":
             write_parquet(entries, file)
         elif self._format == "arrow":
             write_arrow(entries, file)
         else:
-            target = self._packing.create(file) if self._packing else file
+            target = self._compression.create(file) if self._compression else file
             if self._format == "jsonl":
                 _write_lines(entries(), target)
             else:
@@ -166,20 +166,20 @@ def _all(part: Path) -> Iterator[tuple[Entry, int]]:
 
 
 def _sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
-    """In the order of the input: of each line only its place in the part is held, eight bytes."""
+    """Entries in the order of the input; memory holds the offset of each line, eight bytes."""
     numbers = {name: number for number, name in enumerate(files)}
-    places = [array("Q") for _ in files]
+    offsets = [array("Q") for _ in files]
     start = 0
     for entry, end in _all(part):
-        of_file, line = places[numbers.get(entry.get("file", ""), 0)], entry["line"]
+        of_file, line = offsets[numbers.get(entry.get("file", ""), 0)], entry["line"]
         if line >= len(of_file):
             of_file.extend(array("Q", bytes(8 * (line + 1 - len(of_file)))))
-        of_file[line] = start + 1  # 0 is a line that has no entry.
+        of_file[line] = start + 1  # 0 means that the line has no entry.
         start = end
     with open(part, "rb") as file:
-        for of_file in places:
-            for place in filter(None, of_file):
-                file.seek(place - 1)
+        for of_file in offsets:
+            for offset in filter(None, of_file):
+                file.seek(offset - 1)
                 yield json.loads(file.readline())
 
 
@@ -193,7 +193,7 @@ def _write_lines(entries: Iterable[Entry], file: BinaryIO) -> None:
 
 
 def _write_csv(entries: Entries, file: BinaryIO, delimiter: str) -> None:
-    """A text stays as it is; another result is written as JSON."""
+    """Writes a table; a result that is not a text is written as JSON."""
     first = next(iter(entries()), {})
     columns = ["id", *(["file"] if "file" in first else []), "line", "result"]
     text = io.TextIOWrapper(file, "utf-8", "surrogatepass", newline="", write_through=False)

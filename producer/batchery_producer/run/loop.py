@@ -10,70 +10,69 @@ from celery import Celery
 
 from batchery.cli.app import check_backend, check_broker
 from batchery.errors import BatcheryError, SettingsError
-from batchery_producer.diagnosis import check_workers, explain_silence
+from batchery_producer.diagnosis import check_workers, explain_stall
 from batchery_producer.files.journal import Journal
+from batchery_producer.files.openai_batch import INVALID_LINE
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, joined
 from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import GaveUp, Interrupted, Patience
+from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
 from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
 from batchery_producer.run.reader import Feed
 from batchery_producer.run.report import Figures
-from batchery_producer.run.resume import Survivors
+from batchery_producer.run.resume import InFlightRecovery
 from batchery_producer.run.summary import Ending, Snapshot, Summary
 from batchery_producer.stream import NewJob, Stream, Window
 
-#: What "now" means for a rate, in seconds: shorter jumps with every batch, longer hides a change.
-SPAN_S = 15.0
+#: Time over which the current rate is measured, in seconds: a shorter one jumps with every batch, a
+#: longer one hides changes.
+RATE_SPAN_S = 15.0
 
-#: Least time between two samples, in seconds; bounds how many are kept.
+#: Minimum time between two samples of the rate, in seconds; limits how many are kept.
 SAMPLE_S = 0.5
 
-#: Error type of lines that become no job, in the file of failures.
-INVALID_LINE = "InvalidLine"
-
-#: And of jobs whose result fits no line of the output.
+#: Error type of jobs whose result is too long for a line of the output.
 RESULT_TOO_LARGE = "ResultTooLarge"
 
 
 class Rate:
-    """How fast a count grows."""
+    """Rate at which a count grows."""
 
     def __init__(self, now_s: float) -> None:
         self._samples: deque[tuple[float, int]] = deque([(now_s, 0)])
 
     def per_second(self, now_s: float, count: int) -> float:
-        """Notes the count, and says how much it has grown per second lately.
+        """Notes the count, and returns its growth per second over the last seconds.
 
         Args:
-            now_s: Time in seconds, from any start; never less than at the call before.
-            count: What is counted, in all.
+            now_s: Time in seconds, from any start; never less than in the previous call.
+            count: Total so far.
         """
         samples = self._samples
         start_s, before = samples[0]
         if now_s - samples[-1][0] >= SAMPLE_S:
             samples.append((now_s, count))
-            while len(samples) > 2 and now_s - samples[1][0] >= SPAN_S:
+            while len(samples) > 2 and now_s - samples[1][0] >= RATE_SPAN_S:
                 samples.popleft()
         return (count - before) / (now_s - start_s) if now_s > start_s else 0.0
 
 
 class Stopped(BatcheryError):
-    """A run was to end at the first failure."""
+    """A run ends at its first failure, as the caller asked."""
 
 
 class FileRun:
-    """Submits the rows of a file once: checks, the loop, and what is told of it."""
+    """Submits the rows of a dataset, once."""
 
     def __init__(self, app: Celery, task: str, options: SubmitOptions) -> None:
-        """Makes sure that jobs can be sent, that a worker has the task, and results can come back.
+        """Checks that jobs can be sent, that a worker has the task, and that results come back.
 
         Args:
-            app: Where the jobs are sent and the results are stored.
+            app: App to which jobs are sent and in which results are stored.
             task: Name of the task.
-            options: Those that say what to read and write do not matter here.
+            options: Those for reading and writing files do not matter here.
 
         Raises:
             RedisUnavailable: No Redis answers at one of the app's URLs.
@@ -85,13 +84,13 @@ class FileRun:
         self._window = Window[str, Record, Answer](options.window)
         check_backend(app)
         if getattr(app.tasks.get(task), "ignore_result", False):
-            raise SettingsError(f"task {task!r} ignores its results; nothing would come back")
+            raise SettingsError(f"task {task!r} ignores its results, so none would come back")
         check_broker(app)
         self.task = task
         self._app = app
         self._options = options
-        self._patience = Patience(options.stop)
-        self._collector = collector_for(app, self._patience)
+        self._retries = RetryPolicy(options.stop)
+        self._collector = collector_for(app, self._retries)
         expires: dict[str, Any] = (
             {} if options.expires_s is None else {"expires": options.expires_s}
         )
@@ -100,7 +99,7 @@ class FileRun:
             task,
             queue=options.queue,
             keywords=options.keywords,
-            patience=self._patience,
+            outage_policy=self._retries,
             persistent=True,
             **expires,
         )
@@ -115,22 +114,24 @@ class FileRun:
         total: Callable[[], int | None] = lambda: None,
         figures: Figures | None = None,
     ) -> Summary:
-        """Sends rows and writes down their results, to the end of the input or until it is stopped.
+        """Sends rows and writes their results, to the end of the input or until the run is stopped.
 
         Args:
-            rows: What is to be sent.
-            output: Is open.
-            journal: Of the run.
-            total: Says how many lines the input has, as far as that is known.
-            figures: Of the run, for the report.
+            rows: Rows to send.
+            output: The output, which is open.
+            journal: Journal of the run.
+            total: Returns the number of lines of the input, or None.
+            figures: Collects figures for the report.
 
         Raises:
-            DatasetError: The input is unusable, or the output cannot be written any more. What was
-                written stays.
+            DatasetError: The input is unusable, or the output can no longer be written. Results
+                that were written stay.
         """
         queue, options = self._publisher.queue, self._options
-        survivors = Survivors(self._app, queue, journal.pattern, journal.window, self._patience)
-        self._lost = survivors.lost if output.is_resumed else list
+        recovery = InFlightRecovery(
+            self._app, queue, journal.pattern, journal.window, self._retries
+        )
+        self._missing = recovery.missing if output.is_resumed else list
         self._output, self._journal, self._total = output, journal, total
         self._figures = figures or Figures()
         self._submitted = self._succeeded = self._failed = 0
@@ -143,10 +144,10 @@ class FileRun:
             self._window,
             self,
             self._publisher,
-            missing=self._not_in_flight,
+            missing=self._to_be_sent,
             keep_results=options.keep_results,
             timeout_s=options.timeout_s,
-            explain=lambda: explain_silence(self._app, self.task, queue),
+            explain=lambda: explain_stall(self._app, self.task, queue),
             notice=options.notice,
         )
         with closing(self._collector), self._publisher, closing(self._feed):
@@ -162,13 +163,13 @@ class FileRun:
         except Interrupted:
             ending, message = Ending.INTERRUPTED, "interrupted"
             with suppress(GaveUp, Interrupted):
-                self._note_all(self._sweep())  # What is ready now, and no more.
+                self._note_all(self._poll_all())  # Results that are ready now.
         except GaveUp as error:
             ending, message = Ending.GAVE_UP, str(error)
         except Stopped as error:
             ending, message = Ending.SOME_FAILED, str(error)
             with suppress(GaveUp, Interrupted):
-                self._note_all(self._sweep())
+                self._note_all(self._poll_all())
         finally:
             with suppress(GaveUp, Interrupted):
                 self._flush()
@@ -202,26 +203,27 @@ class FileRun:
         return self._feed.exhausted
 
     def take(self, maximum: int, wait_s: float) -> list[NewJob[Record]]:
-        """As `JobSource.take`; rows that become no job fail here. The window keeps no items."""
+        """As `JobSource.take`; rows that cannot become jobs fail here."""
         jobs = []
         for row in self._feed.take(maximum, wait_s):
             if isinstance(row, Broken):
                 self._fail(row, INVALID_LINE, row.reason)
                 continue
-            self._figures.read(row.item if row.pack else [row.item])
+            self._figures.read(row.item if row.item_count else [row.item])
             task_id = self._journal.task_id(row.source, row.line)
-            itemless = Record(row.line, row.id, None, row.source, row.pack)
-            jobs.append(NewJob(task_id, row.item, row.pack, itemless))
+            # The window holds no items, which may be large.
+            itemless = Record(row.line, row.id, None, row.source, row.item_count)
+            jobs.append(NewJob(task_id, row.item, row.item_count, itemless))
         return jobs
 
-    def _not_in_flight(self, task_ids: Sequence[str]) -> Sequence[str]:
-        lost = self._lost(task_ids)
-        self._submitted += len(lost)
-        self._figures.sent(self._elapsed_s(), lost)
-        return lost
+    def _to_be_sent(self, task_ids: Sequence[str]) -> Sequence[str]:
+        missing = self._missing(task_ids)
+        self._submitted += len(missing)
+        self._figures.sent(self._elapsed_s(), missing)
+        return missing
 
-    def _sweep(self) -> Iterator[tuple[str, Record, Answer]]:
-        return self._stream.take(self._collector.sweep())
+    def _poll_all(self) -> Iterator[tuple[str, Record, Answer]]:
+        return self._stream.take(self._collector.poll_all())
 
     def _note_all(self, ended: Iterable[tuple[str, Record, Answer]]) -> None:
         for task_id, row, answer in ended:
@@ -231,10 +233,10 @@ class FileRun:
             self._flush()
 
     def _note(self, task_id: str, row: Record, answer: Answer) -> bool:
-        """Adds an answer to the output; says whether the backend may forget it."""
+        """Adds an answer to the output; returns whether the backend may remove it."""
         self._figures.ended(self._elapsed_s(), task_id, answer.batch_size)
-        if row.pack:
-            answer = joined(answer, row.pack)
+        if row.item_count:
+            answer = joined(answer, row.item_count)
         if answer.error is not None:
             self._fail(row, *answer.error)
         elif refused := self._output.result(row, answer.value):
@@ -249,13 +251,13 @@ class FileRun:
     def _fail(self, row: Record | Broken, type_: str, message: str) -> None:
         self._failed += 1
         self._output.failure(row, type_, message)
-        where = self._output.place(row)
+        where = self._output.line_name(row)
         self._figures.failed(self._elapsed_s(), where, type_, message)
         if self._options.stop_at_failure and not self._stopped_by:
             self._stopped_by = f"stopped at {where}: {type_}: {message}"
 
     def _flush(self) -> None:
-        """Writes first and forgets then: a result is always in one of the two places."""
+        """Writes results before the backend removes them, so that none is lost."""
         self._output.flush()
         self._stream.flush()
 

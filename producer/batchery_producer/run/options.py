@@ -1,4 +1,4 @@
-"""How a file is submitted: what the command line and `submit_file` let the caller choose."""
+"""Options of `submit_file` and of the command line."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Output: results and failures as JSON lines, on disk as soon as they are flushed."""
+"""Output: results and failures as JSON lines, which are on disk once they are flushed."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,17 +10,17 @@ from batchery_producer.files.compression import bare_name
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Done, Journal
 from batchery_producer.files.jsonl import JsonLines, TooLong
-from batchery_producer.files.openai_batch import Model, Spelling
+from batchery_producer.files.openai_batch import Model, OpenAIFormat
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.files.source import STANDARD_STREAM, is_url
 from batchery_producer.run.finalize import Final
 
-#: What the name of the journal ends with, after the name of the output.
+#: The journal's name is that of the output with this suffix.
 JOURNAL_SUFFIX = ".journal"
 
 
-def errors_beside(source: Dataset, results: str | Path) -> Path:
-    """`out.jsonl.gz` has its failures in `out.errors.jsonl`."""
+def default_errors_path(source: Dataset, results: str | Path) -> Path:
+    """Default path of the file of failures: `out.errors.jsonl` for `out.jsonl.gz`."""
     if is_url(results):
         name, folder = Path(results).name, Path()
     elif str(results) != STANDARD_STREAM:
@@ -31,44 +31,44 @@ def errors_beside(source: Dataset, results: str | Path) -> Path:
     return folder / f"{Path(bare_name(name)).stem}.errors.jsonl"
 
 
-def journal_beside(results: Path | None) -> Path | None:
-    """Where the journal of an output is; None for what is no file on a disk."""
+def journal_path_of(results: Path | None) -> Path | None:
+    """Path of an output's journal; None if the output is not a regular file."""
     if results is None or (results.exists() and not results.is_file()):
         return None
     return results.with_name(results.name + JOURNAL_SUFFIX)
 
 
-def holds_something(path: Path | None) -> bool:
-    """Whether there is a file that is not empty."""
+def has_content(path: Path | None) -> bool:
+    """Whether the path is of a file that is not empty."""
     return path is not None and path.is_file() and path.stat().st_size > 0
 
 
-def check_name(path: Path | None) -> None:
-    """Makes sure that one can look whether there is such a file, and a journal beside it.
+def check_path(path: Path | None) -> None:
+    """Checks that the file and its journal can be looked up.
 
     Raises:
-        DatasetError: The name is too long, or the directory is closed to this user.
+        DatasetError: The name is too long, or the user may not read the directory.
     """
     for name in () if path is None else (path, Path(f"{path}{JOURNAL_SUFFIX}")):
         try:
             name.stat()
         except (FileNotFoundError, NotADirectoryError):
-            continue  # Somebody else says so.
+            continue  # Other checks report this.
         except OSError as error:
             raise DatasetError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-def check_place(path: Path | None, source: Dataset, *, replace: bool, hint: str) -> None:
-    """Makes sure that a file may be written.
+def check_output_path(path: Path | None, source: Dataset, *, replace: bool, hint: str) -> None:
+    """Checks that a file may be written.
 
     Args:
-        path: None is standard output.
-        source: Must not be overwritten.
-        replace: Whether a file that holds something may be.
-        hint: What to do where it may not.
+        path: Path of the file; None is standard output.
+        source: The input, which must not be overwritten.
+        replace: Whether a file with content may be overwritten.
+        hint: What the user can do if it may not.
 
     Raises:
-        DatasetError: It may not, or it cannot.
+        DatasetError: The file may not be written.
     """
     if path is None:
         return
@@ -78,12 +78,12 @@ def check_place(path: Path | None, source: Dataset, *, replace: bool, hint: str)
         raise DatasetError(f"{path}: there is no directory {path.parent}; create it first")
     if any(is_same(path, each) for each in source.inputs):
         raise DatasetError(f"{path}: this is the input; name another file")
-    if not replace and holds_something(path):
+    if not replace and has_content(path):
         raise DatasetError(f"{path}: already there; {hint}")
 
 
 def is_same(one: Path | None, other: Path | None) -> bool:
-    """Whether two paths are of one file."""
+    """Whether two paths name the same file."""
     if one is None or other is None:
         return False
     if one.exists() and other.exists():
@@ -92,17 +92,17 @@ def is_same(one: Path | None, other: Path | None) -> bool:
 
 
 class Output:
-    """The files of a run: results, failures if there are any, and a journal until all is well.
+    """The files of a run: results, failures if any, and a journal until all rows are done.
 
     A result is `{"id": ..., "line": n, "result": ...}`, a failure
-    `{"id": ..., "line": n, "error": {"type": ..., "message": ...}}`; of several input files, each
-    names its `file`, too. They come in the order in which they were completed. There is no file of
-    failures without a failure.
+    `{"id": ..., "line": n, "error": {"type": ..., "message": ...}}`; with several input files,
+    each has `file`, too. They are in order of completion. Without failures there is no file of
+    failures.
 
     Attributes:
-        done: Lines of the input that an earlier process has finished.
-        journal: Tells this run from others; None until it is open.
-        is_resumed: Whether it goes on with what was there.
+        done: Lines of the input that an earlier process finished.
+        journal: Identity of the run; None until the output is open.
+        is_resumed: Whether it continues an existing output.
     """
 
     def __init__(
@@ -115,39 +115,39 @@ class Output:
         resume: bool = False,
         ordered: bool = False,
     ) -> None:
-        """Checks where to write, but writes nothing yet.
+        """Checks the paths, but writes nothing yet.
 
         Args:
-            source: Must not be overwritten.
+            source: The input, which must not be overwritten.
             results: A file or a URL, or `-` for standard output.
-            errors: A file; by default `<name>.errors.jsonl` beside the results; in the current
+            errors: A file; by default `<name>.errors.jsonl` next to the results; in the current
                 directory if they go to a URL or, named after the input, to standard output.
-            overwrite: Whether files that hold something may be replaced.
-            resume: Whether to go on with what is there.
-            ordered: Whether results stand in the order of the input.
+            overwrite: Whether files with content may be replaced.
+            resume: Whether to continue an existing output.
+            ordered: Whether results are in the order of the input.
 
         Raises:
-            DatasetError: A file cannot be written, would overwrite another one, or is the input;
-                or there is nothing to go on with that can be trusted.
+            DatasetError: A file cannot be written, would overwrite another one, or is the input; or
+                an existing output cannot be resumed.
         """
         url = str(results) if is_url(results) else None
         path = None if url or str(results) == STANDARD_STREAM else Path(results)
-        errors = Path(errors) if errors else errors_beside(source, results)
+        errors = Path(errors) if errors else default_errors_path(source, results)
         for file in (path, errors):
-            check_name(file)
+            check_path(file)
         self.done = Done(source.names)
         self.journal: Journal | None = None
         self.is_resumed = False
         self._is_known = True
         self._resume = resume
         self._source = source
-        self._final = Final(path, url=url, ordered=ordered, spelled=source.is_openai)
+        self._final = Final(path, url=url, ordered=ordered, converted=source.is_openai)
         self._is_part_needed = False
-        self._final_errors = Final(errors, spelled=source.is_openai)
-        self._journal_path = None if source.is_stream else journal_beside(path)
+        self._final_errors = Final(errors, converted=source.is_openai)
+        self._journal_path = None if source.is_stream else journal_path_of(path)
         self._check_resume(overwrite)
         for file in (path, errors):
-            check_place(file, source, replace=overwrite or resume, hint=self._hint())
+            check_output_path(file, source, replace=overwrite or resume, hint=self._hint())
         if url in source.names:
             raise DatasetError(f"{url}: this is the input; name another file")
         if not overwrite and self._final.is_there:
@@ -161,50 +161,52 @@ class Output:
 
     def _check_resume(self, overwrite: bool) -> None:
         if self._resume and overwrite:
-            raise DatasetError("--resume keeps what is there and --overwrite does not; choose one")
+            raise DatasetError(
+                "--resume keeps an existing output and --overwrite does not; choose one"
+            )
         if self._resume and self._journal_path is None:
             raise DatasetError(
                 "streams, devices and URLs cannot be resumed; read from files, and write to one"
             )
-        finished = self._final.needs_part and holds_something(self._final.path)
+        finished = self._final.needs_part and has_content(self._final.path)
         if self._resume and finished and not self._is_begun:
             raise DatasetError(
-                f"{self._final.path}: complete, or not ours; to begin anew say --overwrite"
+                f"{self._final.path}: complete, or of another program; --overwrite begins anew"
             )
 
     @property
     def _is_begun(self) -> bool:
-        """Whether there is a run that was not finished."""
+        """Whether the output belongs to an unfinished run."""
         return self._journal_path is not None and self._journal_path.exists()
 
     def _hint(self) -> str:
         if self._is_begun:
-            return "--resume finishes what is missing in it, --overwrite begins anew"
-        return "name another file, or say --overwrite"
+            return "--resume submits the missing rows, --overwrite begins anew"
+        return "name another file, or use --overwrite"
 
     def open(self, journal: Journal) -> Journal:
-        """Begins the files, or takes up what is there.
+        """Creates the files, or continues existing ones.
 
         Args:
-            journal: What this process is asked to do.
+            journal: The run that this process was asked for.
 
         Returns:
-            What the run is.
+            The run that the output belongs to.
 
         Raises:
-            DatasetError: What is there is of another run, or is no output at all; or it cannot be
-                written.
+            DatasetError: An existing file belongs to another run or is no output, or a file cannot
+                be written.
         """
         self.journal = journal
         before = None if self._journal_path is None else Journal.read(self._journal_path)
-        if self._resume and (before is not None or holds_something(self.results.path)):
-            self._take_up(before)
+        if self._resume and (before is not None or has_content(self.results.path)):
+            self._continue(before)
         else:
             self._begin()
         return self.journal
 
     def _begin(self) -> None:
-        """Failures of an earlier run go; the journal comes last: what it is for is there."""
+        """Removes files of an earlier run. The journal comes last, when the output exists."""
         assert self.journal is not None
         self.results.open()
         final = self._final.path if self._final.needs_part else None
@@ -214,7 +216,7 @@ class Output:
         if self._journal_path is not None:
             self.journal.write(self._journal_path)
 
-    def _take_up(self, before: Journal | None) -> None:
+    def _continue(self, before: Journal | None) -> None:
         assert self.journal is not None
         assert self._journal_path is not None
         if before is not None:
@@ -247,20 +249,20 @@ class Output:
             self.results.path.unlink(missing_ok=True)
 
     def missing(self, rows: Iterable[Record | Broken]) -> Iterator[Record | Broken]:
-        """Those rows of the input that are not done.
+        """Rows of the input that are not done.
 
         Raises:
-            DatasetError: One is missing, and there is no journal.
+            DatasetError: A row is not done, and there is no journal.
         """
         for row in rows:
             if (row.source, row.line) in self.done:
                 continue
             if not self._is_known:
-                where = self._source.place(row.source, row.line)
+                where = self._source.line_name(row.source, row.line)
                 raise DatasetError(
                     f"{self.results.name}: has nothing for {where}, and no journal"
                     f" ({self._journal_path}) says how it was begun:"
-                    " name another output, or say --overwrite"
+                    " name another output, or use --overwrite"
                 )
             yield row
 
@@ -268,7 +270,7 @@ class Output:
         """Adds the result of a job.
 
         Returns:
-            None; or why no file can have it.
+            None; or why the result cannot be written.
         """
         try:
             self.results.write({**self._head(row), "result": result})
@@ -277,7 +279,7 @@ class Output:
         return None
 
     def failure(self, row: Record | Broken, type_: str, message: str) -> None:
-        """Adds a job that failed, or a line that became no job."""
+        """Adds a job that failed, or a line that could not become a job."""
         error = {"type": type_, "message": message}
         self.errors.write({**self._head(row), "error": error})
 
@@ -287,31 +289,31 @@ class Output:
         file = self.journal.files[row.source]
         return {"id": row.id, "file": file, "line": row.line}
 
-    def place(self, row: Record | Broken) -> str:
-        """A line of the input, for messages."""
-        return self._source.place(row.source, row.line)
+    def line_name(self, row: Record | Broken) -> str:
+        """Names a line of the input in messages."""
+        return self._source.line_name(row.source, row.line)
 
     def flush(self) -> None:
-        """Writes what was added; raises as `JsonLines.flush` does."""
+        """Writes the added lines; raises as `JsonLines.flush` does."""
         self.results.flush()
         self.errors.flush()
 
-    def _spelling(self) -> Spelling | None:
-        """Of files as OpenAI's batch API writes them."""
+    def _openai_format(self) -> OpenAIFormat | None:
+        """Converter to OpenAI's form, if the input has that form."""
         if not self._source.is_openai or self.journal is None:
             return None
         model = self._source.model or Model("", "float")
-        return Spelling(self.journal, model, self._source.place)
+        return OpenAIFormat(self.journal, model, self._source.line_name)
 
     def finish(self, *, complete: bool) -> None:
         """Gives the output its final form.
 
         Args:
-            complete: Whether every row is done: nobody needs the journal any more. Otherwise only
-                what goes to standard output is written; files wait for the rest.
+            complete: Whether every row is done, so that the journal can be removed. Otherwise only
+                standard output and URLs are written, and files wait for the other rows.
 
         Raises:
-            DatasetError: It cannot be written; no result is lost.
+            DatasetError: The output cannot be written; no result is lost.
         """
         self.flush()
         parts: list[Path] = []
@@ -319,20 +321,20 @@ class Output:
             parts = list(self._write_final())
         if complete and self._journal_path is not None:
             self._journal_path.unlink(missing_ok=True)
-        for part in parts:  # After the journal: with it, the output can be made of them again.
+        for part in parts:  # After the journal, with which the output can be made of them again.
             part.unlink(missing_ok=True)
 
     def _write_final(self) -> Iterator[Path]:
-        """Writes the output, and yields what it was made of."""
+        """Writes the output, and yields the files that it was made of."""
         assert self.journal is not None
         assert self.results.path is not None
-        spelling, files = self._spelling(), self.journal.files
+        openai, files = self._openai_format(), self.journal.files
         self.results.close()
         self._is_part_needed = True  # Until the output is complete.
-        self._final.write(self.results.path, files, spelling.result if spelling else None)
+        self._final.write(self.results.path, files, openai.result if openai else None)
         self._is_part_needed = False
         yield self.results.path
-        if spelling and self.errors.path is not None and self.errors.path.exists():
+        if openai and self.errors.path is not None and self.errors.path.exists():
             self.errors.close()
-            self._final_errors.write(self.errors.path, files, spelling.failure)
+            self._final_errors.write(self.errors.path, files, openai.failure)
             yield self.errors.path

@@ -1,4 +1,4 @@
-"""Reading ahead: a slow input never holds up results, nor Ctrl-C."""
+"""Reading ahead, so that a slow input delays neither results nor Ctrl-C."""
 
 import queue
 import threading
@@ -7,49 +7,49 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: How long the reader stays in one attempt to hand something over, in seconds; then it looks
-#: whether anybody still wants it.
+#: How long the reader waits for space in its queue at a time, in seconds; it notices `close` that
+#: late.
 HANDOVER_S = 0.2
 
 
 class Feed(Generic[T]):
-    """Iterates on a thread of its own, a bounded number of entries ahead."""
+    """Iterates on a thread of its own, up to a fixed number of entries ahead."""
 
     def __init__(self, entries: Iterable[T], ahead: int) -> None:
         """Starts to read.
 
         Args:
             entries: Iterated over once, on the thread.
-            ahead: Most entries that wait to be taken, at least 1.
+            ahead: Maximum number of entries that wait to be taken, at least 1.
         """
         self._queue: queue.Queue[T] = queue.Queue(ahead)
         self._closed = False
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        # A daemon: nobody can wake a thread that waits for a pipe to speak.
+        # A daemon, because a thread that waits for a pipe cannot be woken.
         threading.Thread(
             target=self._read, args=(entries,), name="batchery-feed", daemon=True
         ).start()
 
-    def take(self, most: int, wait_s: float = 0) -> list[T]:
-        """Takes what is there.
+    def take(self, maximum: int, wait_s: float = 0) -> list[T]:
+        """Takes the entries that are there.
 
         Args:
-            most: Most entries to return, at least 1.
+            maximum: Maximum number of entries to return, at least 1.
             wait_s: How long to wait for the first one, in seconds.
 
         Returns:
-            Possibly nothing: see `exhausted`.
+            The entries, which may be none: see `exhausted`.
 
         Raises:
-            Exception: What the iteration raised, after everything before it was taken.
+            Exception: The error of the iteration, once all entries before it were taken.
         """
         entries: list[T] = []
         try:
             entries.append(
                 self._queue.get(timeout=wait_s) if wait_s > 0 else self._queue.get(False)
             )
-            while len(entries) < most:
+            while len(entries) < maximum:
                 entries.append(self._queue.get(block=False))
         except queue.Empty:
             if self._error is not None and not entries and self._drained:
@@ -58,7 +58,7 @@ class Feed(Generic[T]):
 
     @property
     def exhausted(self) -> bool:
-        """Whether everything was taken and nothing will follow, not even an error."""
+        """Whether all entries were taken, and neither entries nor an error will follow."""
         return self._drained and self._error is None
 
     @property
@@ -66,7 +66,7 @@ class Feed(Generic[T]):
         return self._ended.is_set() and self._queue.empty()
 
     def close(self) -> None:
-        """Lets the thread end; what it has read ahead is dropped."""
+        """Lets the thread end; entries that were read ahead are lost."""
         self._closed = True
 
     def _read(self, entries: Iterable[T]) -> None:
@@ -75,7 +75,7 @@ class Feed(Generic[T]):
                 if not self._hand_over(entry):
                     break
             if isinstance(entries, Generator):
-                # Not wherever the last reference goes: what it has open belongs to this thread.
+                # Closed here, because what the generator has open belongs to this thread.
                 entries.close()
         except BaseException as error:  # noqa: BLE001 (raised again where it is taken)
             self._error = error

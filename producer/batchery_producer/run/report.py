@@ -1,4 +1,4 @@
-"""The report of a run: one HTML page with its figures and plots, which needs no network."""
+"""The report of a run: one HTML page with figures and plots, which needs no network."""
 
 import io
 import math
@@ -16,54 +16,55 @@ from batchery.errors import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.extras import extra
 from batchery_producer.files.source import STANDARD_STREAM
-from batchery_producer.run.output import check_name, check_place, is_same
+from batchery_producer.run.output import check_output_path, check_path, is_same
 from batchery_producer.run.summary import Summary, duration
 
-#: Buckets of a histogram for each doubling: a percentile is off by less than a tenth.
+#: Buckets of a histogram for each doubling; percentiles are then exact to a tenth.
 PER_DOUBLING = 8
 
-#: The bucket of zero is below all others.
+#: Bucket of zero, below all others.
 ZERO = -(1 << 20)
 
-#: Most buckets of a timeline; they get twice as wide when there are more.
-MOST_BUCKETS = 240
+#: Maximum number of a timeline's buckets; their width doubles when it is reached.
+MAX_BUCKETS = 240
 
-#: First width of a timeline's buckets, in seconds.
+#: Initial width of a timeline's buckets, in seconds.
 FIRST_WIDTH_S = 0.25
 
-#: Kinds of failures that are told apart, and characters that are kept of a message.
-MOST_KINDS = 50
+#: Maximum number of kinds of failures that are counted apart.
+MAX_KINDS = 50
 
-MOST_CHARACTERS = 500
+#: Maximum length of a failure's message, in characters.
+MAX_CHARACTERS = 500
 
-#: What the others are called.
+#: Name of all other kinds.
 OTHER_KINDS = "other kinds"
 
-#: Most bars of a distribution.
-MOST_BARS = 48
+#: Maximum number of bars in a distribution.
+MAX_BARS = 48
 
 COLOUR = "#c2410c"
 
 SIZE_INCHES = (11, 6.5)
 
-#: What matplotlib would say of itself.
+#: Metadata that matplotlib would add.
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 
-#: What its name must end with: so it never takes the place of data.
+#: Required extension, so that a report never replaces data.
 SUFFIX = ".html"
 
 TEMPLATE = "report.html"
 
 
 class Histogram:
-    """How numbers from 0 up are distributed: counts by size class, of equal ratio."""
+    """Distribution of numbers from 0 up, in buckets of equal ratio."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
         self._sums: dict[int, float] = {}
         self.count = 0
-        self.least = math.inf
-        self.most = 0.0
+        self.minimum = math.inf
+        self.maximum = 0.0
 
     def add(self, value: float) -> None:
         """Counts one."""
@@ -71,28 +72,28 @@ class Histogram:
         self._counts[key] = self._counts.get(key, 0) + 1
         self._sums[key] = self._sums.get(key, 0.0) + value
         self.count += 1
-        self.least = min(self.least, value)
-        self.most = max(self.most, value)
+        self.minimum = min(self.minimum, value)
+        self.maximum = max(self.maximum, value)
 
     @property
     def mean(self) -> float:
-        """Exact; 0 if there is nothing."""
+        """Exact mean; 0 without numbers."""
         return sum(self._sums.values()) / self.count if self.count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """A number that so many of a hundred do not exceed, nearly; 0 if there is nothing."""
+        """Approximate percentile; 0 without numbers."""
         left = self.count * percent / 100
         for key, count in sorted(self._counts.items()):
             left -= count
             if left <= 0:
                 return self._sums[key] / count
-        return self.most
+        return self.maximum
 
-    def bars(self, most: int) -> Iterator[tuple[float, float, int]]:
-        """From, to and count of each bar, at most so many; those without any are left out."""
+    def bars(self, maximum: int) -> Iterator[tuple[float, float, int]]:
+        """Start, end and count of each bar that is not empty, up to a maximum number of bars."""
         above = sorted(key for key in self._counts if key > ZERO)
         wide = 1
-        while above and above[-1] // wide - above[0] // wide >= most:
+        while above and above[-1] // wide - above[0] // wide >= maximum:
             wide *= 2
         merged: dict[int, int] = {}
         for key in above:
@@ -102,7 +103,7 @@ class Histogram:
 
 
 class Timeline:
-    """Counts over time, in buckets that get wider as it goes on."""
+    """Counts over time, in buckets whose width doubles when there are too many."""
 
     def __init__(self) -> None:
         self.width_s = FIRST_WIDTH_S
@@ -112,9 +113,9 @@ class Timeline:
         """Counts one.
 
         Args:
-            at_s: Since the start, in seconds.
+            at_s: Time since the start, in seconds.
         """
-        while at_s >= self.width_s * MOST_BUCKETS:
+        while at_s >= self.width_s * MAX_BUCKETS:
             self.width_s *= 2
             pairs = zip(self.counts[::2], [*self.counts[1::2], 0], strict=False)
             self.counts = [sum(pair) for pair in pairs]
@@ -128,50 +129,50 @@ class Kind:
     """Failures of one kind.
 
     Attributes:
-        name: Of the error's type.
-        count: How many there were.
-        place: Of the first.
-        message: Of the first.
+        name: Name of the error's type.
+        count: Number of failures.
+        line_name: Line of the first failure.
+        message: Message of the first failure.
     """
 
     name: str
     count: int
-    place: str
+    line_name: str
     message: str
 
 
 class Figures:
-    """What happened in a run; times are seconds since its start."""
+    """Figures of a run; times are in seconds since its start."""
 
     def __init__(self) -> None:
         self._sent_s: dict[str, float] = {}
         self._kinds: dict[str, Kind] = {}
-        #: Rows that were finished, either way.
+        #: Rows that succeeded or failed.
         self.done = Timeline()
-        #: From the moment a job is sent to that at which its result is here, in seconds.
+        #: Time from sending a job to taking its result, in seconds.
         self.latency = Histogram()
         #: Characters of each item that is a text.
         self.lengths = Histogram()
-        #: For each job, items in the batch that it was computed in.
+        #: Size of each job's batch, in items.
         self.batch_sizes = Histogram()
 
     def read(self, items: Iterable[Any]) -> None:
-        """Notes what is about to be sent, or awaited."""
+        """Notes items whose job will be sent or awaited."""
         for item in items:
             if isinstance(item, str):
                 self.lengths.add(len(item))
 
     def sent(self, at_s: float, task_ids: Sequence[str]) -> None:
-        """Notes jobs that are sent; no more than the window has are held."""
+        """Notes jobs that are sent; it holds no more of them than the window."""
         self._sent_s.update(dict.fromkeys(task_ids, at_s))
 
     def ended(self, at_s: float, task_id: str, batch_size: int) -> None:
         """Notes a job that has ended.
 
         Args:
-            at_s: When.
-            task_id: Its own.
-            batch_size: How many items shared its batch; 0 if nobody knows.
+            at_s: Time of its end.
+            task_id: Id of the job.
+            batch_size: Number of items in its batch; 0 if unknown.
         """
         sent_s = self._sent_s.pop(task_id, None)
         if sent_s is not None:
@@ -180,15 +181,15 @@ class Figures:
             self.batch_sizes.add(batch_size)
 
     def succeeded(self, at_s: float) -> None:
-        """Notes a row that has its result."""
+        """Notes a row that succeeded."""
         self.done.add(at_s)
 
-    def failed(self, at_s: float, place: str, kind: str, message: str) -> None:
-        """Notes a row that has failed, and why."""
+    def failed(self, at_s: float, line_name: str, kind: str, message: str) -> None:
+        """Notes a row that failed."""
         self.done.add(at_s)
-        if kind not in self._kinds and len(self._kinds) >= MOST_KINDS:
+        if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             kind = OTHER_KINDS
-        known = self._kinds.setdefault(kind, Kind(kind, 0, place, message[:MOST_CHARACTERS]))
+        known = self._kinds.setdefault(kind, Kind(kind, 0, line_name, message[:MAX_CHARACTERS]))
         known.count += 1
 
     @property
@@ -198,14 +199,14 @@ class Figures:
 
 
 def draw(figures: Figures, seconds: float) -> str:
-    """Draws the rate over time, and how latencies, lengths and batch sizes are distributed.
+    """Draws the rate over time, and distributions of latencies, lengths and batch sizes.
 
     Args:
-        figures: Of a run.
-        seconds: How long it took.
+        figures: Figures of the run.
+        seconds: Duration of the run.
 
     Returns:
-        An `svg` element that refers to nothing outside; its text is text.
+        An `svg` element without external references, whose text is text.
 
     Raises:
         DatasetError: matplotlib is not installed.
@@ -222,14 +223,14 @@ def draw(figures: Figures, seconds: float) -> str:
         _draw_bars(batches, figures.batch_sizes, title, "jobs", "items")
         text = io.StringIO()
         picture.savefig(text, format="svg", metadata=NO_METADATA)
-    # What comes before the element is for files.
+    # Only a file needs what comes before the element.
     return re.sub(r"\A.*?(?=<svg)", "", text.getvalue(), count=1, flags=re.DOTALL)
 
 
 def _draw_rate(axes: Any, figures: Figures, seconds: float) -> None:
     counts, width_s = figures.done.counts, figures.done.width_s
     edges = [number * width_s for number in range(len(counts))]
-    # The last bucket may not be over: its rate is that of the part that is.
+    # The last bucket may be incomplete, so its rate covers only the elapsed part.
     edges.append(min(max(seconds, edges[-1] + width_s / 10), edges[-1] + width_s) if edges else 0)
     widths = [right - left for left, right in pairwise(edges)]
     rates = [count / width for count, width in zip(counts, widths, strict=True)]
@@ -240,9 +241,9 @@ def _draw_rate(axes: Any, figures: Figures, seconds: float) -> None:
 
 def _draw_bars(axes: Any, histogram: Histogram, title: str, things: str, unit: str) -> None:
     _frame(axes, title, f"{unit}, logarithmic", things)
-    bars = list(histogram.bars(MOST_BARS))
+    bars = list(histogram.bars(MAX_BARS))
     if not bars:
-        axes.text(0.5, 0.5, "nothing is known", ha="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "no data", ha="center", transform=axes.transAxes)
         axes.set(xticks=[], yticks=[])
         return
     lefts, rights, counts = zip(*bars, strict=True)
@@ -261,18 +262,18 @@ def _frame(axes: Any, title: str, across: str, up: str) -> None:
 
 
 class Report:
-    """Is written when the run has ended, however it did."""
+    """An HTML page, written when the run has ended in any way."""
 
     def __init__(self, path: str | Path, source: Dataset, *others: str | Path | None) -> None:
-        """Makes sure that it can be written.
+        """Checks that the page can be written.
 
         Args:
-            path: Where it goes; a report that is there is replaced.
-            source: Of the run.
+            path: Path of the page; an older page is replaced.
+            source: Input of the run.
             others: Files that the run writes; the first is its output.
 
         Raises:
-            DatasetError: It cannot be written there, or what draws it is not installed.
+            DatasetError: The page cannot be written, or a library is not installed.
         """
         self.path = Path(path)
         self.figures = Figures()
@@ -281,8 +282,8 @@ class Report:
         self._began = datetime.now(UTC)
         if self.path.suffix.lower() != SUFFIX:
             raise DatasetError(f"{self.path}: a report is a page; name it report{SUFFIX}")
-        check_name(self.path)
-        check_place(self.path, source, replace=True, hint="")
+        check_path(self.path)
+        check_output_path(self.path, source, replace=True, hint="")
         if any(is_same(self.path, Path(each)) for each in others if each is not None):
             raise DatasetError(f"{self.path}: the report needs a file of its own")
         self._new = self.path.with_name(f"{self.path.name}.new")
@@ -292,10 +293,10 @@ class Report:
             extra(library)
 
     def write(self, task: str, summary: Summary) -> None:
-        """Writes it, whole or not at all.
+        """Writes the page, whole or not at all.
 
         Raises:
-            DatasetError: It cannot be written. The output of the run is not affected.
+            DatasetError: The page cannot be written. The output of the run is not affected.
         """
         jinja2 = extra("jinja2")
         loader = jinja2.PackageLoader(__package__, "")
@@ -333,7 +334,7 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "rows that failed", f"{summary.failed:,}"
     if summary.before:
         yield "rows that were done before", f"{summary.before:,}"
-        yield "rows in all", f"{done + summary.before:,}"
+        yield "rows in total", f"{done + summary.before:,}"
     yield "jobs sent", f"{summary.submitted:,}"
     if summary.in_flight:
         yield "jobs still in flight", f"{summary.in_flight:,}"
@@ -350,7 +351,7 @@ def _distributions(figures: Figures) -> Iterator[tuple[str, str, Sequence[str]]]
     for name, each in histograms:
         if each.count:
             percentiles = [each.percentile(percent) for percent in (50, 90, 99)]
-            numbers = [each.least, each.mean, *percentiles, each.most]
+            numbers = [each.minimum, each.mean, *percentiles, each.maximum]
             yield name, f"{each.count:,}", [_number(number) for number in numbers]
 
 

@@ -1,7 +1,7 @@
-"""Survivors: jobs that an earlier process of the same run has sent, and that have not ended.
+"""Resuming: finds the jobs of an earlier process of the same run that are still in flight.
 
-A job moves one way only: from its queue to a worker, then to a result. Whoever looks in this order
-finds every job that there is; one that moves meanwhile may be found twice.
+A job moves one way only: from its queue to a worker, then to a result. A search in this order finds
+every job; it may find a job twice that moves meanwhile.
 """
 
 import json
@@ -17,79 +17,81 @@ from kombu.exceptions import OperationalError
 from kombu.transport import redis as kombu_redis
 
 from batchery.transport.redis_schema import Keys
-from batchery_producer.retry import Patience
+from batchery_producer.retry import RetryPolicy
 
-#: Messages that are read from Redis at a time.
+#: Number of messages that are read from Redis at a time.
 CHUNK = 256
 
-#: How long workers may take to say what they execute, in seconds.
+#: How long workers may take to name their active jobs, in seconds.
 ASK_S = 1.0
 
-#: What is worth another attempt.
+#: Errors after which to retry.
 ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError, OperationalError)
 
 
-class Survivors:
-    """Tells which jobs need not be sent again."""
+class InFlightRecovery:
+    """Determines which jobs must be sent again."""
 
     def __init__(
         self,
         app: Celery,
         queue: str,
         pattern: "re.Pattern[bytes]",
-        most: int,
-        patience: Patience,
+        max_in_flight: int,
+        retries: RetryPolicy,
     ) -> None:
-        """Prepares; the first question looks for jobs that have no result yet.
+        """Prepares; the first call of `missing` looks for jobs that have no result yet.
 
         Args:
-            app: Whose broker and backend to look at.
-            queue: Where the jobs were sent.
-            pattern: Finds the ids of the run in a message.
-            most: How many of the run's jobs can have been in flight.
-            patience: For a Redis that goes away.
+            app: App whose broker and backend to search.
+            queue: Queue to which the jobs were sent.
+            pattern: Matches the ids of the run in a message.
+            max_in_flight: Maximum number of the run's jobs that can have been in flight.
+            retries: How long to retry when Redis is away.
         """
         self._app = app
         self._queue = queue
         self._pattern = pattern
-        self._most = most
-        self._lost_in_a_row = 0
-        self._patience = patience
-        self._alive: set[str] | None = None
+        self._max_in_flight = max_in_flight
+        self._missing_in_a_row = 0
+        self._retries = retries
+        self._in_flight: set[str] | None = None
 
-    def lost(self, task_ids: Sequence[str]) -> list[str]:
-        """Those of some jobs, the oldest first, that must be sent.
+    def missing(self, task_ids: Sequence[str]) -> list[str]:
+        """Jobs out of some, the oldest first, that are neither in flight nor ended.
 
-        A run sends its jobs in the order of the input: when so many in a row are lost as can have
-        been in flight, none of the following was sent, and nothing more is asked.
+        A run sends its jobs in the order of the input. So when as many jobs in a row are missing as
+        can have been in flight, none of the following was sent, and this stops searching.
 
         Raises:
-            Interrupted: The patience was asked to stop.
+            Interrupted: The caller asked to stop.
             GaveUp: Redis stays away.
         """
-        if self._lost_in_a_row >= self._most:
+        if self._missing_in_a_row >= self._max_in_flight:
             return list(task_ids)
-        if self._alive is None:
-            self._alive = self._patience.call(self._look, ERRORS)
-        absent = [task_id for task_id in task_ids if task_id not in self._alive]
-        ended = self._patience.call(lambda: set(_ended(self._app, absent)), ERRORS)
-        lost = [task_id for task_id in absent if task_id not in ended]
-        self._lost_in_a_row = self._lost_in_a_row + len(lost) if lost == list(task_ids) else 0
-        return lost
+        if self._in_flight is None:
+            self._in_flight = self._retries.call(self._find, ERRORS)
+        absent = [task_id for task_id in task_ids if task_id not in self._in_flight]
+        ended = self._retries.call(lambda: set(_ended(self._app, absent)), ERRORS)
+        missing = [task_id for task_id in absent if task_id not in ended]
+        self._missing_in_a_row = (
+            self._missing_in_a_row + len(missing) if missing == list(task_ids) else 0
+        )
+        return missing
 
-    def _look(self) -> set[str]:
-        return set(_alive(self._app, self._queue, self._pattern))
+    def _find(self) -> set[str]:
+        return set(_find_in_flight(self._app, self._queue, self._pattern))
 
 
-def _alive(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
+def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
     with app.connection_for_read() as connection:
         channel: Any = connection.default_channel
         if not isinstance(channel, kombu_redis.Channel):
-            # Nobody can look into the queues of other brokers: their jobs are sent again.
+            # The queues of other brokers cannot be searched, so their jobs are sent again.
             return
         for message in _messages(channel, queue):
             yield from (found.decode() for found in pattern.findall(message))
-    # Jobs of ordinary tasks are in no queue while they run.
+    # Jobs of ordinary tasks are in no list of Redis while they run.
     active = app.control.inspect(timeout=ASK_S).active() or {}
     yield from (
         found.decode()
@@ -99,8 +101,8 @@ def _alive(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[st
 
 
 def _messages(channel: Any, queue: str) -> Iterator[bytes]:
-    """What waits in the queue, then what workers hold: Batchery's leases, and Celery's unacked."""
-    # Kombu's own client would put the prefix before some keys and not before others.
+    """Messages in the queue, then those of workers: Batchery's leases, and Celery's unacked."""
+    # kombu's own client would add its key prefix to some keys only.
     client = redis.Redis(connection_pool=channel.pool)
     prefix = channel.global_keyprefix
     for step in channel.priority_steps:
@@ -113,7 +115,7 @@ def _messages(channel: Any, queue: str) -> Iterator[bytes]:
 
 
 def _waiting(client: Any, key: str) -> Iterator[bytes]:
-    """From the young end, where new ones come: so none is passed over while others are taken."""
+    """Messages, the newest first, so that none is skipped while the oldest leave."""
     start = 0
     while messages := client.lrange(key, start, start + CHUNK - 1):
         yield from messages

@@ -1,4 +1,4 @@
-"""What is told of a run: how it is going, and how it ended."""
+"""Progress and summary of a run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A run as it is now.
+    """Progress of a run.
 
     Attributes:
-        submitted: Jobs sent.
-        succeeded: Results written.
-        failed: Jobs that failed, and lines that became no job.
-        in_flight: Jobs sent whose result has not come.
-        elapsed_s: Since the run began, in seconds.
+        submitted: Number of jobs that were sent.
+        succeeded: Number of results that were written.
+        failed: Number of jobs that failed, and of lines that could not become jobs.
+        in_flight: Number of jobs that were sent and have not ended.
+        elapsed_s: Time since the run began, in seconds.
         rate: Results and failures per second, over the last seconds.
-        total: Lines of the input; an estimate by bytes until it is read, None where it is a pipe.
-        batch_size: How many items shared the batch of a job, in the mean; 0 while nobody knows.
-        kinds: How many failures there are of each kind, the most frequent first.
+        total: Number of lines of the input; an estimate by bytes until it is read, None for a pipe.
+        batch_size: Mean size of a job's batch, in items; 0 while unknown.
+        kinds: Number of failures by kind, the most frequent first.
     """
 
     submitted: int
@@ -42,7 +42,7 @@ class Snapshot:
 
     @property
     def done(self) -> int:
-        """Lines that are finished, either way."""
+        """Number of lines that succeeded or failed."""
         return self.succeeded + self.failed
 
     @property
@@ -55,18 +55,19 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a run has done.
+    """Summary of a run.
 
     Attributes:
-        ending: How it ended.
-        submitted: Jobs sent.
-        succeeded: Results written.
-        failed: Jobs that failed, and lines that became no job; all in the file of failures.
-        in_flight: Jobs that were left in the queue or with a worker.
-        seconds: How long it took.
-        queue: Where the jobs went.
-        message: Why it ended early; empty if it did not.
-        before: Lines that an earlier process of the same run had finished.
+        ending: How the run ended.
+        submitted: Number of jobs that were sent.
+        succeeded: Number of results that were written.
+        failed: Number of jobs that failed, and of lines that could not become jobs; all are in the
+            file of failures.
+        in_flight: Number of jobs that were left in the queue or with a worker.
+        seconds: Duration of the run.
+        queue: Queue to which the jobs were sent.
+        message: Why the run ended early; empty if it did not.
+        before: Number of lines that an earlier process of the same run had finished.
     """
 
     ending: Ending

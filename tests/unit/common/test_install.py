@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,33 +182,3 @@ def test_jobs_of_a_model_go_to_its_queue() -> None:
         for _ in range(2):
             message = channel.basic_get("double-sent", no_ack=True)
             assert message.headers["task"] == "double-sent"
-
-
-def test_the_standalone_app_reads_nothing_when_it_is_imported() -> None:
-    script = (
-        "import sys, batchery.app\n"
-        "from batchery.errors import SettingsError\n"
-        "assert 'torch' not in sys.modules\n"
-        "try: batchery.app.app.conf.broker_url\n"
-        "except SettingsError as error: assert 'BATCHERY_TYPO' in str(error)\n"
-        "else: sys.exit('the broken variable went unnoticed')\n"
-    )
-    Path("batchery.toml").write_text("broken")
-    environment = {**os.environ, "BATCHERY_TYPO": "1"}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment)
-
-
-def test_the_standalone_app_takes_its_redis_from_the_settings() -> None:
-    script = (
-        "from batchery.app import app\n"
-        "print(app.conf.broker_url, app.conf.result_backend, app.conf.result_expires)"
-    )
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("CELERY_")},
-        "BATCHERY_REDIS_URL": "redis://one:1/2",
-        "BATCHERY_RESULT_EXPIRES_S": "60",
-    }
-    ended = subprocess.run(
-        [sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True
-    )
-    assert ended.stdout.split() == ["redis://one:1/2", "redis://one:1/2", "60"]

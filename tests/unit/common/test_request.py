@@ -56,7 +56,7 @@ def test_batch_of_several_jobs_hides_attributes_of_one_job() -> None:
     assert all(isinstance(job, Context) and job.retries == 1 for job in batch.jobs)
     for name in PER_JOB_ATTRIBUTES:
         assert hasattr(batch.jobs[0], name), f"Celery's request has no {name} any more"
-        with pytest.raises(AttributeError, match=rf"say request.jobs\[i\].{name}"):
+        with pytest.raises(AttributeError, match=rf"use request.jobs\[i\].{name}"):
             getattr(batch, name)
     assert {"id", "retries", "headers", "delivery_info", "root_id", "args"} <= PER_JOB_ATTRIBUTES
     assert (batch.called_directly, batch.hostname) == (True, "h")

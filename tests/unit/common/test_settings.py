@@ -86,12 +86,12 @@ def test_devices_are_accepted_in_all_common_spellings(
 @pytest.mark.parametrize(
     ("devices", "problem"),
     [
-        ("gpu", "'gpu' is no device; say 'auto', 'cpu', 'cuda:0' or 'mps'"),
-        ("cuda:x", "'cuda:x' is no device"),
-        ("cuda:0,", "'' is no device"),
-        ([], "say 'auto', or a list such as"),
-        (0, "say 'auto', or a list such as"),
-        ([0], "0 is no device"),
+        ("gpu", "'gpu' is not a device; use 'auto', 'cpu', 'cuda:0' or 'mps'"),
+        ("cuda:x", "'cuda:x' is not a device"),
+        ("cuda:0,", "'' is not a device"),
+        ([], "use 'auto', or a list such as"),
+        (0, "use 'auto', or a list such as"),
+        ([0], "0 is not a device"),
         (["cpu", "cpu"], "named twice"),
         (["cuda", "cuda:0"], "named twice"),
     ],

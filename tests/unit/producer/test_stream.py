@@ -113,7 +113,7 @@ class FakeCollector:
             task_id = self.awaited.pop(0)
             yield task_id, Answer(task_id)
 
-    def sweep(self) -> Iterator[tuple[str, Answer]]:
+    def poll_all(self) -> Iterator[tuple[str, Answer]]:
         raise NotImplementedError
 
     def forget(self, task_ids: Sequence[str]) -> None:

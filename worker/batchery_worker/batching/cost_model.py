@@ -27,7 +27,7 @@ MIN_MS, MAX_MS = 1e-6, 1e9
 MIN_GAIN = 0.01
 
 #: Columns, and believed costs, that are smaller than this share of the others count as 0.
-NEGLIGIBLE = 1e-9
+NEGLIGIBLE_SHARE = 1e-9
 
 #: Share of the highest throughput that a batch of `useful_items` gives away: a pass of 19 times
 #: what it costs besides its tokens reaches 95 %.
@@ -145,7 +145,7 @@ class CostModel:
         products, totals = self._products[:3, :3], self._products[:3, 3]
         believed *= believed @ totals / (believed @ products @ believed)
         # A row for each believed cost: alone, that cost explains a batch.
-        trusted = believed > NEGLIGIBLE * believed.max()
+        trusted = believed > NEGLIGIBLE_SHARE * believed.max()
         belief = np.diag(np.divide(1.0, believed, out=np.zeros(3), where=trusted))
         belief = np.column_stack([belief, trusted])
         costs = _non_negative_fit(self._products + BELIEF_WEIGHT * belief.T @ belief)
@@ -177,7 +177,7 @@ def _non_negative_fit(products: Any) -> Any:
         for kept in map(list, combinations(range(count), size)):
             signed = np.zeros(count + 1)
             signed[kept] = np.linalg.lstsq(
-                scaled[np.ix_(kept, kept)], scaled[kept, count], rcond=NEGLIGIBLE
+                scaled[np.ix_(kept, kept)], scaled[kept, count], rcond=NEGLIGIBLE_SHARE
             )[0]
             signed[count] = -1.0
             error = signed @ scaled @ signed

@@ -21,7 +21,7 @@ MAX_RECOVERY_PASSES = 4096
 RECOVERY_DIVISOR = 8
 
 
-class Budget:
+class TokenBudget:
     """The tokens that one forward pass of a model may have."""
 
     def __init__(self, ceiling: int) -> None:

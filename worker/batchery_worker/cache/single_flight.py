@@ -94,8 +94,12 @@ class Folding:
     def counts(self) -> dict[str, int]:
         """The number of items, and how many of them got their outcomes in which way."""
         items = len(self._keys)
-        folded = items - self.hits - self.computed
-        return {"items": items, "hits": self.hits, "folded": folded, "computed": self.computed}
+        return {
+            "items": items,
+            "hits": self.hits,
+            "folded": items - self.hits - self.computed,
+            "computed": self.computed,
+        }
 
     def _recall(self, place: int, before: Mapping[bytes, Any]) -> bool:
         key = self._keys[place]
@@ -179,4 +183,4 @@ class Reuse:
         """
         assert work.cache is not None
         told = self._cache.put(work.task, folding.fresh(), work.cache)
-        return {**folding.counts(), **told, **self._cache.take_errors()}
+        return {**folding.counts(), **told, **self._cache.trouble()}

@@ -107,7 +107,7 @@ class ResultCache:
             told = {"bytes": size, "results": count, "evicted": told.get("evicted", 0) + evicted}
         return told
 
-    def take_errors(self) -> dict[str, Any]:
+    def trouble(self) -> dict[str, Any]:
         """The number of `errors` since the last call, and the last `error`; usually empty."""
         failed = [each for each in (self._reads, self._writes) if each.errors]
         if not failed:
@@ -164,7 +164,7 @@ class _Direction:
         except Exception as error:  # noqa: BLE001 - no error of the cache may end the device
             text = f"cannot be {self._verb}: {error}"
             if text != self.error:
-                logger.warning("the cache of results %s", text)
+                logger.warning("the result cache %s", text)
             self.error = text
             self.errors += 1
             self._paused_until_s = self._clock() + FAILURE_PAUSE_S

@@ -105,7 +105,9 @@ class CompletionExecutor:
                 backend = for_completion(task.backend)
                 backend.store_result(call.task_id, meta, STARTED, request=request)
         except (Exception, RetryDeadlineExceeded):
-            logger.exception("%s[%s] is not seen as started", call.task_name, call.task_id)
+            logger.exception(
+                "state STARTED of %s[%s] cannot be stored", call.task_name, call.task_id
+            )
 
     def _complete_next(self) -> None:
         """Completes the job that has waited longest, and others that may be finished with it."""

@@ -12,7 +12,7 @@ from batchery.execution.lookahead import Lookahead
 from batchery.model import Model
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
-from batchery_worker.batching.token_budget import Budget
+from batchery_worker.batching.token_budget import TokenBudget
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 
@@ -59,7 +59,7 @@ class ServedModel:
         self._source = "default"
         self._clock = clock
         self._cost_model = CostModel(Costs(1.0, 0.0, self._pass_tokens))
-        self._budget = Budget(self._default_tokens)
+        self._budget = TokenBudget(self._default_tokens)
         self._lookahead = Lookahead(model)
         #: Forward passes that ran out of memory.
         self._failed_passes = 0

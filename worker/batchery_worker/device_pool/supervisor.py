@@ -107,7 +107,7 @@ class DeviceSupervisor:
             if dead:
                 raise ModelLoadError(
                     f"device process for {dead[0]} died while it started,"
-                    f" {MAX_FIRST_STARTS} times; its last words are above"
+                    f" {MAX_FIRST_STARTS} times; its error output is above"
                 )
             if monotonic() > deadline_s:
                 raise ModelLoadError(
@@ -190,7 +190,9 @@ class DeviceSupervisor:
             try:
                 callback(device)
             except Exception:
-                logger.exception("device %s cannot be understood and is restarted", device.name)
+                logger.exception(
+                    "a message of device %s cannot be handled; it is restarted", device.name
+                )
                 device.kill()
 
         return guarded

@@ -38,7 +38,7 @@ class Admission:
         return task.max_batch_tokens or self._settings.max_batch_tokens
 
     def cache(self, task: BatchTask) -> CachePolicy | None:
-        """How results of a task are kept; None where they are not."""
+        """How results of a task are cached; None if they are not."""
         if task.cache is None:
             return None
         return CachePolicy(
@@ -111,7 +111,7 @@ def _check_portable(items: Sequence[Any], keywords: Mapping[str, Any] | None) ->
 
 
 def _spell(keywords: Mapping[str, Any] | None) -> str:
-    """Equal keywords must be spelled equally, in whatever order they came.
+    """Spells keywords so that equal ones are spelled equally, in any order.
 
     Raises:
         BatchArgumentError: They cannot be spelled.

@@ -54,7 +54,7 @@ class Dispatcher:
             on_lost=self._on_lost,
         )
         self._batch_ids = itertools.count(1)
-        # Used until Celery's loop runs; for good where Celery has none.
+        # Used until Celery's loop runs, or for good if Celery has none.
         self._own_hub = self._hub = Hub()
         self._starting = False
         self._metrics = Metrics()
@@ -133,7 +133,7 @@ class Dispatcher:
         self._scheduler.clear()
 
     def drain(self) -> None:
-        """Finishes what is on a device, on a loop of its own, as Celery's has ended.
+        """Finishes what is on a device, on its own loop, because Celery's has ended.
 
         What waits is dropped, and goes back to the queue when the broker's connection closes.
         """
@@ -148,7 +148,7 @@ class Dispatcher:
         hub.close()
 
     def finish_answered(self) -> None:
-        """Settles what the devices have answered by now, in place of a loop that is held up."""
+        """Settles what the devices have answered by now, while the loop cannot run."""
         self._supervisor.read()
         self._settlement.finish()
 
@@ -172,7 +172,7 @@ class Dispatcher:
     # Out to the devices
 
     def _plan_dispatch(self) -> None:
-        # Not at once, so that all that Celery reads in this turn of its loop is in the batch.
+        # Not at once: first Celery reads all messages of this turn of its loop.
         if not self._dispatch_planned:
             self._dispatch_planned = True
             self._hub.call_soon(self._dispatch)
@@ -280,6 +280,6 @@ class Dispatcher:
 
 def is_cold_shutdown() -> bool:
     """Whether the worker was told to end without waiting for anything."""
-    # Celery keeps an exit code here, of which 0 is one.
+    # Celery keeps an exit code here, and 0 is a valid one.
     wanted: Any = worker_state.should_terminate
     return wanted is not None and wanted is not False

@@ -56,7 +56,7 @@ class PoisonDetector:
             self._end(replace(job, deaths=deaths), "its worker died")
 
     def on_death(self, job: Job[TaskCall], dispatched: DispatchedBatch, how: str) -> None:
-        """Handles a job whose device has died, or was killed as its time was over.
+        """Handles a job whose device has died, or was killed because a time limit was over.
 
         Args:
             job: Not committed; its message is still ours.
@@ -111,7 +111,7 @@ def note_end(dispatched: DispatchedBatch) -> None:
 
 
 def is_reserved(devices: Iterable[DeviceProcess]) -> bool:
-    """Whether a job runs that may kill the worker: nothing may run besides it, on any device."""
+    """Whether a job runs that may kill the worker: then no other job may run, on any device."""
     return any(
         dispatched.batch.alone and dispatched.batch.jobs[0].recovered
         for device in devices

@@ -298,7 +298,7 @@ def _answers(process: GuardedProcess, url: str) -> bool:
     if "Address already in use" in process.tail():
         return False
     raise RedisUnavailable(
-        f"redis-server did not start (exit code {code}), its last words: {process.tail(5)}"
+        f"redis-server did not start (exit code {code}); the end of its log: {process.tail(5)}"
     )
 
 

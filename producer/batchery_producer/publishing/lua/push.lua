@@ -1,17 +1,17 @@
--- Puts one chunk of messages into a queue, once, however often it is sent, and no more than fit.
+-- Puts a chunk of messages into a queue once, however often it is sent, and no more than fit.
 --
 -- KEYS[1]   STRING  <prefix>batchery:publisher:<publisher id>: number of the last chunk that this
---                   publisher has pushed, a space, how many of its messages. Written and read here;
---                   goes when the publisher closes, or some minutes after its last chunk.
+--                   publisher pushed, a space, number of messages pushed. Only this script uses it.
+--                   It ends when the publisher closes, or some minutes after its last chunk.
 -- KEYS[2]   LIST    <prefix><queue>, with a priority <prefix><queue>\6\22<step>: messages, the newest
 --                   on the left. Written by every producer, emptied by workers.
--- KEYS[3..] LIST    the other priorities of the queue, which only count; none where there is no limit
--- ARGV      number of the chunk, seconds until the first key expires, most messages that the queue
---           may hold (0 for no limit), then the messages, the one to be taken first first
--- Returns   {how many of the messages were pushed, how many the queue holds now; 0 without a limit}
+-- KEYS[3..] LIST    the other priorities of the queue, which are only counted; none without a limit
+-- ARGV      number of the chunk, seconds until the first key expires, maximum number of messages
+--           in the queue (0 is no limit), then the messages, in the order of delivery
+-- Returns   {number of messages pushed, number of messages in the queue now (0 without a limit)}
 --
--- The marker goes first: at maxmemory Redis refuses a script's first write, if it is one that needs
--- memory, and nothing is done then. A chunk whose push fails is unmarked again.
+-- The marker is written first: at maxmemory Redis refuses the first write of a script that needs
+-- memory, so that nothing is done. If the push fails, the marker is taken back.
 local chunk, limit = tonumber(ARGV[1]), tonumber(ARGV[3])
 local seen = redis.call('GET', KEYS[1]) or ''
 

@@ -28,32 +28,32 @@ def invoke(*arguments: str) -> Result:
         (["-A", "shop", "--redis", "redis://"], "--redis is for the default app"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(arguments: list[str], why: str) -> None:
+def test_command_with_invalid_arguments_is_refused(arguments: list[str], why: str) -> None:
     result = invoke("in.jsonl", "--task", "embed", "-o", "out.jsonl", *arguments)
     assert result.exit_code == 2
     assert why in result.output
 
 
-def test_a_missing_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+def test_command_with_missing_input_prints_one_line_and_exits_with_2(tmp_path: Path) -> None:
     result = invoke(str(tmp_path / "none.jsonl"), "--task", "embed", "-o", str(tmp_path / "out"))
     assert result.exit_code == 2
     assert result.output.count("\n") == 1
     assert "none.jsonl: cannot be read: No such file" in result.output
 
 
-def test_an_app_that_cannot_be_imported_is_named() -> None:
+def test_command_with_app_that_cannot_be_imported_names_it() -> None:
     with pytest.raises(AppNotImportable, match="app 'no_such_app' cannot be imported"):
         load_app("no_such_app")
     with pytest.raises(AppNotImportable, match="is a str, and no Celery app"):
         load_app("batchery.protocol.multi_item:HEADER")
 
 
-def test_the_help_names_every_exit_code() -> None:
+def test_help_names_every_exit_code() -> None:
     text = invoke("--help").output
     assert all(f"\n    {each.value} " in text for each in Ending)
 
 
-def test_the_summary_is_json_and_text() -> None:
+def test_summary_is_json_and_text() -> None:
     summary = Summary(Ending.GAVE_UP, 10, 6, 2, 2, 4.0, "embed", "no result for 5 s")
     assert json.loads(json.dumps(as_dict(summary))) == {
         "ending": "gave_up",
@@ -73,7 +73,7 @@ def test_the_summary_is_json_and_text() -> None:
     assert "2 jobs still in flight in queue 'embed'" in text
 
 
-def test_figures_say_how_long_it_takes_if_that_is_known() -> None:
+def test_progress_line_has_the_time_left_if_it_is_known() -> None:
     run = Snapshot(1300, 1200, 3, 97, 3.0, 401.0, 5213)
     assert figures(run) == "1,200 done, 3 failed, 97 in flight, 401/s, 0:10 left"
     kinds = {"ItemFailed": 1000, "InvalidLine": 2}

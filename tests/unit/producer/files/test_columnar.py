@@ -35,9 +35,7 @@ def write(path: Path, rows: list[dict[str, Any]], format_: str = "parquet") -> P
     ("name", "format_"),
     [("d.parquet", "parquet"), ("d.arrow", "file"), ("d.feather", "file"), ("d.arrow", "stream")],
 )
-def test_tables_give_their_rows_with_the_number_of_each(
-    tmp_path: Path, name: str, format_: str
-) -> None:
+def test_table_gives_rows_with_their_numbers(tmp_path: Path, name: str, format_: str) -> None:
     dataset = Dataset(write(tmp_path / name, ROWS, format_))
     found = [each for each in dataset if isinstance(each, Record)]
     assert [(each.line, each.id, each.item) for each in found] == [
@@ -46,7 +44,7 @@ def test_tables_give_their_rows_with_the_number_of_each(
     assert dataset.total == len(ROWS)
 
 
-def test_how_many_rows_there_are_is_known_from_the_first_batch(tmp_path: Path) -> None:
+def test_total_of_a_table_is_known_from_the_first_batch(tmp_path: Path) -> None:
     dataset = Dataset(write(tmp_path / "d.parquet", ROWS))
     rows = iter(dataset)
     for _ in range(READ_ROWS):
@@ -54,7 +52,7 @@ def test_how_many_rows_there_are_is_known_from_the_first_batch(tmp_path: Path) -
     assert dataset.total == pytest.approx(len(ROWS), rel=0.01)
 
 
-def test_ids_of_every_type_are_told_apart(tmp_path: Path) -> None:
+def test_repeated_id_of_any_type_is_found(tmp_path: Path) -> None:
     days = [date(2026, 1, 1), date(2026, 1, 2), date(2026, 1, 1)]
     rows = [{"id": day, "text": "x", "price": Decimal("1.5")} for day in days]
     found = list(Dataset(write(tmp_path / "d.parquet", rows)))
@@ -62,13 +60,13 @@ def test_ids_of_every_type_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["d.parquet", "d.arrow"])
-def test_what_is_no_table_is_refused(tmp_path: Path, name: str) -> None:
+def test_file_that_is_no_table_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("no table at all, but long enough to be looked at")
     with pytest.raises(DatasetError, match=rf"{name}: cannot be read: "):
         list(Dataset(tmp_path / name))
 
 
-def test_a_damaged_table_is_told_with_the_row_and_ends_there(tmp_path: Path) -> None:
+def test_table_that_is_damaged_ends_with_a_broken_row(tmp_path: Path) -> None:
     path = tmp_path / "d.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path, row_group_size=READ_ROWS)
     data = bytearray(path.read_bytes())
@@ -81,9 +79,7 @@ def test_a_damaged_table_is_told_with_the_row_and_ends_there(tmp_path: Path) -> 
     assert (last.line, last.reason[:27]) == (READ_ROWS + 1, "cannot be read from here on")
 
 
-def test_without_the_library_the_extra_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "d.parquet", ROWS[:1])
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(DatasetError, match=r"d\.parquet: Parquet and .*'batchery\[datasets\]'"):
@@ -121,7 +117,7 @@ def test_results_of_one_type_have_it_in_a_table(results: list[Any], format_: str
     assert written(results, format_) == results
 
 
-def test_objects_may_have_different_fields() -> None:
+def test_results_with_different_fields_fit_one_column() -> None:
     assert written([{"a": 1}] * 5000 + [{"b": "x"}])[-1] == {"a": None, "b": "x"}
 
 

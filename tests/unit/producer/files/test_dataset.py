@@ -29,13 +29,13 @@ CSV = 'id,text\na,first\nb,"zweite, größer"\n'
 TSV = "id\ttext\na\tfirst\nb\tzweite, größer\n"
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize(("name", "content"), [("d.jsonl", JSONL), ("d.csv", CSV), ("d.tsv", TSV)])
-def test_every_format_gives_the_same_records(
-    tmp_path: Path, name: str, content: str, packed: bool
+def test_input_in_every_format_gives_the_same_records(
+    tmp_path: Path, name: str, content: str, compressed: bool
 ) -> None:
-    data = gzip.compress(content.encode()) if packed else content.encode()
-    records = read(write(tmp_path / (name + (".gz" if packed else "")), data))
+    data = gzip.compress(content.encode()) if compressed else content.encode()
+    records = read(write(tmp_path / (name + (".gz" if compressed else "")), data))
     assert [(each.id, each.item) for each in records if isinstance(each, Record)] == [
         ("a", "first"),
         ("b", "zweite, größer"),
@@ -47,16 +47,16 @@ def test_gzip_is_recognised_whatever_the_file_is_called(tmp_path: Path) -> None:
     assert read(path) == [Record(1, 1, "one"), Record(2, 2, "two")]
 
 
-def test_plain_content_under_a_gzip_name_is_read_as_it_is(tmp_path: Path) -> None:
+def test_plain_content_with_a_gzip_name_is_read(tmp_path: Path) -> None:
     assert read(write(tmp_path / "d.txt.gz", "one\n")) == [Record(1, 1, "one")]
 
 
-def test_text_keeps_spaces_drops_line_ends_and_passes_over_blank_lines(tmp_path: Path) -> None:
+def test_text_lines_keep_spaces_and_skip_blank_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "d.txt", "\ufeff one \r\n\n  \ntwo")
     assert read(path) == [Record(1, 1, " one "), Record(4, 4, "two")]
 
 
-def test_the_format_can_be_named_and_else_follows_the_extension(tmp_path: Path) -> None:
+def test_format_is_named_or_follows_the_extension(tmp_path: Path) -> None:
     path = write(tmp_path / "d.data", "one\n")
     assert read(path, format="text") == [Record(1, 1, "one")]
     with pytest.raises(DatasetError, match=r"\.data tells no format.*--format"):
@@ -72,7 +72,7 @@ def test_strings_as_json_lines_are_items(tmp_path: Path) -> None:
     ]
 
 
-def test_a_dotted_path_looks_inside_and_a_key_with_a_dot_comes_first(tmp_path: Path) -> None:
+def test_dotted_field_is_a_path_unless_a_key_has_that_name(tmp_path: Path) -> None:
     rows = [{"body": {"input": "inner"}}, {"body.input": "flat", "body": {"input": "inner"}}]
     path = write(tmp_path / "d.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     assert [each.item for each in read(path, field="body.input") if isinstance(each, Record)] == [
@@ -81,12 +81,12 @@ def test_a_dotted_path_looks_inside_and_a_key_with_a_dot_comes_first(tmp_path: P
     ]
 
 
-def test_the_only_string_besides_the_id_is_the_item() -> None:
-    assert choose_field({"id": "7", "body": "b", "size": 3}, besides="id") == "body"
+def test_only_string_besides_the_id_is_the_item() -> None:
+    assert choose_field({"id": "7", "body": "b", "size": 3}, id_field="id") == "body"
     assert choose_field({"a": "1", "text": "t"}) == "text"
 
 
-def test_an_unclear_item_lists_the_fields(tmp_path: Path) -> None:
+def test_unclear_item_field_is_refused_with_the_fields(tmp_path: Path) -> None:
     path = write(tmp_path / "d.csv", "title,body\na,b\n")
     with pytest.raises(DatasetError, match=r"d\.csv: .*--field: fields: 'title', 'body'"):
         read(path)
@@ -98,7 +98,7 @@ def test_ids_keep_their_type(tmp_path: Path, id_: Any) -> None:
     assert read(path) == [Record(1, id_, "t")]
 
 
-def test_a_row_without_its_id_has_the_line_number_unless_the_field_was_named(
+def test_row_without_id_gets_its_line_number_unless_the_id_field_is_named(
     tmp_path: Path,
 ) -> None:
     path = write(tmp_path / "d.jsonl", '{"id": "a", "text": "t"}\n{"id": null, "text": "u"}\n')
@@ -108,17 +108,17 @@ def test_a_row_without_its_id_has_the_line_number_unless_the_field_was_named(
     assert "no id in field 'id'" in broken.reason
 
 
-def test_a_repeated_id_fails_and_names_the_first_line(tmp_path: Path) -> None:
+def test_repeated_id_fails_and_names_the_first_line(tmp_path: Path) -> None:
     path = write(tmp_path / "d.csv", "id,text\na,1\nb,2\na,3\n")
     assert read(path)[2] == Broken(4, "a", "the id is already used in line 2")
 
 
-def test_equal_looking_ids_of_different_types_are_different(tmp_path: Path) -> None:
+def test_ids_of_different_types_are_different(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", '{"id": 1, "text": "t"}\n{"id": "1", "text": "u"}\n')
     assert all(isinstance(each, Record) for each in read(path))
 
 
-def test_broken_json_lines_fail_alone(tmp_path: Path) -> None:
+def test_broken_json_line_fails_alone(tmp_path: Path) -> None:
     lines = [
         b'{"text": "good"}',
         b'{"text": ',
@@ -138,7 +138,7 @@ def test_broken_json_lines_fail_alone(tmp_path: Path) -> None:
     ] == []
 
 
-def test_broken_csv_rows_fail_alone(tmp_path: Path) -> None:
+def test_broken_csv_row_fails_alone(tmp_path: Path) -> None:
     content = b'text,n\ngood,1\n"a"b,2\nonly\n\xff,3\n"two\nlines",4\nend,5\n'
     records = read(write(tmp_path / "d.csv", content), field="text")
     assert records[0] == Record(2, 2, "good")
@@ -150,18 +150,20 @@ def test_broken_csv_rows_fail_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_a_csv_header_that_names_a_column_twice_is_refused(tmp_path: Path) -> None:
+def test_csv_header_with_duplicate_column_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="twice: text, text"):
         read(write(tmp_path / "d.csv", "text,text\na,b\n"))
 
 
-def test_a_csv_cell_may_be_a_long_document(tmp_path: Path) -> None:
+def test_csv_cell_of_half_a_megabyte_is_read(tmp_path: Path) -> None:
     path = write(tmp_path / "d.csv", "text\n" + "x" * 500_000 + "\n")
     assert read(path) == [Record(2, 2, "x" * 500_000)]
 
 
 @pytest.mark.parametrize("rows_class", [TextRows, JsonRows, CsvRows])
-def test_a_line_without_end_fails_alone(rows_class: type[TextRows | JsonRows | CsvRows]) -> None:
+def test_line_longer_than_the_maximum_fails_alone(
+    rows_class: type[TextRows | JsonRows | CsvRows],
+) -> None:
     huge = b"x" * (2 * MAX_LINE_BYTES + 5)
     rows = rows_class(Lines(io.BytesIO(b'"text"\n' + huge + b'\n"next"\n')))
     if rows_class is not CsvRows:
@@ -171,22 +173,22 @@ def test_a_line_without_end_fails_alone(rows_class: type[TextRows | JsonRows | C
     assert "next" in str(next(rows))
 
 
-def test_a_torn_gzip_gives_what_is_there_and_says_so(tmp_path: Path) -> None:
+def test_gzip_that_is_torn_gives_its_rows_and_then_a_broken_row(tmp_path: Path) -> None:
     lines = "".join(f"{os.urandom(20).hex()}\n" for _ in range(20_000)).encode()
-    packed = gzip.compress(lines)
-    records = read(write(tmp_path / "d.txt.gz", packed[: len(packed) // 2]))
+    compressed = gzip.compress(lines)
+    records = read(write(tmp_path / "d.txt.gz", compressed[: len(compressed) // 2]))
     assert len(records) > 1000
     last = records[-1]
     assert isinstance(last, Broken)
     assert "cannot be read from here on" in last.reason
 
 
-def test_a_gzip_that_is_garbage_from_the_start_is_refused(tmp_path: Path) -> None:
+def test_gzip_with_invalid_content_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="cannot be read"):
         read(write(tmp_path / "d.txt", b"\x1f\x8bgarbage"))
 
 
-def test_utf_16_is_named(tmp_path: Path) -> None:
+def test_utf_16_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="UTF-16; convert it"):
         read(write(tmp_path / "d.txt", "one\n".encode("utf-16")))
 
@@ -194,17 +196,17 @@ def test_utf_16_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "\n\n", gzip.compress(b"")], ids=["nothing", "blank", "gzip"]
 )
-def test_an_empty_input_is_refused(tmp_path: Path, content: str | bytes) -> None:
+def test_empty_input_is_refused(tmp_path: Path, content: str | bytes) -> None:
     with pytest.raises(DatasetError, match="empty"):
         read(write(tmp_path / "d.jsonl", content))
 
 
-def test_a_csv_with_only_a_header_is_empty(tmp_path: Path) -> None:
+def test_csv_with_only_a_header_is_refused_as_empty(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="empty"):
         read(write(tmp_path / "d.csv", "id,text\n"))
 
 
-def test_a_missing_file_and_a_directory_are_refused_at_once(tmp_path: Path) -> None:
+def test_missing_file_and_directory_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="No such file"):
         Dataset(tmp_path / "none.jsonl")
     folder = tmp_path / "folder.jsonl"
@@ -213,7 +215,7 @@ def test_a_missing_file_and_a_directory_are_refused_at_once(tmp_path: Path) -> N
         Dataset(folder)
 
 
-def test_the_limit_counts_rows_and_the_total_is_exact_at_the_end(tmp_path: Path) -> None:
+def test_limit_counts_rows_and_the_total_is_exact_at_the_end(tmp_path: Path) -> None:
     path = write(tmp_path / "d.txt", "".join(f"line {n:04}\n" for n in range(1000)))
     dataset = Dataset(path)
     records = iter(dataset)
@@ -225,7 +227,7 @@ def test_the_limit_counts_rows_and_the_total_is_exact_at_the_end(tmp_path: Path)
     assert len(read(path, limit=10)) == 10
 
 
-def test_a_named_pipe_is_read(tmp_path: Path) -> None:
+def test_named_pipe_is_read(tmp_path: Path) -> None:
     path = tmp_path / "d.txt"
     os.mkfifo(path)
     writer = threading.Thread(target=path.write_text, args=("one\ntwo\n",))

@@ -26,7 +26,7 @@ def lines(dataset: Dataset) -> list[int]:
     return [row.line for row in dataset]
 
 
-def test_a_sample_is_the_same_each_time_and_in_order(source: Path) -> None:
+def test_sample_is_the_same_each_time_and_in_order(source: Path) -> None:
     dataset = Dataset(source, sample=50)
     found = lines(dataset)
     assert len(set(found)) == 50
@@ -35,11 +35,11 @@ def test_a_sample_is_the_same_each_time_and_in_order(source: Path) -> None:
     assert dataset.total == 50
 
 
-def test_a_sample_is_of_all_rows_alike(source: Path) -> None:
+def test_sample_chooses_each_row_with_equal_probability(source: Path) -> None:
     assert 350 < sum(lines(Dataset(source, sample=400))) / 400 < 650
 
 
-def test_a_sample_of_more_than_there_is_is_all(source: Path) -> None:
+def test_sample_larger_than_the_input_is_all_rows(source: Path) -> None:
     dataset = Dataset(source, sample=5000)
     assert lines(dataset) == list(range(1, 1001))
     assert dataset.total == 1000
@@ -55,19 +55,19 @@ def failure(line: int, **more: Any) -> dict[str, Any]:
     return {"id": line, **more, "line": line, "error": {"type": "X", "message": "y"}}
 
 
-def test_failures_are_read_again_and_nothing_else(tmp_path: Path, source: Path) -> None:
+def test_retry_failed_reads_only_the_failed_rows(tmp_path: Path, source: Path) -> None:
     errors = write(tmp_path / "e.jsonl", [failure(900), failure(7)])
     assert lines(Dataset(source, retry_failed=errors)) == [7, 900]
 
 
-def test_failures_of_several_files_name_theirs(tmp_path: Path, source: Path) -> None:
+def test_failures_of_several_files_name_their_file(tmp_path: Path, source: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("one\ntwo\n")
     errors = write(tmp_path / "e.jsonl", [failure(2, file=str(other))])
     assert [row.id for row in Dataset([source, other], retry_failed=errors)] == [f"{other}:2"]
 
 
-def test_openai_s_error_files_name_custom_ids(tmp_path: Path) -> None:
+def test_retry_failed_reads_openai_s_error_file(tmp_path: Path) -> None:
     body = {"model": "embed", "input": "x"}
     rows = [{"custom_id": f"r{n}", "url": "/v1/embeddings", "body": body} for n in range(5)]
     source = write(tmp_path / "in.jsonl", rows)
@@ -84,7 +84,7 @@ def test_openai_s_error_files_name_custom_ids(tmp_path: Path) -> None:
     ],
     ids=["empty", "results", "another"],
 )
-def test_a_file_of_something_else_is_refused(
+def test_file_in_another_form_is_refused(
     tmp_path: Path, source: Path, entries: list[Any], why: str
 ) -> None:
     errors = write(tmp_path / "e.jsonl", entries)
@@ -92,9 +92,7 @@ def test_a_file_of_something_else_is_refused(
         lines(Dataset(source, retry_failed=errors))
 
 
-def test_a_file_of_failures_must_be_there_and_is_not_overwritten(
-    tmp_path: Path, source: Path
-) -> None:
+def test_file_of_failures_must_exist_and_is_not_overwritten(tmp_path: Path, source: Path) -> None:
     with pytest.raises(DatasetError, match="no such file of failures"):
         Dataset(source, retry_failed=tmp_path / "none")
     errors = write(tmp_path / "out.errors.jsonl", [failure(1)])
@@ -102,7 +100,7 @@ def test_a_file_of_failures_must_be_there_and_is_not_overwritten(
         Output(Dataset(source, retry_failed=errors), tmp_path / "out.jsonl", overwrite=True)
 
 
-def test_patterns_are_sorted_and_empty_files_among_others_passed_over(tmp_path: Path) -> None:
+def test_pattern_gives_sorted_files_without_empty_ones(tmp_path: Path) -> None:
     for name, text in (("b.txt", "two\n"), ("a.txt", "one\n"), ("c.txt", "")):
         (tmp_path / name).write_text(text)
     (tmp_path / "d.txt").mkdir()
@@ -115,7 +113,7 @@ def test_patterns_are_sorted_and_empty_files_among_others_passed_over(tmp_path: 
     assert dataset.total == 2
 
 
-def test_ids_are_told_apart_across_files(tmp_path: Path) -> None:
+def test_repeated_id_in_another_file_is_found(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [{"id": 1, "text": "x"}])
     second = write(tmp_path / "b.jsonl", [{"id": 2, "text": "x"}, {"id": 1, "text": "y"}])
     *_, last = Dataset([first, second])
@@ -132,7 +130,7 @@ def test_ids_are_told_apart_across_files(tmp_path: Path) -> None:
     ],
     ids=["none", "no-match", "twice", "stdin"],
 )
-def test_sources_that_make_no_sense_are_refused(
+def test_invalid_combination_of_sources_is_refused(
     source: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], why: str
 ) -> None:
     monkeypatch.chdir(source.parent)
@@ -140,7 +138,7 @@ def test_sources_that_make_no_sense_are_refused(
         Dataset(names)
 
 
-def test_only_empty_files_are_one_error(tmp_path: Path) -> None:
+def test_input_of_only_empty_files_is_refused(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).touch()
     with pytest.raises(DatasetError, match="empty; there is nothing to submit"):

@@ -24,7 +24,7 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path, path: Path) -> None:
+def test_journal_is_read_as_it_was_written(tmp_path: Path, path: Path) -> None:
     journal = begin(path)
     journal.write(tmp_path / "j")
     assert Journal.read(tmp_path / "j") == journal
@@ -33,26 +33,26 @@ def test_it_is_read_as_it_was_written(tmp_path: Path, path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"v": 2}', '{"v": 1, "run": "x"}'])
-def test_what_it_does_not_understand_is_refused(tmp_path: Path, content: str) -> None:
+def test_journal_in_another_form_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "j").write_text(content)
     with pytest.raises(DatasetError, match="j: cannot be used to resume"):
         Journal.read(tmp_path / "j")
 
 
-def test_the_same_run_goes_on_under_its_name_with_the_larger_window(path: Path) -> None:
+def test_journal_continues_its_run_with_the_larger_window(path: Path) -> None:
     journal = begin(path)
     again = journal.continued_by(begin(path, window=99))
     assert (again.run, again.window) == (journal.run, 99)
     assert journal.continued_by(begin(path, window=1)).window == 16
 
 
-def test_a_file_that_was_moved_is_still_the_same(tmp_path: Path, path: Path) -> None:
+def test_journal_continues_after_the_input_was_moved(tmp_path: Path, path: Path) -> None:
     journal = begin(path)
     path.rename(tmp_path / "moved.txt")
     assert journal.continued_by(begin(tmp_path / "moved.txt")).files == journal.files
 
 
-def test_other_files_are_refused(tmp_path: Path, path: Path) -> None:
+def test_journal_refuses_other_files(tmp_path: Path, path: Path) -> None:
     journal = begin(path)
     (tmp_path / "more.txt").write_text("two\n")
     with pytest.raises(DatasetError, match="number of files: 2 now, 1 when"):
@@ -62,7 +62,7 @@ def test_other_files_are_refused(tmp_path: Path, path: Path) -> None:
         journal.continued_by(begin(path))
 
 
-def test_every_byte_of_a_file_counts_and_of_a_huge_one_some_blocks(
+def test_fingerprint_covers_every_byte_or_blocks_of_a_large_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "in.txt"
@@ -88,7 +88,7 @@ def test_every_byte_of_a_file_counts_and_of_a_huge_one_some_blocks(
         st.tuples(st.integers(0, (1 << 24) - 1), st.integers(1, (1 << 36) - 1)), unique=True
     )
 )
-def test_task_ids_are_uuids_that_differ_and_can_be_found(places: list[tuple[int, int]]) -> None:
+def test_task_ids_are_different_uuids_that_the_pattern_finds(places: list[tuple[int, int]]) -> None:
     journal = Journal("0123456789abcdef", "embed", {}, [], [], 1)
     other = Journal("fedcba9876543210", "embed", {}, [], [], 1)
     ids = [journal.task_id(*place) for place in places]
@@ -99,7 +99,7 @@ def test_task_ids_are_uuids_that_differ_and_can_be_found(places: list[tuple[int,
 
 
 @given(lines=st.sets(st.tuples(st.integers(0, 1), st.integers(1, 5000))))
-def test_lines_are_done_once_they_were_noted(lines: set[tuple[int, int]]) -> None:
+def test_line_is_done_once_it_was_noted(lines: set[tuple[int, int]]) -> None:
     names = ["a.txt", "b.txt"]
     done = Done(names)
     for source, line in lines:
@@ -116,6 +116,6 @@ def test_lines_are_done_once_they_were_noted(lines: set[tuple[int, int]]) -> Non
     [{}, {"line": "1"}, {"line": -1}, {"line": True}, {"line": 1, "file": "other"}],
     ids=str,
 )
-def test_lines_of_something_else_are_refused(entry: dict[str, Any]) -> None:
-    with pytest.raises(DatasetError, match="not a line that this run has written"):
+def test_entry_of_no_line_is_refused(entry: dict[str, Any]) -> None:
+    with pytest.raises(DatasetError, match="not a line that this run wrote"):
         Done(["a.txt"]).note(entry)

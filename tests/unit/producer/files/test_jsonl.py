@@ -27,7 +27,7 @@ def entries(path: Path) -> list[Any]:
 
 
 @EACH_NAME
-def test_wherever_a_file_is_torn_whole_lines_remain_and_more_can_follow(
+def test_file_torn_anywhere_keeps_whole_lines_and_can_be_continued(
     tmp_path: Path, name: str
 ) -> None:
     path = tmp_path / name
@@ -46,14 +46,14 @@ def test_wherever_a_file_is_torn_whole_lines_remain_and_more_can_follow(
     assert len(before) == 3
 
 
-def test_nothing_is_resumed_where_nothing_is(tmp_path: Path) -> None:
+def test_resume_without_a_file_yields_nothing(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "out.jsonl")
     assert list(file.resume()) == []
     file.close()
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+def test_file_that_another_process_writes_is_refused(tmp_path: Path) -> None:
     first, second = JsonLines(tmp_path / "out.jsonl"), JsonLines(tmp_path / "out.jsonl")
     first.open()
     first.write({"n": 1})
@@ -67,7 +67,7 @@ def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     second.close()
 
 
-def test_zeros_at_the_end_as_after_a_power_cut_are_cut_off(tmp_path: Path) -> None:
+def test_file_ending_in_zeros_is_truncated(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(b'{"n": 1}\n' + bytes(100))
     file = JsonLines(path)
@@ -77,7 +77,7 @@ def test_zeros_at_the_end_as_after_a_power_cut_are_cut_off(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("line", ["no JSON", "[1]", ""], ids=["text", "list", "blank"])
-def test_a_file_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path, line: str) -> None:
+def test_file_in_another_form_is_refused_and_not_changed(tmp_path: Path, line: str) -> None:
     path = tmp_path / "out.jsonl"
     path.write_text(f'{{"n": 1}}\n{line}\n{{"n": 2}}\n')
     before = path.read_bytes()
@@ -88,9 +88,9 @@ def test_a_file_of_something_else_is_refused_and_stays_as_it_is(tmp_path: Path, 
     assert path.read_bytes() == before
 
 
-def test_a_line_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
+def test_line_longer_than_the_maximum_is_refused(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "out.jsonl")
-    with pytest.raises(TooLong, match=f"at most {MAX_LINE_BYTES:,}"):
+    with pytest.raises(TooLong, match=f"the maximum is {MAX_LINE_BYTES:,}"):
         file.write({"text": "x" * MAX_LINE_BYTES})
     file.write({"n": 1})
     file.flush()
@@ -98,17 +98,17 @@ def test_a_line_that_could_not_be_read_again_is_refused(tmp_path: Path) -> None:
     assert entries(tmp_path / "out.jsonl") == [{"n": 1}]
 
 
-def test_a_file_that_vanishes_is_noticed(tmp_path: Path) -> None:
+def test_file_that_was_removed_fails_the_next_flush(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "out.jsonl")
     file.open()
     (tmp_path / "out.jsonl").unlink()
     file.write({"n": 1})
-    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: somebody has removed"):
+    with pytest.raises(DatasetError, match=r"out\.jsonl: cannot be written: the file was removed"):
         file.flush()
     file.close()
 
 
-def test_what_a_full_disk_took_of_some_lines_is_taken_back(
+def test_flush_on_a_full_disk_truncates_partial_lines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "out.jsonl"

@@ -29,7 +29,7 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def test_requests_are_recognised_and_taken_as_they_are(tmp_path: Path) -> None:
+def test_requests_of_openai_are_recognised(tmp_path: Path) -> None:
     rows = [request(1, "one"), request(2, ["two"]), request(3, ["a", "b"], user="somebody")]
     dataset = Dataset(write(tmp_path / "in.jsonl", rows))
     assert (dataset.is_openai, dataset.model) == (True, Model("embed", "float"))
@@ -41,7 +41,7 @@ def test_requests_are_recognised_and_taken_as_they_are(tmp_path: Path) -> None:
     ]
 
 
-def test_other_rows_and_rows_with_a_field_of_your_own_are_not(tmp_path: Path) -> None:
+def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Path) -> None:
     rows = write(tmp_path / "a.jsonl", [{"custom_id": "a", "text": "b"}])
     assert not Dataset(rows).is_openai
     requests = write(tmp_path / "b.jsonl", [request(1)])
@@ -64,11 +64,11 @@ def test_other_rows_and_rows_with_a_field_of_your_own_are_not(tmp_path: Path) ->
         (request(2, dimensions=8), "dimensions cannot be chosen"),
         (request(1), "the id is already used in line 1"),
         ({"custom_id": "x"}, "no request: it needs custom_id, method, url and body"),
-        ({"custom_id": 5}, "no custom_id, or it is no text"),
+        ({"custom_id": 5}, "no custom_id, or it is not a text"),
         ("bare", "a bare string; expected a request"),
     ],
 )
-def test_requests_that_cannot_be_served_fail_alone(tmp_path: Path, row: Any, why: str) -> None:
+def test_request_that_cannot_be_served_fails_alone(tmp_path: Path, row: Any, why: str) -> None:
     good, bad, last = Dataset(write(tmp_path / "in.jsonl", [request(1), row, request(3)]))
     assert isinstance(good, Record)
     assert isinstance(last, Record)
@@ -93,7 +93,7 @@ def run(tmp_path: Path, **body: Any) -> tuple[list[Any], list[Any], Journal]:
     return results, errors, journal
 
 
-def test_results_are_written_in_openai_s_form(tmp_path: Path) -> None:
+def test_result_is_written_in_openai_s_form(tmp_path: Path) -> None:
     results, _, journal = run(tmp_path)
     job = journal.task_id(0, 1)
     assert results == [
@@ -115,7 +115,7 @@ def test_results_are_written_in_openai_s_form(tmp_path: Path) -> None:
     ]
 
 
-def test_failures_are_written_in_openai_s_form(tmp_path: Path) -> None:
+def test_failure_is_written_in_openai_s_form(tmp_path: Path) -> None:
     _, errors, _ = run(tmp_path)
     assert [each["custom_id"] for each in errors] == ["request-2", "request-3", None]
     assert errors[0]["response"]["status_code"] == 400
@@ -134,13 +134,13 @@ def test_failures_are_written_in_openai_s_form(tmp_path: Path) -> None:
     assert errors[2]["error"]["message"].endswith("in.jsonl, line 4: no custom_id")
 
 
-def test_vectors_come_in_base64_where_that_was_asked_for(tmp_path: Path) -> None:
+def test_vectors_are_base64_if_the_request_says_so(tmp_path: Path) -> None:
     results, _, _ = run(tmp_path, encoding_format="base64")
-    packed = results[0]["response"]["body"]["data"][0]["embedding"]
-    assert struct.unpack("<2f", base64.b64decode(packed)) == (0.5, -1.0)
+    encoded = results[0]["response"]["body"]["data"][0]["embedding"]
+    assert struct.unpack("<2f", base64.b64decode(encoded)) == (0.5, -1.0)
 
 
-def test_many_texts_have_a_vector_each(tmp_path: Path) -> None:
+def test_request_of_several_texts_gets_a_vector_for_each(tmp_path: Path) -> None:
     dataset = Dataset(write(tmp_path / "in.jsonl", [request(1, ["a", "b"])]))
     with Output(dataset, tmp_path / "out.jsonl") as output:
         output.open(Journal.of(dataset.sources, "embed", {}, 4))

@@ -70,8 +70,8 @@ def test_input_is_unpacked_on_every_filesystem(
 def test_input_that_is_torn_xz_says_where_it_ends(tmp_path: Path) -> None:
     path = tmp_path / "in.txt.xz"
     lines = "".join(f"{random.random()}\n" for _ in range(20_000)).encode()
-    packed = lzma.compress(lines)
-    path.write_bytes(packed[: len(packed) // 2])
+    compressed = lzma.compress(lines)
+    path.write_bytes(compressed[: len(compressed) // 2])
     rows = list(Dataset(path))
     assert len(rows) > 1000
     assert isinstance(rows[-1], Broken)

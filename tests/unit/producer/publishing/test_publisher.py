@@ -8,7 +8,7 @@ from celery import Celery
 from batchery import Model, SettingsError, install, register
 from batchery_producer.publishing.publisher import PUSH_BYTES, Publisher, _parts
 from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import Patience
+from batchery_producer.retry import RetryPolicy
 
 
 def make_app(**conf: Any) -> Celery:
@@ -19,7 +19,7 @@ def make_app(**conf: Any) -> Celery:
 
 def queue_of(app: Celery, task: str, queue: str | None = None) -> str:
     """The queue in which one job of the task ends up; also what the publisher says it is."""
-    with Publisher(app, task, queue=queue, patience=Patience(lambda: False)) as publisher:
+    with Publisher(app, task, queue=queue, outage_policy=RetryPolicy(lambda: False)) as publisher:
         publisher.send([("an-id", "an item")])
         name = publisher.queue
     with app.connection_for_read() as connection:
@@ -30,45 +30,45 @@ def queue_of(app: Celery, task: str, queue: str | None = None) -> str:
     return name
 
 
-def test_a_task_that_the_app_does_not_know_has_a_queue_of_its_name() -> None:
+def test_unknown_task_uses_a_queue_of_its_name() -> None:
     assert queue_of(make_app(), "stranger") == "stranger"
 
 
-def test_a_model_that_the_app_knows_goes_to_the_models_queue() -> None:
+def test_model_of_the_app_uses_the_model_queue() -> None:
     app = make_app()
     register(app, "vectors", Model, queue="gpu-jobs")
     assert queue_of(app, "vectors") == "gpu-jobs"
 
 
-def test_a_route_of_the_app_is_followed() -> None:
+def test_publisher_follows_the_app_s_route() -> None:
     assert queue_of(make_app(task_routes={"routed": {"queue": "there"}}), "routed") == "there"
 
 
-def test_the_callers_queue_wins() -> None:
+def test_queue_of_the_caller_overrides_others() -> None:
     app = make_app()
     register(app, "vectors-too", Model)
     assert queue_of(app, "vectors-too", "elsewhere") == "elsewhere"
 
 
-def test_a_queue_that_the_app_does_not_create_is_refused() -> None:
+def test_queue_that_the_app_does_not_create_is_refused() -> None:
     app = make_app(task_create_missing_queues=False)
     with pytest.raises(SettingsError, match="nowhere"):
-        Publisher(app, "any", queue="nowhere", patience=Patience(lambda: False))
+        Publisher(app, "any", queue="nowhere", outage_policy=RetryPolicy(lambda: False))
 
 
-def test_large_messages_are_pushed_few_at_a_time() -> None:
+def test_chunk_of_large_messages_is_split() -> None:
     half = "x" * (PUSH_BYTES // 2)
     assert [len(part) for part in _parts([half, half, "y", half, "z"])] == [2, 3]
     assert list(_parts([])) == []
 
 
-def test_an_app_that_runs_its_tasks_itself_sends_nothing() -> None:
+def test_publisher_of_an_eager_app_is_refused() -> None:
     app = make_app(task_always_eager=True)
     register(app, "vectors-eager", Model)
     with pytest.raises(SettingsError, match="task_always_eager"):
         Publisher(app, "vectors-eager")
 
 
-def test_an_app_without_results_has_nothing_to_collect() -> None:
+def test_collector_of_an_app_without_backend_is_refused() -> None:
     with pytest.raises(SettingsError, match="has no result backend"):
-        collector_for(make_app(), Patience())
+        collector_for(make_app(), RetryPolicy())

@@ -5,25 +5,25 @@ from batchery_producer.results.answers import Answer, answer_of, describe
 
 
 @pytest.mark.parametrize("status", ["PENDING", "STARTED", "RETRY", "RECEIVED", "PROGRESS", None])
-def test_a_job_that_has_not_ended_has_no_answer(status: str | None) -> None:
+def test_job_that_has_not_ended_has_no_answer(status: str | None) -> None:
     assert answer_of(status, {"exc_type": "ConnectionError"}) is None
 
 
-def test_a_value_may_be_none() -> None:
+def test_answer_of_none_is_a_success() -> None:
     assert answer_of("SUCCESS", None) == Answer(value=None)
 
 
-def test_a_stored_failure_is_read_without_its_class() -> None:
+def test_stored_failure_is_read_without_its_class() -> None:
     stored = {"exc_type": "OutOfStock", "exc_module": "nowhere", "exc_message": ["none left", 3]}
     assert answer_of("FAILURE", stored) == Answer(error=("OutOfStock", "none left, 3"))
 
 
-def test_a_revoked_job_has_failed() -> None:
+def test_revoked_job_has_failed() -> None:
     answer = answer_of("REVOKED", TaskRevokedError("expired"))
     assert answer == Answer(error=("TaskRevokedError", "expired"))
 
 
-def test_a_failure_of_any_form_is_described() -> None:
+def test_failure_in_any_stored_form_is_described() -> None:
     assert describe(None) == ("NoneType", "None")
     assert describe({"exc_type": "E", "exc_message": "text"}) == ("E", "text")
     assert describe({}) == ("Exception", "")

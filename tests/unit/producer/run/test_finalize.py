@@ -26,7 +26,7 @@ def entry(line: int, result: Any, **more: Any) -> dict[str, Any]:
     return {"id": f"row-{line}", **more, "line": line, "result": result}
 
 
-def test_lines_are_sorted_as_the_input_is(tmp_path: Path) -> None:
+def test_ordered_output_has_the_order_of_the_input(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     entries = [entry(line, line, file=file) for file in ("b", "a") for line in (900, 7, 30)]
     Final(path, ordered=True).write(part_of(path, entries), ["a", "b"])
@@ -37,7 +37,9 @@ def test_lines_are_sorted_as_the_input_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["out.csv", "out.tsv.gz", "out.csv.zst"])
-def test_csv_has_texts_as_they_are_and_the_rest_as_json(tmp_path: Path, name: str) -> None:
+def test_csv_output_has_texts_as_they_are_and_other_results_as_json(
+    tmp_path: Path, name: str
+) -> None:
     path = tmp_path / name
     entries = [entry(1, 'a "b"\n,\tc'), entry(2, {"label": "größer"}), entry(3, None)]
     Final(path).write(part_of(path, entries), ["in"])
@@ -57,19 +59,19 @@ def test_csv_has_texts_as_they_are_and_the_rest_as_json(tmp_path: Path, name: st
     ]
 
 
-def test_a_table_of_nothing_has_its_columns(tmp_path: Path) -> None:
+def test_table_without_rows_has_its_columns(tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
     Final(path).write(path.with_name("out.csv.part"), ["in"])
     assert path.read_text() == "id,line,result\n"
 
 
-def test_a_packed_parquet_file_makes_no_sense(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="parquet is packed as it is"):
+def test_compressed_parquet_output_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match="parquet is compressed in itself"):
         Final(tmp_path / "out.parquet.gz")
 
 
 @pytest.mark.parametrize(("name", "library"), [("o.parquet", "pyarrow"), ("o.zst", "zstandard")])
-def test_a_library_that_is_missing_is_named_before_anything_is_sent(
+def test_output_whose_library_is_missing_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, library: str
 ) -> None:
     (tmp_path / "in.txt").write_text("one\n")
@@ -78,7 +80,7 @@ def test_a_library_that_is_missing_is_named_before_anything_is_sent(
         Output(Dataset(tmp_path / "in.txt"), tmp_path / name)
 
 
-def test_what_cannot_be_written_leaves_the_part(tmp_path: Path) -> None:
+def test_output_that_cannot_be_written_leaves_its_part(tmp_path: Path) -> None:
     path = tmp_path / "out.csv"
     part = part_of(path, [entry(1, "a")])
     (tmp_path / "out.csv.new").mkdir()
@@ -88,7 +90,7 @@ def test_what_cannot_be_written_leaves_the_part(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path: Path) -> None:
+def test_part_is_resumed_and_the_output_written_when_complete(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("a\nb\n")
     source, path = Dataset(tmp_path / "in.txt"), tmp_path / "out.parquet"
     journal = Journal.of(source.sources, "embed", {}, 4)
@@ -97,7 +99,7 @@ def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path:
         output.result(Record(2, 2, None), "B")
         output.finish(complete=False)
     assert not path.exists()
-    with pytest.raises(DatasetError, match=r"out\.parquet: begun and not finished; --resume fin"):
+    with pytest.raises(DatasetError, match=r"out\.parquet: begun and not finished; --resume"):
         Output(source, path)
     with Output(source, path, resume=True) as output:
         assert output.open(Journal.of(source.sources, "embed", {}, 4)) == journal
@@ -109,5 +111,5 @@ def test_the_part_is_taken_up_and_the_output_appears_when_all_is_there(tmp_path:
         {"id": 1, "line": 1, "result": "A"},
     ]
     assert sorted(each.name for each in tmp_path.iterdir() if "out" in each.name) == ["out.parquet"]
-    with pytest.raises(DatasetError, match=r"out\.parquet: complete, or not ours"):
+    with pytest.raises(DatasetError, match=r"out\.parquet: complete, or of another program"):
         Output(source, path, resume=True)

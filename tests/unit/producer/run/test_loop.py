@@ -3,7 +3,7 @@ import pytest
 from batchery_producer.run.loop import Rate
 
 
-def test_the_rate_is_that_of_the_last_seconds() -> None:
+def test_rate_is_that_of_the_last_seconds() -> None:
     rate = Rate(0.0)
     assert rate.per_second(0.0, 0) == 0
     for second in range(1, 61):

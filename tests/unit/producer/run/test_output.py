@@ -29,7 +29,7 @@ def lines(path: Path) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_results_and_failures_go_to_a_file_each(tmp_path: Path, source: Dataset) -> None:
+def test_results_and_failures_go_to_different_files(tmp_path: Path, source: Dataset) -> None:
     with Output(source, tmp_path / "out.jsonl") as output:
         output.open(journal(source))
         output.result(Record(1, "a", None), {"vector": [1.0]})
@@ -41,7 +41,7 @@ def test_results_and_failures_go_to_a_file_each(tmp_path: Path, source: Dataset)
     ]
 
 
-def test_without_a_failure_there_is_no_file_of_failures(tmp_path: Path, source: Dataset) -> None:
+def test_run_without_failures_has_no_file_of_failures(tmp_path: Path, source: Dataset) -> None:
     stale = tmp_path / "out.errors.jsonl"
     stale.write_text("old\n")
     with Output(source, tmp_path / "out.jsonl", overwrite=True) as output:
@@ -62,7 +62,7 @@ def test_gzip_output_can_be_read_after_every_flush(tmp_path: Path) -> None:
     file.close()
 
 
-def test_failures_of_a_gzip_output_are_plain(tmp_path: Path, source: Dataset) -> None:
+def test_failures_of_a_gzip_output_are_not_compressed(tmp_path: Path, source: Dataset) -> None:
     assert Output(source, tmp_path / "out.jsonl.gz").errors.path == tmp_path / "out.errors.jsonl"
 
 
@@ -71,7 +71,7 @@ def test_failures_of_standard_output_are_named_after_the_input(source: Dataset) 
     assert Output(Dataset("-"), "-").errors.path == Path("stdin.errors.jsonl")
 
 
-def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
+def test_lone_surrogate_is_written_as_its_escape(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "out.jsonl")
     file.write({"id": "\ud83d"})
     file.flush()
@@ -79,7 +79,7 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path: Path) -> None:
     assert lines(tmp_path / "out.jsonl") == [{"id": "\ud83d"}]
 
 
-def test_many_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
+def test_lines_above_the_buffer_size_are_written_without_a_flush(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "out.jsonl")
     file.write({"text": "x" * BUFFER_BYTES})
     assert (tmp_path / "out.jsonl").stat().st_size > BUFFER_BYTES
@@ -102,7 +102,7 @@ def test_many_lines_are_written_without_being_asked_for(tmp_path: Path) -> None:
         pytest.param("out.jsonl", "x" * 300, "cannot be written: File name too long", id="errors"),
     ],
 )
-def test_an_output_that_cannot_be_used_is_refused_at_once(
+def test_output_that_cannot_be_written_is_refused_at_once(
     tmp_path: Path, source: Dataset, results: str, errors: str | None, why: str
 ) -> None:
     (tmp_path / "folder").mkdir()
@@ -112,7 +112,7 @@ def test_an_output_that_cannot_be_used_is_refused_at_once(
         Output(source, tmp_path / results, tmp_path / errors if errors else None)
 
 
-def test_an_empty_output_may_be_there_and_a_full_one_be_replaced(
+def test_output_may_replace_an_empty_file_or_with_overwrite_any(
     tmp_path: Path, source: Dataset
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
@@ -123,12 +123,12 @@ def test_an_empty_output_may_be_there_and_a_full_one_be_replaced(
         assert (tmp_path / "full.jsonl").read_text() == ""
 
 
-def test_the_input_is_never_replaced(tmp_path: Path, source: Dataset) -> None:
+def test_output_that_is_the_input_is_refused(tmp_path: Path, source: Dataset) -> None:
     with pytest.raises(DatasetError, match="this is the input"):
         Output(source, tmp_path / "in.txt", overwrite=True)
 
 
-def test_a_full_disk_is_one_clear_error() -> None:
+def test_full_disk_fails_with_one_error() -> None:
     file = JsonLines(Path("/dev/full"))
     file.open()
     file.write({"n": 1})
@@ -137,10 +137,10 @@ def test_a_full_disk_is_one_clear_error() -> None:
     file.close()
 
 
-def test_a_result_that_fits_no_line_is_refused(tmp_path: Path, source: Dataset) -> None:
+def test_result_longer_than_a_line_is_refused(tmp_path: Path, source: Dataset) -> None:
     with Output(source, tmp_path / "out.jsonl") as output:
         output.open(journal(source))
         refused = output.result(Record(1, 1, None), "x" * MAX_LINE_BYTES)
         assert refused is not None
-        assert "16,777,216 fit in a line" in refused
+        assert "the maximum is 16,777,216" in refused
         assert output.result(Record(1, 1, None), "x") is None

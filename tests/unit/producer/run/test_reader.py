@@ -16,11 +16,11 @@ def take_all(feed: Feed[int], most: int = 7) -> list[int]:
     return taken
 
 
-def test_everything_arrives_once_and_in_order() -> None:
+def test_feed_returns_each_entry_once_and_in_order() -> None:
     assert take_all(Feed(range(1000), ahead=10)) == list(range(1000))
 
 
-def test_it_reads_no_further_ahead_than_it_may() -> None:
+def test_feed_reads_no_further_ahead_than_its_maximum() -> None:
     read: list[int] = []
     blocked = threading.Event()
 
@@ -38,7 +38,7 @@ def test_it_reads_no_further_ahead_than_it_may() -> None:
     feed.close()
 
 
-def test_a_source_that_waits_holds_nobody_up() -> None:
+def test_feed_returns_what_is_there_while_its_source_waits() -> None:
     gate = threading.Event()
 
     def source() -> Iterator[int]:
@@ -54,7 +54,7 @@ def test_a_source_that_waits_holds_nobody_up() -> None:
     assert take_all(feed) == [2]
 
 
-def test_an_error_comes_after_what_was_read_before_it() -> None:
+def test_feed_raises_an_error_after_the_entries_before_it() -> None:
     def source() -> Iterator[int]:
         yield 1
         raise OSError("the disk is gone")
@@ -65,7 +65,7 @@ def test_an_error_comes_after_what_was_read_before_it() -> None:
         take_all(feed)
 
 
-def test_a_source_is_closed_on_the_thread_that_read_it() -> None:
+def test_feed_closes_its_source_on_the_reading_thread() -> None:
     threads: list[int] = []
     closed = threading.Event()
 

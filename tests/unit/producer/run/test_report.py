@@ -24,7 +24,7 @@ def written(report: Report, summary: Summary, task: str = "embed") -> ReportPage
     return ReportPage(report.path)
 
 
-def test_a_report_loads_nothing_and_shows_names_as_they_are(
+def test_report_has_no_external_references_and_escapes_names(
     tmp_path: Path, source: Dataset
 ) -> None:
     report = Report(tmp_path / "report.html", source, "out<i>.jsonl", None)
@@ -37,9 +37,7 @@ def test_a_report_loads_nothing_and_shows_names_as_they_are(
     assert "out<i>.jsonl" in page.text
 
 
-def test_the_tables_say_what_the_summary_and_the_figures_say(
-    tmp_path: Path, source: Dataset
-) -> None:
+def test_report_tables_have_the_summary_and_the_figures(tmp_path: Path, source: Dataset) -> None:
     report = Report(tmp_path / "report.html", source, "-", None)
     figures = report.figures
     figures.read(["x" * 10, "x" * 30])
@@ -54,13 +52,13 @@ def test_the_tables_say_what_the_summary_and_the_figures_say(
         "rows with a result": ["1,200"],
         "rows that failed": ["34"],
         "rows that were done before": ["10,000"],
-        "rows in all": ["11,234"],
+        "rows in total": ["11,234"],
         "jobs sent": ["1,234"],
         "time": ["0:02"],
         "rows per second": ["617.0"],
     }
     assert page.rows("distributions") == {
-        "": ["known of", "least", "mean", "half up to", "90 % up to", "99 % up to", "most"],
+        "": ["known of", "minimum", "mean", "half up to", "90 % up to", "99 % up to", "maximum"],
         "seconds from sending to result": ["2", *["0.5"] * 6],
         "characters of a text": ["2", "10", "20", "10", "30", "30", "30"],
         "items in the batch of a job": ["2", *["64"] * 6],
@@ -68,10 +66,10 @@ def test_the_tables_say_what_the_summary_and_the_figures_say(
     assert "results in" not in page.text
 
 
-def test_a_run_in_which_nothing_happened_has_a_report(tmp_path: Path, source: Dataset) -> None:
+def test_report_of_a_run_without_jobs_is_written(tmp_path: Path, source: Dataset) -> None:
     report = Report(tmp_path / "report.html", source, "out.jsonl", None)
     page = written(report, Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, "q", "interrupted"))
-    assert page.text.count("nothing is known") == 3
+    assert page.text.count("no data") == 3
     assert len(page.tables["distributions"]) == 1
 
 
@@ -88,7 +86,7 @@ def test_a_run_in_which_nothing_happened_has_a_report(tmp_path: Path, source: Da
     ],
     ids=["suffix", "parent", "directory", "output", "errors", "long", "longer"],
 )
-def test_a_report_that_cannot_be_written_is_refused_at_once(
+def test_report_that_cannot_be_written_is_refused_at_once(
     tmp_path: Path, source: Dataset, name: str, why: str
 ) -> None:
     (tmp_path / "folder.html").mkdir()
@@ -98,7 +96,7 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_a_report_is_replaced_as_a_whole(tmp_path: Path, source: Dataset) -> None:
+def test_report_replaces_an_older_one_as_a_whole(tmp_path: Path, source: Dataset) -> None:
     path = tmp_path / "report.html"
     path.write_text("the one before")
     report = Report(path, source, "out.jsonl", None)
@@ -107,7 +105,7 @@ def test_a_report_is_replaced_as_a_whole(tmp_path: Path, source: Dataset) -> Non
     assert sorted(each.name for each in tmp_path.iterdir()) == ["in<b>.jsonl", "report.html"]
 
 
-def test_what_draws_it_may_be_missing(
+def test_report_without_its_library_is_refused(
     tmp_path: Path, source: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)

@@ -2,6 +2,7 @@
 
 import math
 import random
+import sys
 from collections.abc import Iterator
 from statistics import fmean
 
@@ -178,3 +179,13 @@ def test_useful_items_spend_one_twentieth_on_the_pass() -> None:
     useful = model.useful_items
     assert useful is not None
     assert 10.0 / costs.expected_ms(20 * useful, useful) == pytest.approx(0.05, rel=0.02)
+
+
+def test_without_numpy_nothing_is_learned_and_nothing_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    model = CostModel(GUESS)
+    feed(model, Costs(0.05, 0.5, 4.0), 3 * REFRESH_BATCHES)
+    assert model.costs is None
+    assert model.useful_items is None

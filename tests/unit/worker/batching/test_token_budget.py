@@ -9,7 +9,7 @@ from batchery_worker.batching.token_budget import (
     GAP_DIVISOR,
     GROWTH_PASSES,
     RECOVERY_PASSES,
-    Budget,
+    TokenBudget,
 )
 
 CEILINGS = st.integers(1, 100_000)
@@ -18,7 +18,7 @@ CEILINGS = st.integers(1, 100_000)
 SLOW = settings(max_examples=20, deadline=None)
 
 
-def use(budget: Budget, fits: int, passes: int) -> int:
+def use(budget: TokenBudget, fits: int, passes: int) -> int:
     """Runs passes that take the whole budget, on a device that has room for so many tokens."""
     failures = 0
     for _ in range(passes):
@@ -32,7 +32,7 @@ def use(budget: Budget, fits: int, passes: int) -> int:
 
 
 def test_budget_is_the_ceiling_while_all_passes_fit() -> None:
-    budget = Budget(512)
+    budget = TokenBudget(512)
     assert use(budget, fits=512, passes=1000) == 0
     assert budget.allows() == 512
 
@@ -40,7 +40,7 @@ def test_budget_is_the_ceiling_while_all_passes_fit() -> None:
 @given(ceiling=CEILINGS, data=st.data())
 def test_budget_halves_at_each_failure_until_it_fits(ceiling: int, data: st.DataObject) -> None:
     fits = data.draw(st.integers(1, ceiling))
-    budget = Budget(ceiling)
+    budget = TokenBudget(ceiling)
     halvings = ceil(log2(ceiling / fits)) if fits < ceiling else 0
     assert use(budget, fits, passes=halvings + 1) <= halvings
     assert fits // 2 <= budget.allows() <= fits
@@ -52,7 +52,7 @@ def test_budget_approaches_the_limit_with_few_more_failures(
     ceiling: int, data: st.DataObject
 ) -> None:
     fits = data.draw(st.integers(1, ceiling))
-    budget = Budget(ceiling)
+    budget = TokenBudget(ceiling)
     halvings = ceil(log2(ceiling / fits)) if fits < ceiling else 0
     steps = ceil(log2(GAP_DIVISOR)) + 1
     failures = use(budget, fits, passes=halvings + steps * (GROWTH_PASSES + 1))
@@ -64,7 +64,7 @@ def test_budget_approaches_the_limit_with_few_more_failures(
 @given(ceiling=CEILINGS, data=st.data())
 def test_failing_size_is_retried_less_and_less_often(ceiling: int, data: st.DataObject) -> None:
     fits = data.draw(st.integers(1, ceiling))
-    budget = Budget(ceiling)
+    budget = TokenBudget(ceiling)
     use(budget, fits, passes=200)
     passes = 20 * RECOVERY_PASSES
     assert use(budget, fits, passes) <= passes // 50
@@ -74,7 +74,7 @@ def test_failing_size_is_retried_less_and_less_often(ceiling: int, data: st.Data
 @given(ceiling=CEILINGS, data=st.data())
 def test_budget_recovers_when_memory_is_free_again(ceiling: int, data: st.DataObject) -> None:
     fits = data.draw(st.integers(1, ceiling))
-    budget = Budget(ceiling)
+    budget = TokenBudget(ceiling)
     use(budget, fits, passes=100)
     low = budget.allows()
     use(budget, ceiling, passes=RECOVERY_PASSES // 2)
@@ -92,7 +92,7 @@ def test_budget_recovers_when_memory_is_free_again(ceiling: int, data: st.DataOb
 def test_budget_stays_between_one_and_the_ceiling(
     ceiling: int, events: list[tuple[bool, int]]
 ) -> None:
-    budget = Budget(ceiling)
+    budget = TokenBudget(ceiling)
     for failed, tokens in events:
         before = budget.allows()
         if failed:
@@ -107,14 +107,14 @@ def test_budget_stays_between_one_and_the_ceiling(
 
 
 def test_lone_item_beyond_the_budget_changes_nothing() -> None:
-    budget = Budget(100)
+    budget = TokenBudget(100)
     budget.failed(300)
     budget.passed(250)
     assert budget.allows() == 100
 
 
 def test_passes_far_below_the_budget_change_nothing() -> None:
-    budget = Budget(1000)
+    budget = TokenBudget(1000)
     budget.failed(1000)
     for _ in range(10 * RECOVERY_PASSES):
         budget.passed(100)
@@ -122,7 +122,7 @@ def test_passes_far_below_the_budget_change_nothing() -> None:
 
 
 def test_budget_follows_a_changed_ceiling() -> None:
-    budget = Budget(1000)
+    budget = TokenBudget(1000)
     budget.ceiling = 2000
     assert budget.allows() == 2000
     budget.failed(2000)

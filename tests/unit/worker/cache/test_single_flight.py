@@ -165,7 +165,8 @@ def test_each_item_gets_its_own_outcome_or_that_of_an_equal_item(
         else:
             assert function.counts[item] == (item not in shared)
     counts = folding.counts()
-    assert counts["hits"] + counts["folded"] + counts["computed"] == counts["items"] == len(items)
+    assert counts["items"] == len(items)
+    assert counts["hits"] + counts["folded"] + counts["computed"] == len(items)
     assert counts["computed"] == sum(function.counts.values())
     assert len(function.calls) <= 2
     # And so they stay when they are encoded.

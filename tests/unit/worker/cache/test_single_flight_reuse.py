@@ -33,7 +33,7 @@ class Store:
             self.kept.update(results)
         return {"results": len(self.kept)}
 
-    def take_errors(self) -> dict[str, Any]:
+    def trouble(self) -> dict[str, Any]:
         return {"errors": 1, "error": "away"} if self.away else {}
 
 

@@ -83,7 +83,7 @@ def test_out_of_memory_is_reported_and_no_error(texts: str) -> None:
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert any(row["out_of_memory"] for row in report["rows"])
-    assert 40 <= report["fits_tokens"] <= 100
+    assert 1 <= report["fits_tokens"] <= 100
 
 
 def test_output_is_a_table_and_settings_to_copy(texts: str) -> None:

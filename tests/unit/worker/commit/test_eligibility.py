@@ -11,7 +11,7 @@ from celery.app import trace
 
 from batchery import BatchTask, install
 from batchery.transport.redis_schema import Keys
-from batchery_worker.commit.eligibility import SIGNALS, CommitEligibility
+from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.job import BatchKey, Job, Limits
 from batchery_worker.request import BatchRequest, LeaseHandle
 from batchery_worker.task_call import TaskCall
@@ -31,14 +31,6 @@ def make_task(app: Celery) -> Any:
 
 
 TASK = make_task(app)
-
-
-@pytest.fixture(autouse=True)
-def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apps of other tests have connected receivers in this process."""
-    for signal in SIGNALS.values():
-        monkeypatch.setattr(signal, "receivers", [])
-    monkeypatch.setattr(trace.logger, "level", logging.WARNING)
 
 
 class LeaseStore:

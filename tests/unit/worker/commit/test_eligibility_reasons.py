@@ -23,13 +23,6 @@ from batchery_worker.commit.eligibility import (
 PLAIN = {"callbacks": None, "errbacks": None, "chain": None, "chord": None}
 
 
-@pytest.fixture(autouse=True)
-def _nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Apps of other tests have connected receivers in this process."""
-    for signal in SIGNALS.values():
-        monkeypatch.setattr(signal, "receivers", [])
-
-
 def make_app(**conf: Any) -> Celery:
     url = "redis://127.0.0.1:1/0"  # nobody is asked anything
     app = install(Celery("needs", broker=url, backend=url, set_as_current=False))

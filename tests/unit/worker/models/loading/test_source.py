@@ -130,7 +130,7 @@ def test_an_empty_tokenizer_is_not_made_up(build: Build, copied: Copy, embedder:
     ("settings", "message"),
     [
         ({"max_length": 513}, "max_length = 513, but the model takes at most 512 tokens"),
-        ({"max_length": 2}, "max_length = 2 leaves no room for text beside 2 special tokens"),
+        ({"max_length": 2}, "max_length = 2 leaves no room for text besides 2 special tokens"),
         ({"dimensions": 385}, "dimensions = 385, but its vectors have 384"),
         ({"default_prompt": "query"}, "default_prompt = 'query', but there are no prompts"),
         (

@@ -12,11 +12,11 @@ from batchery_producer.results.answers import Answer, Outcome, check_per_job, he
 BACKEND: Any = Celery("packs", backend="cache+memory://", set_as_current=False).backend
 
 
-def test_a_single_item_is_its_job() -> None:
+def test_single_item_job_has_one_outcome() -> None:
     assert outcomes_of(Answer("x"), range(7, 8), False, BACKEND) == [Outcome(7, "x")]
 
 
-def test_the_items_of_a_pack_have_outcomes_of_their_own() -> None:
+def test_items_of_a_multi_item_job_have_their_own_outcomes() -> None:
     entries = [{"ok": None}, {"error": {"type": "InvalidItem", "message": "too long"}}]
     good, bad = outcomes_of(Answer(entries), range(4, 6), True, BACKEND)
     assert good == Outcome(4, None)
@@ -34,7 +34,7 @@ def test_the_items_of_a_pack_have_outcomes_of_their_own() -> None:
         ("print", ItemFailed("print: why")),
     ],
 )
-def test_errors_are_ours_or_pythons_by_name_or_say_what_they_are(
+def test_item_error_becomes_the_exception_of_its_name_or_item_failed(
     kind: str, wanted: Exception
 ) -> None:
     entries = [{"error": {"type": kind, "message": "why"}}]
@@ -43,26 +43,26 @@ def test_errors_are_ours_or_pythons_by_name_or_say_what_they_are(
 
 
 @pytest.mark.parametrize("value", [[], [{"ok": 1}], None, 7, "ok", {"ok": 1}], ids=repr)
-def test_a_result_that_is_no_pack_fails_each_item(value: Any) -> None:
+def test_multi_item_result_of_another_form_fails_each_item(value: Any) -> None:
     outcomes = outcomes_of(Answer(value), range(3), True, BACKEND)
     assert [type(each.error) for each in outcomes] == [WrongLength] * 3
 
 
 @pytest.mark.parametrize("entry", [7, {}, {"error": "text"}, {"error": {}}, None], ids=repr)
-def test_an_entry_that_is_none_fails_alone(entry: Any) -> None:
+def test_entry_in_another_form_fails_alone(entry: Any) -> None:
     good, bad = outcomes_of(Answer([{"ok": 1}, entry]), range(2), True, BACKEND)
     assert good.value == 1
     assert isinstance(bad.error, ItemFailed)
 
 
-def test_a_job_that_failed_fails_all_its_items() -> None:
+def test_multi_item_job_that_failed_fails_all_its_items() -> None:
     stored = {"exc_type": "KeyError", "exc_module": "builtins", "exc_message": ["x"]}
     answer = Answer(error=("KeyError", "x"), stored=stored)
     outcomes = outcomes_of(answer, range(2), True, BACKEND)
     assert [repr(each.error) for each in outcomes] == ["KeyError('x')"] * 2
 
 
-def test_the_header_is_what_a_worker_reads() -> None:
+def test_header_is_read_by_the_worker() -> None:
     reply = {"batchery": {"v": 1, "reply": "name"}}
     assert header_of(2, reply) == {"batchery": {"v": 1, "reply": "name", "n": 2}}
     assert header_of(0, reply) == reply
@@ -70,7 +70,7 @@ def test_the_header_is_what_a_worker_reads() -> None:
     assert items_of(["a", "b"], header_of(2, {})["batchery"]) == (["a", "b"], True)
 
 
-def test_a_number_of_items_is_checked() -> None:
+def test_per_job_out_of_range_is_refused() -> None:
     assert [check_per_job(each) for each in (None, 1, 10_000)] == [0, 1, 10_000]
     for wrong in (0, -1, 10_001, 1.5, "3", True):
         with pytest.raises(BatchArgumentError, match="expected 1 to 10000"):
