@@ -15,8 +15,10 @@ from celery.worker import state as worker_state
 from kombu.message import Message
 
 from apps.batches import FOUR
+from batchery.install import installation_of
 from batchery.task import BatchTask
 from batchery.transport.redis_schema import Keys
+from batchery_worker.device_pool.discovery import choose
 from batchery_worker.ipc.messages import Work
 from batchery_worker.pool import HybridPool, OrdinaryThreads
 from batchery_worker.request import BatchRequest
@@ -96,7 +98,8 @@ class FakeWorker:
         self.channel = FakeChannel()
         self._tags = itertools.count(1)
         tasks = [task for task in app.tasks.values() if isinstance(task, BatchTask)]
-        self.pool = HybridPool(OrdinaryThreads(2, app=app), app, tasks)
+        settings = installation_of(app).settings
+        self.pool = HybridPool(OrdinaryThreads(2, app=app), app, tasks, choose(settings.devices))
         self.pool.start()
         self.pool.register_with_event_loop(loop)
         self.loop.settle()

@@ -17,6 +17,7 @@ from batchery.install import installation_of
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
+from batchery_worker.device_pool.discovery import choose
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.dispatch.dead_letters import tell_callers
 from batchery_worker.events import use_batch_events
@@ -75,9 +76,10 @@ class BatchStep(_Step):  # type: ignore[misc]
                 "worker_disable_prefetch lets no batch grow beyond the concurrency;"
                 " switch it off for workers that run batch tasks"
             )
-        _add_devices(worker, tasks)
-        _widen_prefetch(worker, prefetch_jobs(tasks, settings))
-        _share_prefetch(worker.app, tasks, settings)
+        devices = choose(settings.devices)
+        _add_devices(worker, tasks, devices)
+        _widen_prefetch(worker, prefetch_jobs(tasks, settings, len(devices)))
+        _share_prefetch(worker.app, tasks, settings, len(devices))
         _warn_of_memory_limit(worker)
         _look_for_garbage_less_often()
         use_batch_events(worker.app)
@@ -100,7 +102,7 @@ def is_served(task: BatchTask) -> bool:
     return queue is None or str(getattr(queue, "name", queue)) in consumed
 
 
-def _add_devices(worker: Any, tasks: list[BatchTask]) -> None:
+def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> None:
     """Puts devices beside the pool that Celery has just made, before it starts."""
     ordinary = worker.pool
     if type(ordinary) is ThreadPool or (
@@ -108,7 +110,7 @@ def _add_devices(worker: Any, tasks: list[BatchTask]) -> None:
     ):
         # Processes would have nothing to do but what Celery's own tasks are.
         ordinary = OrdinaryThreads(ordinary.limit, app=worker.app, **ordinary.options)
-    pool = worker.pool = HybridPool(ordinary, worker.app, tasks)
+    pool = worker.pool = HybridPool(ordinary, worker.app, tasks, devices)
     for step in worker.steps:
         if isinstance(step, components.Pool):
             step.obj = pool
@@ -176,15 +178,13 @@ def _check_cache(task: BatchTask) -> None:
         )
 
 
-def prefetch_jobs(tasks: list[BatchTask], settings: Settings) -> int:
+def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
     """How many unfinished jobs the worker must hold for full batches.
 
-    Every task may have its waiting batches, whichever queue they come from.
+    Every task may have its waiting batches on every device, whichever queue they come from.
     """
-    return sum(
-        (task.max_batch_size or settings.max_batch_size) * (1 + settings.prefetch_batches)
-        for task in tasks
-    )
+    batches = devices * (1 + settings.prefetch_batches)
+    return sum((task.max_batch_size or settings.max_batch_size) * batches for task in tasks)
 
 
 def _widen_prefetch(worker: Any, jobs: int) -> None:
@@ -205,7 +205,7 @@ def _warn_of_memory_limit(worker: Any) -> None:
         logger.warning("max_memory_per_child has no effect: only Linux tells what a process holds")
 
 
-def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings) -> None:
+def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings, devices: int) -> None:
     """Gives each model's queue its own part: jobs for a slow one must not keep out all others.
 
     And takes no more at once than one task needs: what is behind may be another worker's.
@@ -214,10 +214,10 @@ def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings) -> Non
     for task in tasks:
         if isinstance(task, ModelTask):
             queue = str(task.model_queue)
-            parts[queue] = parts.get(queue, 0) + prefetch_jobs([task], settings)
+            parts[queue] = parts.get(queue, 0) + prefetch_jobs([task], settings, devices)
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {
-        "drain_messages": max(prefetch_jobs([task], settings) for task in tasks),
+        "drain_messages": max(prefetch_jobs([task], settings, devices) for task in tasks),
         **options,
         "queue_prefetch": {**parts, **options.get("queue_prefetch", {})},
     }

@@ -123,17 +123,21 @@ class HybridPool:
     What is not said here is the ordinary pool's own: processes, limits, growth, statistics.
     """
 
-    def __init__(self, ordinary: Any, app: Celery, tasks: Sequence[BatchTask]) -> None:
+    def __init__(
+        self, ordinary: Any, app: Celery, tasks: Sequence[BatchTask], devices: Sequence[str]
+    ) -> None:
         """Starts nothing yet.
 
         Args:
             ordinary: Any pool of Celery's that has not started.
             app: The worker's app.
             tasks: Those that go to devices.
+            devices: Names of the devices.
         """
         self._ordinary = ordinary
         self._app = app
         self._tasks = tasks
+        self._devices = devices
         self._dispatcher: Dispatcher | None = None
         self._private_hub: PrivateHub | None = None
 
@@ -164,7 +168,7 @@ class HybridPool:
     def _start_devices(self) -> None:
         options = self._ordinary.options
         settings = installation_of(self._app).settings
-        setups = device_setups(self._app, self._tasks, settings)
+        setups = device_setups(self._app, self._tasks, settings, self._devices)
         limits = ChildLimits(options.get("maxtasksperchild"), options.get("max_memory_per_child"))
         self._dispatcher = Dispatcher(self._app, settings, setups, limits)
         self._dispatcher.start()

@@ -66,8 +66,10 @@ def prepare(worker: Worker) -> None:
 def test_every_task_has_room_for_its_running_and_its_waiting_batches() -> None:
     app = make_app()
     tasks = [add_task(app, "one", max_batch_size=10), add_task(app, "two")]
-    assert prefetch_jobs(tasks, Settings(max_batch_size=64, prefetch_batches=2)) == 10 * 3 + 64 * 3
-    assert prefetch_jobs([], Settings()) == 0
+    settings = Settings(max_batch_size=64, prefetch_batches=2)
+    assert prefetch_jobs(tasks, settings, devices=1) == 10 * 3 + 64 * 3
+    assert prefetch_jobs(tasks, settings, devices=8) == 8 * (10 * 3 + 64 * 3)
+    assert prefetch_jobs([], settings, devices=1) == 0
 
 
 @settings(max_examples=25)
