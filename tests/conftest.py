@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a private Redis, real workers, a client that knows neither."""
+"""Fixtures of all tests: a private Redis, real workers, and a client without Batchery's tasks."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -15,14 +15,14 @@ from support.harness import Worker
 from support.own_redis import OwnRedis, redis_servers
 from support.plain_kombu import Consumer, StartConsumer
 
-# An example may take long where the machine has other work; pytest's own timeout is generous.
+# An example may take long on a busy machine; pytest's own timeout is generous.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
-    """A redis-server of this test session's own, on a free port."""
+    """A redis-server for this test session, on a free port."""
     with EmbeddedRedis() as server:
         yield server
 
@@ -31,7 +31,7 @@ def redis_server() -> Iterator[EmbeddedRedis]:
 def every_redis(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OwnRedis]:
-    """Each kind of redis-server in turn, without a password; what is in it is nobody's."""
+    """Each kind of redis-server in turn, without a password; a test may change all of its data."""
     directory = tmp_path_factory.mktemp("every") / "redis"
     server = OwnRedis(directory, request.param, appendonly="no")
     server.start()
@@ -41,7 +41,7 @@ def every_redis(
 
 @pytest.fixture(scope="module")
 def redis_url(redis_server: EmbeddedRedis) -> str:
-    """Its URL; the database is empty when a test module starts."""
+    """The URL of the session's Redis; its database is empty when a test module starts."""
     flush(redis_server.url)
     return redis_server.url
 
@@ -61,7 +61,7 @@ def url(every_redis: OwnRedis) -> str:
 
 @pytest.fixture
 def bare(url: str) -> Iterator[Any]:
-    """A client that sees what is in it."""
+    """A Redis client for `url`."""
     with redis.Redis.from_url(url) as client:
         yield client
         client.config_set("maxmemory", 0)
@@ -82,13 +82,13 @@ def consume(url: str) -> Iterator[StartConsumer]:
 
 @pytest.fixture(params=[False, True], ids=["sync", "hub"])
 def both(consume: StartConsumer, request: pytest.FixtureRequest) -> StartConsumer:
-    """The same, with the event loop and without."""
+    """Starts consumers, in turn with an event loop and without."""
     return lambda *queues, **options: consume(*queues, hub=request.param, **options)
 
 
 @pytest.fixture(scope="module")
 def client(redis_url: str) -> Iterator[Celery]:
-    """A Celery client without any task of ours: what a stranger's web app has."""
+    """A Celery client without any of our tasks, like that of a web app."""
     app = Celery("client", broker=redis_url, backend=redis_url, set_as_current=False)
     yield app
     backend: Any = app.backend
@@ -135,7 +135,7 @@ def worker(start_module_worker: StartWorker) -> Worker:
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
-    """A Redis that the test may kill, and start again."""
+    """A Redis that the test may kill and restart."""
     made = OwnRedis(tmp_path / "redis")
     made.start()
     yield made
@@ -144,7 +144,7 @@ def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
 
 @pytest.fixture
 def store(redis_url: str) -> Iterator[Any]:
-    """A client that sees what is in Redis."""
+    """A Redis client for `redis_url`."""
     with redis.Redis.from_url(redis_url) as made:
         yield made
 

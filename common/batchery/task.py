@@ -136,14 +136,14 @@ class BatchTask(_Task):
         own = request.args is not None and len(request.args) == 1 and request.args[0] is argument
         try:
             header = (request.headers or {}).get(multi_item.HEADER) if own else None
-            items, is_packed = multi_item.items_of(argument, header)
+            items, is_multi_item = multi_item.items_of(argument, header)
         except InvalidItem as error:
             return Failed(error)
         # A direct call inside another job is not that job: its request says nothing about the call.
         state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
         around = partial(self._looking_at, state)
         outcomes = run_function(self.run, items, keywords, around=around)
-        return multi_item.result_of(outcomes) if is_packed else outcomes[0]
+        return multi_item.result_of(outcomes) if is_multi_item else outcomes[0]
 
     def run_batch(self, items: list[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """Runs one batch in this process; returns one outcome per item, in order."""

@@ -88,7 +88,7 @@ def _app(redis_url: str) -> None:
     ledger.app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
-def test_after_three_cuts_the_worker_goes_on_and_repeats_nothing(
+def test_worker_whose_connection_is_cut_three_times_repeats_nothing(
     start_worker: StartWorker, proxy: Proxy, proxy_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     book = tmp_path / "ledger"
@@ -127,7 +127,7 @@ def test_after_three_cuts_the_worker_goes_on_and_repeats_nothing(
     assert worker.stop(signal.SIGTERM) == 0
 
 
-def test_what_runs_when_the_connection_breaks_is_executed_once(
+def test_job_that_runs_while_the_connection_breaks_is_executed_once(
     start_worker: StartWorker, proxy: Proxy, proxy_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     stages.app.conf.update(broker_url=redis_url, result_backend=redis_url)

@@ -51,7 +51,7 @@ class Restarted:
         wait_for(done, what, TIMEOUT_S)
 
 
-def test_of_64_jobs_the_one_that_kills_its_device_alone_is_a_dead_letter(
+def test_job_among_64_that_kills_its_device_alone_becomes_a_dead_letter(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
     start_worker("apps.killers")

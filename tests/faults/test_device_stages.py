@@ -101,9 +101,7 @@ def shared_batch(
 
 
 @pytest.mark.usefixtures("device")
-def test_of_64_jobs_the_one_beyond_its_hard_limit_fails_alone(
-    worker: Worker, tmp_path: Path
-) -> None:
+def test_job_among_64_beyond_its_hard_limit_fails_alone(worker: Worker, tmp_path: Path) -> None:
     seconds = [60.0 if number == 40 else 0.0 for number in range(64)]
     jobs = shared_batch(worker, tmp_path, stages.limited, seconds)
     with pytest.raises(TimeLimitExceeded):
@@ -112,7 +110,7 @@ def test_of_64_jobs_the_one_beyond_its_hard_limit_fails_alone(
     assert others == [0.0] * 63
 
 
-def test_of_64_active_jobs_the_one_that_is_terminated_ends_alone(
+def test_terminated_job_among_64_active_jobs_ends_alone(
     worker: Worker, device: psutil.Process, tmp_path: Path
 ) -> None:
     gate = Gate(tmp_path / "gate")

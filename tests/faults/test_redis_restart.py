@@ -44,7 +44,7 @@ def held(broker: str, worker: Worker) -> int | None:
     return len({each["id"] for answer in answers for each in answer[worker.name]})
 
 
-def test_jobs_of_a_killed_worker_come_back(
+def test_jobs_of_a_killed_worker_are_redelivered(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"

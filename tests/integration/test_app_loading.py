@@ -20,7 +20,7 @@ def test_an_app_is_found_as_celery_finds_it() -> None:
 
 
 @pytest.mark.parametrize("path", ["no_such_module_of_test", "apps.shop:shout"])
-def test_what_is_no_app_is_one_error(path: str) -> None:
+def test_object_that_is_no_app_is_refused_with_one_error(path: str) -> None:
     with pytest.raises(AppNotImportable, match=path):
         load_app(path)
 

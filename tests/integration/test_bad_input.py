@@ -87,7 +87,7 @@ def test_an_answer_that_is_no_list_fails_the_batch_and_no_more(answer: Any) -> N
         ("fussy", Exception, "fussy"),
     ],
 )
-def test_what_a_function_does_wrong_fails_its_job_alone(
+def test_wrong_answer_of_a_function_fails_its_job_alone(
     text: str, error: type[Exception], says: str
 ) -> None:
     jobs = ledger.misbehave.submit_many(["before", text, "after"])
@@ -263,10 +263,3 @@ def test_a_task_that_the_device_does_not_know_fails_its_jobs_and_no_device(clien
     for job in jobs:
         with pytest.raises(AppNotImportable, match=r"'apps.ledger.late' is not there"):
             job.get(timeout=TIMEOUT_S)
-
-
-def test_the_pool_says_that_it_cannot_grow(worker: Worker) -> None:
-    for command in (ledger.app.control.pool_grow, ledger.app.control.pool_shrink):
-        answers: Any = command(1, destination=[worker.name], reply=True, timeout=20, limit=1)
-        (answer,) = answers
-        assert "cannot grow or shrink" in str(answer[worker.name]["error"])

@@ -10,7 +10,7 @@ import pytest
 import redis
 from celery import Celery, uuid
 
-from batchery.protocol.reply_stream import reply_key, reply_of
+from batchery.protocol.completion_stream import stream_key, stream_name_of
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import RedisCollector, collector_for
@@ -91,7 +91,7 @@ def store(app: Any, bare: Any, task_id: str, status: str, result: Any) -> None:
 
 
 def name_of(collector: Any) -> str:
-    name = reply_of(collector.headers["batchery"])
+    name = stream_name_of(collector.headers["batchery"])
     assert name is not None
     return name
 
@@ -118,14 +118,14 @@ def test_only_what_was_committed_is_announced(
     bare.set(app.backend.get_key_for_task("a"), b"\x80 what the script cannot read")
     statuses = commit(["a", "b"], {name_of(collector): [0, 1]})
     assert statuses == [CommitStatus.NEEDS_TRACER, CommitStatus.COMMITTED]
-    entries = bare.xrange(reply_key(app.backend, name_of(collector)))
+    entries = bare.xrange(stream_key(app.backend, name_of(collector)))
     assert [json.loads(entry[b"ids"]) for _, entry in entries] == [[], ["b"]]
 
 
 def test_a_reply_expires_and_is_bounded_trimmed_and_removed(
     app: Any, collector: Any, commit: Commits, bare: Any
 ) -> None:
-    key = reply_key(app.backend, name_of(collector))
+    key = stream_key(app.backend, name_of(collector))
     for task_id in ("a", "b"):
         collector.expect([task_id])
         commit([task_id], {name_of(collector): [0]})
@@ -140,7 +140,7 @@ def test_a_reply_expires_and_is_bounded_trimmed_and_removed(
 def test_a_reply_that_nobody_reads_does_not_grow_for_ever(
     app: Any, collector: Any, commit: Commits, bare: Any
 ) -> None:
-    key = reply_key(app.backend, name_of(collector))
+    key = stream_key(app.backend, name_of(collector))
     with bare.pipeline() as pipe:
         for number in range(9000):
             pipe.xadd(key, {"ids": f'["{number}"]'})
@@ -154,7 +154,7 @@ def test_a_reply_that_was_lost_is_made_again(
 ) -> None:
     collector.expect(["a"])
     without_sweeps(collector)
-    bare.delete(reply_key(app.backend, name_of(collector)))
+    bare.delete(stream_key(app.backend, name_of(collector)))
     assert list(collector.collect(0)) == []
     commit(["a"], {name_of(collector): [0]})
     assert collect(collector, 1) == {"a": Answer("of a")}
@@ -165,7 +165,7 @@ def test_a_key_of_another_type_does_not_stop_a_commit(
 ) -> None:
     collector.expect(["a"])
     without_announcements(collector)
-    bare.set(reply_key(app.backend, name_of(collector)), "mine")
+    bare.set(stream_key(app.backend, name_of(collector)), "mine")
     assert commit(["a"], {name_of(collector): [0]}) == [CommitStatus.COMMITTED]
     assert collect(collector, 1) == {"a": Answer("of a")}
 
@@ -211,7 +211,7 @@ def test_a_reply_that_redis_has_no_memory_for_is_made_later(
     ids=str,
 )
 def test_what_is_no_name_of_a_reply_asks_for_none(header: Any) -> None:
-    assert reply_of(header) is None
+    assert stream_name_of(header) is None
 
 
 def test_results_have_the_prefix_that_replies_have(url: str, bare: Any) -> None:

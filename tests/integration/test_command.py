@@ -104,7 +104,7 @@ def test_the_version_is_that_of_the_package(plugins: Path) -> None:
     assert out.startswith("batchery, version ")
 
 
-def test_what_cannot_start_is_one_line_and_exit_code_2(plugins: Path) -> None:
+def test_command_that_cannot_start_prints_one_line_and_exits_with_2(plugins: Path) -> None:
     said = "batchery: error: setting x: too large; make it smaller\n"
     assert run(plugins, "refuse") == (2, "", said)
 

@@ -110,7 +110,9 @@ def test_a_job_of_an_unknown_task_is_kept(worker: Worker, redis: "Redis") -> Non
 
 
 @pytest.mark.parametrize("text", [b"\xff\xfe no text", b"[" * 200_000, b'{"hello": 1}', b"7"])
-def test_what_is_no_message_at_all_is_kept(worker: Worker, redis: "Redis", text: bytes) -> None:
+def test_value_that_is_no_message_becomes_a_dead_letter(
+    worker: Worker, redis: "Redis", text: bytes
+) -> None:
     letter = refused(redis, text)
     assert (letter.id, letter.task) == (None, None)
     found = DeadLetters(redis).get(letter.token)
@@ -185,7 +187,9 @@ def test_the_commands_list_show_requeue_and_purge(
         (("list", "--redis", "redis://127.0.0.1:1/0"), 2, "--redis is for the default app"),
     ],
 )
-def test_what_cannot_be_done_is_said(command: tuple[str, ...], code: int, says: str) -> None:
+def test_impossible_command_says_why_and_exits_with_its_code(
+    command: tuple[str, ...], code: int, says: str
+) -> None:
     result = dead(*command)
     assert result.exit_code == code
     assert says in result.output

@@ -107,7 +107,7 @@ def test_retired_supervisor_restarts_no_device(crews: Callable[..., Crew]) -> No
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
     (device,) = crew.supervisor
-    crew.supervisor.retire()
+    crew.supervisor.stop_restarting()
     device.kill()
     crew.run_until(lambda: crew.deaths)
     crew.hub.call_later(device.backoff_s, crew.lost.append, "enough time has passed")
@@ -206,6 +206,6 @@ def test_a_device_that_does_not_leave_is_killed(
 def test_retired_supervisor_recycles_no_device(crews: Callable[..., Crew]) -> None:
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
-    crew.supervisor.retire()
+    crew.supervisor.stop_restarting()
     crew.supervisor.recycle([])
     assert [device.state for device in crew.supervisor] == [State.READY]

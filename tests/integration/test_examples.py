@@ -143,7 +143,7 @@ def test_hundreds_of_requests_share_batches_and_few_connections(
     assert jobs(redis_url) == 0
 
 
-def test_who_hangs_up_has_their_job_revoked(
+def test_job_of_a_caller_that_hangs_up_is_revoked(
     tmp_path: Path, redis_url: str, web: Web, embedder: Worker, client: Celery, trace: Path
 ) -> None:
     gate = tmp_path / "gate"

@@ -38,7 +38,7 @@ def kill(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def test_its_exit_code_and_its_output_reach_the_owner() -> None:
+def test_exit_code_and_output_reach_the_owner() -> None:
     lines: list[str] = []
     process = python("print('hello'); print('world'); raise SystemExit(7)", on_line=lines.append)
     assert process.wait(30) == 7
@@ -59,7 +59,7 @@ def test_a_program_that_cannot_be_run_is_an_error_that_names_it() -> None:
         GuardedProcess(["/no/such/program"], grace_s=1)
 
 
-def test_one_that_ignores_sigterm_is_killed_after_the_time_given() -> None:
+def test_process_that_ignores_sigterm_is_killed_after_the_timeout() -> None:
     ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('on', flush=True)"
     process = python(f"{ignore}; {FOREVER}")
     wait_for(lambda: process.tail() == "on", "the process ignores SIGTERM")
@@ -73,7 +73,7 @@ def test_stopping_it_twice_does_no_harm() -> None:
     assert process.stop(30) == process.stop(30) == 128 + signal.SIGTERM
 
 
-def test_what_it_leaves_behind_in_its_group_ends_with_it() -> None:
+def test_rest_of_the_process_group_ends_with_the_process() -> None:
     spawn = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]])"
     process = GuardedProcess(
         [sys.executable, "-c", f"{spawn}; print(p.pid, flush=True); p.wait()", FOREVER], grace_s=5
@@ -97,7 +97,7 @@ def test_a_ctrl_c_in_the_terminal_does_not_reach_it() -> None:
     process.kill()
 
 
-def test_it_ends_when_its_owner_is_killed_and_its_directory_goes_too(tmp_path: Path) -> None:
+def test_process_and_its_directory_go_when_the_owner_is_killed(tmp_path: Path) -> None:
     rubbish = tmp_path / "rubbish"
     rubbish.mkdir()
     process, [pid] = owner(
@@ -109,7 +109,7 @@ def test_it_ends_when_its_owner_is_killed_and_its_directory_goes_too(tmp_path: P
     wait_for(lambda: has_ended(pid) and not rubbish.exists(), "process and directory are gone")
 
 
-def test_it_lives_on_when_the_thread_that_started_it_ends() -> None:
+def test_process_survives_the_thread_that_started_it() -> None:
     started: list[GuardedProcess] = []
     thread = threading.Thread(target=lambda: started.append(python("input(); print('never')")))
     thread.start()
@@ -158,7 +158,7 @@ def test_a_process_that_holds_the_lifeline_keeps_it_alive(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_it_ends_even_when_its_guard_is_killed() -> None:
+def test_process_ends_when_its_guard_is_killed() -> None:
     process = python(FOREVER)
     guard = psutil.Process(process.pid).parent()
     assert guard is not None

@@ -100,8 +100,9 @@ def test_killed_worker_leaves_neither_devices_nor_processes(start_worker: StartW
     worker = start_worker("apps.hybrid", "-c", "2", "--max-tasks-per-child", "1", *BOTH)
     # These children are forked after the device was started.
     assert len({hybrid.pid.delay().get(timeout=TIMEOUT_S) for _ in range(4)}) > 2
-    children = psutil.Process(worker.pid).children(recursive=True)
-    assert len(children) >= 3
+    main = psutil.Process(worker.pid)
+    wait_for(lambda: len(main.children()) == 3, "two processes and a device")
+    children = main.children(recursive=True)
     worker.process.kill()
     _, alive = psutil.wait_procs(children, timeout=20)
     assert alive == []

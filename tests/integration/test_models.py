@@ -233,7 +233,7 @@ def batches_of(client: Celery, worker: Worker) -> dict[str, Any]:
     return batches
 
 
-def test_where_memory_runs_out_all_jobs_succeed_and_the_budget_is_found(worker: Worker) -> None:
+def test_out_of_memory_fails_no_job_and_teaches_the_budget(worker: Worker) -> None:
     # As one message, so that they surely share a batch.
     texts, header = ["five words are in it"] * 64, {"v": 1, "n": 64}
     for _ in range(4):

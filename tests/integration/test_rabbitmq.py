@@ -119,7 +119,7 @@ def test_a_warm_shutdown_finishes_what_runs_and_gives_back_the_rest(
     assert waiting(rabbitmq.url) == 0
 
 
-def test_what_runs_when_the_connection_breaks_is_executed_once(
+def test_job_that_runs_while_the_connection_breaks_is_executed_once(
     start_worker: StartWorker, rabbitmq: OwnRabbitMQ, amqp: Celery, tmp_path: Path
 ) -> None:
     worker = start_worker("apps.stages", "-Q", "apart", env={"CELERY_BROKER_URL": rabbitmq.url})

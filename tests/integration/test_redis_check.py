@@ -52,7 +52,7 @@ def test_a_wrong_and_a_missing_password_are_told_apart_from_no_redis(
 
 
 @pytest.mark.parametrize("url", ["http://localhost", "localhost:6379", "", "redis://h:port/0"])
-def test_what_is_no_url_of_redis_says_how_to_write_one(url: str) -> None:
+def test_invalid_redis_url_says_how_to_write_one(url: str) -> None:
     assert "redis://HOST:PORT/0" in refusal(url)
 
 

@@ -48,7 +48,7 @@ def get(url: str, key: str) -> object:
         return client.get(key)
 
 
-def test_it_keeps_what_it_is_told_and_evicts_nothing(server: EmbeddedRedis) -> None:
+def test_server_persists_writes_and_evicts_nothing(server: EmbeddedRedis) -> None:
     wanted = {
         "appendonly": "yes",
         "appendfsync": "everysec",
@@ -103,7 +103,7 @@ def test_data_survives_in_a_directory_that_was_given(tmp_path: Path) -> None:
     assert mode(directory) == 0o700
 
 
-def test_one_object_can_be_started_again(tmp_path: Path) -> None:
+def test_stopped_server_can_be_started_again(tmp_path: Path) -> None:
     server = EmbeddedRedis(tmp_path)
     for _ in range(2):
         server.start()
@@ -222,7 +222,7 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         EmbeddedRedis(tmp_path / "file").start()
 
 
-def test_its_url_can_only_be_asked_for_while_it_runs() -> None:
+def test_url_of_a_stopped_server_is_an_error() -> None:
     server = EmbeddedRedis()
     with pytest.raises(RedisUnavailable, match="not running"):
         _ = server.url
@@ -237,7 +237,7 @@ def test_a_death_of_the_server_is_noticed() -> None:
         assert server.poll() == 128 + signal.SIGKILL
 
 
-def test_its_log_is_offered_line_by_line() -> None:
+def test_log_of_the_server_is_passed_on_line_by_line() -> None:
     lines: list[str] = []
     with EmbeddedRedis(on_line=lines.append) as server:
         wait_for(lambda: "Ready to accept connections" in server.log, "the log")

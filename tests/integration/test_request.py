@@ -90,7 +90,7 @@ def test_a_function_sees_the_group_and_the_parent_of_its_job(queue: str) -> None
         assert seen["parent_id"] == seen["root_id"] == seen["item"]["id"]
 
 
-def test_who_asks_the_whole_batch_for_an_id_is_given_that_of_each_job(queue: str) -> None:
+def test_function_that_asks_a_batch_for_an_id_gets_that_of_each_job(queue: str) -> None:
     # It raises where there are several jobs, so that each runs alone, and is never given another's.
     jobs = [canvas.ask.apply_async(("id",), queue=queue) for _ in range(20)]
     assert [answer(job) for job in jobs] == [job.id for job in jobs]
@@ -139,7 +139,7 @@ def test_celerys_own_calls_answer_for_one_item_of_a_batch(queue: str) -> None:
     assert [answer(job) for job in jobs] == ["a 0", "retry 2", "REPLACED", "b 0"] * 3
 
 
-def test_what_a_batch_cannot_do_for_a_retry_is_refused(batching: Worker) -> None:
+def test_retry_with_unsupported_options_is_refused_in_a_batch(batching: Worker) -> None:
     with pytest.raises(BatchArgumentError, match=r"Replace\("):
         answer(canvas.stock_calls.delay("too much"))
 
@@ -205,7 +205,7 @@ def test_a_replaced_job_keeps_its_callbacks(queue: str) -> None:
         wait_for(called, "both callbacks, once each")
 
 
-def test_what_cannot_replace_a_job_fails_it_alone(batching: Worker) -> None:
+def test_invalid_replacement_fails_its_job_alone(batching: Worker) -> None:
     with pytest.raises(TypeError, match="no signature"):
         answer(canvas.become.delay("nothing"))
     with pytest.raises(UnserialisableResult, match="JSON cannot write it"):

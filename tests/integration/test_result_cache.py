@@ -66,7 +66,7 @@ def test_stored_results_are_found_and_nothing_else(make_cache: MakeCache, url: s
     assert cache.get("shout", [digest(2), digest(3)]) == results(2)
     assert cache.get("embed", [digest(2)]) == {}
     assert cache.get("shout", []) == {}
-    assert cache.trouble() == {}
+    assert cache.take_errors() == {}
 
 
 def test_any_bytes_and_any_task_name_will_do(make_cache: MakeCache, url: str) -> None:
@@ -219,10 +219,10 @@ def test_at_maxmemory_results_are_read_and_none_is_written(
         # For a while nobody even tries.
         bare.config_set("maxmemory", 0)
         assert cache.put("shout", results(2), POLICY) == {}
-    told = cache.trouble()
+    told = cache.take_errors()
     assert told["errors"] == 1
     assert told["error"].startswith("cannot be written: ")
-    assert cache.trouble() == {}
+    assert cache.take_errors() == {}
     assert sorted(bare.keys()) == before
     assert caplog.text.count("the result cache cannot be written") == 1
     clock.now_s += FAILURE_PAUSE_S
@@ -233,7 +233,7 @@ def test_key_of_another_type_counts_as_no_cache(make_cache: MakeCache, url: str,
     cache = make_cache(url)
     bare.set("batchery:cache-ages:shout", "somebody else's")
     assert cache.put("shout", results(1), POLICY) == {}
-    assert "WRONGTYPE" in cache.trouble()["error"]
+    assert "WRONGTYPE" in cache.take_errors()["error"]
     bare.lpush(b"batchery:cache:shout:" + digest(2), "somebody else's")
     assert cache.get("shout", [digest(2)]) == {}
 
@@ -258,7 +258,7 @@ def test_cache_finds_nothing_while_redis_is_away_and_recovers(
     try:
         assert cache.get("shout", [digest(1)]) == {}
         assert cache.put("shout", results(2), POLICY) == {}
-        told = cache.trouble()
+        told = cache.take_errors()
         assert told["errors"] == 2
     finally:
         every_redis.start()
@@ -266,4 +266,4 @@ def test_cache_finds_nothing_while_redis_is_away_and_recovers(
     assert cache.get("shout", [digest(1)]) == {}
     assert cache.put("shout", results(2), POLICY)["results"] == 1
     assert cache.get("shout", [digest(2)]) == results(2)
-    assert cache.trouble() == {}
+    assert cache.take_errors() == {}

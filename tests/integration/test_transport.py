@@ -123,7 +123,7 @@ def test_the_prefetch_is_a_limit(both: StartConsumer, url: str, bare: Any) -> No
     assert consumer.get(6) == list("123456")
 
 
-def test_where_celery_disables_the_prefetch_messages_come_one_by_one(
+def test_messages_come_one_by_one_if_celery_disables_the_prefetch(
     both: StartConsumer, url: str, bare: Any
 ) -> None:
     consumer = both("q", prefetch=4)
@@ -275,7 +275,7 @@ def test_a_queue_is_cancelled_while_it_waits(both: StartConsumer, url: str, bare
     assert waiting(bare) == 1
 
 
-def test_what_comes_for_a_cancelled_queue_goes_back(
+def test_message_for_a_cancelled_queue_is_given_back(
     both: StartConsumer, url: str, bare: Any
 ) -> None:
     send(url, "q", "1", "2")

@@ -228,7 +228,7 @@ def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -
         (["--redis", "redis://h", "--data", "d"], {}, "give it or --redis, not both"),
     ],
 )
-def test_what_cannot_start_is_told_in_one_error(
+def test_stack_that_cannot_start_raises_one_error(
     start_up: StartUp, arguments: list[str], environment: dict[str, str], said: str
 ) -> None:
     up = start_up(*arguments, **environment)

@@ -1,4 +1,4 @@
-"""Jobs of `apps.cached`, for tests: what was computed of them, and how often."""
+"""Sends jobs of `apps.cached`, and counts which items were computed."""
 
 from collections import Counter
 from pathlib import Path
@@ -11,7 +11,7 @@ TIMEOUT_S = 60
 
 
 def computed(log: Path) -> Counter[str]:
-    """The items that were computed, from the file that was given to their jobs as `path`."""
+    """The computed items, from the file that their jobs got as `path`."""
     return Counter(log.read_text().split("\n")[:-1])
 
 

@@ -1,4 +1,4 @@
-"""Device processes that are none: the far end of each pipe is in the hands of the test.
+"""Fake device processes: the test holds the far end of each pipe.
 
 And an event loop whose clock stands still until the test moves it.
 """
@@ -29,15 +29,15 @@ from batchery_worker.ipc.messages import (
     load_message,
 )
 
-#: Far above those of real processes: nobody must be killed by mistake.
+#: Far above the ids of real processes, so that none is killed by mistake.
 _pids = itertools.count(2**30)
 
-#: How long each of their batches takes, as they say.
+#: Forward time that fake devices report for each batch.
 FORWARD_MS = 12.5
 
 
 class FakeDevice:
-    """In the place of `subprocess.Popen`: says nothing by itself, and leaves when it is told to."""
+    """Replaces `subprocess.Popen`: sends nothing by itself, and leaves when it is told to."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class FakeDevice:
         self.environment = env
         self.pid = next(_pids)
         self.code: int | None = None
-        #: A process that ignores its orders.
+        #: Whether the process ignores the order to leave.
         self.hangs = False
-        #: What it was told so far.
+        #: The messages that it has got so far.
         self.setups: list[Setup] = []
         self.works: list[Work] = []
         self.told_to_leave = False
@@ -60,7 +60,7 @@ class FakeDevice:
         self._link = Link(socket.socket(fileno=os.dup(pass_fds[0])))
 
     def hear(self) -> list[Work]:
-        """Every batch that it was given so far."""
+        """Reads the pipe; returns all batches that the device got so far."""
         while self.code is None and not self.told_to_leave:
             try:
                 messages = [load_message(frame) for frame in self._link.receive()]
@@ -78,23 +78,23 @@ class FakeDevice:
         self._link.send(dump_reply(reply))
 
     def get_ready(self) -> None:
-        """Has loaded its models."""
+        """Says that its models are loaded."""
         self.say(Ready(self.pid, 0.5))
 
     def refuse(self, error: str, text: str) -> None:
-        """Cannot start, and ends."""
+        """Says that it cannot start, and ends."""
         self.say(NotReady(error, text))
         self.die(1)
 
     def answer(self, *jobs: tuple[str, tuple[Any, ...]]) -> None:
-        """Has finished its oldest batch; each job's answer is its item, where none is given."""
+        """Answers its oldest batch; the outcome of each job is its item if none is given."""
         work = self.hear()[self._answered]
         self._answered += 1
         answers = jobs or tuple(("needs tracer", ("value", items[0])) for _, items, _ in work.jobs)
         self.say(Done(work.id, answers, FORWARD_MS, 0, 0))
 
     def work(self) -> bool:
-        """Answers its oldest batch, dies of it if an item says so, or leaves; whether it did."""
+        """Answers its oldest batch, or dies of it, or leaves; returns whether it did any of it."""
         if self.code is not None:
             return False
         waiting = self.hear()[self._answered :]
@@ -107,12 +107,12 @@ class FakeDevice:
         return True
 
     def die(self, code: int = -9) -> None:
-        """Is no more; what it had said can still be read."""
+        """Ends the process; its messages can still be read."""
         if self.code is None:
             self.code = code
             self._link.close()
 
-    # What the worker does with it
+    # The interface of `subprocess.Popen`
 
     def kill(self) -> None:
         self.die(-9)
@@ -131,13 +131,13 @@ class FakeDevice:
 
 
 class FakeDevices:
-    """All of them, in the order in which they were started."""
+    """All fake devices, in the order of their starts."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[FakeDevice] = []
         #: Whether the system has room for one more process.
         self.has_room = True
-        #: Whether each gets ready at once.
+        #: Whether each device gets ready at once.
         self.get_ready = True
         monkeypatch.setattr("batchery_worker.device_pool.process.subprocess.Popen", self._start)
 
@@ -194,7 +194,7 @@ class Loop:
         self._writers.pop(fd, None)
 
     def run_once(self) -> bool:
-        """Does what there is to do now; returns whether there was anything."""
+        """Runs everything that is due now; returns whether there was anything."""
         with self._lock:
             calls = list(self._ready)
             self._ready.clear()
@@ -203,7 +203,7 @@ class Loop:
         for call in calls:
             call()
         readable, writable, _ = select.select(list(self._readers), list(self._writers), [], 0)
-        # One callback may remove another's descriptor.
+        # A callback may remove the descriptor of another one.
         found = [(self._readers, fd) for fd in readable] + [(self._writers, fd) for fd in writable]
         for callbacks, fd in found:
             if fd in callbacks:
@@ -211,14 +211,14 @@ class Loop:
         return bool(calls or found)
 
     def settle(self) -> None:
-        """Runs until there is nothing to do, and time would have to pass."""
+        """Runs until nothing is due at this time."""
         for _ in range(1000):
             if not self.run_once():
                 return
         raise AssertionError("the loop does not come to rest")
 
     def sleep(self, seconds: float) -> None:
-        """Lets time pass, with everything that happens meanwhile."""
+        """Moves the clock, and runs everything that becomes due."""
         end_s = self.clock.now_s + seconds
         self.settle()
         while self._timers and self._timers[0][0] <= end_s:
@@ -228,7 +228,7 @@ class Loop:
         self.settle()
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Runs until a thread has done its part; the clock stands still."""
+        """Runs until another thread makes the condition true; the clock stands still."""
         deadline_s = time.monotonic() + 30
         while not condition():
             assert time.monotonic() < deadline_s, f"not within 30 s: {what}"

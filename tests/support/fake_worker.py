@@ -1,7 +1,6 @@
-"""A worker's pool with everything that is ours, between fakes of what is not.
+"""A worker's pool with fake device processes, a fake event loop and a fake broker.
 
-Its device processes, its event loop and its broker are fakes; requests, tracer and result backend
-are Celery's own.
+All of our own code is real; so are Celery's requests, tracer and result backend.
 """
 
 import itertools
@@ -18,9 +17,10 @@ from apps.batches import FOUR
 from batchery.install import installation_of
 from batchery.task import BatchTask
 from batchery.transport.redis_schema import Keys
+from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.ipc.messages import Work
-from batchery_worker.pool import HybridPool, OrdinaryThreads
+from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
 from support.fake_devices import FakeDevice, FakeDevices, Loop
 
@@ -36,10 +36,10 @@ class FakeLeaseStore:
     db = 0
 
     def __init__(self) -> None:
-        #: What Redis knows, and what the worker believes.
+        #: Tokens that Redis has, and tokens that the worker takes for held.
         self.held: set[str] = set()
         self.believed: set[str] = set()
-        #: How often a job ran alone in a worker that died, by token.
+        #: How many workers died while a job ran alone, by token.
         self.died: dict[str, int] = {}
         self.dead_letters: dict[str, str] = {}
 
@@ -56,10 +56,10 @@ class FakeLeaseStore:
         return 1
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing: no acknowledgement waits."""
 
     def ended(self, batch: int) -> None:
-        """Nobody looks."""
+        """Does nothing: no test reads the notes."""
 
     def committed(self, tokens: list[str]) -> None:
         self.believed.difference_update(tokens)
@@ -71,7 +71,7 @@ class FakeLeaseStore:
 
 
 class FakeChannel:
-    """A broker's channel, which remembers what became of messages."""
+    """A broker's channel, which remembers acknowledged and rejected messages."""
 
     no_ack_consumers = None
 
@@ -105,17 +105,17 @@ class FakeWorker:
         self.loop.settle()
 
     def receive_each(self, *items: Any, task: str = FOUR, **headers: Any) -> list[BatchRequest]:
-        """Messages come, one for each item."""
+        """Receives messages, one for each item."""
         return [self.receive(item, task=task, **headers) for item in items]
 
     def receive(self, *args: Any, task: str = FOUR, **headers: Any) -> BatchRequest:
-        """A message comes; nothing is done with it before the loop turns.
+        """Receives a message; the pool handles it when the loop turns.
 
         Args:
-            args: Of the job.
+            args: Positional arguments of the job.
             task: Name of its task.
-            headers: Of the message; beside them `kwargs`, `redelivered`, and `deaths`: how often
-                the job was alone on a device when its worker died.
+            headers: Headers of the message; in addition `kwargs`, `redelivered`, and `deaths`: how
+                many workers died while the job ran alone.
         """
         keywords, deaths = headers.pop("kwargs", {}), headers.pop("deaths", None)
         tag = str(next(self._tags))
@@ -150,7 +150,7 @@ class FakeWorker:
         return request
 
     def reconnect(self) -> None:
-        """The broker's connection breaks, and a new event loop begins."""
+        """Breaks the broker's connection, and starts a new event loop."""
         self.pool.flush()
         self.loop = Loop(self.loop.clock)
         self.pool.register_with_event_loop(self.loop)
@@ -167,9 +167,9 @@ class FakeWorker:
         return [items_of(work) for work in (device or self.device).hear()]
 
     def work_off(self) -> None:
-        """Devices answer what they are given, or die of it, until nothing is left."""
+        """Makes devices answer their batches, or die of them, until none is left."""
         for _ in range(100):
-            # Dead ones come back meanwhile.
+            # Dead devices restart meanwhile.
             self.loop.sleep(1.0)
             worked = [device.work() for device in self.devices.started]
             if not any(worked):
@@ -177,17 +177,17 @@ class FakeWorker:
         raise AssertionError("there is always something left")
 
     def result(self, job: str) -> Any:
-        """What the job's caller gets; raises what it failed with."""
+        """The result that the job's caller gets; raises its error."""
         result: AsyncResult[Any] = self.app.AsyncResult(job)
         self.loop.until(result.ready, f"{job} is answered")
         return result.get(timeout=1)
 
     def results(self, requests: Sequence[BatchRequest]) -> list[Any]:
-        """What their callers get."""
+        """The results that their callers get."""
         return [self.result(request.id) for request in requests]
 
     def settled(self, *requests: BatchRequest) -> None:
-        """Waits until messages are off the queue."""
+        """Waits until the messages are acknowledged."""
         self.loop.until(lambda: all(each.acknowledged for each in requests), "acknowledged")
 
     def info(self) -> Mapping[str, Any]:

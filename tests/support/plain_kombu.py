@@ -1,4 +1,4 @@
-"""Consumers with nothing but kombu: with its event loop, or without."""
+"""Consumers that use only kombu, with its event loop or without."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ OURS = "batchery.transport:Transport"
 
 
 class Consumer:
-    """Consumes queues over one connection and keeps what comes."""
+    """Consumes queues over one connection, and keeps the messages."""
 
     def __init__(
         self,
@@ -60,11 +60,11 @@ class Consumer:
 
     @property
     def texts(self) -> list[str]:
-        """What has come, in order."""
+        """The payloads of all messages, in order."""
         return [message.payload for message in self.messages]
 
     def turn(self) -> None:
-        """Waits for one event, for a moment at most."""
+        """Waits for one event, but only for a moment."""
         if self.hub:
             # Lets the loop's poll come back soon.
             self.hub.call_later(0.05, lambda: None)
@@ -85,7 +85,7 @@ class Consumer:
             self.turn()
 
     def get(self, count: int) -> list[str]:
-        """Waits until so many have come altogether."""
+        """Waits until this many messages have come in total."""
         self.until(lambda: len(self.messages) >= count)
         return self.texts
 
@@ -94,21 +94,21 @@ class Consumer:
         self.until(lambda: self.channel._waiting)
 
     def break_connection(self) -> None:
-        """What Celery does with a connection that broke."""
+        """Does what Celery does after a connection broke."""
         self.connection.collect()
         self.messages.clear()
         if self.hub:
             self.hub.reset()
 
     def close(self) -> None:
-        """Gives everything back."""
+        """Closes the connection, which gives all messages back."""
         self.connection.close()
         if self.hub:
             self.hub.close()
 
 
 def queue_of(name: str) -> kombu.Queue:
-    """Of Celery's kind: no exchange but the default one, named by its key."""
+    """A queue like Celery's: the default exchange, and a routing key with the queue's name."""
     return kombu.Queue(name, kombu.Exchange(name, type="direct"), routing_key=name)
 
 
@@ -120,7 +120,7 @@ def send(
     options: Mapping[str, Any] | None = None,
     **properties: Any,
 ) -> None:
-    """Sends as any stock client does."""
+    """Sends messages like a stock client."""
     connection: Any = kombu.Connection(
         url, transport=transport, transport_options=dict(options or {})
     )
@@ -139,5 +139,5 @@ def leases(client: Any) -> int:
     return sum(client.hlen(key) for key in client.keys("*batchery:lease:*"))
 
 
-#: Makes a consumer of such queues.
+#: Makes a consumer of the named queues.
 StartConsumer = Callable[..., Consumer]

@@ -17,11 +17,12 @@ from batchery.install import installation_of
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
+from batchery_worker.completion.ordinary import OrdinaryThreads, wait_in_children
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.dispatch.dead_letters import tell_callers
 from batchery_worker.events import use_batch_events
-from batchery_worker.pool import HybridPool, OrdinaryThreads
+from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
 
 if TYPE_CHECKING:
@@ -110,6 +111,8 @@ def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> Non
     ):
         # Processes would have nothing to do but what Celery's own tasks are.
         ordinary = OrdinaryThreads(ordinary.limit, app=worker.app, **ordinary.options)
+    if isinstance(ordinary, PreforkPool):
+        wait_in_children(worker.app)
     pool = worker.pool = HybridPool(ordinary, worker.app, tasks, devices)
     for step in worker.steps:
         if isinstance(step, components.Pool):

@@ -20,7 +20,7 @@ class CacheMetrics:
     #: Items whose result was in Redis.
     hits: int = 0
     #: Items that shared the result of an equal item in the same or the previous batch.
-    folded: int = 0
+    deduplicated: int = 0
     computed: int = 0
     #: Results that this worker evicted because the cache was full.
     evicted: int = 0
@@ -33,14 +33,14 @@ class CacheMetrics:
 
     def count(self, reused: Mapping[str, Any]) -> None:
         """Counts one batch; `reused` are the device's figures, see `cache/single_flight.py`."""
-        for name in ("items", "hits", "folded", "computed", "evicted", "errors"):
+        for name in ("items", "hits", "deduplicated", "computed", "evicted", "errors"):
             setattr(self, name, getattr(self, name) + reused.get(name, 0))
         for name in ("results", "bytes", "error"):
             setattr(self, name, reused.get(name, getattr(self, name)))
 
     def snapshot(self) -> dict[str, Any]:
         """The sums; `hit_rate` is the share of items that were not computed, None without items."""
-        saved = self.hits + self.folded
+        saved = self.hits + self.deduplicated
         return {
             **asdict(self),
             "hit_rate": round(saved / self.items, 4) if self.items else None,

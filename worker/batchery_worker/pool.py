@@ -3,24 +3,20 @@
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery import Celery
-from celery.concurrency.thread import TaskPool as ThreadPool
-from celery.worker.request import Request
 from kombu.asynchronous import Hub
 
 from batchery.errors import StartError
 from batchery.install import installation_of
 from batchery.task import BatchTask
-from batchery_worker.completion.backend import for_completion
-from batchery_worker.completion.redis_retry import is_backend_away
+from batchery_worker.completion.ordinary import OrdinaryThreads, run_in_child
 from batchery_worker.device_pool.process import ChildLimits
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
-from batchery_worker.request import BatchRequest, give_back
+from batchery_worker.request import BatchRequest
 from batchery_worker.task_call import TaskCall
 
 logger = logging.getLogger("batchery.pool")
@@ -41,76 +37,6 @@ class PrivateHub:
         """Ends the loop after what it is doing, and the thread with it."""
         self._hub.stop()
         self._thread.join()
-
-
-if TYPE_CHECKING:
-    _ThreadPool: Any
-else:
-    _ThreadPool = ThreadPool
-
-
-class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
-    """Celery's pool of threads, whose results wait while their backend is away.
-
-    With leases a broken connection brings back what has not begun, so that must not begin here.
-    """
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        #: Jobs that wait for a thread, or run on one.
-        self._futures: set[Future[Any]] = set()
-
-    def on_apply(
-        self,
-        target: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        callback: Callable[..., Any] | None = None,
-        accept_callback: Callable[..., Any] | None = None,
-        **options: Any,
-    ) -> Any:
-        """Runs a job on a thread."""
-        run = partial(self._run, target)
-        result = super().on_apply(run, args, kwargs, callback, accept_callback, **options)
-        self._futures.add(result.f)
-        request = getattr(callback, "__self__", None)
-        result.f.add_done_callback(partial(self._on_done, request))
-        return result
-
-    def flush(self) -> None:
-        """The broker's connection is gone: drops what has not begun, it will come again."""
-        for future in list(self._futures):
-            # Refused by those that run.
-            future.cancel()
-
-    def on_close(self) -> None:
-        """Drops what has not begun; what runs is waited for when the pool stops."""
-        self.executor.shutdown(wait=False, cancel_futures=True)
-
-    def terminate_job(self, pid: int, signal: Any = None) -> None:  # noqa: ARG002
-        """Kills nothing, as there is no killing of a thread."""
-        logger.info("a job on a thread of pid %s was revoked: it runs on", pid)
-
-    def _run(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        for_completion(self.app.backend)
-        return target(*args, **kwargs)
-
-    def _on_done(self, request: Any, future: Future[Any]) -> None:
-        """Gives a job back whose result found no backend.
-
-        Celery forgets such a job, and with a lease, which a living worker never loses, so would the
-        queue.
-        """
-        self._futures.discard(future)
-        error = None if future.cancelled() else future.exception()
-        if error is None:
-            return
-        away = is_backend_away(self.app.backend, error)
-        if away and isinstance(request, Request) and request.task.acks_late:
-            logger.warning("%s[%s] is given back: %r", request.name, request.id, error)
-            give_back(request)
-        else:
-            logger.error("a job ended without an outcome", exc_info=error)
 
 
 class BatchPool(OrdinaryThreads):
@@ -195,6 +121,8 @@ class HybridPool:
         """Takes a job from Celery: batch tasks wait for a device, others go to the pool."""
         task = self._app.tasks.get(args[0]) if len(args) > 2 else None
         if self._dispatcher is None or not isinstance(task, BatchTask):
+            if self._ordinary.uses_semaphore:
+                target, args = run_in_child, (target, *args)
             return self._ordinary.apply_async(target, args, kwargs, **options)
         callback = options.get("callback")
         request = getattr(callback, "__self__", None)

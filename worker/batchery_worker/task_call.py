@@ -24,7 +24,7 @@ class TaskCall:
     request: BatchRequest | None
     items: Sequence[Any] = ()
     #: Whether this is a multi-item job.
-    is_packed: bool = False
+    is_multi_item: bool = False
     #: What its function may see of the request, encoded; empty if it sees nothing.
     context: bytes = b""
     #: Whether Celery was told that the job has begun.

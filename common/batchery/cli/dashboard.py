@@ -136,7 +136,7 @@ def _cache(cache: Mapping[str, Any]) -> str:
     error = f"; {cache['errors']:,} errors, {cache['error']}" if cache["errors"] else ""
     return (
         f"{percent(cache['hit_rate'])} of {cache['items']:,} items not computed:"
-        f" {cache['hits']:,} hits, {cache['folded']:,} folded;"
+        f" {cache['hits']:,} hits, {cache['deduplicated']:,} deduplicated;"
         f" {cache['results']:,} results, {_mib(cache['bytes'])}{error}"
     )
 

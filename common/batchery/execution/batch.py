@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from kombu.utils.compat import detect_environment
 
-from batchery.execution.bisect_failures import SETTLED, as_failed, is_out_of_memory, isolate
+from batchery.execution.bisect_failures import NON_VALUES, as_failed, is_out_of_memory, isolate
 from batchery.execution.lookahead import Lookahead, max_lookahead
 from batchery.model import Model
 
@@ -143,7 +143,7 @@ def first_passes(model: Model, prepared: Sequence[Any], plan: Plan) -> list[list
     lengths = {
         position: length
         for position, length in enumerate(_lengths(model, prepared))
-        if not isinstance(length, SETTLED)
+        if not isinstance(length, NON_VALUES)
     }
     ahead = _cut(plan, lengths, list(lengths))
     return [
@@ -178,7 +178,7 @@ class _Passes:
         #: Called between a pass and its results.
         self.start_next: Callable[[], None] = lambda: None
         for position, length in enumerate(_lengths(model, prepared)):
-            if isinstance(length, SETTLED):
+            if isinstance(length, NON_VALUES):
                 self.outcomes[position] = length
             else:
                 self.lengths[position] = length
@@ -228,7 +228,7 @@ def _lengths(model: Model, prepared: Sequence[Any]) -> list[Any]:
     """Tokens of each prepared item; instead of a number, the outcome of an item that has failed."""
 
     def count(items: Sequence[Any]) -> list[Any]:
-        return [each if isinstance(each, SETTLED) else int(model.tokens(each)) for each in items]
+        return [each if isinstance(each, NON_VALUES) else int(model.tokens(each)) for each in items]
 
     return isolate(count, prepared, name=f"{type(model).__name__}.tokens", convert=_as_it_is)
 

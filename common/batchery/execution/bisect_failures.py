@@ -10,7 +10,7 @@ from batchery.errors import OutOfMemory, WrongLength
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 
 #: Outcomes that are not values. An item with one of them needs no forward pass.
-SETTLED = (Failed, RetryAfter, Replace, Ignore, Reject)
+NON_VALUES = (Failed, RetryAfter, Replace, Ignore, Reject)
 
 
 def isolate(
@@ -82,7 +82,7 @@ def as_failed(outcome: Any) -> Any:
 def _plain(outcome: Any) -> Any:
     """Turns rows of arrays and tensors into lists, which JSON can write."""
     outcome = as_failed(outcome)
-    if isinstance(outcome, SETTLED):
+    if isinstance(outcome, NON_VALUES):
         return outcome
     to_list = getattr(outcome, "tolist", None)
     return to_list() if callable(to_list) else outcome

@@ -25,8 +25,8 @@ from kombu.exceptions import KombuError
 from kombu.utils import json
 
 from batchery.errors import SettingsError
+from batchery.protocol.completion_stream import FIELD, ids_of, stream_key
 from batchery.protocol.multi_item import HEADER, VERSION
-from batchery.protocol.reply_stream import FIELD, ids_of, reply_key
 from batchery_producer.results.answers import Answer, answer_of
 from batchery_producer.results.polling import PollingCollector
 from batchery_producer.retry import RetryPolicy
@@ -116,7 +116,7 @@ class RedisCollector(PollingCollector):
         )
         #: Name of the reply stream, in the headers of jobs.
         self._name = uuid()
-        self._key = reply_key(backend, self._name)
+        self._key = stream_key(backend, self._name)
         self._last = b"0"
         self._is_made = False
         self._is_plain = type(backend) is RedisBackend and self._backend.serializer == "json"

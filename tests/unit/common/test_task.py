@@ -153,7 +153,7 @@ def test_a_failure_raises_what_it_says(app: Celery) -> None:
             result.get()
 
 
-def test_what_a_function_raises_is_raised_with_its_traceback_in_text(app: Celery) -> None:
+def test_exception_of_a_function_is_raised_with_its_traceback_as_text(app: Celery) -> None:
     task = make(app, lambda items: [1 // item for item in items], name="divide")
     with pytest.raises(ZeroDivisionError):
         task(0)

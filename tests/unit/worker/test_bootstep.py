@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from batchery import BatchTask, Model, Settings, install, register
 from batchery_worker import bootstep
 from batchery_worker.bootstep import BatchStep, is_served, prefetch_jobs
-from batchery_worker.pool import BatchPool, HybridPool, OrdinaryThreads
+from batchery_worker.completion.ordinary import OrdinaryThreads
+from batchery_worker.pool import BatchPool, HybridPool
 from batchery_worker.request import BatchRequest
 
 

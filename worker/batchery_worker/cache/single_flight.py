@@ -7,7 +7,7 @@ its duplicates is computed separately: it may succeed, and each job counts its o
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from batchery.execution.bisect_failures import SETTLED
+from batchery.execution.bisect_failures import NON_VALUES
 from batchery_worker.cache.keys import digests
 from batchery_worker.cache.store import ResultCache
 from batchery_worker.ipc.messages import Work
@@ -17,7 +17,7 @@ from batchery_worker.ipc.values import Encoded, encoded
 Run = Callable[[list[Any]], Sequence[Any]]
 
 
-class Folding:
+class DedupedBatch:
     """The items of a batch, by their cache keys."""
 
     def __init__(self, keys: Sequence[bytes | None], found: Mapping[bytes, bytes]) -> None:
@@ -36,25 +36,25 @@ class Folding:
         #: Position of an item that is computed -> positions of its duplicates.
         self._duplicates: dict[int, list[int]] = {}
         #: Positions of the items that must be computed, in order.
-        self.places: list[int] = []
+        self.positions: list[int] = []
         self.hits = self.computed = 0
         first: dict[bytes, int] = {}
-        for place, key in enumerate(keys):
+        for position, key in enumerate(keys):
             if key in self._known:
                 self.hits += 1
             elif key is not None and key in first:
-                self._duplicates[first[key]].append(place)
+                self._duplicates[first[key]].append(position)
             else:
-                self.places.append(place)
+                self.positions.append(position)
                 if key is not None:
-                    first[key] = place
-                    self._duplicates[place] = []
+                    first[key] = position
+                    self._duplicates[position] = []
 
     def run(self, chosen: Sequence[Any], before: Mapping[bytes, Any], run: Run) -> list[Any]:
         """Computes the items that must be computed.
 
         Args:
-            chosen: The items at `places`, prepared.
+            chosen: The items at `positions`, prepared.
             before: Values of the previous batch, which ran while this one was prepared.
             run: Called at most twice: for different items, then for duplicates that need it.
 
@@ -62,13 +62,15 @@ class Folding:
             One outcome per item of the batch, in order.
         """
         left = [
-            (place, item)
-            for place, item in zip(self.places, chosen, strict=True)
-            if not self._recall(place, before)
+            (position, item)
+            for position, item in zip(self.positions, chosen, strict=True)
+            if not self._recall(position, before)
         ]
         without = self._compute(left, run)
         again = [
-            (each, item) for place, item in without for each in self._duplicates.get(place, ())
+            (each, item)
+            for position, item in without
+            for each in self._duplicates.get(position, ())
         ]
         self._compute(again, run)
         return self._outcomes()
@@ -97,12 +99,12 @@ class Folding:
         return {
             "items": items,
             "hits": self.hits,
-            "folded": items - self.hits - self.computed,
+            "deduplicated": items - self.hits - self.computed,
             "computed": self.computed,
         }
 
-    def _recall(self, place: int, before: Mapping[bytes, Any]) -> bool:
-        key = self._keys[place]
+    def _recall(self, position: int, before: Mapping[bytes, Any]) -> bool:
+        key = self._keys[position]
         if key is None or key not in before:
             return False
         self._known[key] = before[key]
@@ -115,23 +117,23 @@ class Folding:
         self.computed += len(part)
         without = []
         outcomes = run([item for _, item in part])
-        for (place, item), outcome in zip(part, outcomes, strict=True):
-            key = self._keys[place]
-            if key is None or isinstance(outcome, SETTLED):
-                self._unshared[place] = outcome
-                without.append((place, item))
+        for (position, item), outcome in zip(part, outcomes, strict=True):
+            key = self._keys[position]
+            if key is None or isinstance(outcome, NON_VALUES):
+                self._unshared[position] = outcome
+                without.append((position, item))
             else:
                 self.computed_values[key] = self._known[key] = outcome
         return without
 
     def _outcomes(self) -> list[Any]:
         return [
-            self._unshared[place] if place in self._unshared else self._known[key]  # type: ignore[index]
-            for place, key in enumerate(self._keys)
+            self._unshared[position] if position in self._unshared else self._known[key]  # type: ignore[index]
+            for position, key in enumerate(self._keys)
         ]
 
 
-class Reuse:
+class SingleFlight:
     """The cache as one device uses it; each method is called by one thread at a time."""
 
     def __init__(self, cache: ResultCache) -> None:
@@ -140,7 +142,7 @@ class Reuse:
         #: batches, and stores their results before it answers.
         self._before: Mapping[bytes, Any] = {}
 
-    def begin(self, work: Work, items: Sequence[Any], identity: str) -> Folding | None:
+    def begin(self, work: Work, items: Sequence[Any], identity: str) -> DedupedBatch | None:
         """Finds the items of a batch that must be computed; the previous batch may still run.
 
         Args:
@@ -156,31 +158,31 @@ class Reuse:
         version = (work.task, work.cache.version, identity)
         keys = digests(version, work.keywords, items)
         wanted = list(dict.fromkeys(key for key in keys if key is not None))
-        return Folding(keys, self._cache.get(work.task, wanted))
+        return DedupedBatch(keys, self._cache.get(work.task, wanted))
 
-    def run(self, folding: Folding | None, items: Sequence[Any], run: Run) -> list[Any]:
+    def run(self, deduped: DedupedBatch | None, items: Sequence[Any], run: Run) -> list[Any]:
         """Computes the items that must be computed; on the main thread.
 
         Args:
-            folding: What `begin` returned for the batch.
+            deduped: What `begin` returned for the batch.
             items: The items that must be computed, prepared; all items for a task without a cache.
             run: Computes items.
         """
-        before, self._before = self._before, {} if folding is None else folding.computed_values
-        if folding is None:
+        before, self._before = self._before, {} if deduped is None else deduped.computed_values
+        if deduped is None:
             return list(run(list(items)))
-        return folding.run(items, before, run)
+        return deduped.run(items, before, run)
 
-    def keep(self, folding: Folding, work: Work) -> dict[str, Any]:
+    def keep(self, deduped: DedupedBatch, work: Work) -> dict[str, Any]:
         """Stores the computed results, before the batch is answered.
 
         Args:
-            folding: What `begin` returned for the batch; encoded.
+            deduped: What `begin` returned for the batch; encoded.
             work: The batch.
 
         Returns:
             Figures for the statistics.
         """
         assert work.cache is not None
-        told = self._cache.put(work.task, folding.fresh(), work.cache)
-        return {**folding.counts(), **told, **self._cache.trouble()}
+        told = self._cache.put(work.task, deduped.fresh(), work.cache)
+        return {**deduped.counts(), **told, **self._cache.take_errors()}

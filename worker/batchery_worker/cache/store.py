@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from batchery.protocol.reply_stream import backend_prefix
+from batchery.protocol.completion_stream import backend_prefix
 from batchery_worker.ipc.commit_context import CachePolicy
 
 T = TypeVar("T")
@@ -107,7 +107,7 @@ class ResultCache:
             told = {"bytes": size, "results": count, "evicted": told.get("evicted", 0) + evicted}
         return told
 
-    def trouble(self) -> dict[str, Any]:
+    def take_errors(self) -> dict[str, Any]:
         """The number of `errors` since the last call, and the last `error`; usually empty."""
         failed = [each for each in (self._reads, self._writes) if each.errors]
         if not failed:

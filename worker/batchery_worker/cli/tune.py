@@ -20,7 +20,7 @@ from rich.table import Table
 from batchery.cli.app import DEFAULT_APP, load_app
 from batchery.errors import SettingsError, StartError
 from batchery.execution.batch import compute, prepare
-from batchery.execution.bisect_failures import SETTLED
+from batchery.execution.bisect_failures import NON_VALUES
 from batchery.install import installation_of
 from batchery.model import Model
 from batchery.task import ModelTask
@@ -337,7 +337,7 @@ def tuned(
     """
     tell(f"loading {task.name} on {device}")
     model = load_model(task, device)
-    items = [each for each in prepare(model, texts, {}) if not isinstance(each, SETTLED)]
+    items = [each for each in prepare(model, texts, {}) if not isinstance(each, NON_VALUES)]
     if not items:
         raise StartError(f"model {task.name!r}: none of {len(texts)} texts is fit to run")
     grid = Grid(model, items, device, memory_of(device))

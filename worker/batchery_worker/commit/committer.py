@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import redis
 from kombu.utils import json as kombu_json
 
-from batchery.protocol.reply_stream import reply_key
+from batchery.protocol.completion_stream import stream_key
 from batchery.redis_scripts import RedisScripts
 from batchery.retry import is_away, pause_s
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
@@ -231,7 +231,7 @@ class RedisCommitter:
     ) -> None:
         numbers = {entry.index: number for number, entry in enumerate(part, 1)}
         for name, indexes in completion_streams.items():
-            keys.append(reply_key(self._backend, name))
+            keys.append(stream_key(self._backend, name))
             wanted = [index for index in indexes if index in numbers]
             args.append(len(wanted))
             for index in wanted:

@@ -13,7 +13,7 @@ from celery.app import trace
 from celery.backends.redis import RedisBackend
 
 from batchery.protocol import multi_item
-from batchery.protocol.reply_stream import reply_of
+from batchery.protocol.completion_stream import stream_name_of
 from batchery.task import BatchTask
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from batchery_worker.ipc.values import is_portable
@@ -199,7 +199,7 @@ def _completion_streams(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:
     completion_streams: dict[str, list[int]] = {}
     for index, job in enumerate(jobs):
         header = job.payload.message.get(multi_item.HEADER)
-        if header is not None and (name := reply_of(header)) is not None:
+        if header is not None and (name := stream_name_of(header)) is not None:
             completion_streams.setdefault(name, []).append(index)
     return completion_streams
 

@@ -26,7 +26,7 @@ from batchery.errors import BatcheryError
 from batchery.execution.batch import prepare
 from batchery.outcomes import Failed
 from batchery.task import ModelTask
-from batchery_worker.cache.single_flight import Folding, Reuse
+from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.cache.store import ResultCache
 from batchery_worker.commit.committer import RedisCommitter
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
@@ -69,7 +69,7 @@ class Prepared:
     #: The items that have to be computed.
     items: list[Any]
     served: ServedModel | None
-    folding: Folding | None
+    deduped: DedupedBatch | None
     prepare_ms: float
     #: When it was prepared, on the clock of `time.perf_counter`.
     prepared_s: float
@@ -100,7 +100,7 @@ class Device:
         self._setup: Setup
         #: Known after the first model: batch functions may not need torch.
         self._memory = Memory()
-        self._reuse: Reuse
+        self._reuse: SingleFlight
 
     def start(self, setup: Setup) -> Ready:
         """Imports the app, loads the models and warms them up.
@@ -112,7 +112,7 @@ class Device:
         self._setup = setup
         self._name = setup.device
         self._app = import_app(setup)
-        self._reuse = Reuse(ResultCache(self._app.backend))
+        self._reuse = SingleFlight(ResultCache(self._app.backend))
         # Celery's own pools send it in each process: apps open their clients and profilers here.
         signals.worker_process_init.send(sender=None)
         for name in setup.load:
@@ -144,23 +144,25 @@ class Device:
                 os._exit(0)
             started_s = time.perf_counter()
             served = self._served.get(work.task)
-            items, folding = self._choose(work, served)
+            items, deduped = self._choose(work, served)
             prepared_s = time.perf_counter()
             prepare_ms = (prepared_s - started_s) * 1e3
-            self._prepared.put(Prepared(work, items, served, folding, prepare_ms, prepared_s))
+            self._prepared.put(Prepared(work, items, served, deduped, prepare_ms, prepared_s))
 
-    def _choose(self, work: Work, served: ServedModel | None) -> tuple[list[Any], Folding | None]:
+    def _choose(
+        self, work: Work, served: ServedModel | None
+    ) -> tuple[list[Any], DedupedBatch | None]:
         """The items that have to be computed, prepared if their model is loaded."""
         items = [item for _, part, _ in work.jobs for item in part]
-        folding = self._reuse.begin(work, items, served.identity if served is not None else "")
-        if folding is not None:
-            items = [items[place] for place in folding.places]
+        deduped = self._reuse.begin(work, items, served.identity if served is not None else "")
+        if deduped is not None:
+            items = [items[position] for position in deduped.positions]
         if served is not None:
             items = prepare(served.model, items, work.keywords)
-        return items, folding
+        return items, deduped
 
     def _forward(self, batch: Prepared, resolve: Callable[[Any], Any]) -> Computed:
-        work, items, served, folding = batch.work, batch.items, batch.served, batch.folding
+        work, items, served, deduped = batch.work, batch.items, batch.served, batch.deduped
         started_s = time.perf_counter()
         done = Computed(work, prepare_ms=batch.prepare_ms, computed_s=started_s)
         done.queued_ms = (started_s - batch.prepared_s) * 1e3
@@ -169,7 +171,7 @@ class Device:
             if served is None and isinstance(task, ModelTask):
                 # The model of a queue that this worker consumes only since it started.
                 served = self._serve(task)
-                items, folding = self._choose(work, served)
+                items, deduped = self._choose(work, served)
         except BatcheryError as error:
             done.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
             return done
@@ -184,8 +186,8 @@ class Device:
             done.computed_tokens += computed_tokens
             return outcomes
 
-        done.outcomes = self._reuse.run(folding, items, run)
-        done.folding = folding
+        done.outcomes = self._reuse.run(deduped, items, run)
+        done.deduped = deduped
         done.computed_s = time.perf_counter()
         done.forward_ms = (done.computed_s - started_s) * 1e3
         done.figures = self._news()
@@ -197,7 +199,7 @@ class Device:
             with suppress(queue.Empty):
                 self._next = self._prepared.get_nowait()
         # Single flight: which items are left to compute depends on the batch before.
-        if self._next is not None and self._next.served and self._next.folding is None:
+        if self._next is not None and self._next.served and self._next.deduped is None:
             self._next.served.start(self._next.items, self._next.work)
 
     def _commit(self) -> None:

@@ -105,8 +105,8 @@ def _view(task: BatchTask, work: Work, part: range) -> BatchContext:
 
 
 def _context(work: Work, index: int, items: range) -> JobContext:
-    _, carried, is_packed = work.jobs[index]
-    argument = carried if is_packed else carried[0]
+    _, carried, is_multi_item = work.jobs[index]
+    argument = carried if is_multi_item else carried[0]
     message = {"args": [argument], "kwargs": work.keywords, **load_context(work.contexts[index])}
     return JobContext.of(message, items)
 

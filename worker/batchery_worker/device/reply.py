@@ -8,7 +8,7 @@ from typing import Any
 from celery.utils.saferepr import saferepr
 
 from batchery.protocol import multi_item
-from batchery_worker.cache.single_flight import Folding, Reuse
+from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
 from batchery_worker.ipc.messages import Done, Work, batch_facts, encode_outcome, sendable
 from batchery_worker.ipc.values import Encoded, encoded, joined
@@ -32,11 +32,15 @@ class Computed:
     #: See `Done`.
     figures: Mapping[str, Any] | None = None
     #: Which items share a result; None if each item was computed.
-    folding: Folding | None = None
+    deduped: DedupedBatch | None = None
 
 
 def answer(
-    batch: Computed, device: str, committer: Committer, backend: Any, reuse: Reuse | None = None
+    batch: Computed,
+    device: str,
+    committer: Committer,
+    backend: Any,
+    reuse: SingleFlight | None = None,
 ) -> Done:
     """Commits what can be committed, and says what became of each job.
 
@@ -49,8 +53,8 @@ def answer(
     """
     started_s = time.perf_counter()
     work, context = batch.work, batch.work.commit
-    if batch.folding is not None:
-        batch.outcomes = batch.folding.encode()
+    if batch.deduped is not None:
+        batch.outcomes = batch.deduped.encode()
     outcomes = list(_by_job(batch))
     settled = [
         EncodedOutcome(task_id, encode_outcome(outcome, backend))
@@ -72,9 +76,9 @@ def answer(
         )
         statuses = committer.commit(settled, context, facts)
     reused = None
-    if batch.folding is not None and reuse is not None:
+    if batch.deduped is not None and reuse is not None:
         # The callers come first: they wait.
-        reused = reuse.keep(batch.folding, work)
+        reused = reuse.keep(batch.deduped, work)
     return Done(
         id=work.id,
         jobs=[
@@ -129,9 +133,9 @@ def _head(value: Any, count: int) -> Any:
 def _by_job(batch: Computed) -> Iterator[Any]:
     """Groups the outcomes of the items by the jobs that carried them."""
     start = 0
-    for _, items, is_packed in batch.work.jobs:
+    for _, items, is_multi_item in batch.work.jobs:
         part = batch.outcomes[start : start + len(items)]
-        yield _packed(part) if is_packed else part[0]
+        yield _packed(part) if is_multi_item else part[0]
         start += len(items)
 
 

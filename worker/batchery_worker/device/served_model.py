@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from batchery.execution.batch import Limit, compute, first_passes
-from batchery.execution.bisect_failures import SETTLED
+from batchery.execution.bisect_failures import NON_VALUES
 from batchery.execution.lookahead import Lookahead
 from batchery.model import Model
 from batchery_worker.batching.cost_model import CostModel, Costs
@@ -153,7 +153,7 @@ class ServedModel:
         if (self._passes, self._passed_tokens) != (self._planned_passes, computed_tokens):
             # A pass failed and ran again in parts.
             return
-        fit = sum(not isinstance(each, SETTLED) for each in items)
+        fit = sum(not isinstance(each, NON_VALUES) for each in items)
         self._cost_model.ran(computed_tokens, fit, self._passes, took_ms)
 
     def _plan(self, lengths: Sequence[int], max_batch_size: int) -> list[list[int]]:

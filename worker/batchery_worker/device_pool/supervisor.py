@@ -138,13 +138,13 @@ class DeviceSupervisor:
         for device in list(self.devices):
             self._guard(self._on_readable)(device)
 
-    def retire(self) -> None:
+    def stop_restarting(self) -> None:
         """Stops restarting and recycling devices, because the worker is about to stop."""
         self._stopping = True
 
     def stop(self, *, kill_at_once: bool) -> None:
         """Ends all device processes; the batches that they still hold are not answered."""
-        self.retire()
+        self.stop_restarting()
         for device in self.devices:
             self._ignore(device)
             device.dismiss()

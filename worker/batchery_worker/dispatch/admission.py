@@ -74,7 +74,7 @@ class Admission:
         message = call.message
         argument = only_item(task.name, message.get("args") or ())
         header = message.get(multi_item.HEADER)
-        call.items, call.is_packed = multi_item.items_of(argument, header)
+        call.items, call.is_multi_item = multi_item.items_of(argument, header)
         _check_portable(call.items, message.get("kwargs"))
         if task.sees_request:
             call.context = _context(message)

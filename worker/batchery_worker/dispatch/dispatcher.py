@@ -139,7 +139,7 @@ class Dispatcher:
         """
         self._draining = True
         self._scheduler.clear()
-        self._supervisor.retire()
+        self._supervisor.stop_restarting()
         hub = Hub()
         self.attach(hub)
         while (self._supervisor.dispatched or self._settlement.pending) and not is_cold_shutdown():
@@ -223,7 +223,7 @@ class Dispatcher:
             id=next(self._batch_ids),
             task=task.name,
             keywords=jobs[0].payload.message.get("kwargs") or {},
-            jobs=[(job.id, job.payload.items, job.payload.is_packed) for job in jobs],
+            jobs=[(job.id, job.payload.items, job.payload.is_multi_item) for job in jobs],
             max_batch_size=jobs[0].limits.max_batch_size,
             max_batch_tokens=self._admission.max_batch_tokens(task),
             soft_time_limit_s=soft_limit_s,

@@ -16,7 +16,7 @@ from celery.canvas import Signature
 from kombu.utils import json
 
 from batchery.errors import UnserialisableResult
-from batchery.execution.bisect_failures import SETTLED
+from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.values import Encoded, is_plain
@@ -191,7 +191,7 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
 
 def sendable(outcome: Any) -> Any:
     """The outcome of one item of a multi-item job; a failure if JSON cannot write it."""
-    if isinstance(outcome, SETTLED):
+    if isinstance(outcome, NON_VALUES):
         return outcome
     try:
         return outcome if is_plain(outcome) else json.loads(json.dumps(outcome))

@@ -176,7 +176,7 @@ def test_the_tables_show_what_each_cache_has_saved() -> None:
         "hit_rate": 0.9,
         "items": 1000,
         "hits": 850,
-        "folded": 50,
+        "deduplicated": 50,
         "results": 1234,
         "bytes": 3 * 2**20,
         "errors": 0,
@@ -185,7 +185,7 @@ def test_the_tables_show_what_each_cache_has_saved() -> None:
     failing = {**cache, "errors": 2, "error": "cannot be written: OOM"}
     caches = {"embed": cache, "mood": failing}
     text = drawn(survey(one=figures(clock_s=1.0, jobs=1, items=1, caches=caches)))
-    saved = "90 % of 1,000 items not computed: 850 hits, 50 folded; 1,234 results, 3 MiB"
+    saved = "90 % of 1,000 items not computed: 850 hits, 50 deduplicated; 1,234 results, 3 MiB"
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert f"cache of embed {saved}" in rows
     assert f"cache of mood {saved}; 2 errors, cannot be written: OOM" in " ".join(rows)

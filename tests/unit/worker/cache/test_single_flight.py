@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed, Ignore, RetryAfter
-from batchery_worker.cache.single_flight import Folding
+from batchery_worker.cache.single_flight import DedupedBatch
 from batchery_worker.ipc.values import Encoded
 
 #: Lower case is computed; `x...` fails as often as its number says; `-` has no name.
@@ -38,14 +38,14 @@ class Function:
         return item.upper()
 
 
-def fold(items: Sequence[str], found: dict[bytes, bytes] | None = None) -> Folding:
-    return Folding([key(item) for item in items], found or {})
+def fold(items: Sequence[str], found: dict[bytes, bytes] | None = None) -> DedupedBatch:
+    return DedupedBatch([key(item) for item in items], found or {})
 
 
 def run(
-    folding: Folding, items: Sequence[str], function: Function, before: Any = None
+    deduped: DedupedBatch, items: Sequence[str], function: Function, before: Any = None
 ) -> list[Any]:
-    return folding.run([items[place] for place in folding.places], before or {}, function)
+    return deduped.run([items[place] for place in deduped.positions], before or {}, function)
 
 
 def value(outcome: Any) -> Any:
@@ -54,90 +54,90 @@ def value(outcome: Any) -> Any:
 
 def test_equal_items_of_a_batch_are_computed_once() -> None:
     items, function = ["a", "b", "a", "a", "c", "b"], Function()
-    folding = fold(items)
-    assert folding.places == [0, 1, 4]
-    assert run(folding, items, function) == ["A", "B", "A", "A", "C", "B"]
+    deduped = fold(items)
+    assert deduped.positions == [0, 1, 4]
+    assert run(deduped, items, function) == ["A", "B", "A", "A", "C", "B"]
     assert function.calls == [["a", "b", "c"]]
-    assert folding.counts() == {"items": 6, "hits": 0, "folded": 3, "computed": 3}
+    assert deduped.counts() == {"items": 6, "hits": 0, "deduplicated": 3, "computed": 3}
 
 
 def test_item_with_a_cached_result_is_not_computed() -> None:
     items, function = ["a", "b", "a"], Function()
-    folding = fold(items, {b"a": b'"stored"'})
-    outcomes = run(folding, items, function)
+    deduped = fold(items, {b"a": b'"stored"'})
+    outcomes = run(deduped, items, function)
     assert [value(each) for each in outcomes] == ["stored", "B", "stored"]
     assert function.calls == [["b"]]
-    assert folding.counts() == {"items": 3, "hits": 2, "folded": 0, "computed": 1}
-    folding.encode()
-    assert folding.fresh() == {b"b": b'"B"'}
+    assert deduped.counts() == {"items": 3, "hits": 2, "deduplicated": 0, "computed": 1}
+    deduped.encode()
+    assert deduped.fresh() == {b"b": b'"B"'}
 
 
 def test_item_that_the_previous_batch_computed_is_not_computed() -> None:
     items, function = ["a", "b", "b", "a"], Function()
-    folding = fold(items)
-    assert run(folding, items, function, {b"b": "before"}) == ["A", "before", "before", "A"]
+    deduped = fold(items)
+    assert run(deduped, items, function, {b"b": "before"}) == ["A", "before", "before", "A"]
     assert function.calls == [["a"]]
-    assert folding.counts() == {"items": 4, "hits": 0, "folded": 3, "computed": 1}
-    assert folding.computed_values == {b"a": "A"}
+    assert deduped.counts() == {"items": 4, "hits": 0, "deduplicated": 3, "computed": 1}
+    assert deduped.computed_values == {b"a": "A"}
 
 
 def test_function_is_not_called_if_all_results_are_known() -> None:
     items, function = ["a", "b"], Function()
-    folding = fold(items, {b"a": b"1"})
-    assert [value(each) for each in run(folding, items, function, {b"b": 2})] == [1, 2]
+    deduped = fold(items, {b"a": b"1"})
+    assert [value(each) for each in run(deduped, items, function, {b"b": 2})] == [1, 2]
     assert not function.calls
 
 
 def test_duplicates_of_a_failed_item_are_computed_separately() -> None:
     items, function = ["x1", "a", "x1", "x1", "a"], Function()
-    folding = fold(items)
-    outcomes = run(folding, items, function)
+    deduped = fold(items)
+    outcomes = run(deduped, items, function)
     assert isinstance(outcomes[0], Failed)
     assert outcomes[1:] == ["A", "X1", "X1", "A"]
     assert function.calls == [["x1", "a"], ["x1", "x1"]]
-    assert folding.counts() == {"items": 5, "hits": 0, "folded": 1, "computed": 4}
-    assert folding.computed_values == {b"a": "A", b"x1": "X1"}
+    assert deduped.counts() == {"items": 5, "hits": 0, "deduplicated": 1, "computed": 4}
+    assert deduped.computed_values == {b"a": "A", b"x1": "X1"}
 
 
 def test_only_values_are_cached() -> None:
     settled = [Failed("no"), RetryAfter(1), Ignore()]
-    folding = Folding([b"a", b"b", b"c"], {})
-    assert folding.run(["a", "b", "c"], {}, lambda _: settled) == settled
-    folding.encode()
-    assert not folding.computed_values
-    assert not folding.fresh()
+    deduped = DedupedBatch([b"a", b"b", b"c"], {})
+    assert deduped.run(["a", "b", "c"], {}, lambda _: settled) == settled
+    deduped.encode()
+    assert not deduped.computed_values
+    assert not deduped.fresh()
 
 
 def test_item_without_a_key_is_computed_for_itself() -> None:
     items, function = ["-", "-"], Function()
-    folding = fold(items)
-    assert run(folding, items, function) == ["-", "-"]
+    deduped = fold(items)
+    assert run(deduped, items, function) == ["-", "-"]
     assert function.calls == [["-", "-"]]
-    assert not folding.fresh()
+    assert not deduped.fresh()
 
 
 def test_a_value_is_encoded_once_for_all_of_its_jobs() -> None:
     items, function = ["a", "a"], Function()
-    folding = fold(items)
-    run(folding, items, function)
-    first, second = folding.encode()
+    deduped = fold(items)
+    run(deduped, items, function)
+    first, second = deduped.encode()
     assert first is second
     assert first.json == b'"A"'
 
 
 def test_value_that_cannot_be_encoded_stays_as_it_is() -> None:
     outcomes = [object(), {"__type__": "date", "__value__": "today"}, date(2026, 1, 2)]
-    folding = Folding([b"a", b"b", b"c"], {})
-    folding.run(["a", "b", "c"], {}, lambda _: outcomes)
-    encoded = folding.encode()
+    deduped = DedupedBatch([b"a", b"b", b"c"], {})
+    deduped.run(["a", "b", "c"], {}, lambda _: outcomes)
+    encoded = deduped.encode()
     assert encoded[:2] == outcomes[:2]
     assert encoded[2].value == date(2026, 1, 2)
-    assert list(folding.fresh()) == [b"c"]
+    assert list(deduped.fresh()) == [b"c"]
 
 
 def test_a_result_of_the_cache_is_decoded_as_celery_would() -> None:
-    folding = Folding([b"a"], {b"a": b'{"__type__": "date", "__value__": "2026-01-02"}'})
-    (outcome,) = folding.run([], {}, lambda _: [])
+    deduped = DedupedBatch([b"a"], {b"a": b'{"__type__": "date", "__value__": "2026-01-02"}'})
+    (outcome,) = deduped.run([], {}, lambda _: [])
     assert outcome.value == date(2026, 1, 2)
 
 
@@ -146,9 +146,9 @@ def test_each_item_gets_its_own_outcome_or_that_of_an_equal_item(
     items: list[str], stored: set[str], learnt: set[str]
 ) -> None:
     function = Function()
-    folding = fold(items, {each.encode(): f'"{each.upper()}"'.encode() for each in stored})
+    deduped = fold(items, {each.encode(): f'"{each.upper()}"'.encode() for each in stored})
     before = {each.encode(): each.upper() for each in learnt}
-    outcomes = run(folding, items, function, before)
+    outcomes = run(deduped, items, function, before)
     assert len(outcomes) == len(items)
     for item, outcome in zip(items, outcomes, strict=True):
         if isinstance(outcome, Failed):
@@ -164,11 +164,11 @@ def test_each_item_gets_its_own_outcome_or_that_of_an_equal_item(
             assert function.counts[item] == count
         else:
             assert function.counts[item] == (item not in shared)
-    counts = folding.counts()
+    counts = deduped.counts()
     assert counts["items"] == len(items)
-    assert counts["hits"] + counts["folded"] + counts["computed"] == len(items)
+    assert counts["hits"] + counts["deduplicated"] + counts["computed"] == len(items)
     assert counts["computed"] == sum(function.counts.values())
     assert len(function.calls) <= 2
     # And so they stay when they are encoded.
-    after = [value(each) for each in folding.encode()]
+    after = [value(each) for each in deduped.encode()]
     assert after == [value(each) for each in outcomes]

@@ -8,7 +8,7 @@ import pytest
 
 from batchery import Model
 from batchery.errors import ModelLoadError
-from batchery_worker.cache.single_flight import Reuse
+from batchery_worker.cache.single_flight import SingleFlight
 from batchery_worker.device.loading import identity_of
 from batchery_worker.ipc.commit_context import CachePolicy
 from batchery_worker.ipc.messages import Work
@@ -33,7 +33,7 @@ class Store:
             self.kept.update(results)
         return {"results": len(self.kept)}
 
-    def trouble(self) -> dict[str, Any]:
+    def take_errors(self) -> dict[str, Any]:
         return {"errors": 1, "error": "away"} if self.away else {}
 
 
@@ -42,7 +42,7 @@ class Device:
 
     def __init__(self) -> None:
         self.store = Store()
-        self.reuse = Reuse(self.store)  # type: ignore[arg-type]
+        self.reuse = SingleFlight(self.store)  # type: ignore[arg-type]
         self.computed: list[Any] = []
 
     def prepare(self, *items: Any, version: str = "1", identity: str = "", **keywords: Any) -> Any:
@@ -52,15 +52,15 @@ class Device:
         return work, items, self.reuse.begin(work, items, identity)
 
     def forward(self, batch: Any) -> list[Any]:
-        _, items, folding = batch
-        chosen = items if folding is None else [items[place] for place in folding.places]
-        outcomes = self.reuse.run(folding, chosen, self._run)
+        _, items, deduped = batch
+        chosen = items if deduped is None else [items[place] for place in deduped.positions]
+        outcomes = self.reuse.run(deduped, chosen, self._run)
         return [each.value if isinstance(each, Encoded) else each for each in outcomes]
 
     def commit(self, batch: Any) -> dict[str, Any]:
-        work, _, folding = batch
-        folding.encode()
-        return self.reuse.keep(folding, work)
+        work, _, deduped = batch
+        deduped.encode()
+        return self.reuse.keep(deduped, work)
 
     def all(self, *items: Any, **options: Any) -> list[Any]:
         batch = self.prepare(*items, **options)
@@ -100,7 +100,7 @@ def test_batch_takes_results_of_the_batch_that_ran_while_it_was_prepared() -> No
     assert device.commit(second) == {
         "items": 2,
         "hits": 0,
-        "folded": 1,
+        "deduplicated": 1,
         "computed": 1,
         "results": 3,
     }

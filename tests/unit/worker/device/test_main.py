@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from batchery import Model
-from batchery_worker.cache.single_flight import Folding
+from batchery_worker.cache.single_flight import DedupedBatch
 from batchery_worker.device import __main__ as device_module
 from batchery_worker.device.__main__ import Device, Prepared
 from batchery_worker.device.served_model import ServedModel
@@ -38,7 +38,7 @@ class Launched(Model):
 class NoReuse:
     """Computes everything."""
 
-    def run(self, folding: Any, items: list[Any], run: Any) -> list[Any]:
+    def run(self, deduped: Any, items: list[Any], run: Any) -> list[Any]:
         return list(run(items))
 
 
@@ -57,9 +57,9 @@ def model() -> Launched:
     return Launched()
 
 
-def batch(model: Model, items: list[int], folding: Any = None, size: int = 2) -> Prepared:
+def batch(model: Model, items: list[int], deduped: Any = None, size: int = 2) -> Prepared:
     work = Work(1, "launched", {}, [(str(each), [each], False) for each in items], size, None)
-    return Prepared(work, items, ServedModel("launched", model, "cpu", Memory()), folding, 0.0, 0.0)
+    return Prepared(work, items, ServedModel("launched", model, "cpu", Memory()), deduped, 0.0, 0.0)
 
 
 def forward(device: Any, batch: Prepared) -> list[Any]:
@@ -87,7 +87,7 @@ def test_device_does_not_wait_for_a_next_batch(device: Any, model: Launched) -> 
 
 
 def test_batch_with_single_flight_is_not_started_early(device: Any, model: Launched) -> None:
-    device._prepared.put(batch(model, [9], folding=Folding([None], {})))
+    device._prepared.put(batch(model, [9], deduped=DedupedBatch([None], {})))
     assert forward(device, batch(model, [5])) == [50]
     assert device._next.items == [9]
     assert model.log == ["forward [5]", "results [5]"]

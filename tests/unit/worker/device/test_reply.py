@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed
-from batchery_worker.cache.single_flight import Folding, Reuse
+from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome
 from batchery_worker.device.reply import Computed, answer, text_of
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
@@ -111,26 +111,26 @@ class Memory:
         self.kept.update(results)
         return {"results": len(self.kept)}
 
-    def trouble(self) -> dict[str, Any]:
+    def take_errors(self) -> dict[str, Any]:
         return {}
 
 
-def folded(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> Computed:
+def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> Computed:
     """A batch of `a`, packed `a` and `b`, and `d`: each outcome computed, or found."""
     items = ["a", "a", "b", "d"]
     jobs = [("t1", ["a"], False), ("t2", ["a", "b"], True), ("t3", ["d"], False)]
     cache = CachePolicy("1", 60, 10_000)
     work = Work(5, "task", {}, jobs, 8, None, commit=context(100), cache=cache)
-    folding = Folding([item.encode() for item in items], found)
-    chosen = [items[place] for place in folding.places]
-    computed = folding.run(chosen, {}, lambda part: [outcomes[item] for item in part])
-    return Computed(work, computed, folding=folding)
+    deduped = DedupedBatch([item.encode() for item in items], found)
+    chosen = [items[place] for place in deduped.positions]
+    computed = deduped.run(chosen, {}, lambda part: [outcomes[item] for item in part])
+    return Computed(work, computed, deduped=deduped)
 
 
 def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
     judge, memory = Judge(*[CommitStatus.COMMITTED] * 3), Memory()
-    batch = folded({"a": {"x": 1}, "b": [2.5]}, {b"d": b'"stored"'})
-    done = answer(batch, "cpu", judge, backend, Reuse(memory))  # type: ignore[arg-type]
+    batch = deduplicated({"a": {"x": 1}, "b": [2.5]}, {b"d": b'"stored"'})
+    done = answer(batch, "cpu", judge, backend, SingleFlight(memory))  # type: ignore[arg-type]
     ((jobs, _, _),) = judge.asked
     assert [job.spelled for job in jobs] == [
         ("encoded", b'{"x":1}'),
@@ -143,13 +143,13 @@ def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
         "'stored'",
     ]
     assert memory.kept == {b"a": b'{"x":1}', b"b": b"[2.5]"}
-    assert done.reused == {"items": 4, "hits": 1, "folded": 1, "computed": 2, "results": 2}
+    assert done.reused == {"items": 4, "hits": 1, "deduplicated": 1, "computed": 2, "results": 2}
 
 
 def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
     judge, memory = Judge(*[CommitStatus.NEEDS_TRACER] * 3), Memory()
-    batch = folded({"a": "A", "b": Failed(LookupError("b"))}, {b"d": b'{"y": null}'})
-    done = answer(batch, "cpu", judge, backend, Reuse(memory))  # type: ignore[arg-type]
+    batch = deduplicated({"a": "A", "b": Failed(LookupError("b"))}, {b"d": b'{"y": null}'})
+    done = answer(batch, "cpu", judge, backend, SingleFlight(memory))  # type: ignore[arg-type]
     assert [decode_outcome(rest, backend) for _, rest in done.jobs] == [
         "A",
         [{"ok": "A"}, {"error": {"type": "LookupError", "message": "b"}}],

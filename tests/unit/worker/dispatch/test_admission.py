@@ -67,7 +67,7 @@ def test_a_job_carries_its_item_its_key_and_its_limits(admission: Admission) -> 
         (1.0, 2.0),
     )
     assert job.payload is given
-    assert (given.items, given.is_packed) == (["text"], False)
+    assert (given.items, given.is_multi_item) == (["text"], False)
 
 
 def test_limits_of_the_task_win_over_the_settings(admission: Admission) -> None:
@@ -150,7 +150,7 @@ def test_anything_but_one_positional_argument_is_refused(admission: Admission, a
 
 def test_a_packed_message_counts_its_items(admission: Admission) -> None:
     job = admit(admission, args=[["a", "b", "c"]], batchery={"v": 1, "n": 3})
-    assert (job.items, job.payload.items, job.payload.is_packed) == (3, ["a", "b", "c"], True)
+    assert (job.items, job.payload.items, job.payload.is_multi_item) == (3, ["a", "b", "c"], True)
 
 
 def test_context_of_a_bound_function_travels_with_its_job(admission: Admission) -> None:

@@ -18,7 +18,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 FIELD = b"ids"
 
 
-def reply_of(header: Any) -> str | None:
+def stream_name_of(header: Any) -> str | None:
     """The name of the completion stream that a job asks for.
 
     Args:
@@ -33,12 +33,12 @@ def reply_of(header: Any) -> str | None:
     return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
-def reply_key(backend: Any, name: str) -> bytes:
+def stream_key(backend: Any, name: str) -> bytes:
     """The key of a completion stream, with the prefix that results have.
 
     Args:
         backend: Celery's result backend for Redis.
-        name: A name from `reply_of`.
+        name: A name from `stream_name_of`.
     """
     return backend_prefix(backend) + b"batchery:reply:" + name.encode()
 
