@@ -17,7 +17,6 @@ from batchery.transport import use_leases
 
 logger = logging.getLogger(__name__)
 
-POOL = "batchery_worker.pool:BatchPool"
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
 STEP = "batchery_worker.bootstep:BatchStep"
 
@@ -56,8 +55,9 @@ _installations: WeakKeyDictionary[Celery, Installation] = WeakKeyDictionary()
 def install(app: Celery, **settings: Any) -> Celery:
     """Makes an app able to run batch tasks; ordinary tasks and clients notice nothing.
 
-    The app's workers use Batchery's pool unless the app or the command line names another. Models
-    named in the settings become tasks when the app is finalized; nothing is read before that.
+    Ordinary tasks keep the pool that the app or the command line names. Batch tasks run on devices
+    beside it. Models named in the settings become tasks when the app is finalized; nothing is read
+    before that.
 
     Args:
         app: Any Celery app, configured or not.
@@ -70,7 +70,6 @@ def install(app: Celery, **settings: Any) -> Celery:
     # Celery ranks these defaults above the app's configuration, so its own choice is looked up.
     app.add_defaults(
         lambda: {
-            "worker_pool": _chosen(app, "worker_pool") or POOL,
             "worker_consumer": _chosen(app, "worker_consumer") or CONSUMER,
         }
     )

@@ -1,6 +1,7 @@
 """Lua scripts: each is a file in a folder next to the code that needs it, run by its digest."""
 
 import hashlib
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -12,23 +13,26 @@ import redis
 ScriptCall = tuple[Sequence[Any], Sequence[Any]]
 
 
+#: A line with which a script asks for a file of functions, whose text comes before its own.
+_INCLUDE = re.compile(r"^-- include (\w+)\.lua$", re.MULTILINE)
+
+
 @cache
-def script_text(folder: Path, name: str, prelude: str = "") -> str:
-    """The text of a script.
+def script_text(folder: Path, name: str) -> str:
+    """The text of a script, behind the texts of the files that it includes.
 
     Args:
-        folder: Where its file is.
+        folder: Where its file is, and those that it includes by `-- include other.lua`.
         name: Name of the file, without its ending.
-        prelude: Name of a file of functions that the text begins with; empty for none.
     """
-    names = (prelude, name) if prelude else (name,)
-    return "".join((folder / f"{each}.lua").read_text(encoding="utf-8") for each in names)
+    text = (folder / f"{name}.lua").read_text(encoding="utf-8")
+    return "".join((*(script_text(folder, other) for other in _INCLUDE.findall(text)), text))
 
 
 @cache
-def script_digest(folder: Path, name: str, prelude: str = "") -> str:
+def script_digest(folder: Path, name: str) -> str:
     """The SHA-1 by which Redis knows a script; arguments as for `script_text`."""
-    text = script_text(folder, name, prelude)
+    text = script_text(folder, name)
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
@@ -38,18 +42,16 @@ class RedisScripts:
     If the server does not know a script, it is given the text, and the script runs then.
     """
 
-    def __init__(self, client: "redis.Redis", folder: Path, prelude: str = "") -> None:
+    def __init__(self, client: "redis.Redis", folder: Path) -> None:
         """Reads no file yet, and does not connect.
 
         Args:
             client: A client without kombu's key prefix, which would reach only the first key.
             folder: Where the files are.
-            prelude: Name of a file that each text begins with; empty for none.
         """
         # redis-py types every answer as one of an ordinary and an asynchronous client.
         self._client: Any = client
         self._folder = folder
-        self._prelude = prelude
 
     def run(self, name: str, keys: Sequence[Any], *args: Any) -> Any:
         """Runs a script, with the retries of the client.
@@ -109,7 +111,7 @@ class RedisScripts:
         return answers
 
     def _load(self, name: str) -> None:
-        self._client.script_load(script_text(self._folder, name, self._prelude))
+        self._client.script_load(script_text(self._folder, name))
 
     def _digest(self, name: str) -> str:
-        return script_digest(self._folder, name, self._prelude)
+        return script_digest(self._folder, name)

@@ -32,7 +32,7 @@ TOML_FILE = Path("batchery.toml")
 #: Settings of earlier versions, and their names today.
 RENAMED_SETTINGS = {"lanes": "cpu_streams"}
 
-DEVICE_NAME = re.compile(r"cpu|mps|cuda(:\d+)?")
+DEVICE_NAME = re.compile(r"cpu(:\d+)?|mps|cuda(:\d+)?")
 
 
 def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +187,10 @@ class Settings(BaseSettings):
     ] = {}
     devices: Annotated[
         Literal["auto"] | list[str],
-        Field(description="Where batches run: `auto` is every CUDA device, or the CPU."),
+        Field(
+            description="Where batches run: `auto` is every CUDA device, or the CPU;"
+            " `cpu:0,cpu:1` are two processes."
+        ),
     ] = "auto"
     max_batch_size: Annotated[
         int, Field(gt=0, description="Maximum items of a batch; a full batch leaves at once.")
@@ -209,7 +212,7 @@ class Settings(BaseSettings):
     ] = 0
     prefetch_batches: Annotated[
         int,
-        Field(gt=0, description="Batches of each task that the worker holds beyond those running."),
+        Field(gt=0, description="Batches of each task that a device has waiting in its worker."),
     ] = 2
     device_start_timeout_s: Annotated[
         float, Field(gt=0, description="How long a device may take to load and warm up its models.")
@@ -238,8 +241,8 @@ class Settings(BaseSettings):
         for name in names:
             if not (isinstance(name, str) and DEVICE_NAME.fullmatch(name)):
                 raise ValueError(f"{name!r} is not a device; use 'auto', 'cpu', 'cuda:0' or 'mps'")
-        # `cuda` is `cuda:0`.
-        if len({name if name != "cuda" else "cuda:0" for name in names}) < len(names):
+        # `cuda` is `cuda:0`, and `cpu` is `cpu:0`.
+        if len({f"{name}:0" if name in ("cuda", "cpu") else name for name in names}) < len(names):
             raise ValueError("a device is named twice")
         return names
 

@@ -67,7 +67,7 @@ def executed() -> list[Any]:
 @pytest.fixture(scope="module")
 def run(start_module_worker: StartWorker, redis_url: str) -> Run:
     canvas.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    worker = start_module_worker("apps.canvas", "-Q", "celery")
+    worker = start_module_worker("apps.canvas", "-P", "threads", "-Q", "celery")
     sent = send()
     quick = {"chain", "fine", *range(25), *range(100, 110)}
     wait_for(lambda: set(executed()) == quick, "the first halves")
@@ -89,7 +89,7 @@ def run(start_module_worker: StartWorker, redis_url: str) -> Run:
         redis.set(canvas.GATE, 1)
     assert worker.wait_exit() == 0, worker.log
     assert queue_length(redis_url, "later") == 41 - FULL
-    second = start_module_worker("apps.canvas", "-Q", "celery,later")
+    second = start_module_worker("apps.canvas", "-P", "threads", "-Q", "celery,later")
     return Run(sent, (worker.pid, second.pid))
 
 

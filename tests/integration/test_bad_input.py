@@ -263,10 +263,3 @@ def test_a_task_that_the_device_does_not_know_fails_its_jobs_and_no_device(clien
     for job in jobs:
         with pytest.raises(AppNotImportable, match=r"'apps.ledger.late' is not there"):
             job.get(timeout=TIMEOUT_S)
-
-
-def test_the_pool_says_that_it_cannot_grow(worker: Worker) -> None:
-    for command in (ledger.app.control.pool_grow, ledger.app.control.pool_shrink):
-        answers: Any = command(1, destination=[worker.name], reply=True, timeout=20, limit=1)
-        (answer,) = answers
-        assert "cannot grow or shrink" in str(answer[worker.name]["error"])

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from apps import shop
-from batchery.install import POOL
 from conftest import StartWorker
 from support.harness import TESTS
 
@@ -39,7 +38,7 @@ import os
 from celery.contrib.testing.worker import start_worker
 from apps.memory import app, mates
 options = {{"concurrency": 2, "perform_ping_check": False, "shutdown_timeout": 60}}
-with start_worker(app, pool="{POOL}", **options):
+with start_worker(app, pool="threads", **options):
     jobs = mates.submit_many(range(200))
     together = jobs.get(timeout={TIMEOUT_S}, disable_sync_subtasks=False)
     assert all(job.id in each for job, each in zip(jobs, together, strict=True))

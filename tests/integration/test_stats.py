@@ -146,15 +146,15 @@ def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str) -> No
     assert worker.inspect(shop.app, "stats")["pool"]["oldest_waiting_s"] is None
 
 
-def test_a_worker_with_another_pool_says_why_it_has_no_figures(
+def test_worker_without_devices_says_why_it_has_no_figures(
     worker: Worker, redis_url: str, start_module_worker: StartWorker
 ) -> None:
-    solo = start_module_worker("apps.shop", "-P", "solo", "-Q", "elsewhere")
+    other = start_module_worker("apps.hybrid", "-c", "1", "-Q", "elsewhere")
     answer: Any = shop.app.control.broadcast(
-        "batchery", destination=[solo.name], reply=True, timeout=TIMEOUT_S, limit=1
+        "batchery", destination=[other.name], reply=True, timeout=TIMEOUT_S, limit=1
     )
-    assert "runs no batches" in answer[0][solo.name]["error"]
-    assert solo.stop() == 0
+    assert "no batch task is routed to this worker's queues" in answer[0][other.name]["error"]
+    assert other.stop() == 0
 
 
 def test_a_success_is_explained_by_its_batch(worker: Worker, redis_url: str) -> None:

@@ -1,6 +1,7 @@
 """The transport under plain kombu: no Celery, no task, on every redis-server that there is."""
 
 import contextlib
+import threading
 import time
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import redis
 
 from batchery.transport.redis_schema import Keys
+from support.harness import wait_for
 from support.plain_kombu import Consumer, StartConsumer, leases, queue_of, send, waiting
 
 KEYS = Keys()
@@ -147,6 +149,26 @@ def test_malformed_messages_do_not_use_up_the_prefetch(
     consumer.turn()
     assert consumer.texts == ["1", "2"]
     assert bare.hlen(KEYS.dead) == 5
+
+
+def test_an_acknowledgement_of_another_thread_makes_room_at_once(
+    consume: StartConsumer, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with Celery's pool of threads: no timer may be what moves work on."""
+    monkeypatch.setattr("batchery.transport.SWEEP_INTERVAL_S", 60.0)
+    send(url, "q", *[str(number) for number in range(100)])
+    consumer = consume("q", hub=True, prefetch=1)
+    loop = threading.Thread(target=consumer.hub.run_forever)
+    loop.start()
+    try:
+        for _ in range(100):
+            # Without a wake-up each of them waits for the loop's own poll, a second or more.
+            wait_for(lambda: consumer.messages, "the next one", 30)
+            consumer.messages.pop().ack()
+    finally:
+        consumer.hub.stop()
+        consumer.hub.call_soon(lambda: None)
+        loop.join()
 
 
 def test_a_push_while_there_is_no_room_keeps_the_connection(

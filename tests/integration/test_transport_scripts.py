@@ -207,6 +207,61 @@ def test_requeue_to_the_end(there: Redis) -> None:
     assert there.queue("a") == ["2", "3", "1"]
 
 
+def kombu_message(**changes: Any) -> dict[str, Any]:
+    """A message as kombu writes it."""
+    return {
+        "body": "W1siXCJkZWxpdmVyeV9pbmZvXCI6IHt9Il0sIHt9LCB7fV0=",
+        "headers": {"lang": "py", "stamps": {}, "group_index": 2**60},
+        "properties": {"delivery_info": {"exchange": "", "routing_key": "a"}, "delivery_tag": "t"},
+        **changes,
+    }
+
+
+MARKED = {"redelivered": True}
+
+
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":")])
+@pytest.mark.parametrize(
+    "message",
+    [
+        kombu_message(),
+        kombu_message(headers={}, properties={"delivery_info": {}, "empty": []}),
+        kombu_message(body='"delivery_info": {"headers": {'),
+        kombu_message(headers={"delivery_info": {"of": "the user"}, "headers": {"x": []}}),
+    ],
+)
+def test_requeue_marks_headers_and_delivery_info_and_nothing_else(
+    there: Redis, message: dict[str, Any], separators: tuple[str, str]
+) -> None:
+    expected = json.loads(json.dumps(message))
+    expected["headers"] |= MARKED
+    expected["properties"]["delivery_info"] |= MARKED
+    push(there.client, "a", json.dumps(message, separators=separators))
+    for _ in range(2):
+        ((token, _, _),) = there.drain("a")
+        there.scripts.run("requeue", [KEYS.lease(ME)], "LPUSH", token)
+        (again,) = there.queue("a")
+        assert json.loads(again) == expected
+        assert again.count("redelivered") == 2
+
+
+@pytest.mark.parametrize("message", ["{}", "no json", '{"headers": {', '{"headers": null}', ""])
+def test_requeue_keeps_a_message_without_marks_as_it_is(there: Redis, message: str) -> None:
+    push(there.client, "a", message)
+    ((token, _, _),) = there.drain("a")
+    there.scripts.run("requeue", [KEYS.lease(ME)], "LPUSH", token)
+    assert there.queue("a") == [message]
+
+
+def test_recover_marks_what_a_dead_worker_held(there: Redis) -> None:
+    push(there.client, "a", json.dumps(kombu_message()))
+    there.drain("a")
+    assert there.recover() == 1
+    (again,) = map(json.loads, there.queue("a"))
+    assert again["headers"]["redelivered"] is True
+    assert again["properties"]["delivery_info"]["redelivered"] is True
+
+
 def test_recover_keeps_the_original_order_of_every_queue(there: Redis) -> None:
     for start in range(0, 20, 2):
         push(there.client, "a", str(start), str(start + 1))

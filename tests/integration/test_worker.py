@@ -62,19 +62,6 @@ def test_an_app_without_batch_tasks_starts_no_device(start_worker: StartWorker) 
     assert worker.devices() == []
 
 
-def test_every_other_pool_runs_batches_of_one(start_worker: StartWorker) -> None:
-    for pool in ("solo", "threads", "prefork"):
-        worker = start_worker("apps.shop", "-P", pool, "-c", "1")
-        if pool == "prefork":
-            # Celery cannot tell an explicit -P prefork from its default: this one is ours.
-            assert worker.devices()
-        else:
-            assert "one job at a time" in worker.log
-        results = shop.batch_of.submit_many(range(3)).get(timeout=TIMEOUT_S)
-        assert [result["item"] for result in results] == [0, 1, 2]
-        assert worker.stop() == 0
-
-
 def test_the_prefetch_has_room_for_full_batches(start_worker: StartWorker) -> None:
     worker = start_worker("apps.shop", "-c", "1")
     assert worker.inspect(shop.app, "stats")["prefetch_count"] >= 2 * 64

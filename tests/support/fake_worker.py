@@ -14,9 +14,13 @@ from celery.worker import state as worker_state
 from kombu.message import Message
 
 from apps.batches import FOUR
+from batchery.install import installation_of
+from batchery.task import BatchTask
 from batchery.transport.redis_schema import Keys
+from batchery_worker.completion.ordinary import OrdinaryThreads
+from batchery_worker.device_pool.discovery import choose
 from batchery_worker.ipc.messages import Work
-from batchery_worker.pool import BatchPool
+from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
 from support.fake_devices import FakeDevice, FakeDevices, Loop
 
@@ -93,8 +97,10 @@ class FakeWorker:
         self.loop = loop
         self.channel = FakeChannel()
         self._tags = itertools.count(1)
-        self.pool = BatchPool(2, app=app)
-        self.pool.on_start()
+        tasks = [task for task in app.tasks.values() if isinstance(task, BatchTask)]
+        settings = installation_of(app).settings
+        self.pool = HybridPool(OrdinaryThreads(2, app=app), app, tasks, choose(settings.devices))
+        self.pool.start()
         self.pool.register_with_event_loop(loop)
         self.loop.settle()
 

@@ -1,4 +1,4 @@
-"""What a worker does before it starts: checks the settings, finds room for batches, adds queues."""
+"""What a worker does before it starts: checks settings, adds devices to its pool, and queues."""
 
 import gc
 import logging
@@ -8,16 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 from celery.backends.redis import RedisBackend
+from celery.concurrency.prefork import TaskPool as PreforkPool
+from celery.concurrency.thread import TaskPool as ThreadPool
+from celery.worker import components
 
 from batchery.errors import SettingsError, StartError
 from batchery.install import installation_of
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery_worker import remote_control  # noqa: F401 - registers the command
+from batchery_worker.completion.ordinary import OrdinaryThreads, wait_in_children
+from batchery_worker.device_pool.discovery import choose
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.dispatch.dead_letters import tell_callers
 from batchery_worker.events import use_batch_events
-from batchery_worker.pool import BatchPool
+from batchery_worker.pool import HybridPool
+from batchery_worker.request import BatchRequest
 
 if TYPE_CHECKING:
     _Step: Any
@@ -53,33 +59,79 @@ class BatchStep(_Step):  # type: ignore[misc]
             raise installation.error
         settings = installation.settings
         tell_callers(worker.app)
-        tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
+        all_tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
+        for task in all_tasks:
+            check_options(task)
+        _consume_model_queues(worker.app, all_tasks)
+        tasks = [task for task in all_tasks if is_served(task)]
         if not tasks:
             return
-        for task in tasks:
-            check_options(task)
-        if not isinstance(worker.pool, BatchPool):
+        if worker.pool.is_green:
             logger.warning(
-                "pool %s runs batch tasks one job at a time; start the worker without -P to batch",
+                "pool %s runs batch tasks one job at a time; choose another one to batch",
                 type(worker.pool).__module__,
             )
-        elif worker.app.conf.worker_disable_prefetch:
+            return
+        if worker.app.conf.worker_disable_prefetch:
             raise SettingsError(
                 "worker_disable_prefetch lets no batch grow beyond the concurrency;"
                 " switch it off for workers that run batch tasks"
             )
-        elif worker.autoscale:
-            raise SettingsError(
-                "--autoscale does not go with batches, as devices are as many as there are;"
-                " say -c for the threads of ordinary tasks"
-            )
-        else:
-            _widen_prefetch(worker, prefetch_jobs(tasks, settings))
-            _share_prefetch(worker.app, tasks, settings)
-            _warn_of_memory_limit(worker)
-            _look_for_garbage_less_often()
-        _consume_model_queues(worker.app, tasks)
+        devices = choose(settings.devices)
+        _add_devices(worker, tasks, devices)
+        _widen_prefetch(worker, prefetch_jobs(tasks, settings, len(devices)))
+        _share_prefetch(worker.app, tasks, settings, len(devices))
+        _warn_of_memory_limit(worker)
+        _look_for_garbage_less_often()
         use_batch_events(worker.app)
+
+
+def is_served(task: BatchTask) -> bool:
+    """Whether jobs of a task come to this worker's queues.
+
+    A task without a route may come by any queue that a caller names. A router may look at a job's
+    arguments: then nobody knows before the job is there.
+    """
+    consumed = task.app.amqp.queues.consume_from
+    if isinstance(task, ModelTask):
+        return task.model_queue in consumed
+    try:
+        route = task.app.amqp.router.lookup_route(task.name, (), {}, {}, type(task))
+    except Exception:  # noqa: BLE001 - it is the app's own code
+        return True
+    queue = (route or {}).get("queue")
+    return queue is None or str(getattr(queue, "name", queue)) in consumed
+
+
+def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> None:
+    """Puts devices beside the pool that Celery has just made, before it starts."""
+    ordinary = worker.pool
+    if type(ordinary) is ThreadPool or (
+        isinstance(ordinary, PreforkPool) and not worker.autoscale and _has_only_batches(worker.app)
+    ):
+        # Processes would have nothing to do but what Celery's own tasks are.
+        ordinary = OrdinaryThreads(ordinary.limit, app=worker.app, **ordinary.options)
+    if isinstance(ordinary, PreforkPool):
+        wait_in_children(worker.app)
+    pool = worker.pool = HybridPool(ordinary, worker.app, tasks, devices)
+    for step in worker.steps:
+        if isinstance(step, components.Pool):
+            step.obj = pool
+    process_ordinary = worker.process_task if ordinary.uses_semaphore else worker._process_task
+
+    def process_task(request: Any) -> None:
+        # Batch jobs wait for a device. The semaphore counts the processes of ordinary tasks.
+        is_batch = isinstance(request, BatchRequest)
+        (worker._process_task if is_batch else process_ordinary)(request)
+
+    worker.process_task = process_task
+
+
+def _has_only_batches(app: Any) -> bool:
+    return all(
+        isinstance(task, BatchTask) or name.startswith("celery.")
+        for name, task in app.tasks.items()
+    )
 
 
 def _look_for_garbage_less_often() -> None:
@@ -129,15 +181,13 @@ def _check_cache(task: BatchTask) -> None:
         )
 
 
-def prefetch_jobs(tasks: list[BatchTask], settings: Settings) -> int:
+def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
     """How many unfinished jobs the worker must hold for full batches.
 
-    Every task may have its waiting batches, whichever queue they come from.
+    Every task may have its waiting batches on every device, whichever queue they come from.
     """
-    return sum(
-        (task.max_batch_size or settings.max_batch_size) * (1 + settings.prefetch_batches)
-        for task in tasks
-    )
+    batches = devices * (1 + settings.prefetch_batches)
+    return sum((task.max_batch_size or settings.max_batch_size) * batches for task in tasks)
 
 
 def _widen_prefetch(worker: Any, jobs: int) -> None:
@@ -146,10 +196,11 @@ def _widen_prefetch(worker: Any, jobs: int) -> None:
     A multiplier of 0 means no limit: then there is nothing to raise.
     """
     multiplier = worker.prefetch_multiplier
-    needed = math.ceil(jobs / worker.concurrency)
+    processes = worker.min_concurrency or 1
+    needed = math.ceil(jobs / processes)
     if multiplier and needed > multiplier:
         worker.prefetch_multiplier = needed
-        logger.info("prefetch raised to %d jobs, so that batches fill", needed * worker.concurrency)
+        logger.info("prefetch raised to %d jobs, so that batches fill", needed * processes)
 
 
 def _warn_of_memory_limit(worker: Any) -> None:
@@ -157,7 +208,7 @@ def _warn_of_memory_limit(worker: Any) -> None:
         logger.warning("max_memory_per_child has no effect: only Linux tells what a process holds")
 
 
-def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings) -> None:
+def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings, devices: int) -> None:
     """Gives each model's queue its own part: jobs for a slow one must not keep out all others.
 
     And takes no more at once than one task needs: what is behind may be another worker's.
@@ -166,10 +217,10 @@ def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings) -> Non
     for task in tasks:
         if isinstance(task, ModelTask):
             queue = str(task.model_queue)
-            parts[queue] = parts.get(queue, 0) + prefetch_jobs([task], settings)
+            parts[queue] = parts.get(queue, 0) + prefetch_jobs([task], settings, devices)
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {
-        "drain_messages": max(prefetch_jobs([task], settings) for task in tasks),
+        "drain_messages": max(prefetch_jobs([task], settings, devices) for task in tasks),
         **options,
         "queue_prefetch": {**parts, **options.get("queue_prefetch", {})},
     }

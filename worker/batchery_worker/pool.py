@@ -1,28 +1,22 @@
-"""The Celery pool: where Celery's worker and the dispatcher meet.
-
-Batch tasks go to the devices; ordinary tasks run beside them on threads, as with `-P threads`.
-"""
+"""The worker's pool: ordinary tasks run on the app's own pool, batch tasks on devices beside it."""
 
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from celery.concurrency.thread import TaskPool as ThreadPool
-from celery.worker.request import Request
+from celery import Celery
 from kombu.asynchronous import Hub
 
 from batchery.errors import StartError
 from batchery.install import installation_of
 from batchery.task import BatchTask
-from batchery_worker.completion.backend import for_completion
-from batchery_worker.completion.redis_retry import is_backend_away
+from batchery_worker.completion.ordinary import OrdinaryThreads, run_in_child
 from batchery_worker.device_pool.process import ChildLimits
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
-from batchery_worker.request import BatchRequest, give_back
+from batchery_worker.request import BatchRequest
 from batchery_worker.task_call import TaskCall
 
 logger = logging.getLogger("batchery.pool")
@@ -45,76 +39,98 @@ class PrivateHub:
         self._thread.join()
 
 
-if TYPE_CHECKING:
-    _ThreadPool: Any
-else:
-    _ThreadPool = ThreadPool
+class BatchPool(OrdinaryThreads):
+    """An old name, which apps may have in `worker_pool`: threads for ordinary tasks."""
 
 
-class BatchPool(_ThreadPool):  # type: ignore[misc]
-    """`worker_pool = "batchery_worker.pool:BatchPool"`; `install(app)` sets it."""
+class HybridPool:
+    """Celery's pool for ordinary tasks, with devices for batch tasks.
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
+    What is not said here is the ordinary pool's own: processes, limits, growth, statistics.
+    """
+
+    def __init__(
+        self, ordinary: Any, app: Celery, tasks: Sequence[BatchTask], devices: Sequence[str]
+    ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            ordinary: Any pool of Celery's that has not started.
+            app: The worker's app.
+            tasks: Those that go to devices.
+            devices: Names of the devices.
+        """
+        self._ordinary = ordinary
+        self._app = app
+        self._tasks = tasks
+        self._devices = devices
         self._dispatcher: Dispatcher | None = None
         self._private_hub: PrivateHub | None = None
-        #: Ordinary jobs that wait for a thread, or run on one.
-        self._futures: set[Future[Any]] = set()
 
-    def on_start(self) -> None:
-        """Starts the devices and waits for their models; the worker is ready only after that."""
-        tasks = [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
-        if not tasks:
-            return
+    #: Devices are stopped step by step, which is too much for a signal handler.
+    signal_safe = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ordinary, name)
+
+    # Start
+
+    def start(self) -> None:
+        """Starts the ordinary pool, then the devices; the worker is ready with their models.
+
+        The pool comes first: its processes are forked before there is a thread of ours.
+        """
         try:
-            settings = installation_of(self.app).settings
-            setups = device_setups(self.app, tasks, settings)
-            limits = ChildLimits(
-                self.options.get("maxtasksperchild"), self.options.get("max_memory_per_child")
-            )
-            self._dispatcher = Dispatcher(self.app, settings, setups, limits)
-            self._dispatcher.start()
+            self._ordinary.start()
+            self._start_devices()
         except StartError as error:
-            self._leave(kill_at_once=True)
+            self.terminate()
             logger.critical("%s", error)
             raise SystemExit(error.exit_code) from None
         except BaseException:
-            self._leave(kill_at_once=True)
+            self.terminate()
             raise
-        if self.options.get("threads"):
+
+    def _start_devices(self) -> None:
+        options = self._ordinary.options
+        settings = installation_of(self._app).settings
+        setups = device_setups(self._app, self._tasks, settings, self._devices)
+        limits = ChildLimits(options.get("maxtasksperchild"), options.get("max_memory_per_child"))
+        self._dispatcher = Dispatcher(self._app, settings, setups, limits)
+        self._dispatcher.start()
+        if options.get("threads"):
             # Celery has no event loop for this broker: the dispatcher goes on with its own.
             self._private_hub = PrivateHub(self._dispatcher.hub)
             self._private_hub.start()
 
     def register_with_event_loop(self, loop: Any) -> None:
         """Moves to Celery's event loop; called again after each reconnect to the broker."""
+        self._ordinary.register_with_event_loop(loop)
         if self._dispatcher is not None:
             self._dispatcher.attach(loop)
 
-    def on_apply(
+    # Jobs
+
+    def apply_async(
         self,
         target: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
-        callback: Callable[..., Any] | None = None,
-        accept_callback: Callable[..., Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Takes a job from Celery: batch tasks wait for a device, the rest run on threads."""
-        task = self.app.tasks.get(args[0]) if len(args) > 2 else None
+        """Takes a job from Celery: batch tasks wait for a device, others go to the pool."""
+        task = self._app.tasks.get(args[0]) if len(args) > 2 else None
         if self._dispatcher is None or not isinstance(task, BatchTask):
-            run = partial(self._run_ordinary, target)
-            result = super().on_apply(run, args, kwargs, callback, accept_callback, **options)
-            self._futures.add(result.f)
-            request = getattr(callback, "__self__", None)
-            result.f.add_done_callback(partial(self._on_thread_done, request))
-            return result
+            if self._ordinary.uses_semaphore:
+                target, args = run_in_child, (target, *args)
+            return self._ordinary.apply_async(target, args, kwargs, **options)
+        callback = options.get("callback")
         request = getattr(callback, "__self__", None)
         call = TaskCall(
             target=target,
             args=args,
             callback=callback or _ignore,
-            accept_callback=accept_callback or _ignore,
+            accept_callback=options.get("accept_callback") or _ignore,
             error_callback=options.get("error_callback") or _ignore,
             request=request if isinstance(request, BatchRequest) else None,
         )
@@ -123,73 +139,28 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
             # Celery reads a task's limits once; the remote command `time_limit` sets them later.
             hard, soft = call.request.time_limits
             limits = (soft or task.soft_time_limit, hard or task.time_limit)
-        if self._private_hub is None:
-            self._dispatcher.admit(call, task, limits)
-        else:
-            self._dispatcher.deliver(partial(self._dispatcher.admit, call, task, limits))
+        self._on_loop(partial(self._dispatcher.admit, call, task, limits))
         return None
-
-    def _run_ordinary(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs an ordinary job, whose result waits while its backend is away."""
-        for_completion(self.app.backend)
-        return target(*args, **kwargs)
-
-    def _on_thread_done(self, request: Any, future: Future[Any]) -> None:
-        """An ordinary job has left its thread; one whose result found no backend is given back.
-
-        Celery forgets such a job, and with a lease, which a living worker never loses, so would the
-        queue.
-        """
-        self._futures.discard(future)
-        error = None if future.cancelled() else future.exception()
-        if error is None:
-            return
-        away = is_backend_away(self.app.backend, error)
-        if away and isinstance(request, Request) and request.task.acks_late:
-            logger.warning("%s[%s] is given back: %r", request.name, request.id, error)
-            give_back(request)
-        else:
-            logger.error("a job ended without an outcome", exc_info=error)
 
     def flush(self) -> None:
         """The broker's connection is gone: drops what was not accepted, it will come again."""
-        for future in list(self._futures):
-            # Refused by those that run.
-            future.cancel()
-        if self._dispatcher is None:
-            return
-        if self._private_hub is None:
-            self._dispatcher.forget_waiting()
-        else:
-            # On its own thread, and after the jobs that were handed over before.
-            self._dispatcher.deliver(self._dispatcher.forget_waiting)
+        if self._ordinary.flush is not None:
+            self._ordinary.flush()
+        if self._dispatcher is not None:
+            # On its own thread, if it has one, and after the jobs that were handed over before.
+            self._on_loop(self._dispatcher.forget_waiting)
 
     def restart(self) -> None:
-        """Gives the devices fresh processes, with the code as it is now, and loses no job.
+        """Gives pool and devices fresh processes, with the code as it is now, and loses no job.
 
         The remote control command `pool_restart` asks for it.
         """
-        if self._dispatcher is None:
-            return
-        tasks = [task for task in self.app.tasks.values() if isinstance(task, BatchTask)]
-        renew = partial(self._dispatcher.recycle, task_modules(tasks))
-        if self._private_hub is None:
-            renew()
-        else:
-            self._dispatcher.deliver(renew)
-
-    def on_stop(self) -> None:
-        """Finishes what is on a device, unless the shutdown is a cold one."""
-        # Ordinary tasks that wait are dropped now, but those that run are waited for at the end:
-        # nobody would listen to the devices meanwhile.
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        try:
+            self._ordinary.restart()
+        except NotImplementedError:
+            logger.info("ordinary tasks go on with the old code: threads cannot start anew")
         if self._dispatcher is not None:
-            if self._private_hub is not None:
-                self._private_hub.stop()
-            if not is_cold_shutdown():
-                self._dispatcher.drain()
-            self._leave(kill_at_once=is_cold_shutdown())
-        super().on_stop()
+            self._on_loop(partial(self._dispatcher.recycle, task_modules(self._tasks)))
 
     def finish_answered(self) -> None:
         """Settles what the devices have answered by now; returns when the results are stored.
@@ -199,39 +170,56 @@ class BatchPool(_ThreadPool):  # type: ignore[misc]
         if self._dispatcher is not None and self._private_hub is None:
             self._dispatcher.finish_answered()
 
-    def on_terminate(self) -> None:
+    def terminate_job(self, pid: int, signal: Any = None) -> None:
+        """Kills an ordinary job's process; a device serves a whole batch, and is not killed."""
+        if self._dispatcher is not None and pid in self._dispatcher.pids:
+            logger.info("a job of the batch on pid %s was revoked: its outcome is dropped", pid)
+        else:
+            self._ordinary.terminate_job(pid, signal)
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        if self._private_hub is None:
+            function()
+        elif self._dispatcher is not None:
+            self._dispatcher.deliver(function)
+
+    # End
+
+    def close(self) -> None:
+        """Takes no more ordinary jobs."""
+        self._ordinary.close()
+
+    def stop(self) -> None:
+        """Finishes what is on a device, unless the shutdown is a cold one; then ordinary jobs."""
+        self._ordinary.close()
+        if self._dispatcher is not None:
+            if self._private_hub is not None:
+                self._private_hub.stop()
+            if not is_cold_shutdown():
+                self._dispatcher.drain()
+            self._leave(kill_at_once=is_cold_shutdown())
+        self._ordinary.stop()
+
+    def terminate(self) -> None:
         """Cold shutdown: kills the devices; what they held was not acknowledged."""
         self._leave(kill_at_once=True)
-
-    def terminate_job(self, pid: int, signal: Any = None) -> None:  # noqa: ARG002
-        """Kills nothing, as one process serves a whole batch: the job's outcome will be dropped."""
-        logger.info("a job of the batch on pid %s was revoked: its outcome is dropped", pid)
-
-    def figures(self) -> dict[str, Any] | None:
-        """Devices, waiting jobs and batches; None where the app has no batch task."""
-        return self._dispatcher.info() if self._dispatcher is not None else None
-
-    def grow(self, n: int = 1) -> None:
-        """Refuses: threads and devices are as many as at the start.
-
-        Raises:
-            NotImplementedError: Always; the remote control command answers with it.
-        """
-        raise NotImplementedError(
-            "the pool cannot grow or shrink: restart the worker with another -c or other `devices`"
-        )
-
-    shrink = grow
+        self._ordinary.terminate()
 
     def _leave(self, *, kill_at_once: bool) -> None:
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher.stop(kill_at_once=kill_at_once)
 
-    def _get_info(self) -> dict[str, Any]:
-        info: dict[str, Any] = super()._get_info()
-        info.update(self.figures() or {})
-        return info
+    # Statistics
+
+    def figures(self) -> dict[str, Any] | None:
+        """Devices, waiting jobs and batches; None before the start and after the end."""
+        return self._dispatcher.info() if self._dispatcher is not None else None
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What `celery inspect stats` shows of the pool."""
+        return {**self._ordinary.info, **(self.figures() or {})}
 
 
 def _ignore(*_: Any) -> None:

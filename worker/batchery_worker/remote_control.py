@@ -15,14 +15,10 @@ NAME = "batchery"
 
 @inspect_command(name=NAME)
 def figures(state: Any, **_: Any) -> dict[str, Any]:
-    """Devices, waiting jobs and batches of workers with Batchery's pool."""
-    pool = state.consumer.pool
-    kind = f"{type(pool).__module__}:{type(pool).__name__}"
-    if not hasattr(pool, "figures"):
-        return {"error": f"pool {kind} runs no batches; start the worker without -P"}
-    found = pool.figures()
-    if found is None:
-        return {"error": "the app has no batch task, so no device was started"}
+    """Devices, waiting jobs and batches of a worker."""
+    ask = getattr(state.consumer.pool, "figures", None)
+    if ask is None or (found := ask()) is None:
+        return {"error": "no batch task is routed to this worker's queues, so it has no device"}
     consumer = state.consumer.task_consumer
     # While the broker is away, nothing is consumed.
     queues = sorted(queue.name for queue in consumer.queues) if consumer else []

@@ -25,6 +25,8 @@ class Transport(_Transport):  # type: ignore[misc]
     """Kombu's Redis transport, with leases where a channel consumes."""
 
     Channel = Channel
+    #: Celery's event loop; None in a client, and in a worker that has none.
+    _loop: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -33,12 +35,18 @@ class Transport(_Transport):  # type: ignore[misc]
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Adds the transport to Celery's event loop."""
         super().register_with_event_loop(connection, loop)
+        self._loop = loop
         cycle = self.cycle
         timer = getattr(cycle, "_sweep_tref", None)
         if timer is not None:
             timer.cancel()
         cycle._sweep_tref = loop.call_repeatedly(SWEEP_INTERVAL_S, cycle.sweep)
         loop.on_tick.add(cycle.flush)
+
+    def wake(self) -> None:
+        """Lets the event loop turn once more before it sleeps; from any thread."""
+        if self._loop is not None:
+            self._loop.call_soon(_do_nothing)
 
     def _collect(self, connection: Any) -> None:
         """Leaves a connection that broke, and keeps its leases; the name is kombu's."""
@@ -52,6 +60,10 @@ class SentinelTransport(Transport):
 
     default_port = 26379
     Channel = SentinelChannel
+
+
+def _do_nothing() -> None:
+    """What the loop is woken for stands in its next turn: it asks for messages before it sleeps."""
 
 
 def use_leases() -> None:

@@ -104,8 +104,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
     _draining = _waiting = False
     _brpop_sent_at: float | None
     _prepared: Any = None
-    #: Set from any thread when a lease ends.
-    has_room = False
+    #: Whether a lease has ended since the loop last looked; set from any thread.
+    _has_room = False
     #: Whether the last drain brought nothing although a key was there.
     _fruitless = False
 
@@ -176,7 +176,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
             connection = self.client.connection
             if self._prepared is not connection._sock:
                 self._prepare(connection)
-            self.has_room = False
+            self._has_room = False
             if self.drain.ask(connection):
                 self._in_poll = connection
                 self._brpop_sent_at = monotonic()
@@ -276,9 +276,20 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
             if self._waiting and is_alive and not self.drain.nothing_came(connection):
                 self.ask_again()
 
+    def make_room(self) -> None:
+        """Wakes the loop because a lease has ended, so that it drains again; from any thread."""
+        if not self._has_room:
+            self._has_room = True
+            if (transport := self.connection) is not None:
+                transport.wake()
+
     def look_for_room(self) -> None:
         """Drains again where a queue had its share and no longer has."""
-        if self._waiting and self.drain.left_some_out and self.has_room:
+        if self._draining:
+            # The answer comes, and the loop turns once more.
+            return
+        has_room, self._has_room = self._has_room, False
+        if has_room and self._waiting and self.drain.left_some_out:
             self.ask_again()
 
     def read_push(self) -> None:

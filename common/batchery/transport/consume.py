@@ -314,9 +314,9 @@ def refusals_as_lost_connection() -> Iterator[None]:
 
 def _mark_redelivered(payload: Any) -> None:
     """Marks a message as kombu does: whoever has seen the job before looks twice."""
-    info = payload["properties"].get("delivery_info")
-    if isinstance(info, dict):
-        info["redelivered"] = True
+    for marked in (payload.get("headers"), payload["properties"].get("delivery_info")):
+        if isinstance(marked, dict):
+            marked["redelivered"] = True
 
 
 def active_tokens() -> set[str]:

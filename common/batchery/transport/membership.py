@@ -9,6 +9,7 @@ from typing import Any
 
 import redis
 
+from batchery.fork_gate import fork_gate
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import transport_scripts
 from batchery.transport.worker_registry import expiry_of
@@ -122,7 +123,8 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._stopped.wait(self._pause_s):
             try:
-                self.beat(monotonic())
+                with fork_gate.working():
+                    self.beat(monotonic())
             except (redis.RedisError, OSError) as error:
                 logger.debug("heartbeat: %r", error)
                 self._detector.reset()

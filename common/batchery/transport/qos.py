@@ -52,10 +52,10 @@ class QoS(_QoS):  # type: ignore[misc]
 
     def forget(self, token: str) -> None:
         """Stops counting a message; from any thread."""
-        self.channel.has_room = True
         # A malformed message was never delivered, and so never counted.
         if token in self._delivered:
             self._dirty.add(token)
+        self.channel.make_room()
 
     def ack(self, delivery_tag: str) -> None:
         """Settles a message; Redis is told together with others, before the loop waits again."""

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery, Task
 
 from batchery import BatchTask, Model, SettingsError, install, register
-from batchery.install import CONSUMER, POOL, STEP, installation_of
+from batchery.install import CONSUMER, STEP, installation_of
 from batchery.task import ModelTask
 
 MODELS = {
@@ -42,7 +42,7 @@ def test_ordinary_tasks_are_not_changed_by_install() -> None:
     app.finalize()
     before, after = dict(plain.conf), dict(app.conf)
     changed = {name for name in before | after if before.get(name) != after.get(name)}
-    assert changed <= {"worker_pool", "worker_consumer"}
+    assert changed <= {"worker_consumer"}
     assert set(plain.tasks) == set(app.tasks)
     assert type(task).__mro__[2:] == type(plain_task).__mro__[2:]
     assert isinstance(task, Task)
@@ -51,19 +51,6 @@ def test_ordinary_tasks_are_not_changed_by_install() -> None:
         assert getattr(task, option, None) == getattr(plain_task, option, None)
     assert dict(app.amqp.queues) == dict(plain.amqp.queues)
     assert task.apply((1,)).get() == 2
-
-
-def test_the_pool_is_ours_unless_the_app_says_otherwise() -> None:
-    assert install(make_app()).conf.worker_pool == POOL
-    before = make_app()
-    before.conf.worker_pool = "solo"
-    assert install(before).conf.worker_pool == "solo"
-    after = install(make_app())
-    after.config_from_object({"worker_pool": "threads"})
-    assert after.conf.worker_pool == "threads"
-    read = make_app()
-    assert read.conf.task_default_queue == "celery"
-    assert install(read).conf.worker_pool == POOL
 
 
 def test_the_consumer_is_ours_unless_the_app_says_otherwise() -> None:
@@ -77,7 +64,6 @@ def test_second_install_changes_nothing() -> None:
     app = install(install(make_app(), models=MODELS), models=MODELS)
     app.finalize()
     assert [each for each in app.steps["worker"] if each == STEP] == [STEP]
-    assert app.conf.worker_pool == POOL
     task = app.tasks["embed"]
     assert install(app, models=MODELS) is app
     assert app.tasks["embed"].name == task.name

@@ -88,6 +88,7 @@ def test_devices_are_accepted_in_all_common_spellings(
     [
         ("gpu", "'gpu' is not a device; use 'auto', 'cpu', 'cuda:0' or 'mps'"),
         ("cuda:x", "'cuda:x' is not a device"),
+        ("cpu,cpu:0", "a device is named twice"),
         ("cuda:0,", "'' is not a device"),
         ([], "use 'auto', or a list such as"),
         (0, "use 'auto', or a list such as"),

@@ -59,5 +59,5 @@ def start_pool(
 
     yield start
     for worker in made:
-        worker.pool.on_terminate()
+        worker.pool.terminate()
     worker_state.reset_state()

@@ -7,20 +7,25 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
+from celery.worker.request import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchery import BatchTask, Model, Settings, install, register
 from batchery_worker import bootstep
-from batchery_worker.bootstep import BatchStep, prefetch_jobs
-from batchery_worker.pool import BatchPool
+from batchery_worker.bootstep import BatchStep, is_served, prefetch_jobs
+from batchery_worker.completion.ordinary import OrdinaryThreads
+from batchery_worker.pool import BatchPool, HybridPool
+from batchery_worker.request import BatchRequest
 
 
 class Worker:
     """As much of Celery's `WorkController` as the step reads."""
 
     autoscale: tuple[int, int] | None = None
+    steps: tuple[Any, ...] = ()
     max_tasks_per_child: int | None = None
     max_memory_per_child: int | None = None
 
@@ -28,9 +33,19 @@ class Worker:
         self, app: Celery, *, pool: type = BatchPool, concurrency: int = 2, multiplier: int = 4
     ) -> None:
         self.app = app
-        self.pool = pool(concurrency, app=app)
-        self.concurrency = concurrency
+        self.pool: Any = pool(concurrency, app=app)
+        self.min_concurrency = concurrency
         self.prefetch_multiplier = multiplier
+        #: Names of the tasks whose jobs went to the pool, and of those that waited for a process.
+        self.processed: list[str] = []
+        self.waited: list[str] = []
+        self.process_task = self._process_task_sem
+
+    def _process_task(self, request: Any) -> None:
+        self.processed.append(request.name)
+
+    def _process_task_sem(self, request: Any) -> None:
+        self.waited.append(request.name)
 
 
 def make_app(**settings: Any) -> Celery:
@@ -52,8 +67,10 @@ def prepare(worker: Worker) -> None:
 def test_every_task_has_room_for_its_running_and_its_waiting_batches() -> None:
     app = make_app()
     tasks = [add_task(app, "one", max_batch_size=10), add_task(app, "two")]
-    assert prefetch_jobs(tasks, Settings(max_batch_size=64, prefetch_batches=2)) == 10 * 3 + 64 * 3
-    assert prefetch_jobs([], Settings()) == 0
+    settings = Settings(max_batch_size=64, prefetch_batches=2)
+    assert prefetch_jobs(tasks, settings, devices=1) == 10 * 3 + 64 * 3
+    assert prefetch_jobs(tasks, settings, devices=8) == 8 * (10 * 3 + 64 * 3)
+    assert prefetch_jobs([], settings, devices=1) == 0
 
 
 @settings(max_examples=25)
@@ -99,13 +116,97 @@ def test_a_worker_without_batch_tasks_is_left_alone() -> None:
     assert set(app.amqp.queues.consume_from) == set(app.amqp.queues)
 
 
-def test_another_pool_is_left_alone_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+class GreenPool(SoloPool):
+    is_green = True
+
+
+def test_green_pool_is_left_alone_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     app = make_app()
     add_task(app)
-    worker = Worker(app, pool=SoloPool)
+    worker = Worker(app, pool=GreenPool)
     prepare(worker)
     assert worker.prefetch_multiplier == 4
-    assert "celery.concurrency.solo runs batch tasks one job at a time" in caplog.text
+    assert isinstance(worker.pool, GreenPool)
+    assert "runs batch tasks one job at a time" in caplog.text
+
+
+def ordinary_pool(worker: Worker) -> Any:
+    assert isinstance(worker.pool, HybridPool)
+    return worker.pool._ordinary
+
+
+@pytest.mark.parametrize("pool", [PreforkPool, SoloPool, BatchPool])
+def test_ordinary_tasks_keep_the_pool_that_was_chosen(pool: type) -> None:
+    app = make_app()
+    add_task(app)
+    app.task(name="ordinary", shared=False)(same)
+    worker = Worker(app, pool=pool)
+    prepare(worker)
+    assert type(ordinary_pool(worker)) is pool
+
+
+def test_app_without_ordinary_tasks_starts_no_processes_for_them() -> None:
+    app = make_app()
+    add_task(app)
+    worker = Worker(app, pool=PreforkPool)
+    prepare(worker)
+    assert type(ordinary_pool(worker)) is OrdinaryThreads
+    assert worker.pool.limit == 2
+
+
+def test_autoscale_keeps_the_processes_that_it_scales() -> None:
+    app = make_app()
+    add_task(app)
+    worker = Worker(app, pool=PreforkPool)
+    worker.autoscale = (4, 1)
+    prepare(worker)
+    assert type(ordinary_pool(worker)) is PreforkPool
+
+
+def test_only_ordinary_jobs_wait_for_a_process() -> None:
+    app = make_app()
+    add_task(app, "batch")
+    app.task(name="ordinary", shared=False)(same)
+    worker = Worker(app, pool=PreforkPool)
+    prepare(worker)
+    for kind, name in ((BatchRequest, "batch"), (Request, "ordinary")):
+        request: Any = kind.__new__(kind)
+        request.name = name
+        worker.process_task(request)
+    assert (worker.processed, worker.waited) == (["batch"], ["ordinary"])
+
+
+@pytest.mark.parametrize(
+    ("consumed", "served"),
+    [
+        (None, {"free", "routed", "embed"}),
+        (["celery"], {"free"}),
+        (["theirs", "embed"], {"free", "routed", "embed"}),
+    ],
+)
+def test_task_routed_to_another_worker_s_queue_is_not_served(
+    consumed: list[str] | None, served: set[str]
+) -> None:
+    app = make_app()
+    app.conf.task_routes = {"routed": {"queue": "theirs"}}
+    tasks = [add_task(app, "free"), add_task(app, "routed"), register(app, "embed", Model)]
+    queues: Any = app.amqp.queues
+    queues.select_add("embed")
+    if consumed is None:
+        queues.select_add("theirs")
+    else:
+        queues.select(consumed)
+    assert {task.name for task in tasks if is_served(task)} == served
+
+
+def test_worker_that_serves_no_batch_task_keeps_its_pool() -> None:
+    app = make_app()
+    register(app, "embed", Model)
+    app.amqp.queues.select(["celery"])
+    worker = Worker(app, pool=PreforkPool)
+    prepare(worker)
+    assert type(worker.pool) is PreforkPool
+    assert worker.prefetch_multiplier == 4
 
 
 def test_no_queue_choice_consumes_the_queues_of_all_models() -> None:
@@ -223,14 +324,6 @@ def test_a_cache_in_redis_is_fine() -> None:
     prepare(Worker(app))
 
 
-def test_autoscale_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    app = make_app()
-    add_task(app)
-    worker = Worker(app)
-    worker.autoscale = (4, 1)
-    assert "--autoscale does not go with batches" in refused(worker, caplog)
-
-
 def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_process_holds(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +335,7 @@ def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_proces
     prepare(worker)
     assert not caplog.text
     monkeypatch.setattr(bootstep, "resident_kib", lambda _: None)
+    worker.pool = BatchPool(2, app=app)
     prepare(worker)
     assert "max_memory_per_child has no effect" in caplog.text
 

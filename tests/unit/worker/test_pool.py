@@ -73,7 +73,7 @@ def test_a_warm_shutdown_finishes_what_is_on_a_device_and_nothing_else(
     (waiting,) = worker.receive_each("waits")
     worker.loop.settle()
     worker.device.answer()
-    worker.pool.on_stop()
+    worker.pool.stop()
     assert app.AsyncResult(running.id).get(timeout=1) == "runs"
     assert running.acknowledged
     assert not waiting.acknowledged
@@ -86,7 +86,7 @@ def test_a_device_that_dies_during_a_warm_shutdown_is_not_replaced(start_pool: S
     (running,) = worker.receive_each("runs")
     worker.loop.settle()
     worker.device.die()
-    worker.pool.on_stop()
+    worker.pool.stop()
     assert not running.acknowledged
     assert len(worker.devices.started) == 1
 
@@ -99,7 +99,7 @@ def test_a_cold_shutdown_waits_for_nothing(
     worker.loop.settle()
     worker.device.hangs = True
     monkeypatch.setattr(worker_state, "should_terminate", 0)
-    worker.pool.on_stop()
+    worker.pool.stop()
     assert not running.acknowledged
     assert worker.device.code == -9
 

@@ -48,7 +48,7 @@ STORABLE_KINDS = ("value", "json", "encoded")
 
 def result_scripts(client: "redis.Redis") -> RedisScripts:
     """The scripts that write results, on a client of the result backend's database."""
-    return RedisScripts(client, LUA, prelude="result")
+    return RedisScripts(client, LUA)
 
 
 class MetaWriter:

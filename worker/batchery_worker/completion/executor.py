@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from celery.states import STARTED
 
 from batchery.completion import JobCompletion, completing
+from batchery.fork_gate import fork_gate
 from batchery.retry import RetryDeadlineExceeded
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
@@ -70,7 +71,7 @@ class CompletionExecutor:
     def submit(self, completion: Completion) -> None:
         """Completes one job."""
         self._waiting.append(completion)
-        self._threads.submit(self._complete_next)
+        self._submit(self._complete_next)
 
     def tell_started(self, call: TaskCall, pid: int) -> None:
         """Stores the state STARTED for a job of a tracked task, if possible before its outcome.
@@ -79,11 +80,18 @@ class CompletionExecutor:
             call: The job.
             pid: The process that runs it.
         """
-        call.started = self._threads.submit(self._store_started, call, pid)
+        call.started = self._submit(self._store_started, call, pid)
 
     def stop(self) -> None:
         """Waits for the jobs that were submitted."""
         self._threads.shutdown()
+
+    def _submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+        def run() -> None:
+            with fork_gate.working():
+                function(*args)
+
+        return self._threads.submit(run)
 
     def _store_started(self, call: TaskCall, pid: int) -> None:
         task = self._app.tasks[call.task_name]

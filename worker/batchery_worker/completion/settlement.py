@@ -30,9 +30,6 @@ logger = logging.getLogger("batchery.pool")
 #: Text in events and in the log for a result that is not known any more.
 UNKNOWN_RESULT = "..."
 
-#: Time until the loop's next turn after jobs were settled, in seconds; 0 would be the same turn.
-NEXT_TURN_S = 0.001
-
 
 class Settlement:
     """Settles each job once, and knows how many are being completed."""
@@ -80,9 +77,8 @@ class Settlement:
             _run(function)
             ran = True
         if ran:
-            # Celery acknowledges in the loop's next turn. An idle loop would begin it only when
-            # something happens, up to a second later.
-            self._hub.call_later(NEXT_TURN_S, _ignore)
+            # Celery may have put calls of its own on the loop: acknowledgements, for instance.
+            begin_next_turn(self._hub)
 
     def finish(self) -> None:
         """Waits until no job is being completed; blocks the loop's thread."""
@@ -236,8 +232,14 @@ def log_success(call: TaskCall, text: str, runtime_s: float) -> None:
         trace.info(trace.LOG_SUCCESS, context)
 
 
-def _ignore() -> None:
-    """Does nothing; a scheduled call makes the loop turn."""
+def begin_next_turn(hub: Any) -> None:
+    """Lets a loop turn once more before it sleeps; on the loop's own thread.
+
+    `call_soon` alone wakes a loop for other threads only. Where the loop's own thread calls it from
+    a timer, or from another call of this kind, the loop sleeps first, for up to a second.
+    """
+    if (waker := getattr(hub, "_waker", None)) is not None:
+        waker.wake()
 
 
 def _run(function: Callable[[], None]) -> None:

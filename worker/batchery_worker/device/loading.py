@@ -72,7 +72,7 @@ def check_device(device: str) -> None:
     Raises:
         DeviceUnavailable: It cannot; names the devices that there are.
     """
-    if device == "cpu":
+    if device.partition(":")[0] == "cpu":
         return
     # It imports torch, and a worker on a CPU may have none.
     from batchery_worker.models.hardware.devices import use_device

@@ -11,6 +11,7 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
+from batchery.fork_gate import fork_gate
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.messages import Done, Reply, Setup, Work, dump_message, load_reply
 from batchery_worker.job import DEVICE_DEPTH
@@ -164,6 +165,8 @@ class DeviceProcess:
         self.reported = {}
         self.recycle_due = False
         self.link = Link(ours)
+        # A child that held it open would keep the device alive when this process dies.
+        fork_gate.keep_private(self.link)
         self.link.send(dump_message(self.setup))
         self.state = State.STARTING
 

@@ -10,7 +10,6 @@ from celery import Celery
 from batchery.errors import AppNotImportable
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
-from batchery_worker.device_pool.discovery import choose
 from batchery_worker.ipc.messages import Setup
 
 
@@ -56,7 +55,9 @@ def task_modules(tasks: Iterable[BatchTask]) -> list[str]:
     return sorted(modules)
 
 
-def device_setups(app: Celery, tasks: Sequence[BatchTask], settings: Settings) -> list[Setup]:
+def device_setups(
+    app: Celery, tasks: Sequence[BatchTask], settings: Settings, devices: Sequence[str]
+) -> list[Setup]:
     """One setup per device.
 
     Models are loaded at the start if this worker consumes their queue, else at their first job.
@@ -81,5 +82,5 @@ def device_setups(app: Celery, tasks: Sequence[BatchTask], settings: Settings) -
             log_level=level,
             memory_fraction=settings.memory_fraction,
         )
-        for name in choose(settings.devices)
+        for name in devices
     ]

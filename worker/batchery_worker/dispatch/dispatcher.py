@@ -20,7 +20,7 @@ from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
-from batchery_worker.completion.settlement import Settlement
+from batchery_worker.completion.settlement import Settlement, begin_next_turn
 from batchery_worker.device_pool.process import ChildLimits, DeviceProcess
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
@@ -71,6 +71,11 @@ class Dispatcher:
     def hub(self) -> Any:
         """The event loop that everything runs on now."""
         return self._hub
+
+    @property
+    def pids(self) -> set[int]:
+        """Process ids of the devices."""
+        return {device.pid for device in self._supervisor}
 
     def start(self) -> None:
         """Starts the devices and waits for their models.
@@ -171,6 +176,7 @@ class Dispatcher:
         if not self._dispatch_planned:
             self._dispatch_planned = True
             self._hub.call_soon(self._dispatch)
+            begin_next_turn(self._hub)
 
     def _dispatch(self) -> None:
         self._dispatch_planned = False

@@ -1,4 +1,6 @@
--- Ends a worker: gives all that it held back to the queues, in the original order.
+-- Ends a worker: gives all that it held back to the queues, marked as redelivered, in the original
+-- order.
+-- include redelivered.lua
 --
 -- KEYS[1]  ZSET  workers, see register.lua
 -- KEYS[2]  HASH  worker-info, see register.lua
@@ -33,11 +35,8 @@ redis.call('EXPIRE', KEYS[5], 86400)
 local tokens = redis.call('HKEYS', KEYS[3])
 table.sort(tokens, function(a, b) return tonumber(a) > tonumber(b) end)
 for _, token in ipairs(tokens) do
-  local value = redis.call('HGET', KEYS[3], token)
-  local cut = string.find(value, '\0', 1, true)
   -- The oldest is pushed last, to the end that is popped first.
-  redis.call('HDEL', KEYS[3], token)
-  redis.call('RPUSH', string.sub(value, 1, cut - 1), string.sub(value, cut + 1))
+  give_back(KEYS[3], token, 'RPUSH')
 end
 redis.call('DEL', KEYS[3], KEYS[4])
 return #tokens

@@ -1,4 +1,6 @@
--- Puts dead letters back into their queues, behind the messages that wait there.
+-- Puts dead letters back into their queues, behind the messages that wait there, marked as
+-- redelivered.
+-- include redelivered.lua
 --
 -- KEYS[1]   HASH  dead, see dead_letter.lua
 -- KEYS[2]   HASH  dead-messages, see dead_letter.lua
@@ -11,7 +13,7 @@ for _, token in ipairs(ARGV) do
     local cut = string.find(value, '\0', 1, true)
     redis.call('HDEL', KEYS[1], token)
     redis.call('HDEL', KEYS[2], token)
-    redis.call('LPUSH', string.sub(value, 1, cut - 1), string.sub(value, cut + 1))
+    redis.call('LPUSH', string.sub(value, 1, cut - 1), redelivered(string.sub(value, cut + 1)))
     revived[#revived + 1] = token
   end
 end

@@ -28,13 +28,13 @@ def model(app: Celery, name: str) -> ModelTask:
 
 
 def test_the_module_that_registers_a_model_is_imported(app: Celery) -> None:
-    (setup,) = device_setups(app, [model(app, "embed")], Settings(devices=["cpu"]))
+    (setup,) = device_setups(app, [model(app, "embed")], Settings(), ["cpu"])
     assert setup.modules == [__name__]
 
 
 def test_every_device_has_a_setup_of_its_own(app: Celery) -> None:
     tasks: list[BatchTask] = [model(app, "embed")]
-    setups = device_setups(app, tasks, Settings(devices=["cuda:0", "cuda:1"]))
+    setups = device_setups(app, tasks, Settings(), ["cuda:0", "cuda:1"])
     assert [setup.device for setup in setups] == ["cuda:0", "cuda:1"]
     for setup in setups:
         assert setup.app == "set_up_shop:app"
@@ -45,14 +45,14 @@ def test_every_device_has_a_setup_of_its_own(app: Celery) -> None:
 def test_only_models_whose_queue_is_consumed_are_loaded_at_the_start(app: Celery) -> None:
     tasks: list[BatchTask] = [model(app, "embed"), model(app, "classify")]
     app.amqp.queues.select(["classify"])
-    (setup,) = device_setups(app, tasks, Settings(devices=["cpu"]))
+    (setup,) = device_setups(app, tasks, Settings(), ["cpu"])
     assert setup.load == ["classify"]
 
 
 def test_an_app_nobody_can_import_is_refused() -> None:
     app = install(Celery("nowhere", broker="memory://", set_as_current=False))
     with pytest.raises(AppNotImportable):
-        device_setups(app, [], Settings(devices=["cpu"]))
+        device_setups(app, [], Settings(), ["cpu"])
 
 
 def test_devices_of_the_setting_are_used() -> None:
@@ -62,5 +62,5 @@ def test_devices_of_the_setting_are_used() -> None:
 
 def test_a_device_is_told_how_much_memory_it_may_use(app: Celery) -> None:
     tasks: list[BatchTask] = [model(app, "embed")]
-    (setup,) = device_setups(app, tasks, Settings(devices=["cuda:0"], memory_fraction=0.5))
+    (setup,) = device_setups(app, tasks, Settings(memory_fraction=0.5), ["cuda:0"])
     assert setup.memory_fraction == 0.5

@@ -1,5 +1,5 @@
 -- Commits the results of a batch: stores, announces and acknowledges each one whose lease is held.
--- Follows result.lua.
+-- include result.lua
 --
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
 --                   transport's register and renew; a member goes with release or recovery.

@@ -1,6 +1,6 @@
 -- Finishes a job that Celery's tracer has completed: publishes its messages, stores and announces its
--- result, and acknowledges it. It does all of that if the lease is held, else nothing. Follows
--- result.lua.
+-- result, and acknowledges it. It does all of that if the lease is held, else nothing.
+-- include result.lua
 --
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
 --                   transport's register and renew; a member goes with release or recovery.

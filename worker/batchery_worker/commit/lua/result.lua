@@ -1,4 +1,4 @@
--- Functions for commit.lua, finish.lua and store.lua, whose texts are appended to this one.
+-- Functions for commit.lua, finish.lua and store.lua, which include it. No script itself.
 
 -- Switches to one of the two databases that a script works in.
 local function use(database, other)

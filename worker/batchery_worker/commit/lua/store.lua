@@ -1,4 +1,5 @@
--- Stores and announces a result, unless a SUCCESS is stored. Follows result.lua.
+-- Stores and announces a result, unless a SUCCESS is stored.
+-- include result.lua
 --
 -- KEYS[1]  STRING  <prefix>celery-task-meta-<task id>, of the result backend's database; see commit.lua.
 -- ARGV     the value to store, seconds until it expires (0 for never)

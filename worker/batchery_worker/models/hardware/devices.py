@@ -8,7 +8,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def device_named(name: str) -> torch.device:
-    """The device of a name of torch; `cuda` is `cuda:0`.
+    """The device of a name; `cuda` is `cuda:0`, and all processes on the CPU share that.
 
     Raises:
         DeviceUnavailable: This machine has no such device; names the devices that it has.
@@ -17,6 +17,8 @@ def device_named(name: str) -> torch.device:
     if torch.backends.mps.is_available():
         there.append("mps")
     exact = "cuda:0" if name == "cuda" else name
+    if name.partition(":")[0] == "cpu":
+        exact = "cpu"
     if exact not in there:
         raise DeviceUnavailable(
             f"device {name!r}: not on this machine, or not for torch {torch.__version__};"

@@ -1,0 +1,26 @@
+"""A batch function that only sleeps, as a device computes: the host has nothing to do meanwhile."""
+
+import os
+import time
+from typing import Any
+
+from celery import Celery
+
+from batchery import BatchTask, install
+from benchmarks.peers.celery_client import configure, run
+
+BATCH_S = float(os.environ.get("PEER_BATCH_S", "0.1"))
+
+app = install(Celery("bench"))
+configure(app)
+
+
+@app.task(base=BatchTask, name="sleep", max_batch_size=32)
+def sleep(items: list[Any]) -> list[Any]:
+    """Takes as long for one item as for a full batch."""
+    time.sleep(BATCH_S)
+    return items
+
+
+if __name__ == "__main__":
+    run(app, "sleep")

@@ -1,0 +1,45 @@
+-- How requeue.lua, recover.lua and requeue_dead_letters.lua give a message back; they include this.
+-- No script itself.
+
+-- Opens an object that is there already, as its first member: {"redelivered": true, ...
+local MARK = '"redelivered": true'
+
+-- Marks one object of a message; `start` is the position of its opening brace.
+local function mark(message, start)
+  local first = string.match(message, '^%s*(.)', start + 1)
+  if not first or string.sub(message, start + 1, start + #MARK) == MARK then
+    return message
+  end
+  local separator = first == '}' and '' or ', '
+  return string.sub(message, 1, start) .. MARK .. separator .. string.sub(message, start + 1)
+end
+
+-- Marks a message as kombu marks what it gives back: in its headers, and in its delivery_info.
+--
+-- The message stays text: decoded and encoded by Redis, empty lists would become objects and large
+-- numbers would lose digits. A quote within a JSON string is escaped, so a match is always a name.
+-- Kombu writes properties last, and these end with what it added, so that the last match is the one.
+local function redelivered(message)
+  local last, brace = 0, 0
+  while brace do
+    last = brace
+    brace = select(2, string.find(message, '"delivery_info"%s*:%s*{', last + 1))
+  end
+  if last > 0 then
+    message = mark(message, last)
+  end
+  local _, headers = string.find(message, '"headers"%s*:%s*{')
+  return headers and mark(message, headers) or message
+end
+
+-- Moves a message from a worker's leases to its queue.
+local function give_back(leases, token, side)
+  local value = redis.call('HGET', leases, token)
+  if not value then
+    return false
+  end
+  local cut = string.find(value, '\0', 1, true)
+  redis.call('HDEL', leases, token)
+  redis.call(side, string.sub(value, 1, cut - 1), redelivered(string.sub(value, cut + 1)))
+  return true
+end

@@ -1,0 +1,46 @@
+"""An app with ordinary tasks that need processes of their own, and batch tasks beside them."""
+
+import os
+import signal
+import time
+
+from celery import Celery
+
+from batchery import BatchTask, install
+
+app = install(Celery("hybrid", set_as_current=False))
+app.conf.worker_hijack_root_logger = False
+app.conf.worker_pool_restarts = True
+app.conf.task_routes = {"apps.hybrid.double": {"queue": "devices"}}
+app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+
+
+@app.task(shared=False)
+def pid(pause_s: float = 0.0) -> int:
+    """The process that runs an ordinary task."""
+    time.sleep(pause_s)
+    return os.getpid()
+
+
+@app.task(shared=False, time_limit=1)
+def limited() -> None:
+    time.sleep(60)
+
+
+@app.task(shared=False, acks_late=True, reject_on_worker_lost=True)
+def dies_once(mark: str) -> int:
+    """Kills its process at the first attempt."""
+    if not os.path.exists(mark):
+        with open(mark, "w"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return os.getpid()
+
+
+@app.task(shared=False)
+def add(number: int, other: int) -> int:
+    return number + other
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=8)
+def double(numbers: list[int]) -> list[int]:
+    return [2 * number for number in numbers]

@@ -1,0 +1,52 @@
+"""A job that goes back to its queue says so when it comes again, as with kombu's own transport."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from conftest import StartWorker
+from support.harness import wait_for
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """Each execution of a job is a line of it."""
+    return tmp_path / "book"
+
+
+@pytest.fixture
+def client(redis_url: str) -> Any:
+    with Celery("client", broker=redis_url, backend=redis_url, set_as_current=False) as app:
+        yield app
+
+
+def send(client: Celery, task: str, *items: Any, **keywords: Any) -> list[Any]:
+    name = f"apps.redelivery.{task}"
+    keywords = {key: str(value) for key, value in keywords.items()}
+    return [client.send_task(name, [item], keywords) for item in items]
+
+
+@pytest.mark.parametrize("task", ["ordinary", "batch"])
+def test_job_rejected_with_requeue_is_marked_when_it_comes_again(
+    start_worker: StartWorker, client: Celery, book: Path, task: str
+) -> None:
+    start_worker("apps.redelivery", "-c", "2")
+    jobs = send(client, task, 1, 2, 3, book=book)
+    assert [job.get(timeout=TIMEOUT_S) for job in jobs] == [[True, True]] * 3
+    assert sorted(book.read_text().split()) == ["1", "1", "2", "2", "3", "3"]
+
+
+def test_job_of_killed_worker_is_marked_when_another_one_runs_it(
+    start_worker: StartWorker, client: Celery, book: Path, tmp_path: Path
+) -> None:
+    first = start_worker("apps.redelivery", "-c", "1")
+    (job,) = send(client, "held", 1, book=book, gate=tmp_path / "gate")
+    wait_for(lambda: book.exists() and book.read_text() == "1\n", "the job runs")
+    first.kill()
+    (tmp_path / "gate").touch()
+    start_worker("apps.redelivery", "-c", "1")
+    assert job.get(timeout=TIMEOUT_S) == [True, True]

@@ -1,0 +1,127 @@
+"""Ordinary tasks keep Celery's processes, limits and growth; batch tasks run on devices beside."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from celery.exceptions import TimeLimitExceeded
+
+from apps import hybrid
+from conftest import StartWorker
+from support.harness import Worker, wait_for
+
+TIMEOUT_S = 60
+BOTH = ("-Q", "celery,devices")
+
+
+@pytest.fixture(autouse=True)
+def _app(redis_url: str) -> Iterator[None]:
+    hybrid.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    yield
+    hybrid.app.control.purge()
+
+
+def processes(worker: Worker) -> list[int]:
+    """Process ids of the ordinary pool."""
+    found: list[int] = worker.inspect(hybrid.app, "stats")["pool"]["processes"]
+    return found
+
+
+def test_ordinary_tasks_run_in_processes_and_batches_on_devices(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.hybrid", "-c", "2", *BOTH)
+    jobs = [hybrid.pid.delay(0.2) for _ in range(4)]
+    doubled = hybrid.double.submit_many(range(100)).get(timeout=TIMEOUT_S)
+    assert doubled == [2 * number for number in range(100)]
+    assert {job.get(timeout=TIMEOUT_S) for job in jobs} == set(processes(worker))
+    (device,) = worker.devices()
+    assert device.pid not in processes(worker)
+    assert worker.stop() == 0
+
+
+def test_time_limit_of_an_ordinary_task_holds(start_worker: StartWorker) -> None:
+    start_worker("apps.hybrid", "-c", "1", *BOTH)
+    started_s = time.monotonic()
+    with pytest.raises(TimeLimitExceeded):
+        hybrid.limited.delay().get(timeout=TIMEOUT_S)
+    assert time.monotonic() - started_s < 30
+    assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
+
+
+def test_job_whose_process_is_killed_runs_again(start_worker: StartWorker, tmp_path: Path) -> None:
+    worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
+    (before,) = processes(worker)
+    job = hybrid.dies_once.delay(str(tmp_path / "mark"))
+    assert job.get(timeout=TIMEOUT_S) != before
+
+
+def test_children_forked_beside_busy_threads_of_ours_run_every_job(
+    start_worker: StartWorker,
+) -> None:
+    """Each ordinary job costs a fork, while threads complete batch jobs that have callbacks."""
+    start_worker("apps.hybrid", "-c", "8", "--max-tasks-per-child", "1", *BOTH)
+    callback = hybrid.add.s(1).set(queue="nobody")
+    batch = [hybrid.double.apply_async((number,), link=callback) for number in range(300)]
+    ordinary = [hybrid.pid.delay() for _ in range(40)]
+    pids = [job.get(timeout=150) for job in ordinary]
+    assert len(set(pids)) > 20
+    assert [job.get(timeout=150) for job in batch] == [2 * number for number in range(300)]
+
+
+def test_pool_grows_and_shrinks_by_remote_control(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
+    hybrid.app.control.pool_grow(2, destination=[worker.name])
+    wait_for(lambda: len(processes(worker)) == 3, "three processes")
+    hybrid.app.control.pool_shrink(1, destination=[worker.name])
+    wait_for(lambda: len(processes(worker)) == 2, "two processes")
+    assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
+
+
+def test_autoscale_starts_processes_for_waiting_jobs(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.hybrid", "--autoscale", "3,1", *BOTH)
+    jobs = [hybrid.pid.delay(2.0) for _ in range(9)]
+    wait_for(lambda: len(processes(worker)) > 1, "more processes")
+    assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
+    assert len({job.get(timeout=TIMEOUT_S) for job in jobs}) > 1
+
+
+def test_pool_restart_renews_processes_and_devices(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
+    (device,), before = worker.devices(), processes(worker)
+    hybrid.app.control.pool_restart(destination=[worker.name], reply=True, timeout=20, limit=1)
+    wait_for(lambda: [each.pid for each in worker.devices()] != [device.pid], "a fresh device")
+    wait_for(lambda: set(processes(worker)).isdisjoint(before), "a fresh process")
+    assert hybrid.double.delay(4).get(timeout=TIMEOUT_S) == 8
+    assert hybrid.pid.delay().get(timeout=TIMEOUT_S) not in before
+
+
+def test_killed_worker_leaves_neither_devices_nor_processes(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.hybrid", "-c", "2", "--max-tasks-per-child", "1", *BOTH)
+    # These children are forked after the device was started.
+    assert len({hybrid.pid.delay().get(timeout=TIMEOUT_S) for _ in range(4)}) > 2
+    main = psutil.Process(worker.pid)
+    wait_for(lambda: len(main.children()) == 3, "two processes and a device")
+    children = main.children(recursive=True)
+    worker.process.kill()
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+
+
+def test_worker_of_other_queues_starts_no_device(start_worker: StartWorker) -> None:
+    worker = start_worker("apps.hybrid", "-c", "2", "-Q", "celery")
+    assert hybrid.pid.delay().get(timeout=TIMEOUT_S) in processes(worker)
+    assert worker.devices() == []
+    stats = worker.inspect(hybrid.app, "stats")
+    assert stats["pool"]["implementation"] == "celery.concurrency.prefork:TaskPool"
+    assert stats["prefetch_count"] == 2 * 4
+
+
+@pytest.mark.parametrize("pool", ["solo", "threads"])
+def test_other_pools_have_devices_beside_them(start_worker: StartWorker, pool: str) -> None:
+    worker = start_worker("apps.hybrid", "-P", pool, "-c", "2", *BOTH)
+    doubled = hybrid.double.submit_many(range(40)).get(timeout=TIMEOUT_S)
+    assert doubled == [2 * number for number in range(40)]
+    assert len(worker.devices()) == 1
+    assert hybrid.pid.delay().get(timeout=TIMEOUT_S) == worker.pid
+    assert worker.stop() == 0

@@ -1,0 +1,115 @@
+"""Ordinary tasks on the app's own pool: their results, too, wait while the backend is away.
+
+Celery stores a failure for a job that succeeded while Redis was away for a moment. With leases, the
+job can be given back instead.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from celery import Celery, signals
+from celery.concurrency.thread import TaskPool as ThreadPool
+from celery.exceptions import Reject
+from celery.worker.request import Request
+
+from batchery.retry import RetryDeadlineExceeded
+from batchery_worker.completion.backend import for_completion
+from batchery_worker.completion.redis_retry import is_backend_away, publish_until_deadline
+from batchery_worker.request import give_back
+
+logger = logging.getLogger("batchery.pool")
+
+
+def wait_in_children(app: Celery) -> None:
+    """Makes results wait in the processes of a prefork pool that has not started yet."""
+
+    def prepare(**_: Any) -> None:
+        for_completion(app.backend)
+        publish_until_deadline(app)
+
+    signals.worker_process_init.connect(prepare, weak=False, dispatch_uid="batchery-results-wait")
+
+
+def run_in_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a job in a process of a prefork pool.
+
+    Raises:
+        Reject: Its result found no backend; the worker gives the job back.
+    """
+    try:
+        return target(*args, **kwargs)
+    except RetryDeadlineExceeded as error:
+        raise Reject(str(error), requeue=True) from None
+
+
+if TYPE_CHECKING:
+    _ThreadPool: Any
+else:
+    _ThreadPool = ThreadPool
+
+
+class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
+    """Celery's pool of threads, whose results wait while their backend is away.
+
+    With leases a broken connection brings back what has not begun, so that must not begin here.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        #: Jobs that wait for a thread, or run on one.
+        self._futures: set[Future[Any]] = set()
+
+    def on_apply(
+        self,
+        target: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        callback: Callable[..., Any] | None = None,
+        accept_callback: Callable[..., Any] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Runs a job on a thread."""
+        run = partial(self._run, target)
+        result = super().on_apply(run, args, kwargs, callback, accept_callback, **options)
+        self._futures.add(result.f)
+        request = getattr(callback, "__self__", None)
+        result.f.add_done_callback(partial(self._on_done, request))
+        return result
+
+    def flush(self) -> None:
+        """The broker's connection is gone: drops what has not begun, it will come again."""
+        for future in list(self._futures):
+            # Refused by those that run.
+            future.cancel()
+
+    def on_close(self) -> None:
+        """Drops what has not begun; what runs is waited for when the pool stops."""
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+    def terminate_job(self, pid: int, signal: Any = None) -> None:  # noqa: ARG002
+        """Kills nothing, as there is no killing of a thread."""
+        logger.info("a job on a thread of pid %s was revoked: it runs on", pid)
+
+    def _run(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for_completion(self.app.backend)
+        return target(*args, **kwargs)
+
+    def _on_done(self, request: Any, future: Future[Any]) -> None:
+        """Gives a job back whose result found no backend.
+
+        Celery forgets such a job, and with a lease, which a living worker never loses, so would the
+        queue.
+        """
+        self._futures.discard(future)
+        error = None if future.cancelled() else future.exception()
+        if error is None:
+            return
+        away = is_backend_away(self.app.backend, error)
+        if away and isinstance(request, Request) and request.task.acks_late:
+            logger.warning("%s[%s] is given back: %r", request.name, request.id, error)
+            give_back(request)
+        else:
+            logger.error("a job ended without an outcome", exc_info=error)
