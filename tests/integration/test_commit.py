@@ -46,7 +46,7 @@ def leases(redis: Any) -> dict[str, Any]:
     return found
 
 
-def counts(worker: Worker) -> dict[str, int]:
+def counts(worker: Worker) -> dict[str, Any]:
     batches: dict[str, int] = worker.inspect(commits.app, "stats")["pool"]["batches"]
     return batches
 
@@ -229,11 +229,13 @@ def test_retry_is_traced_and_its_success_is_committed(
     worker: Worker, redis: Any, tmp_path: Path
 ) -> None:
     before = counts(worker)["committed_jobs"]
+    traced = sum(counts(worker)["tracer_jobs"].values())
     job = commits.second_time.delay(str(tmp_path / "tried"))
     assert job.get(timeout=TIMEOUT_S) == "done"
     assert (tmp_path / "tried").read_text() == "xx"
     assert stored(redis, job.id)["retries"] == 1
     wait_for(lambda: counts(worker)["committed_jobs"] == before + 1, "one commit")
+    assert sum(counts(worker)["tracer_jobs"].values()) == traced + 1
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["committed", "by the tracer"])

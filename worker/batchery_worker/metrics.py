@@ -69,6 +69,8 @@ class Metrics:
     device_restarts: int = 0
     #: Number of batches by their number of items, rounded up to a power of two.
     sizes: Counter[int] = field(default_factory=Counter)
+    #: Number of jobs that Celery's tracer completed, by reason.
+    tracer_jobs: Counter[str] = field(default_factory=Counter)
     #: Counts of the caches, by task.
     caches: dict[str, CacheMetrics] = field(default_factory=dict)
 
@@ -115,5 +117,6 @@ class Metrics:
             "computed_tokens": self.computed_tokens,
             "padding_waste": waste,
             "batch_sizes": {f"<={size}": count for size, count in sorted(self.sizes.items())},
+            "tracer_jobs": dict(self.tracer_jobs.most_common()),
             "caches": {task: cache.snapshot() for task, cache in sorted(self.caches.items())},
         }

@@ -29,6 +29,8 @@ class TaskCall:
     context: bytes = b""
     #: Whether Celery was told that the job has begun.
     accepted: bool = False
+    #: Why Celery's tracer completes the job; None if a device may commit it.
+    tracer_reason: str | None = None
     #: Done when the state STARTED is stored; None for a task that does not track it.
     started: Future[None] | None = None
 

@@ -75,7 +75,9 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         "failed jobs": f"{batches['failed_jobs']:,}",
         "device restarts": f"{batches['device_restarts']:,}",
     }
-    # A worker of an earlier version reports no caches.
+    # A worker of an earlier version reports neither of these.
+    if slow := batches.get("tracer_jobs"):
+        rows["by the tracer"] = "\n".join(f"{jobs:,}: {reason}" for reason, jobs in slow.items())
     for task, cache in batches.get("caches", {}).items():
         rows[f"cache of {task}"] = _cache(cache)
     for label, text in rows.items():

@@ -30,6 +30,12 @@ SIGNALS: Mapping[str, Any] = {
     for name in ("task_prerun", "task_postrun", "task_success", "task_failure")
 }
 
+#: Reasons of single jobs, besides those that `request_needs_tracer` gives.
+NO_LEASE = "no lease: the broker is no Redis, or the transport is not Batchery's"
+ODD_FIELDS = "fields of its result that only Celery can store"
+
+logger = logging.getLogger("batchery.pool")
+
 #: Package of Celery's receivers for Django, which close database connections after each job. They
 #: do not count: the device that ran the function closes its own (`device/functions.py`).
 FIXUPS = "celery.fixups."
@@ -50,18 +56,6 @@ class TracerReasons:
         self._receivers: dict[str, str | None] = {}
         #: The receivers of each signal at the time when `_receivers` was filled.
         self._connected: list[list[Any]] = []
-
-    def of_job(
-        self, task: BatchTask, message: Mapping[str, Any], embed: Mapping[str, Any] | None
-    ) -> str | None:
-        """The reason why a job needs the tracer; None if it does not.
-
-        Args:
-            task: The job's task.
-            message: The headers of its message.
-            embed: The third part of the message's body.
-        """
-        return self.of_task(task) or request_needs_tracer(message, embed)
 
     def of_task(self, task: BatchTask) -> str | None:
         """The reason why all jobs of a task need the tracer now; None if they do not."""
@@ -86,8 +80,8 @@ def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
     """
     backend: Any = task.backend
     clauses = (
-        (type(task).__call__ is not BatchTask.__call__, "__call__ is overridden"),
-        *((_overrides(task, hook), f"{hook} is overridden") for hook in HOOKS),
+        (type(task).__call__ is not BatchTask.__call__, "an overridden __call__"),
+        *((_overrides(task, hook), f"an overridden {hook}") for hook in HOOKS),
         (task.track_started, "task_track_started"),
         (getattr(task, "autoretry_for", ()), "autoretry_for"),
         (backend is not app.backend, "a result backend of its own"),
@@ -119,7 +113,7 @@ def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | 
         embed: The third part of the message's body.
     """
     if message.get("replaced_task_nesting"):
-        return "it replaced another job"
+        return "a job that replaced another"
     for name in ("callbacks", "errbacks", "chain", "chord"):
         if embed and embed.get(name):
             return name
@@ -143,6 +137,8 @@ class CommitEligibility:
     def __init__(self, app: Celery) -> None:
         self._tracer_reasons = TracerReasons(app)
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
+        #: Tasks with the reasons that were logged.
+        self._told: set[tuple[str, str]] = set()
 
     def context(
         self, task: BatchTask, jobs: Sequence[Job[TaskCall]], dispatched_s: float
@@ -160,11 +156,15 @@ class CommitEligibility:
         leases = [job.payload.lease for job in jobs]
         store = lease_store_of(leases)
         if store is None:
+            for job in jobs:
+                job.payload.tracer_reason = NO_LEASE
             return None
         eligible: list[JobCommit] = [None] * len(jobs)
         for index, (job, lease) in enumerate(zip(jobs, leases, strict=True)):
             if lease is not None and lease.store is store and store.holds(lease.token):
                 eligible[index] = self._of_job(task, job, lease.token, dispatched_s)
+            else:
+                job.payload.tracer_reason = NO_LEASE
         if not any(eligible):
             return None
         return CommitContext(
@@ -182,16 +182,33 @@ class CommitEligibility:
     ) -> JobCommit:
         call = job.payload
         assert call.request is not None
-        if self._tracer_reasons.of_job(task, call.message, call.request.embed):
+        call.tracer_reason = self._reason(task, call)
+        if call.tracer_reason is not None:
             return None
         fields = stored_fields(
             call.message, ignores_result=bool(task.ignore_result), extended=self._extended
         )
-        if fields and not ALWAYS_STORED.isdisjoint(fields):
-            return None
-        if not is_portable((fields or {}).values()):
+        odd = fields and not ALWAYS_STORED.isdisjoint(fields)
+        if odd or not is_portable((fields or {}).values()):
+            call.tracer_reason = ODD_FIELDS
             return None
         return token, round((dispatched_s - job.arrived_s) * 1e3, 3), fields
+
+    def _reason(self, task: BatchTask, call: TaskCall) -> str | None:
+        """Why a job needs the tracer; a reason of all jobs of a task is logged once."""
+        assert call.request is not None
+        reason = self._tracer_reasons.of_task(task)
+        if reason is None:
+            return request_needs_tracer(call.message, call.request.embed)
+        if (task.name, reason) not in self._told:
+            self._told.add((task.name, reason))
+            logger.warning(
+                "task %s: each job takes Celery's tracer, which is about ten times slower than a"
+                " commit by the device, because of %s",
+                task.name,
+                reason,
+            )
+        return reason
 
 
 def _completion_streams(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:

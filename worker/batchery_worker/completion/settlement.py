@@ -30,6 +30,9 @@ logger = logging.getLogger("batchery.pool")
 #: Text in events and in the log for a result that is not known any more.
 UNKNOWN_RESULT = "..."
 
+#: Reason of a job that the device could have committed, and did not.
+NOT_COMMITTED = "an outcome that is no result, or results on another server than the queue"
+
 
 class Settlement:
     """Settles each job once, and knows how many are being completed."""
@@ -138,6 +141,7 @@ class Settlement:
         elif status == CommitStatus.FENCED:
             self.fenced(call)
         else:
+            self._metrics.tracer_jobs[call.tracer_reason or NOT_COMMITTED] += 1
             self.settle(call, partial(decode_outcome, rest), facts)
 
     def committed(

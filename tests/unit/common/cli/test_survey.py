@@ -153,6 +153,14 @@ def test_a_worker_before_its_first_batch_shows_dashes() -> None:
     assert "oldest -" in text
 
 
+def test_reasons_for_the_tracer_are_shown_with_their_counts() -> None:
+    slow = {"a receiver of task_failure": 1200, "chain": 3}
+    text = drawn(survey(one=figures(clock_s=1.0, jobs=1, items=1, tracer_jobs=slow)))
+    assert "by the tracer" in text
+    assert "1,200: a receiver of task_failure" in text
+    assert "3: chain" in text
+
+
 def test_worker_without_answer_or_without_batches_is_named() -> None:
     text = drawn(survey(two={"error": "pool runs no batches"}), BEFORE)
     assert "one: no answer" in text

@@ -11,7 +11,7 @@ from celery.app import trace
 
 from batchery import BatchTask, install
 from batchery.transport.redis_schema import Keys
-from batchery_worker.commit.eligibility import CommitEligibility
+from batchery_worker.commit.eligibility import NO_LEASE, CommitEligibility
 from batchery_worker.job import BatchKey, Job, Limits
 from batchery_worker.request import BatchRequest, LeaseHandle
 from batchery_worker.task_call import TaskCall
@@ -24,10 +24,10 @@ def same(items: list[Any]) -> list[Any]:
     return items
 
 
-def make_task(app: Celery) -> Any:
-    decorate: Any = app.task(base=BatchTask, shared=False, name="plain")
+def make_task(app: Celery, name: str = "plain", **options: Any) -> Any:
+    decorate: Any = app.task(base=BatchTask, shared=False, name=name, **options)
     decorate(same)
-    return app.tasks["plain"]
+    return app.tasks[name]
 
 
 TASK = make_task(app)
@@ -110,8 +110,21 @@ def test_job_with_an_unpicklable_header_is_left_to_the_tracer() -> None:
 
 
 def test_batch_without_an_eligible_job_has_no_commit_context() -> None:
-    chained = job(LeaseHandle(lease_store, "7"), embed={"chain": [{}]})
-    assert CommitEligibility(app).context(TASK, [chained, job(None)], 10.0) is None
+    chained, bare = job(LeaseHandle(lease_store, "7"), embed={"chain": [{}]}), job(None)
+    assert CommitEligibility(app).context(TASK, [chained, bare], 10.0) is None
+    assert (chained.payload.tracer_reason, bare.payload.tracer_reason) == ("chain", NO_LEASE)
+
+
+def test_reason_of_all_jobs_of_a_task_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    eligibility = CommitEligibility(app)
+    hooked = make_task(app, "hooked", on_success=lambda *_: None)
+    for _ in range(3):
+        leased = job(LeaseHandle(lease_store, "7"))
+        assert eligibility.context(hooked, [leased], 10.0) is None
+        assert leased.payload.tracer_reason == "an overridden on_success"
+    (line,) = caplog.messages
+    assert "task hooked: each job takes Celery's tracer" in line
+    assert line.endswith("because of an overridden on_success")
 
 
 def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
