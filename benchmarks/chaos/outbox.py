@@ -142,7 +142,7 @@ class Outbox:
         match order.kind:
             case Kind.PLAIN:
                 return step.clone((items[0],))
-            case Kind.PACKED:
+            case Kind.MULTI_ITEM:
                 header: Any = {"batchery": {"v": 1, "n": len(items)}}
                 return step.clone((items,), headers=header)
             case Kind.CHAIN:

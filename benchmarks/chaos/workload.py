@@ -21,13 +21,13 @@ class Kind(StrEnum):
     """How a job is sent."""
 
     PLAIN = "plain"
-    PACKED = "packed"
+    MULTI_ITEM = "multi-item"
     CHAIN = "chain"
     CHORD = "chord"
 
 
 #: Of 100 jobs, so many are of each kind.
-SHARES = {Kind.PLAIN: 80, Kind.PACKED: 8, Kind.CHAIN: 8, Kind.CHORD: 4}
+SHARES = {Kind.PLAIN: 80, Kind.MULTI_ITEM: 8, Kind.CHAIN: 8, Kind.CHORD: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Order:
         match self.kind:
             case Kind.PLAIN:
                 return advance(first)
-            case Kind.PACKED:
+            case Kind.MULTI_ITEM:
                 return [{"ok": advance(item)} for item in self.items]
             case Kind.CHAIN:
                 for _ in range(STEPS):

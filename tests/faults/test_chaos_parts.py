@@ -285,9 +285,9 @@ def test_an_outbox_submits_each_job_once_and_whole(redis_url: str) -> None:
         done = {each.order.kind: each for each in outbox.flush()}
         assert len(outbox) == 0
         tasks = {kind: len(each.task_ids) for kind, each in done.items()}
-        assert tasks == {Kind.PLAIN: 1, Kind.PACKED: 1, Kind.CHAIN: 3, Kind.CHORD: 4}
+        assert tasks == {Kind.PLAIN: 1, Kind.MULTI_ITEM: 1, Kind.CHAIN: 3, Kind.CHORD: 4}
         later = {kind: len(each.sent_by_workers) for kind, each in done.items()}
-        assert later == {Kind.PLAIN: 0, Kind.PACKED: 0, Kind.CHAIN: 2, Kind.CHORD: 1}
+        assert later == {Kind.PLAIN: 0, Kind.MULTI_ITEM: 0, Kind.CHAIN: 2, Kind.CHORD: 1}
         headers = [json.loads(each)["headers"] for each in redis.lrange("chaos", 0, -1)]
         assert len(headers) == 1 + 1 + 1 + 3
         assert {"v": 1, "n": 3} in [each.get("batchery") for each in headers]

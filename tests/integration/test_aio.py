@@ -132,7 +132,7 @@ def test_a_full_queue_refuses_those_for_which_there_is_no_room(play: Scene, stor
     store.delete("nobody")
 
 
-@pytest.mark.parametrize("per_job", [None, 7], ids=["single", "packed"])
+@pytest.mark.parametrize("per_job", [None, 7], ids=["single", "multi-item"])
 def test_a_stream_keeps_the_order(play: Scene, per_job: int | None) -> None:
     async def numbers() -> AsyncIterator[str]:
         for number in range(100):

@@ -52,7 +52,7 @@ def test_results_come_in_the_order_of_the_items(
 
 
 @pytest.mark.parametrize("per_job", [1, 7, 64])
-def test_packed_jobs_answer_item_by_item(shop: Client, per_job: int) -> None:
+def test_multi_item_jobs_answer_item_by_item(shop: Client, per_job: int) -> None:
     shout = shop.task(f"{APP}.shout", queue=QUEUE)
     found = list(shout.map([f"text {n}" for n in range(300)], per_job=per_job, timeout_s=60))
     assert found == [f"TEXT {number}" for number in range(300)]
@@ -65,7 +65,7 @@ def test_batches_are_formed_of_items_whatever_messages_they_came_in(shop: Client
     assert max(len(each["mates"]) for each in found) <= 64
 
 
-@pytest.mark.parametrize("per_job", [None, 3], ids=["single", "packed"])
+@pytest.mark.parametrize("per_job", [None, 3], ids=["single", "multi-item"])
 def test_one_bad_item_fails_alone(shop: Client, per_job: int | None) -> None:
     moody = shop.task(f"{APP}.moody", queue=QUEUE)
     items = [{"answer": "value", "value": number} for number in range(5)]

@@ -47,7 +47,7 @@ def place(
         yield app
 
 
-@pytest.mark.parametrize("per_job", [None, 64], ids=["single", "packed"])
+@pytest.mark.parametrize("per_job", [None, 64], ids=["single", "multi-item"])
 def test_items_are_mapped(place: Celery, per_job: int | None) -> None:
     shout = Client(place).task(TASK, queue=QUEUE)
     assert list(shout.map(TEXTS, per_job=per_job, timeout_s=60)) == SHOUTED

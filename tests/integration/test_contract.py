@@ -143,7 +143,7 @@ def test_a_plain_client_that_passes_two_arguments_gets_a_clear_error(client: Cel
         job.get(timeout=TIMEOUT_S)
 
 
-def test_a_packed_message_is_answered_item_by_item(client: Celery) -> None:
+def test_a_multi_item_message_is_answered_item_by_item(client: Celery) -> None:
     job = client.send_task(
         "apps.shop.nasty",
         [["a", "raise", "c"]],
@@ -167,7 +167,7 @@ def test_limits_count_items_not_messages(client: Celery) -> None:
     assert max(len(entry["ok"]["mates"]) for entry in entries) == 64
 
 
-def test_a_packed_header_that_does_not_fit_fails_its_job(client: Celery) -> None:
+def test_a_multi_item_header_that_does_not_fit_fails_its_job(client: Celery) -> None:
     job = client.send_task("apps.shop.shout", [["a"]], headers={"batchery": {"v": 1, "n": 2}})
     with pytest.raises(InvalidItem, match=r"n=2, but the argument is 1 items"):
         job.get(timeout=TIMEOUT_S)

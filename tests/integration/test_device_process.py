@@ -118,7 +118,7 @@ def test_a_coroutine_runs_too(device: Process) -> None:
     assert device.run("apps.device_app.reverse", [("a", ["abc"], False)])[1] == ["cba"]
 
 
-def test_packed_jobs_are_cut_and_put_together_again(device: Process) -> None:
+def test_multi_item_jobs_are_cut_and_put_together_again(device: Process) -> None:
     jobs: list[tuple[str, Sequence[Any], bool]]
     jobs = [("a", [1, "x", 3], True), ("b", [4], False), ("c", [5, None], True)]
     _, outcomes = device.run("apps.device_app.double", jobs, max_batch_size=2)

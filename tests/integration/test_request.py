@@ -66,12 +66,12 @@ def test_jobs_that_share_a_batch_are_seen_side_by_side(batching: Worker) -> None
         assert [items for _, items in seen["jobs"]] == [[at] for at in range(len(seen["jobs"]))]
 
 
-def test_a_packed_job_is_one_job_of_many_items(queue: str) -> None:
-    packed = {"batchery": {"v": 1, "n": 3}}
-    job = canvas.look.apply_async((["a", "bad", "c"],), headers=packed, queue=queue)
+def test_a_multi_item_job_is_one_job_of_many_items(queue: str) -> None:
+    header = {"batchery": {"v": 1, "n": 3}}
+    job = canvas.look.apply_async((["a", "bad", "c"],), headers=header, queue=queue)
     first, second, third = answer(job)
     assert first["ok"]["id"] == third["ok"]["id"] == job.id
-    assert first["ok"]["headers"] == packed
+    assert first["ok"]["headers"] == header
     assert second["error"]["type"] == "LookupError"
     # The batch was cut in halves, of which each was told what it has.
     assert first["ok"]["jobs"] == third["ok"]["jobs"] == [[job.id, [0]]]
@@ -210,7 +210,7 @@ def test_invalid_replacement_fails_its_job_alone(batching: Worker) -> None:
         answer(canvas.become.delay("nothing"))
     with pytest.raises(UnserialisableResult, match="JSON cannot write it"):
         answer(canvas.become.delay("unsendable"))
-    packed = {"batchery": {"v": 1, "n": 2}}
-    one, two = answer(canvas.become.apply_async((["stay", "task"],), headers=packed))
+    header = {"batchery": {"v": 1, "n": 2}}
+    one, two = answer(canvas.become.apply_async((["stay", "task"],), headers=header))
     assert one == {"ok": 1}
     assert "cannot be replaced" in two["error"]["message"]

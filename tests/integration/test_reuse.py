@@ -78,16 +78,16 @@ def test_another_task_computes_for_itself(worker: Worker, client: Celery, log: P
     assert computed(log) == {"same": 2}
 
 
-def test_a_plain_client_and_packed_jobs_share_with_all_others(
+def test_a_plain_client_and_multi_item_jobs_share_with_all_others(
     worker: Worker, client: Celery, log: Path
 ) -> None:
     keywords = {"path": str(log)}
-    packed = {"batchery": {"v": 1, "n": 3}}
+    header = {"batchery": {"v": 1, "n": 3}}
     jobs = [
         client.send_task("apps.cached.shout", ["a"], keywords),
-        client.send_task("apps.cached.shout", [["a", "b", "a"]], keywords, headers=packed),
+        client.send_task("apps.cached.shout", [["a", "b", "a"]], keywords, headers=header),
         client.send_task("apps.cached.shout", ["b"], keywords),
-        client.send_task("apps.cached.shout", [["b", "c", "a"]], keywords, headers=packed),
+        client.send_task("apps.cached.shout", [["b", "c", "a"]], keywords, headers=header),
     ]
     ok = {each: {"ok": each.upper()} for each in "abc"}
     assert answers(jobs) == [

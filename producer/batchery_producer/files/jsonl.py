@@ -95,11 +95,7 @@ class JsonLines:
         Raises:
             TooLong: The line could not be read again.
         """
-        try:
-            # An id from a table may be of a type that JSON lacks, such as a date.
-            line = json.dumps(entry, ensure_ascii=False, default=str).encode()
-        except UnicodeEncodeError:  # JSON can spell a lone surrogate, UTF-8 cannot.
-            line = json.dumps(entry, default=str).encode()
+        line = encoded(entry)
         if len(line) >= MAX_LINE_BYTES:
             raise TooLong(f"{len(line):,} bytes as JSON; the maximum is {MAX_LINE_BYTES:,}")
         self._lines += line + b"\n"
@@ -148,6 +144,15 @@ class JsonLines:
         if self._file is not None:
             with suppress(OSError):  # `flush` has already said what was wrong.
                 self._file.close()
+
+
+def encoded(entry: Mapping[str, Any]) -> bytes:
+    """An entry as JSON, without a line end."""
+    try:
+        # An id from a table may be of a type that JSON lacks, such as a date.
+        return json.dumps(entry, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:  # JSON can spell a lone surrogate, UTF-8 cannot.
+        return json.dumps(entry, default=str).encode()
 
 
 def read_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], int]]:

@@ -20,7 +20,7 @@ from batchery.errors import DatasetError
 from batchery_producer.files.columnar import write_arrow, write_parquet
 from batchery_producer.files.compression import READ_ONLY, bare_name, compression_of_name
 from batchery_producer.files.extras import extra
-from batchery_producer.files.jsonl import read_lines
+from batchery_producer.files.jsonl import encoded, read_lines
 from batchery_producer.files.source import EXTENSIONS, Remote
 
 Entry = Mapping[str, Any]
@@ -144,7 +144,8 @@ class Final:
         else:
             target = self._compression.create(file) if self._compression else file
             if self._format == "jsonl":
-                _write_lines(entries(), target)
+                for entry in entries():
+                    target.write(encoded(entry) + b"\n")
             else:
                 _write_csv(entries, target, "," if self._format == "csv" else "\t")
             if target is not file:
@@ -176,15 +177,6 @@ def _sorted(part: Path, files: Sequence[str]) -> Iterator[Entry]:
             for offset in filter(None, of_file):
                 file.seek(offset - 1)
                 yield json.loads(file.readline())
-
-
-def _write_lines(entries: Iterable[Entry], file: BinaryIO) -> None:
-    for entry in entries:
-        try:
-            line = json.dumps(entry, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            line = json.dumps(entry).encode()
-        file.write(line + b"\n")
 
 
 def _write_csv(entries: Entries, file: BinaryIO, delimiter: str) -> None:

@@ -133,18 +133,18 @@ def _by_job(batch: Computed) -> Iterator[Any]:
     start = 0
     for _, items, is_multi_item in batch.work.jobs:
         part = batch.outcomes[start : start + len(items)]
-        yield _packed(part) if is_multi_item else part[0]
+        yield _multi_item_outcome(part) if is_multi_item else part[0]
         start += len(items)
 
 
-def _packed(outcomes: Sequence[Any]) -> Any:
+def _multi_item_outcome(outcomes: Sequence[Any]) -> Any:
     """The outcome of a multi-item job, made of the outcomes of its items."""
     if not any(type(each) is Encoded for each in outcomes):
         return multi_item.result_of(list(map(sendable, outcomes)))
     entries = [_entry(each) for each in outcomes]
     if None not in entries:
         return joined([entry for entry in entries if entry is not None])
-    return _packed([each.value if type(each) is Encoded else each for each in outcomes])
+    return _multi_item_outcome([each.value if type(each) is Encoded else each for each in outcomes])
 
 
 def _entry(outcome: Any) -> Encoded | None:
