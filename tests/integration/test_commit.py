@@ -120,7 +120,7 @@ def test_mixed_batch_is_committed_or_traced_job_by_job(
     def counted() -> bool:
         now = counts(worker)
         # The one that held the device up is plain, too.
-        return now["committed_jobs"] == before["committed_jobs"] + 6
+        return bool(now["committed_jobs"] == before["committed_jobs"] + 6)
 
     wait_for(counted, "six committed jobs")
     assert counts(worker)["fenced_jobs"] == before["fenced_jobs"]
