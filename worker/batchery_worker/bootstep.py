@@ -196,7 +196,8 @@ def _widen_prefetch(worker: Any, jobs: int) -> None:
     A multiplier of 0 means no limit: then there is nothing to raise.
     """
     multiplier = worker.prefetch_multiplier
-    processes = worker.min_concurrency or 1
+    # The solo pool has one, whatever the concurrency says.
+    processes = worker.pool.limit or 1
     needed = math.ceil(jobs / processes)
     if multiplier and needed > multiplier:
         worker.prefetch_multiplier = needed
