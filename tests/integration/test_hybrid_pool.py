@@ -71,6 +71,8 @@ def test_children_forked_beside_busy_threads_of_ours_run_every_job(
 
 def test_pool_grows_and_shrinks_by_remote_control(start_worker: StartWorker) -> None:
     worker = start_worker("apps.hybrid", "-c", "1", *BOTH)
+    # Once it has answered, it hears commands that ask for no answer.
+    assert len(processes(worker)) == 1
     hybrid.app.control.pool_grow(2, destination=[worker.name])
     wait_for(lambda: len(processes(worker)) == 3, "three processes")
     hybrid.app.control.pool_shrink(1, destination=[worker.name])
