@@ -1,6 +1,7 @@
 """When Redis is away: which errors say so, and how long to wait until it is back."""
 
 import logging
+import re
 import time
 from collections.abc import Callable
 
@@ -14,8 +15,9 @@ REFUSALS = (redis.OutOfMemoryError, redis.ReadOnlyError)
 #: Errors that mean that no Redis answers, or that it takes no writes for now.
 AWAY_ERRORS = (redis.ConnectionError, redis.TimeoutError, *REFUSALS, OSError)
 
-#: First words of the error if Redis answers but cannot write: its disk is full, or it is not ready.
-REFUSAL_PREFIXES = ("MISCONF", "NOREPLICAS", "MASTERDOWN", "BUSY")
+#: The error of a Redis that answers but cannot write: it is full, a replica, or not ready. If the
+#: command was a script's, Redis 6.2 puts other text before the word, and redis-py overlooks it.
+REFUSAL = re.compile(r"(?:^|: -)(?:OOM|READONLY|MISCONF|NOREPLICAS|MASTERDOWN|BUSY)\b")
 
 #: How long the completion of one job waits in total, in seconds. A shutdown may wait as long.
 COMPLETION_DEADLINE_S = 30.0
@@ -27,7 +29,7 @@ MAX_PAUSE_S = 1.0
 
 def is_away(error: BaseException) -> bool:
     """Whether Redis cannot be reached or cannot write; False if it refused just this command."""
-    return isinstance(error, AWAY_ERRORS) or str(error).startswith(REFUSAL_PREFIXES)
+    return isinstance(error, AWAY_ERRORS) or bool(REFUSAL.search(str(error)))
 
 
 def pause_s(failures: int, longest_s: float = MAX_PAUSE_S) -> float:

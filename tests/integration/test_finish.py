@@ -1,6 +1,7 @@
 """What the tracer would write for a job is held back, and written at once."""
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import redis
 from celery import Celery
+from celery.app.task import Context
 from celery.exceptions import BackendStoreError
 
 from batchery.completion import JobCompletion, completing
@@ -217,3 +219,20 @@ def test_held_messages_and_result_can_be_replayed(house: House, url: str) -> Non
     # The same message, told by its dedupe key.
     assert queue_length(url, "next") == 1
     assert house.stored("mine") == 2
+
+
+def test_result_of_the_tracer_waits_while_redis_is_full(url: str, bare: Any) -> None:
+    """Redis 6.2 does not say clearly that a script found no memory."""
+    app = install(Celery("full", broker=url, backend=url, set_as_current=False))
+    backend: Any = for_completion(app.backend)
+    bare.config_set("maxmemory-policy", "noeviction")
+    bare.config_set("maxmemory", 1)
+    later = threading.Timer(1.0, bare.config_set, ("maxmemory", 0))
+    later.start()
+    try:
+        with completing(JobCompletion()):
+            backend.mark_as_done("full-1", "a result", request=Context({"id": "full-1"}))
+    finally:
+        later.join()
+        bare.config_set("maxmemory", 0)
+    assert app.AsyncResult("full-1").get(timeout=10) == "a result"

@@ -5,6 +5,9 @@ import redis
 
 from batchery.retry import RetryDeadline, RetryDeadlineExceeded, is_away, pause_s
 
+#: How Redis 6.2 begins the error of a command in a script.
+SCRIPT_ERROR = "Error running script (call to f_1a15): @user_script:43: @user_script: 43:"
+
 
 @pytest.mark.parametrize(
     ("error", "away"),
@@ -16,6 +19,9 @@ from batchery.retry import RetryDeadline, RetryDeadlineExceeded, is_away, pause_
         (ConnectionResetError("reset"), True),
         (redis.ResponseError("MISCONF the disk is full"), True),
         (redis.ResponseError("BUSY with a script"), True),
+        (redis.ResponseError(f"{SCRIPT_ERROR} -OOM command not allowed when used memory"), True),
+        (redis.ResponseError(f"{SCRIPT_ERROR} -READONLY You can't write"), True),
+        (redis.ResponseError(f"{SCRIPT_ERROR} -WRONGTYPE Operation against a key"), False),
         (redis.ResponseError("WRONGTYPE no list"), False),
         (ValueError("undecodable"), False),
     ],

@@ -21,7 +21,7 @@ from celery.states import STARTED
 
 from batchery.completion import JobCompletion, completing
 from batchery.fork_gate import fork_gate
-from batchery.retry import RetryDeadlineExceeded
+from batchery.retry import RetryDeadlineExceeded, is_away
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
 from batchery_worker.completion.backend import for_completion
@@ -199,10 +199,18 @@ class CompletionExecutor:
         self, completion: Completion, callback: Callable[[Any], None], result: Any, *, failed: bool
     ) -> None:
         """Ends a job on the pool's thread."""
+        call = completion.call
 
         def end() -> None:
             try:
                 callback(result)
+            except Exception as error:
+                if not is_away(error):
+                    raise
+                # Celery's own code stores failures here. A lease of a living worker never ends by
+                # itself, so the job must not stay with it.
+                logger.warning("%s[%s] is given back: %r", call.task_name, call.task_id, error)
+                _give_back(call)
             finally:
                 completion.on_end(failed)
 

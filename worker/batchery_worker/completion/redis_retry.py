@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import redis
 from celery import Celery
 from celery._state import get_current_task
 from celery.app import amqp
@@ -18,7 +19,13 @@ from redis.backoff import AbstractBackoff, NoBackoff
 from redis.retry import Retry
 
 from batchery.completion import current_completion
-from batchery.retry import AWAY_ERRORS, REFUSALS, RetryDeadline, RetryDeadlineExceeded
+from batchery.retry import (
+    AWAY_ERRORS,
+    REFUSALS,
+    RetryDeadline,
+    RetryDeadlineExceeded,
+    is_away,
+)
 
 #: Celery's variable that is set while its tracer publishes callbacks and the next step of a chain.
 _follows_a_job: ContextVar[bool] = getattr(
@@ -43,11 +50,21 @@ class DeadlineRetry(Retry):
         super().__init__(_DeadlineBackoff(), -1, AWAY_ERRORS)
         self._own = own or Retry(NoBackoff(), 0)
 
-    def call_with_retry(self, *args: Any, **options: Any) -> Any:
+    def call_with_retry(self, do: Callable[[], Any], *args: Any, **options: Any) -> Any:
         """Calls a command, and repeats it as long as the completion may wait."""
         if current_completion() is None:
-            return self._own.call_with_retry(*args, **options)
-        return super().call_with_retry(*args, **options)
+            return self._own.call_with_retry(do, *args, **options)
+        return super().call_with_retry(partial(_recognise_refusal, do), *args, **options)
+
+
+def _recognise_refusal(do: Callable[[], Any]) -> Any:
+    """Calls a command of which Redis 6.2 does not say clearly that there is no room to write."""
+    try:
+        return do()
+    except redis.ResponseError as error:
+        if is_away(error) and not isinstance(error, AWAY_ERRORS):
+            raise redis.OutOfMemoryError(*error.args) from error
+        raise
 
 
 def publish_until_deadline(app: Celery) -> None:

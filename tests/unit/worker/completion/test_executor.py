@@ -2,14 +2,16 @@
 
 import json
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 from celery import Celery, signals
 from celery.app.trace import trace_task_ret
 from celery.exceptions import Ignore, Reject, Retry
+from redis.exceptions import OutOfMemoryError
 
 from batchery import BatchTask, Failed, RetryAfter, install
 from batchery_worker.completion.executor import CompletionExecutor
@@ -125,6 +127,43 @@ def test_the_log_and_the_signal_tell_the_time_of_the_device(
     assert timed >= 1.5 > untimed
     said: list[Any] = [record.args for record in caplog.records]
     assert [each["runtime"] for each in said if "return_value" in each] == runtimes
+
+
+class RequestOfAFullRedis:
+    """A request whose failure cannot be stored."""
+
+    id, name, lease = "c-full", Hooked.name, None
+    embed: Mapping[str, Any] = MappingProxyType({})
+    message = SimpleNamespace(properties={})
+
+    def __init__(self) -> None:
+        self.given_back = False
+
+    def on_failure(self, _: Any) -> None:
+        raise OutOfMemoryError("command not allowed when used memory > 'maxmemory'")
+
+    def reject(self, *, requeue: bool) -> None:
+        self.given_back = requeue
+
+
+def test_job_whose_failure_finds_redis_full_is_given_back(harness: Harness) -> None:
+    def broken(_: Any) -> Any:
+        raise ValueError("undecodable")
+
+    request: Any = RequestOfAFullRedis()
+    message = {"id": request.id, "task": hooked.name, "retries": 0, "lang": "py"}
+    call = TaskCall(
+        target=partial(trace_task_ret, app=app),
+        args=(hooked.name, request.id, message, "[[1], {}, {}]", "application/json", "utf-8"),
+        callback=harness.answers.append,
+        accept_callback=lambda *_: None,
+        error_callback=request.on_failure,
+        request=request,
+    )
+    harness.submit(call, broken)
+    harness.mailbox.get(timeout=30)()
+    assert request.given_back
+    assert harness.settled == [True]
 
 
 def test_job_that_was_in_no_batch_is_stored_without_facts(harness: Harness) -> None:
