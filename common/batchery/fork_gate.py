@@ -77,8 +77,11 @@ class ForkGate:
 
 
 fork_gate = ForkGate()
-os.register_at_fork(
-    before=fork_gate.before_fork,
-    after_in_parent=fork_gate.after_in_parent,
-    after_in_child=fork_gate.after_in_child,
-)
+
+# Windows has no fork, and clients there import this module, too.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=fork_gate.before_fork,
+        after_in_parent=fork_gate.after_in_parent,
+        after_in_child=fork_gate.after_in_child,
+    )
