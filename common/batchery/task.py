@@ -277,7 +277,7 @@ class ModelTask(BatchTask):
     def run(self, items: list[Any], **keywords: Any) -> list[Any]:
         """Runs one batch on a model in this process, loaded on the CPU at the first call.
 
-        For tests, scripts and other pools. Batchery's pool runs models on its devices.
+        For tests, scripts and workers without devices, which run a model in their own processes.
         """
         prepared = prepare(self._local_model, items, keywords)
         outcomes, _, _ = compute(

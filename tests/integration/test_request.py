@@ -19,10 +19,13 @@ def batching(start_module_worker: StartWorker) -> Worker:
 
 
 @pytest.fixture(scope="module")
-def threads(start_module_worker: StartWorker) -> Worker:
-    """The same tasks on a pool of Celery's own: batches of one."""
-    env = {"DEFAULT_QUEUE": "threads"}
-    return start_module_worker("apps.canvas", "-P", "threads", "-c", "4", env=env)
+def green_threads(start_module_worker: StartWorker) -> Worker:
+    """The same tasks on a pool that has no devices beside it: batches of one."""
+    pytest.importorskip("gevent")
+    env = {"DEFAULT_QUEUE": "green"}
+    worker = start_module_worker("apps.canvas", "-P", "gevent", "-c", "4", env=env)
+    assert worker.devices() == []
+    return worker
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +33,10 @@ def _app(redis_url: str) -> None:
     canvas.app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
-@pytest.fixture(params=["celery", "threads"])
+@pytest.fixture(params=["celery", "green"])
 def queue(request: pytest.FixtureRequest) -> str:
-    """The queue of a worker with Batchery's pool, and of one with another."""
-    request.getfixturevalue("batching" if request.param == "celery" else "threads")
+    """The queue of a worker with a device, and of one without."""
+    request.getfixturevalue("batching" if request.param == "celery" else "green_threads")
     return str(request.param)
 
 

@@ -49,6 +49,9 @@ class HybridPool:
     What is not said here is the ordinary pool's own: processes, limits, growth, statistics.
     """
 
+    #: Devices are stopped step by step, which is too much for a signal handler.
+    signal_safe = False
+
     def __init__(
         self, ordinary: Any, app: Celery, tasks: Sequence[BatchTask], devices: Sequence[str]
     ) -> None:
@@ -66,9 +69,6 @@ class HybridPool:
         self._devices = devices
         self._dispatcher: Dispatcher | None = None
         self._private_hub: PrivateHub | None = None
-
-    #: Devices are stopped step by step, which is too much for a signal handler.
-    signal_safe = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ordinary, name)

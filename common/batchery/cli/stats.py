@@ -31,7 +31,7 @@ queue may be older. Rates are those between two looks.
 \b
 Exit codes:
   0    shown
-  1    with --once: no worker with Batchery's pool answered
+  1    with --once: no worker with devices answered
   2    could not start: no such app, or its broker does not answer
   130  interrupted
 """

@@ -1,8 +1,8 @@
 """A kombu transport that leases messages in bulk; any Celery app on Redis can use it.
 
 `install(app)` puts it in the place of kombu's own for `redis://`, `rediss://` and `sentinel://`.
-An app without Batchery's pool sets `broker_transport = "batchery.transport:Transport"`. Nothing
-differs on the wire: producers and workers with kombu's Redis transport share the queues.
+An app that has not called `install` sets `broker_transport = "batchery.transport:Transport"`.
+Nothing differs on the wire: producers and workers with kombu's Redis transport share the queues.
 """
 
 from typing import TYPE_CHECKING, Any

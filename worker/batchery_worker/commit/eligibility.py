@@ -31,7 +31,7 @@ SIGNALS: Mapping[str, Any] = {
 }
 
 #: Reasons of single jobs, besides those that `request_needs_tracer` gives.
-NO_LEASE = "no lease: the broker is no Redis, or the transport is not Batchery's"
+NO_LEASE = "no lease: another broker or transport, acks_late off, or a lease that was lost"
 ODD_FIELDS = "fields of its result that only Celery can store"
 
 logger = logging.getLogger("batchery.pool")
