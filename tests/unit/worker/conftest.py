@@ -1,25 +1,28 @@
 """Fakes of what a worker's pool stands between."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
+from celery import signals
+from celery.utils.dispatch import Signal
 from celery.worker import state as worker_state
 
 from apps.batches import app
 from batchery import install
-from batchery_worker.commit.eligibility import SIGNALS
 from support.fake_devices import Clock, FakeDevices, Loop
 from support.fake_worker import FakeWorker, StartPool
 
 
 @pytest.fixture(autouse=True)
 def _no_receivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forgets the receivers of apps that other tests import; they would send jobs to the tracer."""
-    for signal in SIGNALS.values():
+    """Forgets the receivers of apps that other tests import: they connect to servers."""
+    every: list[Any] = [found for found in vars(signals).values() if isinstance(found, Signal)]
+    for signal in every:
         monkeypatch.setattr(signal, "receivers", [])
         signal.sender_receivers_cache.clear()
     yield
-    for signal in SIGNALS.values():
+    for signal in every:
         signal.sender_receivers_cache.clear()
 
 
