@@ -6,6 +6,7 @@ answers, and removes results from the backend that were taken.
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -56,7 +57,8 @@ class Window(Generic[K, V, E]):
             raise ValueError(f"window of {size} jobs: must be 1 or more")
         self.size = size
         self._ordered = ordered
-        self._jobs: dict[K, V] = {}
+        # A plain dict looks for its oldest entry among all that were removed before it.
+        self._jobs: OrderedDict[K, V] = OrderedDict()
         self._ended: dict[K, E] = {}
 
     def __len__(self) -> int:
@@ -88,20 +90,21 @@ class Window(Generic[K, V, E]):
             raise ValueError(f"{len(jobs)} jobs for a window with {self.free} free")
         self._jobs.update(jobs)
 
-    def end(self, key: K, ending: E) -> Iterator[tuple[K, V, E]]:
+    def end(self, key: K, ending: E) -> Sequence[tuple[K, V, E]]:
         """Takes out a job that has ended; an ordered window may hold it, or release others with it.
 
         Raises:
             KeyError: The job is not in flight.
         """
-        if not self._ordered:
-            yield key, self._jobs.pop(key), ending
-            return
-        if key not in self._jobs or key in self._ended:
-            raise KeyError(key)
-        self._ended[key] = ending
-        while self._jobs and (oldest := next(iter(self._jobs))) in self._ended:
-            yield oldest, self._jobs.pop(oldest), self._ended.pop(oldest)
+        if self._ordered and key != next(iter(self._jobs), None):
+            if key not in self._jobs or key in self._ended:
+                raise KeyError(key)
+            self._ended[key] = ending
+            return ()
+        released = [(key, self._jobs.pop(key), ending)]
+        while self._ended and (oldest := next(iter(self._jobs))) in self._ended:
+            released.append((oldest, self._jobs.pop(oldest), self._ended.pop(oldest)))
+        return released
 
 
 class NewJob(NamedTuple, Generic[V]):
