@@ -19,6 +19,7 @@ HELP = {
     "seed": "Another seed is another schedule.",
     "kills": "kill -9 of workers.",
     "device_kills": "kill -9 of device processes.",
+    "child_kills": "kill -9 of processes of the prefork pool.",
     "redis_restarts": "kill -9 of redis-server, then its start on the same data.",
     "cuts": "All connections between workers and Redis cut.",
     "stops": "Workers stopped, and continued after --stop-s.",

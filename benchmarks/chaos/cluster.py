@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.chaos.member import Member
-from benchmarks.chaos.plan import Plan
+from benchmarks.chaos.plan import POOLS, Plan
 from benchmarks.chaos.recovery import Loss
 from benchmarks.chaos.schedule import DISTURBING, Action, Event
 from benchmarks.chaos.server import FaultyRedis
@@ -17,6 +17,14 @@ from benchmarks.chaos.tasks import MODULE
 from benchmarks.venvs import ROOT
 
 T = TypeVar("T")
+
+#: What is done to one worker, or to one of its processes.
+KILLS_AND_STOPS = (
+    Action.KILL_WORKER,
+    Action.KILL_DEVICE,
+    Action.KILL_CHILD,
+    Action.STOP_WORKER,
+)
 
 
 class Cluster:
@@ -77,7 +85,7 @@ class Cluster:
         """Does one thing, but no MALFORMED; returns whether there was anything to do it to."""
         if event.action is Action.SCALE:
             what = self._scale(event.number)
-        elif event.action in (Action.KILL_WORKER, Action.KILL_DEVICE, Action.STOP_WORKER):
+        elif event.action in KILLS_AND_STOPS:
             what = self._hit(event)
         else:
             what = self._do(event.action)
@@ -125,7 +133,9 @@ class Cluster:
         name = f"w{self._started}"
         if self._free_names and self._started % 2:
             name = self._free_names.pop()
-        self._members.append(Member(name, self._folder))
+        pools = [member.pool for member in self._staying]
+        pool = min(POOLS, key=pools.count)
+        self._members.append(Member(name, pool, self._folder))
 
     def _scale(self, number: int) -> str:
         """Starts workers, or ends some in an orderly way, until there are so many."""
@@ -139,24 +149,20 @@ class Cluster:
     def _hit(self, event: Event) -> str:
         """Does something to one worker, if possible to one that consumes."""
         up = [member for member in self._staying if not member.is_stopped]
+        if event.action is Action.KILL_CHILD:
+            return _kill_one(up, Member.children, event.pick)
+        if event.action is Action.KILL_DEVICE:
+            return _kill_one(up, Member.devices, event.pick)
         victim = _pick([member for member in up if member.is_ready] or up, event.pick)
         if victim is None:
             return ""
         others = sum(member.is_ready for member in up) - victim.is_ready
         at_s = self._clock()
-        match event.action:
-            case Action.KILL_DEVICE:
-                device = _pick(victim.devices(), event.pick)
-                if device is None:
-                    return ""
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(device, signal.SIGKILL)
-                return f"of {victim.name}"
-            case Action.KILL_WORKER:
-                victim.kill()
-            case _:
-                # Half of them with the devices, as when a whole machine is paused.
-                victim.stop(with_devices=event.pick < 0.5)
+        if event.action is Action.KILL_WORKER:
+            victim.kill()
+        else:
+            # Half of them with all processes, as when a whole machine is paused.
+            victim.stop(with_others=event.pick < 0.5)
         self.losses.append(Loss(victim.pid, at_s, event.action, others))
         return victim.name
 
@@ -179,6 +185,17 @@ class Cluster:
             case Action.FREE:
                 return "done" if self.redis.free() else ""
         return "done"
+
+
+def _kill_one(up: Sequence[Member], of: Callable[[Member], list[int]], where: float) -> str:
+    """Kills one process of those workers that have any."""
+    found = [(member, pid) for member in up if member.is_ready for pid in of(member)]
+    chosen = _pick(found, where)
+    if chosen is None:
+        return ""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(chosen[1], signal.SIGKILL)
+    return f"of {chosen[0].name}"
 
 
 def _pick(choices: Sequence[T], where: float) -> T | None:

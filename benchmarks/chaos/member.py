@@ -17,14 +17,16 @@ GRACE_S = 10.0
 class Member:
     """A `celery worker` that may be killed and stopped; it cannot outlive the harness."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(self, name: str, pool: str, folder: Path) -> None:
         """Starts it.
 
         Args:
             name: Of the node and of its log.
+            pool: What runs its ordinary tasks.
             folder: Where the module `chaos_app` is, and the log goes.
         """
         self.name = name
+        self.pool = pool
         #: It consumes.
         self.is_ready = False
         #: It was stopped by a signal, and not continued.
@@ -35,7 +37,7 @@ class Member:
         # These variables would outrank the app's own configuration.
         clean = ["/usr/bin/env", "-u", "CELERY_BROKER_URL", "-u", "CELERY_RESULT_BACKEND"]
         celery = [str(Path(sys.executable).with_name("celery")), "-A", "chaos_app", "worker"]
-        options = ["-l", "INFO", "-c", "2", "-n", f"{name}@chaos"]
+        options = ["-l", "INFO", "-P", pool, "-c", "2", "-n", f"{name}@chaos"]
         self._process = GuardedProcess(
             [*clean, *celery, *options, "--without-mingle", "--without-gossip"],
             grace_s=GRACE_S,
@@ -59,21 +61,26 @@ class Member:
 
     def devices(self) -> list[int]:
         """Process ids of its devices that are alive."""
-        with contextlib.suppress(psutil.Error):
-            children = psutil.Process(self.pid).children()
-            return [each.pid for each in children if "batchery_worker.device" in each.cmdline()]
-        return []
+        return self._started_with("batchery_worker.device")
 
-    def stop(self, *, with_devices: bool) -> None:
-        """Stops it where it is, as a machine does that has no time for it."""
+    def children(self) -> list[int]:
+        """Process ids of its pool's processes that are alive; only prefork has any."""
+        return self._started_with("chaos_app")
+
+    def stop(self, *, with_others: bool) -> None:
+        """Stops it where it is, as a machine does that has no time for it.
+
+        Args:
+            with_others: Its devices and its pool's processes, too.
+        """
         self.is_stopped = True
-        for pid in [self.pid, *(self.devices() if with_devices else ())]:
+        for pid in [self.pid, *(self._others() if with_others else ())]:
             _send(pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Continues it, with its devices."""
+        """Continues it, and the processes that it started."""
         self.is_stopped = False
-        for pid in [*self.devices(), self.pid]:
+        for pid in [*self._others(), self.pid]:
             _send(pid, signal.SIGCONT)
 
     def leave(self) -> None:
@@ -91,6 +98,19 @@ class Member:
         """Kills what is left of it, and closes its log."""
         self._process.kill()
         self._log.close()
+
+    def _others(self) -> list[int]:
+        return [*self.devices(), *self.children()]
+
+    def _started_with(self, argument: str) -> list[int]:
+        """The processes that it started, with this on their command line."""
+        found = []
+        with contextlib.suppress(psutil.Error):
+            for each in psutil.Process(self.pid).children():
+                with contextlib.suppress(psutil.Error):
+                    if argument in each.cmdline():
+                        found.append(each.pid)
+        return found
 
     def _on_line(self, line: str) -> None:
         self._log.write(f"{line}\n")

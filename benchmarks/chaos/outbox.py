@@ -17,7 +17,7 @@ from kombu.transport import memory
 from redis import Redis
 from redis.exceptions import RedisError
 
-from benchmarks.chaos.tasks import QUEUE, STEP, TOTAL
+from benchmarks.chaos.tasks import ORDINARY, QUEUE, STEP, TOTAL
 from benchmarks.chaos.workload import Kind, Order
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ class Submission:
     order: Order
     #: Ids of all its tasks; the last one has the result of the whole.
     task_ids: tuple[str, ...]
-    #: Those of its tasks that workers send, each of which shall be sent once.
-    sent_by_workers: frozenset[str]
+    #: Those of its tasks that batch tasks send, each of which must be sent once. What an ordinary
+    #: task sends is sent again when that task runs again, as on stock Celery.
+    sent_once: frozenset[str]
 
 
 class SilentBackend(_RedisBackend):  # type: ignore[misc]
@@ -130,23 +131,30 @@ class Outbox:
         messages = [json.dumps(message) for message in _captured()]
         sent = [json.loads(message)["headers"]["id"] for message in messages]
         ids = [last.id]
-        while order.kind is Kind.CHAIN and (last := last.parent):
+        while order.kind in (Kind.CHAIN, Kind.MIXED_CHAIN) and (last := last.parent):
             ids.insert(0, last.id)
         # Parts of a chord come before its body.
         every = tuple(dict.fromkeys([*(each for each in sent if each != ids[-1]), *ids]))
-        return Submission(order, every, frozenset(every) - frozenset(sent)), messages
+        once = frozenset(every) - frozenset(sent)
+        if order.kind is Kind.MIXED_CHAIN:
+            once -= {ids[-1]}
+        return Submission(order, every, once), messages
 
     def _signature(self, order: Order) -> Any:
         items = order.items
-        step = self._app.signature(STEP)
+        step, ordinary = self._app.signature(STEP), self._app.signature(ORDINARY)
         match order.kind:
             case Kind.PLAIN:
                 return step.clone((items[0],))
+            case Kind.ORDINARY:
+                return ordinary.clone((items[0],))
             case Kind.MULTI_ITEM:
                 header: Any = {"batchery": {"v": 1, "n": len(items)}}
                 return step.clone((items,), headers=header)
             case Kind.CHAIN:
                 return chain(step.clone((items[0],)), *[step.clone() for _ in items[1:]])
+            case Kind.MIXED_CHAIN:
+                return chain(step.clone((items[0],)), ordinary, step.clone())
             case Kind.CHORD:
                 return chord([step.clone((item,)) for item in items], self._app.signature(TOTAL))
 

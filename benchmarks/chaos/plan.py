@@ -15,6 +15,9 @@ TRANSPORTS: dict[TransportName, str] = {
 #: Most items of a batch.
 BATCH = 16
 
+#: The pools of the workers' ordinary tasks: the first that starts has processes, which are killed.
+POOLS = ("prefork", "threads", "solo")
+
 #: How much faster one worker is than jobs are submitted, with full batches: it is busy for most of
 #: the time, so that faults hit something, and catches up after them.
 HEADROOM = 3
@@ -34,6 +37,8 @@ class Plan:
     kills: int = 3
     #: `kill -9` of a device process.
     device_kills: int = 3
+    #: `kill -9` of a process of the prefork pool, which runs ordinary tasks.
+    child_kills: int = 2
     #: SIGSTOP of a worker, SIGCONT after `stop_s`.
     stops: int = 1
     #: `kill -9` of redis-server, and its start on the same data.
@@ -57,8 +62,8 @@ class Plan:
     @property
     def faults(self) -> int:
         """How often something goes wrong; malformed messages come beside it."""
-        parts = (self.kills, self.device_kills, self.stops, self.redis_restarts, self.cuts)
-        return sum(parts) + self.fills
+        processes = self.kills + self.device_kills + self.child_kills + self.stops
+        return processes + self.redis_restarts + self.cuts + self.fills
 
     @property
     def duration_s(self) -> float:

@@ -13,6 +13,7 @@ class Action(StrEnum):
 
     KILL_WORKER = "kill worker"
     KILL_DEVICE = "kill device"
+    KILL_CHILD = "kill child"
     STOP_WORKER = "stop worker"
     CONTINUE_WORKER = "continue worker"
     SCALE = "scale"
@@ -46,7 +47,8 @@ class Event:
     action: Action
     #: Chooses among the processes that there are by then; from 0 to below 1.
     pick: float = 0.0
-    #: SCALE, KILL_WORKER: how many workers there shall be then. MALFORMED: which message.
+    #: SCALE, KILL_WORKER, KILL_CHILD: how many workers there must be then. MALFORMED: which
+    #: message.
     number: int = 0
 
 
@@ -63,7 +65,7 @@ def again(event: Event) -> list[Event]:
     match event.action:
         case Action.KILL_DEVICE:
             return [later]
-        case Action.KILL_WORKER:
+        case Action.KILL_WORKER | Action.KILL_CHILD:
             return [later, Event(later.at_s + AGAIN_S, Action.SCALE, number=event.number)]
         case _:
             return []
@@ -79,6 +81,7 @@ def schedule(plan: Plan) -> list[Event]:
     faults = [
         *[Action.KILL_WORKER] * plan.kills,
         *[Action.KILL_DEVICE] * plan.device_kills,
+        *[Action.KILL_CHILD] * plan.child_kills,
         *[Action.STOP_WORKER] * plan.stops,
         *[Action.REDIS_DOWN] * plan.redis_restarts,
         *[Action.CUT] * plan.cuts,
@@ -100,6 +103,9 @@ def schedule(plan: Plan) -> list[Event]:
 def _fault(plan: Plan, action: Action, at_s: float, random: Random) -> Iterator[Event]:
     """A fault, and what ends it."""
     number = random.randint(1, plan.max_workers) if action is Action.KILL_WORKER else 0
+    if action is Action.KILL_CHILD:
+        # Where no worker with processes is left, a new one has them.
+        number = plan.max_workers
     yield Event(at_s, action, random.random(), number)
     match action:
         case Action.KILL_WORKER:

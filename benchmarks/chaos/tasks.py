@@ -14,6 +14,7 @@ from benchmarks.chaos.workload import Item, advance, total
 QUEUE = "chaos"
 STEP = "chaos.step"
 TOTAL = "chaos.total"
+ORDINARY = "chaos.ordinary"
 
 #: A module of this text is what `celery -A` and the device processes import.
 MODULE = """\
@@ -41,6 +42,8 @@ def make_app(url: str, transport: TransportName, folder: Path, batch_s: float) -
         broker_transport=TRANSPORTS[transport],
         broker_connection_retry_on_startup=True,
         task_acks_late=True,
+        # Or a killed child would fail its task, as it does on stock Celery.
+        task_reject_on_worker_lost=True,
         task_default_queue=QUEUE,
         worker_hijack_root_logger=False,
     )
@@ -51,6 +54,12 @@ def make_app(url: str, transport: TransportName, folder: Path, batch_s: float) -
         book.executed(items)
         time.sleep(batch_s)
         return [advance(item) for item in items]
+
+    @app.task(shared=False, name=ORDINARY)
+    def ordinary(item: Item) -> Item:
+        book.executed([item])
+        time.sleep(batch_s / BATCH)
+        return advance(item)
 
     @app.task(shared=False, name=TOTAL)
     def body(items: list[Item]) -> Item:

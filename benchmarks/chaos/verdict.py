@@ -35,7 +35,7 @@ class Verdict:
     stuck: int = 0
     #: Results that were different later.
     doubled: int = 0
-    #: Callbacks, steps of chains and bodies of chords that were sent more than once.
+    #: Callbacks, steps of chains and bodies of chords that batch tasks sent more than once.
     doubled_callbacks: int = 0
     #: Answers that are not what the job's function gives.
     wrong: int = 0
@@ -101,7 +101,7 @@ class Verdict:
         times = Counter((each.job, each.value) for each in executions)
         self.executions = len(executions)
         self.repeated = len(executions) - len(times)
-        once = frozenset[str]().union(*(each.sent_by_workers for each in submissions))
+        once = frozenset[str]().union(*(each.sent_once for each in submissions))
         tags: dict[str, set[str]] = defaultdict(set)
         for receipt in receipts:
             if receipt.task_id in once:

@@ -21,13 +21,22 @@ class Kind(StrEnum):
     """How a job is sent."""
 
     PLAIN = "plain"
+    ORDINARY = "ordinary"
     MULTI_ITEM = "multi-item"
     CHAIN = "chain"
+    MIXED_CHAIN = "chain of both kinds"
     CHORD = "chord"
 
 
 #: Of 100 jobs, so many are of each kind.
-SHARES = {Kind.PLAIN: 80, Kind.MULTI_ITEM: 8, Kind.CHAIN: 8, Kind.CHORD: 4}
+SHARES = {
+    Kind.PLAIN: 60,
+    Kind.ORDINARY: 16,
+    Kind.MULTI_ITEM: 8,
+    Kind.CHAIN: 6,
+    Kind.MIXED_CHAIN: 6,
+    Kind.CHORD: 4,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +56,11 @@ class Order:
         """The result of its last task."""
         first = self.items[0]
         match self.kind:
-            case Kind.PLAIN:
+            case Kind.PLAIN | Kind.ORDINARY:
                 return advance(first)
             case Kind.MULTI_ITEM:
                 return [{"ok": advance(item)} for item in self.items]
-            case Kind.CHAIN:
+            case Kind.CHAIN | Kind.MIXED_CHAIN:
                 for _ in range(STEPS):
                     first = advance(first)
                 return first
