@@ -36,7 +36,7 @@ class DirectDevice:
             app=APP,
             modules=(),
             load=(TASK,),
-            log_level=logging.WARNING,
+            log_levels={"": logging.WARNING},
         )
         self._device = DeviceProcess(setup)
         self._device.spawn()

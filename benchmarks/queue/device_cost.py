@@ -97,7 +97,7 @@ def whole(batches: int, text_chars: int | None) -> dict[str, float]:
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
         theirs.close()
         app = "benchmarks.peers.device_cost_app"
-        setup = Setup("cpu", (str(ROOT), *sys.path), f"{app}:app", [app], ["vectors"], 30)
+        setup = Setup("cpu", (str(ROOT), *sys.path), f"{app}:app", [app], ["vectors"], {"": 30})
         write_frame(ours, dump_message(setup))
         assert isinstance(load_reply(read_frame(ours)), Ready)
         client.zadd(WORKERS_KEY, {WORKER: time.time()})

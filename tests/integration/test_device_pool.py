@@ -29,7 +29,7 @@ def setup(app: str = "apps.device_app:app", device: str = "cpu") -> Setup:
         app=app,
         modules=[],
         load=[],
-        log_level=60,
+        log_levels={"": 60},
     )
 
 

@@ -46,7 +46,7 @@ def setup(**changes: Any) -> Setup:
         "app": "apps.device_app:app",
         "modules": ["apps.device_app"],
         "load": ["lengths"],
-        "log_level": 50,
+        "log_levels": {"": 50},
     }
     return Setup(**{**given, **changes})
 
@@ -280,7 +280,7 @@ def test_the_app_is_imported_as_the_worker_did(monkeypatch: pytest.MonkeyPatch) 
         "import sys; from batchery_worker.device.loading import import_app;"
         " from batchery_worker.ipc.messages import Setup;"
         f" path = ({TESTS!r}, *sys.path);"
-        " app = import_app(Setup('cpu', path, 'apps.device_app:app', [], [], 30));"
+        " app = import_app(Setup('cpu', path, 'apps.device_app:app', [], [], {}));"
         " from celery import current_app;"
         " assert app.finalized and current_app.main == 'apps.device_app';"
         " assert 'lengths' in app.tasks"

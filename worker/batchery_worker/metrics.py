@@ -1,11 +1,14 @@
 """Statistics of a worker's batches."""
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from batchery_worker.ipc.messages import Done
+
+logger = logging.getLogger("batchery.pool")
 
 #: The stages of a batch on a device, named as in `Done`; `queued_ms` is the time between the other
 #: three.
@@ -120,3 +123,27 @@ class Metrics:
             "tracer_jobs": dict(self.tracer_jobs.most_common()),
             "caches": {task: cache.snapshot() for task, cache in sorted(self.caches.items())},
         }
+
+
+def log_batch(task: str, facts: Mapping[str, Any], *, tokens: int, waited_ms: float) -> None:
+    """Logs one line about a batch.
+
+    Args:
+        task: Name of the task.
+        facts: What `batch_facts` makes.
+        tokens: Tokens of the items; 0 if the task counts none.
+        waited_ms: How long the job that came first has waited.
+    """
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    counted = f", {tokens} tokens, padding {facts['padding']:.1%}" if tokens else ""
+    logger.info(
+        "Batch %s of %s: %d items%s, waited %.1f ms, forward %.1f ms on %s",
+        facts["id"],
+        task,
+        facts["size"],
+        counted,
+        waited_ms,
+        facts["forward_ms"],
+        facts["device"],
+    )

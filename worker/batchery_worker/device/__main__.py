@@ -38,12 +38,14 @@ from batchery_worker.device.loading import (
     load_model,
     memory_of,
 )
+from batchery_worker.device.log_forwarding import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.device.reply import Computed, answer
 from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
     NotReady,
     Ready,
+    Reply,
     Setup,
     Waiting,
     Work,
@@ -80,6 +82,10 @@ class Device:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        # Three threads answer, and each thread of the app may log.
+        self._write_lock = threading.Lock()
+        #: The batch whose function runs.
+        self.current: Work | None = None
         # These queues have no limit: the parent sends at most `DEVICE_DEPTH` batches. With a limit,
         # the reader of a queue wakes up after 20 us instead of 6.
         self._prepared: queue.SimpleQueue[Prepared] = queue.SimpleQueue()
@@ -117,7 +123,19 @@ class Device:
         signals.worker_process_init.send(sender=None)
         for name in setup.load:
             self._serve(cast(ModelTask, self._app.tasks[name]))
+        # After the models: the progress bars of their loading are no log.
+        redirect_prints(self._app)
         return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
+
+    def tell(self, reply: Reply) -> None:
+        """Writes a message to the parent; from any thread.
+
+        Raises:
+            OSError: The parent is gone.
+        """
+        frame = dump_reply(reply)
+        with self._write_lock:
+            write_frame(self._end, frame)
 
     def run(self) -> None:
         """Works until the process is told to leave, which happens on the prepare thread."""
@@ -186,7 +204,9 @@ class Device:
             done.computed_tokens += computed_tokens
             return outcomes
 
+        self.current = work
         done.outcomes = self._reuse.run(deduped, items, run)
+        self.current = None
         done.deduped = deduped
         done.computed_s = time.perf_counter()
         done.forward_ms = (done.computed_s - started_s) * 1e3
@@ -211,10 +231,10 @@ class Device:
         self._committing = batch.work.id
         batch.queued_ms += (time.perf_counter() - batch.computed_s) * 1e3
         done = answer(batch, self._name, self._committer, self._app.backend, self._reuse)
-        write_frame(self._end, dump_reply(done))
+        self.tell(done)
 
     def _tell_waiting(self) -> None:
-        write_frame(self._end, dump_reply(Waiting(self._committing)))
+        self.tell(Waiting(self._committing))
 
     def _serve(self, task: ModelTask) -> ServedModel:
         if task.name not in self._served:
@@ -269,11 +289,9 @@ def main(descriptor: int) -> None:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
         return
-    logging.basicConfig(
-        level=setup.log_level,
-        format=f"[%(asctime)s: %(levelname)s/device {setup.device}] %(message)s",
-    )
     device = Device(end)
+    handler = ForwardingHandler(setup.device, device.tell, lambda: device.current)
+    forward_logs(handler, setup.log_levels)
     try:
         ready = device.start(setup)
     except Exception as error:
@@ -281,9 +299,9 @@ def main(descriptor: int) -> None:
         known = isinstance(error, BatcheryError)
         text = str(error) if known else f"{setup.app}: {type(error).__name__}: {error}"
         name = type(error).__name__ if known else "AppNotImportable"
-        write_frame(end, dump_reply(NotReady(name, text)))
+        device.tell(NotReady(name, text))
         return
-    write_frame(end, dump_reply(ready))
+    device.tell(ready)
     device.run()
 
 

@@ -70,7 +70,7 @@ def device_setups(
     load = [task.name for task in models if task.model_queue in consumed]
     path = app_path(app)
     modules = task_modules(tasks)
-    level = logging.getLogger().getEffectiveLevel()
+    levels = levels_of_loggers()
     return [
         Setup(
             device=name,
@@ -79,8 +79,17 @@ def device_setups(
             app=path,
             modules=modules,
             load=load,
-            log_level=level,
+            log_levels=levels,
             memory_fraction=settings.memory_fraction,
         )
         for name in devices
     ]
+
+
+def levels_of_loggers() -> dict[str, int]:
+    """The levels that were set in this process, by name; the root logger has an empty name."""
+    levels = {"": logging.getLogger().getEffectiveLevel()}
+    for name, found in logging.root.manager.loggerDict.items():
+        if isinstance(found, logging.Logger) and found.level:
+            levels[name] = found.level
+    return levels

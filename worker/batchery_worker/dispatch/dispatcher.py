@@ -28,7 +28,7 @@ from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_be
 from batchery_worker.in_flight import InFlight
 from batchery_worker.ipc.messages import Done, Setup, Work, batch_facts
 from batchery_worker.job import Batch, TimeLimits
-from batchery_worker.metrics import Metrics
+from batchery_worker.metrics import Metrics, log_batch
 from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger("batchery.pool")
@@ -259,6 +259,7 @@ class Dispatcher:
             tokens=done.tokens,
             computed_tokens=done.computed_tokens,
         )
+        log_batch(jobs[0].key.task, facts, tokens=done.tokens, waited_ms=max(waited_ms))
         for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True):
             own = {**facts, "waited_ms": round(waited, 3)}
             self._settlement.settle_answered(job.payload, status, rest, own)

@@ -37,7 +37,8 @@ class Setup:
     modules: Sequence[str]
     #: Names of the tasks whose models are loaded before the device says that it is ready.
     load: Sequence[str]
-    log_level: int
+    #: Level of each logger of the parent that has one; the root logger has an empty name.
+    log_levels: Mapping[str, int]
     #: Share of the device's memory that it may use.
     memory_fraction: float = 1.0
 
@@ -90,6 +91,13 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class Logged:
+    """A line for the worker's log: the attributes of a `logging.LogRecord`."""
+
+    record: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """A batch that a device has finished."""
 
@@ -111,8 +119,8 @@ class Done:
     reused: Mapping[str, Any] | None = None
 
 
-Reply = Ready | NotReady | Waiting | Done
-_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Done)}
+Reply = Ready | NotReady | Waiting | Logged | Done
+_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Logged, Done)}
 
 
 def dump_message(message: Setup | Work) -> bytes:

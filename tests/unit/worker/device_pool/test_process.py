@@ -11,7 +11,7 @@ from batchery_worker.job import Batch
 from batchery_worker.task_call import DispatchedBatch
 from support.fake_devices import FakeDevices
 
-SETUP = Setup("cuda:1", [], "shop:app", [], [], 30)
+SETUP = Setup("cuda:1", [], "shop:app", [], [], {"": 30})
 WORK = Work(7, "shop.shout", {}, [("a", ["x"], False)], 64, None)
 
 

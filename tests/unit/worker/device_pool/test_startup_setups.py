@@ -39,7 +39,7 @@ def test_every_device_has_a_setup_of_its_own(app: Celery) -> None:
     for setup in setups:
         assert setup.app == "set_up_shop:app"
         assert list(setup.sys_path) == [os.getcwd(), *sys.path]
-        assert setup.log_level == logging.getLogger().getEffectiveLevel()
+        assert setup.log_levels[""] == logging.getLogger().getEffectiveLevel()
 
 
 def test_only_models_whose_queue_is_consumed_are_loaded_at_the_start(app: Celery) -> None:

@@ -257,7 +257,7 @@ def test_replies_arrive(reply: Reply) -> None:
 
 
 def test_messages_to_a_device_arrive() -> None:
-    setup = Setup("cpu", ("/lib",), "shop:app", ["shop"], ["embed"], 20)
+    setup = Setup("cpu", ("/lib",), "shop:app", ["shop"], ["embed"], {"": 20})
     item = {"at": datetime(2026, 1, 2, tzinfo=UTC), "raw": b"\x00"}
     work = Work(1, "shout", {"tag": "x"}, [("id", [item], False)], 64, None)
     assert load_message(dump_message(setup)) == setup

@@ -1,0 +1,132 @@
+"""What a device process logs and prints goes through the handlers of its worker.
+
+The worker's log file, format and receivers of Celery's logging signals hold for batch functions as
+they hold for ordinary tasks.
+"""
+
+import logging
+import queue
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from celery import Celery
+from celery.exceptions import SoftTimeLimitExceeded
+from celery.utils.log import get_logger
+
+from batchery_worker.ipc.messages import Logged, Work
+from batchery_worker.ipc.values import is_plain
+
+#: Loggers of ours: what they say is not said by the function of the batch.
+OURS = "batchery"
+
+#: Maximum number of task ids in a line of the log; `task_ids` has all of them.
+MAX_IDS = 3
+
+#: How long a thread that logs waits until its line is in the pipe, in seconds. It waits that long
+#: only where the parent reads nothing.
+WRITE_TIMEOUT_S = 1.0
+
+#: Attributes of a record that are sent in another form, or not at all.
+_REPLACED = {"args", "exc_info", "message", "msg", "processName"}
+
+
+class ForwardingHandler(logging.Handler):
+    """Sends each record to the parent process, as plain data."""
+
+    def __init__(
+        self, device: str, send: Callable[[Logged], None], current: Callable[[], Work | None]
+    ) -> None:
+        """Makes a handler for the root logger.
+
+        Args:
+            device: Name of the device, as torch spells it.
+            send: Writes a message to the parent; from any thread.
+            current: The batch whose function runs; None between batches.
+        """
+        super().__init__()
+        self._device = device
+        self._send = send
+        self._current = current
+        # A soft time limit interrupts the main thread wherever it is. Half a message in the pipe
+        # would be the end of the process, so another thread writes it.
+        self._records: queue.SimpleQueue[tuple[Logged, threading.Event]] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Sends a record; the parent's handlers write it."""
+        if not self._writer.is_alive():
+            # A fork of this process, or the parent is gone.
+            self._say(self.format(record))
+            return
+        try:
+            logged = Logged(self._fields(record))
+        except SoftTimeLimitExceeded:
+            raise
+        except Exception:  # noqa: BLE001 - whatever the text of the caller's objects raises
+            self._say(f"a line of {record.name} cannot be logged: {traceback.format_exc()}")
+            return
+        is_written = threading.Event()
+        self._records.put((logged, is_written))
+        # The last line before a crash must not be lost.
+        is_written.wait(WRITE_TIMEOUT_S)
+
+    def _write(self) -> None:
+        while True:
+            logged, is_written = self._records.get()
+            try:
+                self._send(logged)
+            except OSError:
+                return
+            finally:
+                is_written.set()
+
+    def _say(self, text: str) -> None:
+        # Not `sys.stderr`, which may be redirected to this very handler.
+        if sys.__stderr__ is not None:
+            print(text, file=sys.__stderr__)
+
+    def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
+        fields = {name: _plain(value) for name, value in vars(record).items()}
+        for name in _REPLACED:
+            fields.pop(name, None)
+        fields["msg"] = record.getMessage()
+        fields["processName"] = f"device {self._device}"
+        if record.exc_info and not record.exc_text:
+            fields["exc_text"] = logging.Formatter().formatException(record.exc_info)
+        work = self._current()
+        if work is not None and record.name.partition(".")[0] != OURS:
+            ids = [task_id for task_id, _, _ in work.jobs]
+            more = f" and {len(ids) - MAX_IDS} more" if len(ids) > MAX_IDS else ""
+            fields.setdefault("task_name", work.task)
+            fields.setdefault("task_id", ", ".join(ids[:MAX_IDS]) + more)
+            fields.setdefault("task_ids", ids)
+        return fields
+
+
+def forward_logs(handler: logging.Handler, levels: Mapping[str, int]) -> None:
+    """Gives the root logger one handler, and all loggers the levels that they have in the parent.
+
+    Args:
+        handler: The only one.
+        levels: Level of each logger that has one; that of the root logger has an empty name.
+    """
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+def redirect_prints(app: Celery) -> None:
+    """Turns what functions print into log records, if the app's workers do that."""
+    if app.conf.worker_redirect_stdouts:
+        app.log.redirect_stdouts_to_logger(
+            get_logger("celery.redirected"), app.conf.worker_redirect_stdouts_level
+        )
+
+
+def _plain(value: Any) -> Any:
+    return value if is_plain(value) else repr(value)
