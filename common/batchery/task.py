@@ -2,9 +2,10 @@
 
 import inspect
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from celery import Task, uuid
@@ -130,6 +131,22 @@ class BatchTask(_Task):
         else:
             outcome = self._run_here(only_item(self.name, args), keywords)
         return self._delivery.run(outcome)
+
+    def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
+        """Calls `delay` when the open transaction of Django's database is committed.
+
+        Raises:
+            ModuleNotFoundError: Django is not installed.
+        """
+        _on_commit(partial(self.delay, *args, **kwargs))
+
+    def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:
+        """Calls `apply_async` when the open transaction of Django's database is committed.
+
+        Raises:
+            ModuleNotFoundError: Django is not installed.
+        """
+        _on_commit(partial(self.apply_async, *args, **kwargs))
 
     def _run_here(self, argument: Any, keywords: Mapping[str, Any]) -> Any:
         request: Context = self.request
@@ -317,3 +334,8 @@ def only_item(name: str, args: tuple[Any, ...] | list[Any]) -> Any:
             " pass options as keywords, and several items as several jobs (submit_many)"
         )
     return args[0]
+
+
+def _on_commit(function: Callable[[], object]) -> None:
+    transaction: Any = import_module("django.db.transaction")
+    transaction.on_commit(function)

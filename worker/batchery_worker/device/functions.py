@@ -2,13 +2,15 @@
 
 import asyncio
 import signal
-import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
+from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
+from celery.fixups.django import DjangoFixup
 
 from batchery.execution.batch import run_function
 from batchery.request import BatchContext, JobContext, looking_at, shares
@@ -74,7 +76,11 @@ def run_batch(
 def _around(task: BatchTask, work: Work, start: int, part: range) -> Iterator[None]:
     view = _view(task, work, range(start + part.start, start + part.stop))
     # The limit is entered last: it may be raised anywhere inside, and the stacks must be popped.
-    with looking_at(task, view), _fresh_connections(), soft_time_limit(work.soft_time_limit_s):
+    with (
+        looking_at(task, view),
+        _fresh_connections(task.app),
+        soft_time_limit(work.soft_time_limit_s),
+    ):
         yield
 
 
@@ -108,13 +114,14 @@ def _unseen(name: str) -> Sequence[JobContext]:
 
 
 @contextmanager
-def _fresh_connections() -> Iterator[None]:
+def _fresh_connections(app: Celery) -> Iterator[None]:
     """Django's database connections, kept as long as Django keeps them between two web requests."""
-    # Django is not imported here: the user's code decides whether it is there.
-    database = sys.modules.get("django.db")
-    if database is None:
+    # That Django is imported says nothing: other libraries import it wherever it is installed.
+    fixups: Any = getattr(app, "_fixups", ())
+    if not any(isinstance(each, DjangoFixup) for each in fixups):
         yield
         return
+    database: Any = import_module("django.db")
     database.close_old_connections()
     try:
         yield
