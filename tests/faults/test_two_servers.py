@@ -59,7 +59,7 @@ class Sent:
         self._gate.touch()
         self._told: Counter[str] = Counter()
         self._redis: Any = Redis.from_url(place.results.url)
-        self._channel: Any = self._redis.pubsub()
+        self._channel = self._redis.pubsub()  # type: ignore[no-untyped-call]
         self._channel.psubscribe("celery-task-meta-*")
         assert self._channel.get_message(timeout=TIMEOUT_S)["type"] == "psubscribe"
         with Celery("sender", broker=place.broker.url, set_as_current=False) as app:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -158,7 +159,8 @@ class RedisCommitter:
         statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
         if context.worker == self._unknown:
             return statuses
-        writer = MetaWriter(self._backend.app.now().isoformat(), facts)
+        # Celery's own `now` reads settings, and so takes four times as long.
+        writer = MetaWriter(datetime.now(self._backend.app.timezone).isoformat(), facts)
         entries = [
             self._entry(index, job, context.jobs[index], writer) for index, job in enumerate(jobs)
         ]
