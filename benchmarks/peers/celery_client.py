@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 from redis import Redis
 
-from benchmarks.peers.peer import URL, main
+from benchmarks.peers.peer import RESULTS_URL, URL, main
 
 QUEUE = "celery"
 TEMPLATE = "the-template"
@@ -25,7 +25,7 @@ def configure(app: Celery) -> None:
     """Makes an app comparable: late acknowledgement, and no logging of its own."""
     app.conf.update(
         broker_url=URL,
-        result_backend=URL,
+        result_backend=RESULTS_URL,
         task_acks_late=True,
         task_default_queue=QUEUE,
         worker_hijack_root_logger=False,

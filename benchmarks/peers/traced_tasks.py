@@ -66,7 +66,7 @@ traced(LeasingChannel, "_ask_at_once", before="woken", after="drain sent")
 traced(Drain, "read", after="drained")
 traced(Dispatcher, "admit", after="admitted")
 traced(Dispatcher, "_launch", before="dispatched", after="sent to the device")
-traced(RedisCommitter, "_answers", before="commit sent", after="commit answered")
+traced(RedisCommitter, "_store", before="commit sent", after="commit answered")
 traced(Dispatcher, "_on_done", before="answered", after="settled")
 
 #: In a device process this is `batchery_worker.device`; under that name it would be another one.

@@ -9,13 +9,14 @@ time that its processes make.
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 from bisect import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rich.table import Table
 
 from batchery_worker.local.redis_server import EmbeddedRedis
 from benchmarks.hardware import hardware
+from benchmarks.queue.__main__ import choose
 from benchmarks.queue.runs import Bench
 from benchmarks.queue.systems import System, batchery, celery
 
@@ -125,22 +127,23 @@ def caller(system: System, trace: str = "") -> Iterator[Caller]:
                 client.kill()
 
 
-def compare(rounds: int, calls: int) -> list[dict[str, Any]]:
-    """Calls all workers in turn; a row for each, the medians being those of its rounds."""
-    medians_ms: dict[str, list[float]] = {system.name: [] for system in ROWS}
+def compare(systems: Sequence[System], rounds: int, calls: int) -> list[dict[str, Any]]:
+    """Calls workers in turn; a row for each, with percentiles of all its calls."""
+    made: dict[str, list[Calls]] = {system.name: [] for system in systems}
     with contextlib.ExitStack() as stack:
-        callers = {row.name: stack.enter_context(caller(row)) for row in ROWS}
+        callers = {row.name: stack.enter_context(caller(row)) for row in systems}
         for number in range(rounds):
             for name in list(callers)[:: 1 if number % 2 == 0 else -1]:
-                medians_ms[name].append(typical_ns(callers[name].calls(calls)) / 1e6)
+                made[name].append(callers[name].calls(calls))
     return [
         {
             "system": name,
-            "p50_ms": round(statistics.median(each), 3),
-            "best_round_ms": round(min(each), 3),
-            "worst_round_ms": round(max(each), 3),
+            "p50_ms": percentile_ms(itertools.chain(*turns), 50),
+            "p99_ms": percentile_ms(itertools.chain(*turns), 99),
+            "best_round_ms": round(min(map(typical_ns, turns)) / 1e6, 3),
+            "worst_round_ms": round(max(map(typical_ns, turns)) / 1e6, 3),
         }
-        for name, each in medians_ms.items()
+        for name, turns in made.items()
     ]
 
 
@@ -174,6 +177,12 @@ def typical_ns(made: Calls) -> float:
     return statistics.median(end - begin for begin, _, end in made)
 
 
+def percentile_ms(made: Iterable[tuple[int, int, int]], percent: int) -> float:
+    """A percentile of how long calls took."""
+    took_ns = [end - begin for begin, _, end in made]
+    return round(statistics.quantiles(took_ns, n=100, method="inclusive")[percent - 1] / 1e6, 3)
+
+
 def notes_of(file: Path) -> Iterator[tuple[int, str]]:
     """Moment and hop of each note of one process."""
     for line in file.read_text(encoding="ascii").splitlines():
@@ -194,13 +203,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=50, help="per round and worker")
+    parser.add_argument(
+        "--systems", nargs="+", metavar="NAME", help="only rows whose name begins with one of these"
+    )
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     report = {
         "hardware": hardware(),
         "rounds": options.rounds,
         "calls": options.calls,
-        "rows": compare(options.rounds, options.calls),
+        "rows": compare(choose(ROWS, options.systems), options.rounds, options.calls),
         "hops": hops(options.rounds, options.calls),
     }
     Console(highlight=False).print(report["hardware"], table(report["rows"]), table(report["hops"]))

@@ -58,8 +58,8 @@ def run_in_turn(
 ) -> dict[str, list[Sample]]:
     """Runs every system once a round, on a Redis of their own; returns their samples by name."""
     samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
-    with EmbeddedRedis() as server:
-        bench = Bench(server, jobs, calls)
+    with EmbeddedRedis() as server, EmbeddedRedis() as other:
+        bench = Bench(server, jobs, calls, other)
         for number in range(rounds):
             # To and fro, so that a machine that slows down slows all of them.
             for system in systems if number % 2 == 0 else reversed(systems):
@@ -69,18 +69,23 @@ def run_in_turn(
 
 
 class Bench:
-    """Runs systems, one at a time, against one Redis."""
+    """Runs systems, one at a time, against one Redis, or two."""
 
-    def __init__(self, server: EmbeddedRedis, jobs: int, calls: int) -> None:
+    def __init__(
+        self, server: EmbeddedRedis, jobs: int, calls: int, other: EmbeddedRedis | None = None
+    ) -> None:
         """Prepares a bench.
 
         Args:
             server: A Redis of its own; it is emptied before each run.
             jobs: In the queue, before a system's own weight.
             calls: Single calls per run.
+            other: A second one, for the results of systems that have them there.
         """
         self._url = server.url
         self._redis: Any = Redis.from_url(server.url)
+        self._other: Any = other and Redis.from_url(other.url)
+        self._other_url = other.url if other else ""
         self._jobs = jobs
         self._calls = calls
 
@@ -90,7 +95,8 @@ class Bench:
         Raises:
             SystemExit: It cannot be started, or stops answering.
         """
-        self._redis.flushall()
+        for redis in self._servers(system):
+            redis.flushall()
         jobs = int(self._jobs * system.weight)
         self._client(system, "fill", jobs)
         with self._worker(system) as worker:
@@ -147,7 +153,13 @@ class Bench:
             worker.wait(10)
 
     def _environment(self, system: System) -> dict[str, str]:
-        return {**os.environ, "PYTHONPATH": str(ROOT), "PEER_URL": self._url, **system.environment}
+        results = self._other_url if system.has_two_servers else self._url
+        urls = {"PEER_URL": self._url, "PEER_RESULTS_URL": results}
+        return {**os.environ, "PYTHONPATH": str(ROOT), **urls, **system.environment}
+
+    def _servers(self, system: System) -> list[Any]:
+        """The servers that a system uses; the last one has the results."""
+        return [self._redis, self._other] if system.has_two_servers else [self._redis]
 
     def _wait(self, system: System, worker: psutil.Popen, jobs: int) -> Reading:
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -155,12 +167,12 @@ class Bench:
             if worker.poll() is not None or time.monotonic() > deadline_s:
                 raise SystemExit(f"{system.name}: the worker ended or stopped answering")
             time.sleep(LOOK_S)
-        used = self._redis.info("cpu")
-        redis_s = used["used_cpu_sys"] + used["used_cpu_user"]
+        used = [redis.info("cpu") for redis in self._servers(system)]
+        redis_s = sum(each["used_cpu_sys"] + each["used_cpu_user"] for each in used)
         return Reading(done, time.monotonic(), cpu_of(worker), redis_s)
 
     def _done(self, system: System) -> float:
-        keyspace = self._redis.info("keyspace")
+        keyspace = self._servers(system)[-1].info("keyspace")
         return float(keyspace.get("db0", {}).get("expires", 0)) / system.keys_per_job
 
 

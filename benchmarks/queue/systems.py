@@ -37,6 +37,8 @@ class System:
     keys_per_job: int = 1
     #: Whether single calls are measured, too.
     has_latency: bool = True
+    #: Whether its results are on another Redis server than its queue.
+    has_two_servers: bool = False
 
     @property
     def venv(self) -> str:
@@ -45,7 +47,9 @@ class System:
         return re.split(r"[\[=]", self.requirements[-1])[0] if self.requirements else ""
 
 
-def batchery(name: str, *options: str, transport: Transport) -> System:
+def batchery(
+    name: str, *options: str, transport: Transport, has_two_servers: bool = False
+) -> System:
     """A row of ours."""
     return System(
         name,
@@ -54,6 +58,7 @@ def batchery(name: str, *options: str, transport: Transport) -> System:
         environment=TRANSPORTS[transport],
         weight=5.0 if transport == "batchery" else 1.0,
         has_latency="-E" not in options,
+        has_two_servers=has_two_servers,
     )
 
 
@@ -137,6 +142,7 @@ def systems(transport: Transport) -> list[System]:
     return [
         batchery("batchery", transport=transport),
         batchery("batchery, with events", "-E", transport=transport),
+        batchery("batchery, two servers", transport=transport, has_two_servers=True),
         celery("celery solo", "-P", "solo"),
         celery("celery solo, with events", "-P", "solo", "-E"),
         celery("celery threads -c 4", "-P", "threads", "-c", "4"),

@@ -36,6 +36,21 @@ def script_digest(folder: Path, name: str) -> str:
     return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
+def packed(*commands: Sequence[Any]) -> bytes:
+    """Packs commands as Redis reads them; redis-py takes two to four times as long.
+
+    Args:
+        commands: The words of each: texts, bytes and numbers.
+    """
+    parts: list[bytes] = []
+    for command in commands:
+        parts.append(b"*%d\r\n" % len(command))
+        for word in command:
+            data = word if isinstance(word, bytes) else str(word).encode()
+            parts += (b"$%d\r\n" % len(data), data, b"\r\n")
+    return b"".join(parts)
+
+
 class RedisScripts:
     """The scripts of one folder, run on one client; as thread-safe as the client is.
 
@@ -52,6 +67,7 @@ class RedisScripts:
         # redis-py types every answer as one of an ordinary and an asynchronous client.
         self._client: Any = client
         self._folder = folder
+        self._connection: Any = None
 
     def run(self, name: str, keys: Sequence[Any], *args: Any) -> Any:
         """Runs a script, with the retries of the client.
@@ -67,21 +83,43 @@ class RedisScripts:
             return self._client.evalsha(*command)
 
     def run_once(self, name: str, keys: Sequence[Any], *args: Any) -> Any:
-        """Runs a script without the client's retries, which saves 20 µs.
+        """Runs a script without the client's retries, its packing and its pool; for one thread.
+
+        All three together take as long as a script for a single job.
 
         Raises:
             redis.RedisError: As for any command.
         """
-        pool = self._client.connection_pool
-        connection = pool.get_connection()
+        connection = self._connected()
+        command = ("EVALSHA", self._digest(name), len(keys), *keys, *args)
         try:
-            connection.send_command("EVALSHA", self._digest(name), len(keys), *keys, *args)
+            connection.send_packed_command((packed(command),))
             return connection.read_response()
         except redis.exceptions.NoScriptError:
-            pass  # The script is loaded below, once the connection is back in its pool.
-        finally:
-            pool.release(connection)
+            self._release()
+        except BaseException:
+            # The client may have no other one.
+            self._release()
+            raise
         return self.run(name, keys, *args)
+
+    def _connected(self) -> Any:
+        """The connection of `run_once`, checked as the pool would check it."""
+        connection = self._connection
+        if connection is not None:
+            try:
+                # It connects first if it has to.
+                if not connection.can_read():
+                    return connection
+            except (redis.ConnectionError, redis.TimeoutError, OSError):
+                pass  # The pool connects it anew.
+            self._release()
+        self._connection = self._client.connection_pool.get_connection()
+        return self._connection
+
+    def _release(self) -> None:
+        connection, self._connection = self._connection, None
+        self._client.connection_pool.release(connection)
 
     def run_many(self, name: str, calls: Sequence[ScriptCall]) -> list[Any]:
         """Runs a script several times in one round trip, with the retries of the client.

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 from celery.app.task import Context, Task
@@ -50,7 +49,7 @@ class BatchContext(Context):
     several jobs, the attributes that differ are only in `jobs`: no job's value fits all of them.
     """
 
-    __slots__ = ("_jobs", "_single")
+    __slots__ = ("_jobs", "_make_jobs", "_single")
 
     def __init__(
         self, jobs: Callable[[], Sequence[JobContext]], state: dict[str, Any] | None = None
@@ -61,7 +60,8 @@ class BatchContext(Context):
             jobs: Makes their contexts; called once, when somebody asks for one.
             state: The attributes of the only job's request; None if there are several jobs.
         """
-        self._jobs = cache(jobs)
+        self._make_jobs = jobs
+        self._jobs: Sequence[JobContext] | None = None
         self._single = state is not None
         if state is not None:
             # Shared: what Celery's own code sets here must be in the job's request afterwards.
@@ -80,7 +80,9 @@ class BatchContext(Context):
     @property
     def jobs(self) -> Sequence[JobContext]:
         """The jobs that have items in the list that the function was given, in order."""
-        return self._jobs()
+        if self._jobs is None:
+            self._jobs = self._make_jobs()
+        return self._jobs
 
     @property
     def per_item(self) -> Sequence[JobContext]:

@@ -1,4 +1,4 @@
-"""The clients for many jobs, where Redis is behind TLS or a Sentinel: whole ways, with a worker."""
+"""The clients for many jobs, with a worker: Redis is behind TLS, a Sentinel, or two servers."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ TEXTS = [f"text {number}" for number in range(300)]
 SHOUTED = [text.upper() for text in TEXTS]
 
 
-@pytest.fixture(scope="module", params=["tls", "sentinel"])
+@pytest.fixture(scope="module", params=["tls", "sentinel", "two servers"])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
@@ -32,15 +32,26 @@ def place(
     with contextlib.ExitStack() as stack:
         stack.callback(server.kill)
         options: dict[str, str] = {}
+        results = ""
         if request.param == "tls":
             url = stack.enter_context(behind_tls(server.port, make_certificate(folder)))
+        elif request.param == "two servers":
+            url = server.url
+            other = OwnRedis(folder / "results", appendonly="no")
+            other.start()
+            stack.callback(other.kill)
+            results = other.url
         else:
             url = stack.enter_context(behind_sentinel(folder / "sentinel", server.port))
             options = {"master_name": MASTER}
-        environment = {"MASTER": options.get("master_name", "")}
+        results = results or url
+        environment = {
+            "MASTER": options.get("master_name", ""),
+            "CELERY_RESULT_BACKEND": results,
+        }
         worker = Worker(folder, url, "apps.elsewhere", env=environment)
         stack.callback(worker.kill)
-        app = Celery("client", broker=url, backend=url, set_as_current=False)
+        app = Celery("client", broker=url, backend=results, set_as_current=False)
         app.conf.update(broker_transport_options=options, result_backend_transport_options=options)
         stack.callback(close_app, app)
         worker.wait_ready()

@@ -64,7 +64,7 @@ class Commits:
 
     def __init__(self, app: Any, bare: Any) -> None:
         self._bare = bare
-        self._committer = RedisCommitter(app.backend, lambda: None)
+        self._committer = RedisCommitter(app.backend, lambda: bare, lambda: None)
         bare.zadd("batchery:workers", {"me": 1})
 
     def __call__(self, ids: list[str], replies: dict[str, list[int]], *, lease: bool = True) -> Any:

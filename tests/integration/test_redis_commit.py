@@ -29,21 +29,32 @@ COMMITTED, FENCED, NEEDS_TRACER = (
 
 
 class House:
-    """A server, an app whose results are in database 0, and leases in a database of choice."""
+    """A server, an app whose results are in database 0, and leases wherever they should be."""
 
-    def __init__(self, server: OwnRedis, broker_db: int = 0, **conf: Any) -> None:
+    def __init__(
+        self, server: OwnRedis, broker_db: int = 0, broker: OwnRedis | None = None, **conf: Any
+    ) -> None:
         self.server = server
+        self.broker = broker or server
         self.app = Celery("commit", backend=server.url, set_as_current=False)
         self.app.conf.update(conf)
         self.backend: Any = self.app.backend
         self.results: Any = redis.Redis.from_url(server.url)
-        self.leases = redis.Redis.from_url(f"{server.url[:-1]}{broker_db}")
+        self.leases = redis.Redis.from_url(f"{self.broker.url[:-1]}{broker_db}")
         self.broker_db = broker_db
         self.pauses: list[float] = []
         self.waits = 0
-        self.committer = RedisCommitter(self.backend, self.wait, self.pauses.append)
+        self.committer = self.make_committer(self.pauses.append)
         self.results.flushall()
+        self.leases.flushall()
         self.leases.zadd(WORKERS, {"me": 1})
+
+    def make_committer(self, sleep: Callable[[float], None]) -> RedisCommitter:
+        return RedisCommitter(self.backend, lambda: self.leases, self.wait, sleep)
+
+    @property
+    def has_two_servers(self) -> bool:
+        return self.broker is not self.server
 
     def wait(self) -> None:
         self.waits += 1
@@ -89,9 +100,19 @@ def server(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[O
     own.kill()
 
 
-@pytest.fixture(params=[0, 3], ids=["one database", "two databases"])
-def house(request: Any, server: OwnRedis) -> Iterator[House]:
-    with contextlib.closing(House(server, request.param)) as made:
+@pytest.fixture(scope="module")
+def other_server(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRedis]:
+    own = OwnRedis(tmp_path_factory.mktemp("redis") / "data", server.binary)
+    own.start()
+    yield own
+    own.kill()
+
+
+@pytest.fixture(params=["one database", "two databases", "two servers"])
+def house(request: Any, server: OwnRedis, other_server: OwnRedis) -> Iterator[House]:
+    broker = other_server if request.param == "two servers" else None
+    database = 3 if request.param == "two databases" else 0
+    with contextlib.closing(House(server, database, broker)) as made:
         yield made
 
 
@@ -173,8 +194,13 @@ def test_a_job_that_is_in_the_batch_twice_is_stored_once(house: House) -> None:
 def test_any_status_but_success_is_overwritten(house: House, status: str) -> None:
     house.put("t1", json.dumps({"status": status, "result": None}))
     house.lease(1)
-    assert house.commit(("t1", "done")) == [COMMITTED]
-    assert house.stored("t1")["result"] == "done"
+    if house.has_two_servers and status == "FAILURE":
+        # Another worker may have stored it after this one was asked for its lease.
+        assert house.commit(("t1", "done")) == [NEEDS_TRACER]
+        assert house.leased() == {"1"}
+    else:
+        assert house.commit(("t1", "done")) == [COMMITTED]
+        assert house.stored("t1")["result"] == "done"
 
 
 @pytest.mark.parametrize(
@@ -213,9 +239,9 @@ def test_commit_of_an_unknown_worker_is_left_to_the_tracer(house: House) -> None
     house.lease(1)
     house.leases.delete(WORKERS)
     assert house.commit(("t1", 1)) == [NEEDS_TRACER]
-    calls = house.results.info("commandstats")["cmdstat_evalsha"]["calls"]
+    calls = house.leases.info("commandstats")["cmdstat_evalsha"]["calls"]
     assert house.commit(("t1", 1)) == [NEEDS_TRACER]
-    assert house.results.info("commandstats")["cmdstat_evalsha"]["calls"] == calls
+    assert house.leases.info("commandstats")["cmdstat_evalsha"]["calls"] == calls
     assert house.stored("t1") is None
     assert house.leased() == {"1"}
 
@@ -263,13 +289,17 @@ def test_large_batches_and_large_results_go_in_parts(house: House) -> None:
 
 def test_commit_succeeds_when_redis_is_full(house: House) -> None:
     house.lease(1, 2)
-    house.results.config_set("maxmemory", 1)
+    servers = (house.results, house.leases)
+    for each in servers:
+        each.config_set("maxmemory", 1)
     try:
-        with pytest.raises(redis.ResponseError, match="maxmemory"):
-            house.results.set("more", "x")
+        for each in servers:
+            with pytest.raises(redis.ResponseError, match="maxmemory"):
+                each.set("more", "x")
         assert house.commit(("t0", "fenced"), ("t1", "x" * 5000)) == [FENCED, COMMITTED]
     finally:
-        house.results.config_set("maxmemory", 0)
+        for each in servers:
+            each.config_set("maxmemory", 0)
     assert house.stored("t1")["result"] == "x" * 5000
 
 
@@ -292,6 +322,7 @@ def test_scripts_may_be_flushed(house: House) -> None:
     house.lease(1, 2)
     assert house.commit(("t1", "x")) == [COMMITTED]
     house.results.script_flush()
+    house.leases.script_flush()
     assert house.commit(("t2", "x")) == [COMMITTED]
     assert house.leased() == set()
 
@@ -299,8 +330,9 @@ def test_scripts_may_be_flushed(house: House) -> None:
 def test_lost_answer_is_distinguished_from_a_lost_lease(house: House) -> None:
     house.lease(1, 2, 3)
     house.put("t3", '{"status":"SUCCESS","result":"first"}')
-    committer: Any = house.committer
-    committer._scripts = LostAnswers(house.committer._scripts, 2)
+    for each in (house.committer._results, house.committer._broker):
+        lossy: Any = each
+        lossy._scripts = LostAnswers(each.scripts, 2)
     none: dict[str, JobCommit] = {"t2": ("2", 0.0, None)}
     statuses = house.commit(("t1", "x"), ("t2", "x"), ("t4", "never leased"), context=none)
     assert statuses == [COMMITTED, COMMITTED, FENCED]
@@ -314,8 +346,8 @@ def test_commands_that_are_refused_are_left_to_the_tracer(
         raise redis.exceptions.NoPermissionError("this user has no permissions to run 'evalsha'")
 
     house.lease(1)
-    committer: Any = house.committer
-    committer._scripts = SimpleNamespace(run_once=refuse)
+    results: Any = house.committer._results
+    results._scripts = SimpleNamespace(run_once=refuse)
     for _ in range(2):
         assert house.commit(("t1", 1)) == [NEEDS_TRACER]
     assert [record.getMessage().count("evalsha") for record in caplog.records] == [1]
@@ -327,7 +359,7 @@ def test_a_failing_write_ends_no_lease(house: House) -> None:
     house.results.execute_command("ACL", *acl)
     house.lease(1)
     limited = redis.Redis.from_url(house.server.url, username="limited", password="secret")
-    house.committer._client = limited
+    house.committer._results._client = limited
     try:
         assert house.commit(("t1", 1)) == [NEEDS_TRACER]
     finally:
@@ -336,7 +368,10 @@ def test_a_failing_write_ends_no_lease(house: House) -> None:
     assert house.leased() == {"1"}
 
 
-def test_results_wait_while_redis_is_away(server: OwnRedis, tmp_path: Path) -> None:
+@pytest.mark.parametrize("away", ["the only server", "results", "broker"])
+def test_results_wait_while_redis_is_away(
+    server: OwnRedis, other_server: OwnRedis, tmp_path: Path, away: str
+) -> None:
     own = OwnRedis(tmp_path / "data", server.binary)
     own.start()
     gate = threading.Event()
@@ -345,8 +380,10 @@ def test_results_wait_while_redis_is_away(server: OwnRedis, tmp_path: Path) -> N
         gate.set()
         time.sleep(0.01)
 
-    with contextlib.closing(House(own, 3)) as house:
-        house.committer = RedisCommitter(house.backend, house.wait, pause)
+    results = server if away == "broker" else own
+    broker = other_server if away == "results" else own
+    with contextlib.closing(House(results, 3, broker)) as house:
+        house.committer = house.make_committer(pause)
         house.lease(1, 2)
         house.commit(("t2", "warm"))
         own.kill()
@@ -361,6 +398,33 @@ def test_results_wait_while_redis_is_away(server: OwnRedis, tmp_path: Path) -> N
         assert house.stored("t1")["result"] == "kept"
         assert house.leased() == set()
     own.kill()
+
+
+def test_a_worker_that_dies_before_it_ends_its_leases_has_stored_the_only_results(
+    server: OwnRedis, other_server: OwnRedis
+) -> None:
+    with contextlib.closing(House(server, 0, other_server)) as house:
+        house.lease(1)
+        committer: Any = house.committer
+        ask = committer._ask_broker
+
+        def ask_or_die(script: str, *words: Any) -> Any:
+            if script == "end":
+                raise KeyboardInterrupt
+            return ask(script, *words)
+
+        committer._ask_broker = ask_or_die
+        with pytest.raises(KeyboardInterrupt):
+            house.commit(("t1", "first"))
+        assert house.leased() == {"1"}
+        with house.results.pubsub(ignore_subscribe_messages=True) as channel:
+            channel.subscribe(house.backend.get_key_for_task("t1"))
+            channel.get_message(timeout=10)
+            house.committer = house.make_committer(house.pauses.append)
+            assert house.commit(("t1", "second")) == [COMMITTED]
+            assert channel.get_message(timeout=0.1) is None
+        assert house.stored("t1")["result"] == "first"
+        assert house.leased() == set()
 
 
 def test_a_commit_to_two_databases_survives_a_restart(tmp_path: Path, server: OwnRedis) -> None:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import redis
 
-from batchery.redis_scripts import RedisScripts
+from batchery.redis_scripts import RedisScripts, packed
 from batchery.transport.redis_schema import Keys
 
 logger = logging.getLogger("batchery.transport")
@@ -191,8 +191,7 @@ class RunningBatches:
         if self._connection is None:
             # The pool checks each connection that it hands out.
             self._connection = self._pool.get_connection()
-        packed = self._connection.pack_commands(self._waiting)
-        self._connection.send_packed_command(packed, check_health=False)
+        self._connection.send_packed_command((packed(*self._waiting),), check_health=False)
         self._waiting.clear()
 
     def _is_well(self) -> bool:

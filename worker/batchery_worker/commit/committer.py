@@ -1,33 +1,29 @@
 """The fast way of a result: the device stores it, notifies its caller and ends its lease.
 
 All results of a batch are stored in one step. Each result is written only while its job's lease is
-held, so a worker that counts as dead changes nothing when it wakes up. Jobs that are not plain are
-left to Celery's tracer.
+held, so a worker that counts as dead changes nothing when it wakes up. Where results are on another
+server than the leases, the one step becomes three. Jobs that are not plain are left to Celery's
+tracer.
 """
 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
-from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol
 
 import redis
 from kombu.utils import json as kombu_json
 
 from batchery.protocol.completion_stream import stream_key
-from batchery.redis_scripts import RedisScripts
-from batchery.retry import is_away, pause_s
+from batchery_worker.commit.server import PatientServer, database_of
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from batchery_worker.ipc.values import plain_json
 
 logger = logging.getLogger("batchery.device")
-
-#: The scripts that write results. The head of each file names its keys, and who writes them.
-LUA = Path(__file__).parent / "lua"
 
 #: Maximum number of jobs per call of the script, during which Redis serves nobody else.
 MAX_JOBS_PER_SCRIPT = 512
@@ -35,20 +31,8 @@ MAX_JOBS_PER_SCRIPT = 512
 #: Number of bytes after which no further result is added to a call, for the same reason.
 MAX_BYTES_PER_SCRIPT = 4 << 20
 
-#: How often a commit is sent to a Redis that can write, before the jobs are left to the tracer. A
-#: lost connection explains the first failure, a failover the second.
-MAX_TRIES = 3
-
-#: Maximum pause between two attempts to reach a Redis that is away, in seconds.
-MAX_PAUSE_S = 2.0
-
 #: Kinds of outcomes that are results, in the words of `encode_outcome`.
 STORABLE_KINDS = ("value", "json", "encoded")
-
-
-def result_scripts(client: "redis.Redis") -> RedisScripts:
-    """The scripts that write results, on a client of the result backend's database."""
-    return RedisScripts(client, LUA)
 
 
 class MetaWriter:
@@ -142,11 +126,12 @@ class _Entry:
 
 
 class RedisCommitter:
-    """Commits to the result backend's Redis, which also has the broker's database."""
+    """Commits to the result backend's Redis, in one step if that has the leases, too."""
 
     def __init__(
         self,
         backend: Any,
+        connect_broker: Callable[[], Any],
         on_wait: Callable[[], None],
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -154,14 +139,17 @@ class RedisCommitter:
 
         Args:
             backend: Celery's result backend for Redis, of the thread that commits.
+            connect_broker: Makes a client of the broker's database, if that is on another server.
             on_wait: Called when results must wait because Redis is away.
             sleep: Waits for a number of seconds.
         """
         self._backend = backend
-        self._on_wait = on_wait
-        self._sleep = sleep
+        self._results = PatientServer(lambda: backend.client, on_wait, sleep)
+        self._broker = PatientServer(connect_broker, on_wait, sleep)
         self._refusals: set[str] = set()
-        #: Id of a worker that this Redis does not know. A fenced worker gets another id.
+        #: Id of a worker that the backend's server does not know. A fenced worker gets another id.
+        self._elsewhere = ""
+        #: Id of a worker that the broker does not know either.
         self._unknown = ""
 
     def commit(
@@ -171,7 +159,8 @@ class RedisCommitter:
         statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
         if context.worker == self._unknown:
             return statuses
-        writer = MetaWriter(self._backend.app.now().isoformat(), facts)
+        # Celery's own `now` reads settings, and so takes four times as long.
+        writer = MetaWriter(datetime.now(self._backend.app.timezone).isoformat(), facts)
         entries = [
             self._entry(index, job, context.jobs[index], writer) for index, job in enumerate(jobs)
         ]
@@ -201,26 +190,81 @@ class RedisCommitter:
         return _Entry(index, job.task_id, key, token, value)
 
     def _run(self, part: Sequence[_Entry], context: CommitContext) -> Sequence[CommitStatus]:
-        keys = [context.workers_key, context.lease_key, *(entry.key for entry in part)]
-        expires_s = int(self._backend.expires or 0)
+        try:
+            if context.worker != self._elsewhere:
+                answer, tries = self._store(part, context, context.broker_db)
+                if answer is not None:
+                    return [
+                        _status(entry, COMMIT_STATUSES[digit], tries)
+                        for entry, digit in zip(part, _digits(answer), strict=True)
+                    ]
+                self._elsewhere = context.worker
+            return self._run_in_steps(part, context)
+        except (redis.RedisError, OSError) as refusal:
+            self._complain(refusal)
+            return [CommitStatus.NEEDS_TRACER] * len(part)
+
+    def _run_in_steps(
+        self, part: Sequence[_Entry], context: CommitContext
+    ) -> Sequence[CommitStatus]:
+        """Commits where the leases are on another server; a job without a lease is not touched.
+
+        The leases end last. If this process dies before that, the jobs run again, and what they
+        answer then is not stored: a SUCCESS is never overwritten.
+        """
+        worker, keys = context.worker, (context.workers_key, context.lease_key)
+        held = self._ask_broker("held", context, keys, worker, _tokens(part))
+        if held is None:
+            self._unknown = worker
+            # The next worker id may be of another broker.
+            self._broker.disconnect()
+            return [CommitStatus.NEEDS_TRACER] * len(part)
+        statuses = {entry.index: CommitStatus.FENCED for entry in part}
+        ours = [entry for entry, is_held in zip(part, _digits(held), strict=True) if is_held]
+        if ours:
+            answer, _ = self._store(ours, context, None)
+            assert answer is not None
+            for entry, digit in zip(ours, _digits(answer), strict=True):
+                statuses[entry.index] = COMMIT_STATUSES[digit]
+            ended = [each for each in ours if statuses[each.index] is CommitStatus.COMMITTED]
+            if ended:
+                self._ask_broker("end", context, keys[1:], _tokens(ended))
+        return [statuses[entry.index] for entry in part]
+
+    def _ask_broker(
+        self, script: str, context: CommitContext, keys: Sequence[str], *args: str
+    ) -> bytes | None:
+        answer: bytes | None
+        answer, _ = self._broker.attempt(
+            lambda broker: broker.scripts.run_once(script, keys, *args), context.lease_key
+        )
+        return answer
+
+    def _store(
+        self, part: Sequence[_Entry], context: CommitContext, broker_db: int | None
+    ) -> tuple[bytes | None, int]:
+        """Runs the script; its answer, and the number of failed tries before it.
+
+        Args:
+            part: What it stores.
+            context: The commit context of the batch.
+            broker_db: Number of the broker's database; None if that is on another server.
+        """
+        keys: list[Any] = [context.workers_key, context.lease_key, *(entry.key for entry in part)]
         args: list[Any] = [
             context.worker,
-            self._db,
-            context.broker_db,
-            expires_s,
+            database_of(self._results.client),
+            "" if broker_db is None else broker_db,
+            int(self._backend.expires or 0),
             len(context.completion_streams),
+            _tokens(part),
+            *(entry.value for entry in part),
         ]
-        for entry in part:
-            args += (entry.token, entry.value)
         if context.completion_streams:
             self._add_completion_streams(keys, args, part, context.completion_streams)
-        answers, tries = self._answers(keys, args)
-        if answers is None:
-            return [CommitStatus.NEEDS_TRACER] * len(part)
-        return [
-            _status(entry, COMMIT_STATUSES[answer], tries)
-            for entry, answer in zip(part, answers, strict=True)
-        ]
+        return self._results.attempt(
+            lambda results: results.scripts.run_once("commit", keys, *args), context.lease_key
+        )
 
     def _add_completion_streams(
         self,
@@ -238,59 +282,20 @@ class RedisCommitter:
                 number = numbers[index]
                 args += (number, part[number - 1].task_id)
 
-    def _answers(self, keys: list[Any], args: list[Any]) -> tuple[list[int] | None, int]:
-        """The script's answer, None if Redis refuses; and the number of failed tries before it."""
-        worker, lease_key = args[0], keys[1]
-        for tries in range(MAX_TRIES):
-            try:
-                answers = self._scripts.run_once("commit", keys, *args)
-            except (redis.RedisError, OSError) as error:
-                self._await_redis(lease_key, error)
-                refusal = error
-            else:
-                if answers is None:
-                    self._unknown = worker
-                return answers, tries
-        self._complain(refusal)
-        return None, MAX_TRIES
-
     def _complain(self, refusal: Exception) -> None:
         if str(refusal) not in self._refusals:
             self._refusals.add(str(refusal))
             logger.error("Redis refuses commits, so Celery's tracer stores results: %s", refusal)
 
-    def _await_redis(self, lease_key: str, error: Exception) -> None:
-        """Waits until Redis can write; returns at once if it can."""
-        failures = 0
-        while True:
-            try:
-                # It must be a write, because Redis may refuse only writes. There is no such field.
-                self._client.hdel(lease_key, "")
-            except (redis.RedisError, OSError) as still:
-                if not is_away(still):
-                    return
-                error = still
-            else:
-                return
-            failures += 1
-            if failures == 1:
-                logger.warning("results wait for Redis: %s", error)
-                self._on_wait()
-            # After a failover the address may belong to another server.
-            self._client.connection_pool.disconnect()
-            self._sleep(pause_s(failures, MAX_PAUSE_S))
 
-    @cached_property
-    def _client(self) -> Any:
-        return self._backend.client
+def _tokens(entries: Iterable[_Entry]) -> str:
+    """The tokens of jobs, as the scripts take them."""
+    return " ".join(entry.token for entry in entries)
 
-    @cached_property
-    def _db(self) -> int:
-        return database_of(self._client)
 
-    @cached_property
-    def _scripts(self) -> RedisScripts:
-        return result_scripts(self._client)
+def _digits(answer: bytes) -> Iterator[int]:
+    """The digits of a script's answer."""
+    return (byte - ord("0") for byte in answer)
 
 
 def _json(kind: str, content: Any) -> bytes:
@@ -299,11 +304,6 @@ def _json(kind: str, content: Any) -> bytes:
         encoded: bytes = content
         return encoded
     return content.encode() if kind == "json" else plain_json(content)
-
-
-def database_of(client: Any) -> int:
-    """The number of a client's database."""
-    return int(client.connection_pool.connection_kwargs.get("db") or 0)
 
 
 def _parts(entries: Sequence[_Entry]) -> Iterator[Sequence[_Entry]]:

@@ -1,18 +1,28 @@
-"""Finishes jobs that the tracer has completed: messages, result and acknowledgement in one step."""
+"""Finishes jobs that the tracer has completed: messages, result and acknowledgement in one step.
 
-from collections.abc import Sequence
+If the result backend is another server than the broker, there are two steps: the result first, then
+messages and acknowledgement.
+"""
+
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from batchery.outbox import Outbox
 from batchery.redis_scripts import RedisScripts, ScriptCall
-from batchery_worker.commit.committer import (
-    COMMIT_STATUSES,
-    CommitStatus,
-    database_of,
-    result_scripts,
-)
+from batchery.transport.lease_store import LeaseStore
+from batchery_worker.commit.committer import COMMIT_STATUSES, CommitStatus
+from batchery_worker.commit.server import database_of, result_scripts
+from batchery_worker.completion.redis_retry import DeadlineRetry
 from batchery_worker.request import LeaseHandle
+
+T = TypeVar("T")
+
+COMMITTED, FENCED, NEEDS_TRACER = (
+    CommitStatus.COMMITTED,
+    CommitStatus.FENCED,
+    CommitStatus.NEEDS_TRACER,
+)
 
 
 class HeldJob(NamedTuple):
@@ -23,7 +33,7 @@ class HeldJob(NamedTuple):
 
 
 class AtomicFinisher:
-    """Finishes jobs in the Redis of a result backend that also has the broker's database."""
+    """Finishes jobs in the Redis of a result backend, and in that of the broker if it differs."""
 
     def __init__(self, backend: Any) -> None:
         """Does not connect yet.
@@ -32,11 +42,13 @@ class AtomicFinisher:
             backend: Celery's result backend for Redis, of the thread that finishes.
         """
         self._backend = backend
-        #: Id of a worker that this Redis does not know, because the broker is another server.
+        #: Id of a worker that the backend's server does not know.
+        self._elsewhere = ""
+        #: Id of a worker that the broker does not know either: it is fenced.
         self._unknown = ""
 
     def finish(self, jobs: Sequence[HeldJob]) -> list[CommitStatus]:
-        """Finishes each job completely or not at all; one round trip for all of them.
+        """Finishes each job completely or not at all; one round trip per step for all of them.
 
         Args:
             jobs: Jobs whose leases are in one lease store.
@@ -49,25 +61,74 @@ class AtomicFinisher:
                 finds that out.
         """
         if not jobs or jobs[0].lease.store.worker == self._unknown:
-            return [CommitStatus.NEEDS_TRACER] * len(jobs)
-        answers = self._scripts.run_many("finish", [self._call(job) for job in jobs])
-        if any(answer is None for answer in answers):
-            self._unknown = jobs[0].lease.store.worker
+            return [NEEDS_TRACER] * len(jobs)
+        store = jobs[0].lease.store
+        if store.worker != self._elsewhere:
+            calls = [self._call(job, self._db, job.outbox.result) for job in jobs]
+            answers = self._scripts.run_many("finish", calls)
+            if answers[0] is not None:
+                return [_status(answer) for answer in answers]
+            self._elsewhere = store.worker
+        return self._finish_in_steps(store, jobs)
+
+    def _finish_in_steps(self, store: LeaseStore, jobs: Sequence[HeldJob]) -> list[CommitStatus]:
+        """Finishes jobs whose leases are on another server than their results.
+
+        If the worker dies after the first step, the jobs run again. Their results are stored
+        already, and only their messages are left to publish.
+        """
+        broker = result_scripts(store.client)
+        tokens = [job.lease.token for job in jobs]
+        keys = (store.keys.workers, store.lease_key)
+        held = _patiently(lambda: broker.run("held", keys, store.worker, " ".join(tokens)))
+        if held is None:
+            self._unknown = store.worker
+            return [NEEDS_TRACER] * len(jobs)
+        ours = [job for job, digit in zip(jobs, held, strict=True) if digit == ord("1")]
+        statuses = dict.fromkeys(tokens, FENCED)
+        statuses |= dict.fromkeys(self._store(ours), NEEDS_TRACER)
+        ready = [job for job in ours if statuses[job.lease.token] is FENCED]
+        calls = [self._call(job, store.db, b"") for job in ready]
+        answers = _patiently(lambda: broker.run_many("finish", calls)) if calls else []
+        for job, answer in zip(ready, answers, strict=True):
+            statuses[job.lease.token] = _status(answer)
+        # The lease of a job may be gone because an answer was lost: then its result is this one.
+        gone = [job for job in jobs if statuses[job.lease.token] is FENCED and job.outbox.result]
+        for job, stored in zip(gone, self._stored(gone), strict=True):
+            if stored == _as_bytes(job.outbox.result):
+                statuses[job.lease.token] = COMMITTED
+        return [statuses[token] for token in tokens]
+
+    def _store(self, jobs: Sequence[HeldJob]) -> list[str]:
+        """Stores results; returns the tokens of jobs that the script leaves to the tracer."""
+        outboxes = [(job.lease.token, job.outbox) for job in jobs if job.outbox.result]
+        expires_s = int(self._backend.expires or 0)
+        calls = [([self._key(outbox)], [outbox.result, expires_s]) for _, outbox in outboxes]
+        answers = self._scripts.run_many("store", calls) if calls else []
         return [
-            COMMIT_STATUSES[answer] if isinstance(answer, int) else CommitStatus.NEEDS_TRACER
-            for answer in answers
+            token
+            for (token, _), answer in zip(outboxes, answers, strict=True)
+            if _status(answer) is NEEDS_TRACER
         ]
 
-    def _call(self, job: HeldJob) -> ScriptCall:
+    def _stored(self, jobs: Sequence[HeldJob]) -> Sequence[Any]:
+        keys = [self._key(job.outbox) for job in jobs]
+        stored: Sequence[Any] = self._backend.client.mget(keys) if keys else ()
+        return stored
+
+    def _call(self, job: HeldJob, results_db: int, result: bytes | str) -> ScriptCall:
         store, outbox = job.lease.store, job.outbox
         keys = [
             *(store.keys.workers, store.lease_key, store.keys.dedupe_keys(outbox.publish_tag)),
-            self._backend.get_key_for_task(outbox.task_id),
+            self._key(outbox),
             *(held.queue_key for held in outbox.messages),
         ]
         expires_s = int(self._backend.expires or 0)
-        args = [store.worker, self._db, store.db, expires_s, job.lease.token, outbox.result]
+        args = [store.worker, results_db, store.db, expires_s, job.lease.token, result]
         return keys, [*args, *(held.text for held in outbox.messages)]
+
+    def _key(self, outbox: Outbox) -> Any:
+        return self._backend.get_key_for_task(outbox.task_id)
 
     @cached_property
     def _db(self) -> int:
@@ -76,3 +137,17 @@ class AtomicFinisher:
     @cached_property
     def _scripts(self) -> RedisScripts:
         return result_scripts(self._backend.client)
+
+
+def _status(answer: Any) -> CommitStatus:
+    return COMMIT_STATUSES[answer] if isinstance(answer, int) else NEEDS_TRACER
+
+
+def _as_bytes(result: bytes | str) -> bytes:
+    return result.encode() if isinstance(result, str) else result
+
+
+def _patiently(command: Callable[[], T]) -> T:
+    """Sends a command to the broker with the retries that the backend's client has."""
+    answer: T = DeadlineRetry(None).call_with_retry(command, lambda _: None)
+    return answer

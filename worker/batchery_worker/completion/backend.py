@@ -17,7 +17,7 @@ from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import Outbox
 from batchery.redis_scripts import RedisScripts
 from batchery.retry import REFUSALS
-from batchery_worker.commit.committer import result_scripts
+from batchery_worker.commit.server import result_scripts
 from batchery_worker.completion.redis_retry import DeadlineRetry
 
 if TYPE_CHECKING:

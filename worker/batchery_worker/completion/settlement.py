@@ -31,7 +31,7 @@ logger = logging.getLogger("batchery.pool")
 UNKNOWN_RESULT = "..."
 
 #: Reason of a job that the device could have committed, and did not.
-NOT_COMMITTED = "an outcome that is no result, or results on another server than the queue"
+NOT_COMMITTED = "an outcome that is no result, or a result that Redis did not take"
 
 
 class Settlement:

@@ -29,6 +29,7 @@ from batchery.task import ModelTask
 from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.cache.store import ResultCache
 from batchery_worker.commit.committer import RedisCommitter
+from batchery_worker.commit.server import broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
 from batchery_worker.device.loading import (
     check_device,
@@ -139,7 +140,9 @@ class Device:
 
     def run(self) -> None:
         """Works until the process is told to leave, which happens on the prepare thread."""
-        self._committer = RedisCommitter(self._app.backend, self._tell_waiting)
+        self._committer = RedisCommitter(
+            self._app.backend, partial(broker_client, self._app), self._tell_waiting
+        )
         for stage in (self._prepare, self._commit):
             threading.Thread(target=_or_die, args=(stage,), daemon=True).start()
         loop = EventLoop()

@@ -1,4 +1,6 @@
 -- Commits the results of a batch: stores, announces and acknowledges each one whose lease is held.
+-- If the leases are on another server, held.lua has asked for them there. Then this script stores and
+-- announces what it is given, and the caller ends the leases.
 -- include result.lua
 --
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
@@ -14,12 +16,15 @@
 --                   producer that asks for one; entries {ids: JSON list of committed task ids}. The
 --                   producer makes, reads, trims and removes it; it expires an hour after the last
 --                   read. Written here if it exists; at most some thousand entries.
--- ARGV      worker id, number of the backend's database, number of the broker's, seconds until a
---           result expires (0 for never), number of completion streams; then for each job: token, and
---           the value to store, empty for none; then for each stream: how many of the jobs want it,
---           and for each of those its number among the jobs and its task id.
--- Returns   for each job: 1 committed, 0 fenced, 2 unsure, with nothing done. Nil if this server does
---           not know the worker: the broker is another one, or the worker is fenced.
+-- ARGV      worker id, number of the backend's database, number of the broker's (empty if that is on
+--           another server), seconds until a result expires (0 for never), number of completion
+--           streams, the tokens with spaces between; then for each job the value to store, empty
+--           for none; then for each stream: how many of the jobs want it, and for each of those its
+--           number among the jobs and its task id.
+-- Returns   a digit for each job: 1 committed, 0 fenced, 2 unsure, with nothing done. Nil if this
+--           server does not know the worker: the broker is another one, or the worker is fenced.
+--
+-- Tokens and digits are one text each, because a client packs and reads every element on its own.
 --
 -- At most a few hundred keys, because Lua cannot unpack more than some thousands.
 --
@@ -28,29 +33,33 @@
 local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
 local workers, leases, completion_streams = KEYS[1], KEYS[2], tonumber(ARGV[5])
 local count = #KEYS - 2 - completion_streams
+local has_leases, tokens = broker ~= '', words(ARGV[6])
 
-use(broker, backend)
-if not is_known(workers, leases, worker) then
-  return false
-end
 local held = {}
-for i = 1, count do
-  held[i] = redis.call('HEXISTS', leases, ARGV[2 * i + 4]) == 1
+if has_leases then
+  if not use(broker, backend) or not is_known(workers, leases, worker) then
+    return false
+  end
+  for i = 1, count do
+    held[i] = redis.call('HEXISTS', leases, tokens[i]) == 1
+  end
+  use(backend, broker)
+else
+  begin_to_write(leases)
 end
 
-use(backend, broker)
 -- Usually no job has a stored result yet, so one EXISTS for all of them saves a look at each.
 local fresh = redis.call('EXISTS', unpack(KEYS, 3, 2 + count)) == 0
 local statuses, ended, written = {}, {}, {}
 for i = 1, count do
-  local token, key, value = ARGV[2 * i + 4], KEYS[i + 2], ARGV[2 * i + 5]
-  if not held[i] then
+  local key, value = KEYS[i + 2], ARGV[i + 6]
+  if has_leases and not held[i] then
     statuses[i] = is_written(key, value) and 1 or 0
   else
     local may = 0
     -- A message that was published twice may be twice in one batch.
     if value ~= '' and not written[key] then
-      may = fresh and 1 or may_write(key)
+      may = fresh and 1 or may_write(key, not has_leases)
     end
     if may == 1 then
       write(key, value, expires_s)
@@ -60,12 +69,12 @@ for i = 1, count do
       statuses[i] = 2
     else
       statuses[i] = 1
-      ended[#ended + 1] = token
+      ended[#ended + 1] = tokens[i]
     end
   end
 end
 
-local at = 2 * count + 6
+local at = count + 7
 for i = 1, completion_streams do
   local last, done = at + 2 * tonumber(ARGV[at]), {}
   for j = at + 1, last, 2 do
@@ -81,8 +90,8 @@ for i = 1, completion_streams do
   at = last + 1
 end
 
-use(broker, backend)
-if #ended > 0 then
+if has_leases and #ended > 0 then
+  use(broker, backend)
   redis.call('HDEL', leases, unpack(ended))
 end
-return statuses
+return table.concat(statuses)

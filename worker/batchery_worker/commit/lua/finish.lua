@@ -18,8 +18,7 @@ local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(A
 local token, value = ARGV[5], ARGV[6]
 local workers, leases, sent, key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 
-use(broker, backend)
-if not is_known(workers, leases, worker) then
+if not use(broker, backend) or not is_known(workers, leases, worker) then
   return false
 end
 local held = redis.call('HEXISTS', leases, token) == 1

@@ -1,10 +1,24 @@
--- Functions for commit.lua, finish.lua and store.lua, which include it. No script itself.
+-- Functions for the other scripts here, which include it. No script itself.
 
--- Switches to one of the two databases that a script works in.
+-- Switches to one of the two databases that a script works in; false if this server has it not, so
+-- that it must be another server's.
 local function use(database, other)
-  if database ~= other then
-    redis.call('SELECT', database)
+  return database == other or not redis.pcall('SELECT', database).err
+end
+
+-- The words of a text.
+local function words(text)
+  local found = {}
+  for word in string.gmatch(text, '%S+') do
+    found[#found + 1] = word
   end
+  return found
+end
+
+-- Makes the first write of a script one that removes nothing. At maxmemory Redis (6.2, 7.0) refuses a
+-- script whose first write needs memory, but not one that has written something before.
+local function begin_to_write(leases)
+  redis.call('HDEL', leases, '')
 end
 
 -- Whether this server knows the worker; false if the broker is another one, or the worker is fenced.
@@ -13,14 +27,13 @@ local function is_known(workers, leases, worker)
   if not redis.call('ZSCORE', workers, worker) then
     return false
   end
-  -- This removes nothing. At maxmemory Redis (6.2, 7.0) refuses a script whose first write needs
-  -- memory, but not one that has written something before.
-  redis.call('HDEL', leases, '')
+  begin_to_write(leases)
   return true
 end
 
--- Whether a result may be written: 0 no, because a SUCCESS is stored; 1 yes; 2 unsure.
-local function may_write(key)
+-- Whether a result may be written: 0 no, because a SUCCESS is stored; 1 yes; 2 unsure. A script that
+-- cannot see the lease has `spares_failures`: another worker may have stored a failure just now.
+local function may_write(key, spares_failures)
   local head = redis.pcall('GETRANGE', key, 0, 63)
   if type(head) ~= 'string' then
     return 2
@@ -34,7 +47,10 @@ local function may_write(key)
   if not status then
     return 2
   end
-  return status == 'SUCCESS' and 0 or 1
+  if status == 'SUCCESS' then
+    return 0
+  end
+  return spares_failures and (status == 'FAILURE' or status == 'REVOKED') and 2 or 1
 end
 
 -- Stores a result and announces it; `expires_s` is 0 for never.

@@ -1,0 +1,131 @@
+"""Results on another Redis server than the queue: whatever breaks, each job has one result."""
+
+import contextlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from support.harness import Worker, unsettled, wait_for
+from support.own_redis import OwnRedis
+
+TIMEOUT_S = 60
+
+
+class Place(NamedTuple):
+    """Two servers, and how to start a worker that uses both."""
+
+    broker: OwnRedis
+    results: OwnRedis
+    plan: Path
+    start: Callable[..., Worker]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    folder = tmp_path_factory.mktemp("place")
+    broker, results = OwnRedis(folder / "broker"), OwnRedis(folder / "results")
+    plan = folder / "plan"
+    with contextlib.ExitStack() as stack:
+        for each in (broker, results):
+            each.start()
+            stack.callback(each.kill)
+
+        def start(*arguments: str) -> Worker:
+            env = {"CELERY_RESULT_BACKEND": results.url, "TORN_PLAN": str(plan)}
+            worker = Worker(folder, broker.url, "apps.torn", *arguments, env=env)
+            stack.callback(worker.kill)
+            return worker.wait_ready()
+
+        yield Place(broker, results, plan, start)
+
+
+@pytest.fixture(scope="module")
+def worker(place: Place) -> Worker:
+    return place.start()
+
+
+class Sent:
+    """Jobs that are held until they are let go, and what is announced of them."""
+
+    def __init__(self, place: Place, queue: str = "celery") -> None:
+        self._place = place
+        self._gate = place.plan.with_suffix(".hold")
+        self._gate.touch()
+        self._told: Counter[str] = Counter()
+        self._redis: Any = Redis.from_url(place.results.url)
+        self._channel = self._redis.pubsub()  # type: ignore[no-untyped-call]
+        self._channel.psubscribe("celery-task-meta-*")
+        assert self._channel.get_message(timeout=TIMEOUT_S)["type"] == "psubscribe"
+        with Celery("sender", broker=place.broker.url, set_as_current=False) as app:
+            task = "apps.torn.name_anew"
+            self.ids = [app.send_task(task, [n], queue=queue).id for n in range(200)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+        self._redis.close()
+
+    def stored(self) -> list[Any]:
+        found: Any = self._redis.mget([f"celery-task-meta-{each}" for each in self.ids])
+        return [json.loads(each) for each in found if each]
+
+    def let_go(self) -> None:
+        self._gate.unlink()
+
+    def has_one_result_each(self, *, is_told: bool = True) -> None:
+        """Waits for all results; `is_told` if each was announced to this process, once."""
+        wait_for(lambda: len(self.stored()) == len(self.ids), "all jobs are answered", TIMEOUT_S)
+        wait_for(lambda: unsettled(self._place.broker.url) == 0, "no lease is left", TIMEOUT_S)
+        stored = {each["task_id"]: each["result"] for each in self.stored()}
+        assert [stored[each].split()[0] for each in self.ids] == [str(n) for n in range(200)]
+        if is_told:
+            while message := self._channel.get_message(timeout=0.5):
+                told = json.loads(message["data"])
+                self._told[told["task_id"]] += 1
+                assert told["result"] == stored[told["task_id"]]
+            assert set(self._told.values()) == {1}
+            assert set(self._told) == set(self.ids)
+
+
+def test_a_worker_killed_between_result_and_acknowledgement(place: Place, worker: Worker) -> None:
+    place.plan.write_text("the worker is killed")
+    killed = place.start("-Q", "first")
+    with Sent(place, "first") as sent:
+        sent.let_go()
+        killed.wait_exit()
+        assert 0 < len(sent.stored()) < len(sent.ids)
+        assert unsettled(place.broker.url)
+        with Celery("control", broker=place.broker.url, set_as_current=False) as app:
+            app.control.add_consumer("first", destination=[worker.name])
+        sent.has_one_result_each()
+
+
+def test_connections_to_the_broker_killed_between_result_and_acknowledgement(
+    place: Place, worker: Worker
+) -> None:
+    place.plan.write_text("all connections to the broker are killed")
+    with Sent(place) as sent:
+        sent.let_go()
+        sent.has_one_result_each()
+    assert not place.plan.exists()
+
+
+@pytest.mark.parametrize("away", ["broker", "results"])
+def test_a_server_is_away_for_a_while(place: Place, worker: Worker, away: str) -> None:
+    server: OwnRedis = getattr(place, away)
+    waits = worker.log.count("results wait for Redis")
+    with Sent(place) as sent:
+        server.kill()
+        sent.let_go()
+        wait_for(lambda: worker.has_logged("results wait for Redis", waits + 1), "results wait")
+        server.start()
+        # Redis does not keep subscriptions.
+        sent.has_one_result_each(is_told=away == "broker")
