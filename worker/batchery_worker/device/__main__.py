@@ -284,7 +284,7 @@ def main(descriptor: int) -> None:
         write_frame(end, dump_reply(NotReady(name, text)))
         return
     write_frame(end, dump_reply(ready))
-    device.run()
+    _or_die(device.run)
 
 
 if __name__ == "__main__":

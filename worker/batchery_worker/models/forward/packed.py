@@ -65,6 +65,8 @@ class Packed:
         self._is_watched = False
         #: The row of the last forward pass, and how the attention was called.
         self.last = Row(())
+        #: Maximum difference that the check of `selection.py` has found.
+        self.worst = 0.0
 
     def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
         """Pooled token vectors, (B, D) float32, in batch order."""
