@@ -67,8 +67,7 @@ def _ask(device: str, what: str) -> str:
 
 def _command(device: str, what: str) -> list[str]:
     number = int(device.partition(":")[2] or 0)
-    # CUDA counts only the visible devices, and the tool counts all. It takes the same names, but for
-    # parts of a GPU, which it cannot watch.
+    # CUDA counts only the visible devices, and the tool counts all. Both know the same names.
     visible = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     name = visible[number] if any(visible) and number < len(visible) else str(number)
     return [TOOL, f"--id={name}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
