@@ -70,7 +70,7 @@ def test_graphs_that_follow_each_other_do_not_mix(graphed: EmbeddingModel) -> No
     outputs = [graphed.forward([each]) for each in [*prepared] * 20]
     found = [graphed.postprocess(each)[0] for each in outputs]
     for place, each in enumerate(found):
-        vector = torch.tensor(each["vector"])  # type: ignore[index]
+        vector = torch.tensor(each["vector"])
         assert torch.equal(vector, expected[place % len(TEXTS)])
 
 
@@ -81,7 +81,8 @@ def test_verification_passes_with_graphs() -> None:
 def test_a_failed_capture_leaves_the_process_as_it_was(graphed: EmbeddingModel) -> None:
     """What is captured reads the device, which CUDA refuses."""
     batch: Any = [graphed.preprocess(["a text"])[0]]
-    forward = next(iter(graphed._pass._graphs.values()))._forward  # type: ignore[attr-defined]
+    graphs: Any = graphed._pass
+    forward = next(iter(graphs._graphs.values()))._forward
     before = torch.cuda.current_stream()
 
     def reads(_: Any, __: Any) -> torch.Tensor:

@@ -104,7 +104,8 @@ def test_no_pass_waits_for_the_device(architecture: str, forward: str, tmp_path:
         )
     )
     model.load("cuda:0")
-    batches = [model.preprocess(texts) for texts in (["the cat"], ["rain"] * 3, ["a dog", "rain"])]
+    wanted = (["the cat"], ["rain"] * 3, ["a dog", "rain"])
+    batches: list[Any] = [model.preprocess(texts) for texts in wanted]
     for batch in batches * 2:
         model.forward(batch).pending.wait()
     torch.cuda.set_sync_debug_mode("error")

@@ -78,6 +78,7 @@ class TextModel(Model):
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
+        self._gives_json = False
 
     def load(self, device: str) -> None:
         """Loads tokenizer and weights, and runs one short text as a check.
@@ -244,9 +245,14 @@ class TextModel(Model):
 
     def _results(
         self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Makes one result per row of `values`, which are finite and on the CPU."""
+    ) -> Sequence[Any]:
+        """Makes one result per row of `values`, which are on the CPU."""
         raise NotImplementedError
+
+    def give_json(self) -> None:
+        """Makes results `Encoded` from now on, if the kind can: where they leave the process."""
+        # A subclass that changes results needs them as they are.
+        self._gives_json = type(self).postprocess is TextModel.postprocess
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
@@ -310,7 +316,7 @@ class TextModel(Model):
             return False
         return pending.arrives_within(IDLE_SOON_SHARE * outputs.launch_s)
 
-    def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
+    def postprocess(self, outputs: Outputs, **keywords: Any) -> list[Any]:
         """Waits for the values of a micro-batch and makes its results, in batch order."""
         values = outputs.pending.wait()
         results = self._results(values, outputs.tokens, keywords)
