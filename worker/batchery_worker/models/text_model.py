@@ -298,7 +298,7 @@ class TextModel(Model):
 
     def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Prepared]) -> Outputs:
         """Starts a pass over a batch, and the copy of its values to the CPU."""
-        lengths = [self.tokens(prepared) for prepared in batch]
+        lengths = [prepared.shape[1] for prepared in batch]
         if self._streams is not None:
             return Outputs(lengths, self._streams.submit(compute))
         started_s = time.perf_counter()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -66,7 +66,7 @@ class Row:
         lengths: Tokens of each text, in order.
         ends: For CUDA's kernel: 0, then the end of each text, (B + 1,) int32, on the device.
         starts: Where the texts begin, (B,) int64, on the device, for heads that read only first
-            tokens.
+            tokens; None if no head follows.
         calls: How often the attention was called. A model that never calls it cannot be packed.
         windows: Widths of the sliding windows that it was asked for, in tokens.
     """
@@ -77,13 +77,22 @@ class Row:
     calls: int = 0
     windows: set[int] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        #: Number and length of neighbours of one length, which share one call of the attention.
-        self.groups = [(len(list(texts)), length) for length, texts in groupby(self.lengths)]
-        #: Tokens of each group.
-        self.sizes = [texts * length for texts, length in self.groups]
-        #: Tokens of the longest text.
-        self.longest = max(self.lengths, default=0)
+    # Each is read in every layer of a pass, or in none.
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """Number and length of neighbours of one length, which share one call of the attention."""
+        return [(len(list(texts)), length) for length, texts in groupby(self.lengths)]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Tokens of each group."""
+        return [texts * length for texts, length in self.groups]
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(self.lengths)
 
 
 class Options(NamedTuple):
@@ -214,9 +223,17 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, options: Option
     assert kernel is not None
     assert row.ends is not None
     reach = -1 if options.window is None else options.window - 1
-    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     window = (reach, 0 if options.causal else reach)
-    return kernel(queries, keys, values, row.ends, row.longest, options.scale, window).unsqueeze(0)
+    return kernel(
+        # Views of one row, with tokens before heads. An index would cost the host twice as much.
+        query.select(0, 0).transpose(0, 1),
+        key.select(0, 0).transpose(0, 1),
+        value.select(0, 0).transpose(0, 1),
+        row.ends,
+        row.longest,
+        options.scale,
+        window,
+    ).unsqueeze(0)
 
 
 @cache
