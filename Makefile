@@ -29,10 +29,10 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench constraints clean
+.PHONY: help demo test lint bench gpu-check constraints clean
 
 help: ## say what there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 leaves them up)
 	$(PY) -m batchery_worker.cli.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
@@ -48,6 +48,9 @@ lint: $(INSTALLED) ## check style, format, types and imports
 
 bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, engine.requests, load, bulk or chaos)
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
+
+gpu-check: $(INSTALLED) ## what works on this GPU, in eight minutes (ARGS=--dry tries it on a CPU)
+	$(PY) -m benchmarks.gpu_check $(ARGS)
 
 constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
 	{ echo "# What was tested. To renew: remove the pins, then make clean constraints."; \

@@ -80,8 +80,11 @@ def parse() -> argparse.Namespace:
 
 
 def choose(names: Sequence[str] | None) -> list[str]:
-    """The rows whose names begin with one of these."""
-    found = [each for each in NAMES if names is None or each.startswith(tuple(names))]
+    """The rows of these names, or whose names begin with one of these."""
+    begins = tuple(each for each in names or () if each not in NAMES)
+    found = [
+        each for each in NAMES if names is None or each in names or each.startswith(begins or ".")
+    ]
     if not found:
         raise SystemExit(f"--systems: choose from {', '.join(NAMES)}")
     return found

@@ -1,6 +1,7 @@
 """What NVIDIA's own tool says of a GPU; nothing where there is none."""
 
 import contextlib
+import os
 import shutil
 import statistics
 import subprocess
@@ -65,5 +66,8 @@ def _ask(device: str, what: str) -> str:
 
 
 def _command(device: str, what: str) -> list[str]:
-    number = device.partition(":")[2] or "0"
-    return [TOOL, f"--id={number}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    number = int(device.partition(":")[2] or 0)
+    # CUDA counts only the visible devices, and the tool counts all. Both know the same names.
+    visible = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    name = visible[number] if any(visible) and number < len(visible) else str(number)
+    return [TOOL, f"--id={name}", f"--query-gpu={what}", "--format=csv,noheader,nounits"]

@@ -8,7 +8,8 @@ import numpy as np
 from celery import Celery
 
 from batchery import Model, install, register
-from batchery_worker.models.embedding import shortened
+from batchery_worker.ipc.values import Encoded
+from batchery_worker.models.embedding import encoded_results
 
 url = os.environ["DEVICE_COST_REDIS"]
 app = install(Celery("device_cost", broker=url, backend=url, set_as_current=False))
@@ -26,9 +27,9 @@ class Vectors(Model):
         """One row per item."""
         return self.values[: len(batch)]
 
-    def postprocess(self, outputs: Any, **_: Any) -> list[dict[str, Any]]:
+    def postprocess(self, outputs: Any, **_: Any) -> list[Encoded]:
         """As an embedding model makes its results."""
-        return [{"tokens": 12, "vector": row} for row in shortened(outputs).tolist()]
+        return encoded_results([12] * len(outputs), outputs)
 
 
 register(app, "vectors", Vectors)

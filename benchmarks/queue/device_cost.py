@@ -27,9 +27,8 @@ from batchery_worker.device.reply import text_of
 from batchery_worker.ipc.commit_context import CommitContext
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import Done, Ready, Setup, Work, dump_message, load_reply
-from batchery_worker.ipc.values import is_plain, plain_json
 from batchery_worker.local.redis_server import EmbeddedRedis
-from batchery_worker.models.embedding import shortened
+from batchery_worker.models.embedding import encoded_results
 from benchmarks.hardware import hardware
 from benchmarks.venvs import ROOT
 
@@ -55,12 +54,16 @@ def steps() -> list[dict[str, Any]]:
     values = random.normal(size=(SIZE, DIMENSIONS)).astype(np.float32)
     values /= np.linalg.norm(values, axis=1, keepdims=True)
     full = [{"tokens": 12, "vector": row} for row in values.tolist()]
-    short = [{"tokens": 12, "vector": row} for row in shortened(values).tolist()]
-    stored, stored_before = list(map(plain_json, short)), list(map(json.dumps, full))
+    tokens = [12] * SIZE
+    short = encoded_results(tokens, values)
+    stored, stored_before = [each.json for each in short], list(map(json.dumps, full))
     pairs: list[tuple[str, Callable[[], Any], Callable[[], Any] | None]] = [
-        ("numbers to Python", lambda: shortened(values).tolist(), values.tolist),
-        ("is it plain", lambda: list(map(is_plain, short)), None),
-        ("JSON", lambda: list(map(plain_json, short)), lambda: list(map(json.dumps, full))),
+        ("numbers to Python", lambda: None, values.tolist),
+        (
+            "JSON",
+            lambda: encoded_results(tokens, values),
+            lambda: list(map(json.dumps, full)),
+        ),
         (
             "text of an event",
             lambda: [text_of(each, TEXT_CHARS) for each in short],

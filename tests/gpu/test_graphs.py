@@ -13,7 +13,7 @@ import torch
 
 from batchery.settings import ModelSettings
 from batchery_worker.models import ClassificationModel, EmbeddingModel
-from batchery_worker.models.forward.cuda_graphs import Graphed
+from batchery_worker.models.forward.cuda_graphs import Graph, Graphed
 from batchery_worker.models.verification import verify
 from support.tiny_models import save_model
 
@@ -70,12 +70,37 @@ def test_graphs_that_follow_each_other_do_not_mix(graphed: EmbeddingModel) -> No
     outputs = [graphed.forward([each]) for each in [*prepared] * 20]
     found = [graphed.postprocess(each)[0] for each in outputs]
     for place, each in enumerate(found):
-        vector = torch.tensor(each["vector"])  # type: ignore[index]
+        vector = torch.tensor(each["vector"])
         assert torch.equal(vector, expected[place % len(TEXTS)])
 
 
 def test_verification_passes_with_graphs() -> None:
     assert verify(ModelSettings(kind="embedding", model=MINILM, dtype="bf16"), "cuda:0").passed
+
+
+def test_a_failed_capture_leaves_the_process_as_it_was(graphed: EmbeddingModel) -> None:
+    """What is captured reads the device, which CUDA refuses."""
+    batch: Any = [graphed.preprocess(["a text"])[0]]
+    graphs: Any = graphed._pass
+    forward = next(iter(graphs._graphs.values()))._forward
+    before = torch.cuda.current_stream()
+
+    def reads(_: Any, __: Any) -> torch.Tensor:
+        values = torch.ones(4, device="cuda:0")
+        if torch.cuda.is_current_stream_capturing():
+            values.sum().item()
+        return values
+
+    with torch.inference_mode(), pytest.raises(RuntimeError):
+        Graph(forward, reads, batch, torch.cuda.graph_pool_handle())
+    assert torch.cuda.current_stream() == before
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    vectors(graphed, TEXTS)
+    held_bytes = torch.cuda.memory_allocated()
+    for _ in range(50):
+        vectors(graphed, TEXTS)
+    assert torch.cuda.memory_allocated() <= held_bytes
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert", "mpnet"])

@@ -16,6 +16,7 @@ from batchery_worker.models.forward.attention import varlen_kernel
 from batchery_worker.models.hardware.devices import device_named, dtype_for
 from batchery_worker.models.text_model import TextModel
 from batchery_worker.models.verification import verify
+from support.tiny_models import save_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,8 +76,49 @@ def test_packed_and_padded_are_both_what_single_texts_are_in_fp32(dtype: str) ->
     report = verify(ModelSettings.model_validate(settings), "cuda:0")
     assert report.passed
     packed = next(each for each in report.comparisons if each.forward == "packed")
-    there = varlen_kernel() is not None
-    assert (packed.cosine is not None) == there, packed.why
+    # Every torch that we support has flash attention for rows of texts.
+    assert varlen_kernel() is not None
+    assert packed.cosine is not None, packed.why
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert", "llama"])
+def test_architectures_are_packed(architecture: str, tmp_path: Path) -> None:
+    # Flash attention takes heads whose width is a multiple of 8, as these are.
+    save_model(tmp_path, architecture)
+    settings = ModelSettings(kind="embedding", model=str(tmp_path), dtype="bf16")
+    model = EmbeddingModel(settings)
+    model.load("cuda:0")
+    assert model.why_padded == ""
+    assert not model.pads
+
+
+@pytest.mark.parametrize("forward", ["padded", "packed"])
+@pytest.mark.parametrize("architecture", ["bert", "gpt2"])
+def test_no_pass_waits_for_the_device(architecture: str, forward: str, tmp_path: Path) -> None:
+    if (architecture, forward) == ("gpt2", "padded"):
+        pytest.skip("a decoder that is padded keeps transformers' mask, which waits")
+    save_model(tmp_path, architecture)
+    model = EmbeddingModel(
+        ModelSettings.model_validate(
+            {"kind": "embedding", "model": str(tmp_path), "dtype": "bf16", "forward": forward}
+        )
+    )
+    model.load("cuda:0")
+    wanted = (["the cat"], ["rain"] * 3, ["a dog", "rain"])
+    batches: list[Any] = [model.preprocess(texts) for texts in wanted]
+    for batch in batches * 2:
+        model.forward(batch).pending.wait()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = [model.forward(batch) for batch in batches]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert [len(each.pending.wait()) for each in outputs] == [1, 3, 2]
+
+
+def test_cudnn_computes_no_attention() -> None:
+    embed("cuda:0", "bf16")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
 
 
 def test_fp32_is_padded_as_the_kernel_for_rows_is_for_half_precision() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.engine import gpu
 from support.bench_command import bench
 
 #: Four processes that load torch, on a machine that may be busy; a quiet one needs ten seconds.
@@ -23,6 +24,25 @@ def rows_of(target: Path) -> list[dict[str, Any]]:
         assert 0 < slowest <= row["texts_per_s"] <= fastest
     rows: list[dict[str, Any]] = report["rows"]
     return rows
+
+
+@pytest.mark.parametrize(
+    ("visible", "device", "watched"),
+    [
+        (None, "cuda", "0"),
+        (None, "cuda:1", "1"),
+        ("", "cuda:1", "1"),
+        ("2,3", "cuda:1", "3"),
+        ("GPU-8f6, GPU-99a", "cuda:0", "GPU-8f6"),
+    ],
+)
+def test_the_gpu_that_is_watched_is_the_one_that_computes(
+    visible: str | None, device: str, watched: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert f"--id={watched}" in gpu._command(device, "name")
 
 
 def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: Path) -> None:

@@ -196,7 +196,8 @@ class _Passes:
         try:
             with self._limit():
                 outputs = self._lookahead.forward(self._items(positions), self._keywords)
-                self.start_next()
+                if not self._lookahead.is_idle(outputs):
+                    self.start_next()
                 answer = self._model.postprocess(outputs, **self._keywords)
         except BaseException as error:
             if is_out_of_memory(error):

@@ -13,6 +13,14 @@ from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAf
 NON_VALUES = (Failed, RetryAfter, Replace, Ignore, Reject)
 
 
+#: What errors of torch say, in small letters, where memory ran out.
+OUT_OF_MEMORY_TEXTS = (
+    "out of memory",  # CUDA itself: pinned memory, kernels that are loaded at their first use
+    "status_alloc_failed",  # cuBLAS, cuDNN
+    "can't allocate memory",  # a CPU
+)
+
+
 def isolate(
     call: Callable[[Sequence[Any]], Any],
     items: Sequence[Any],
@@ -107,7 +115,12 @@ def _failed(error: BaseException, name: str) -> Any:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, on the host or on a device."""
     # The name identifies torch's error, as torch is not imported here.
-    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    # Only torch's allocator has an error of its own. CUDA's libraries, pinned memory and a CPU's
+    # memory have only a text.
+    text = str(error).lower() if isinstance(error, RuntimeError) else ""
+    return any(each in text for each in OUT_OF_MEMORY_TEXTS)
 
 
 def _safe(error: BaseException, name: str) -> BaseException:

@@ -39,6 +39,14 @@ class Lookahead:
         """Whether one more pass may be started."""
         return len(self._started) < max_lookahead(self._model)
 
+    def is_idle(self, outputs: Any) -> bool:
+        """Whether the device has computed these outputs, or will have in a moment.
+
+        Models that know say so by `has_computed`.
+        """
+        has_computed = getattr(self._model, "has_computed", None)
+        return has_computed is not None and has_computed(outputs)
+
     def start(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> None:
         """Starts a pass that is likely to come soon, unless it has started.
 

@@ -305,7 +305,7 @@ def main(descriptor: int) -> None:
         device.tell(NotReady(name, text))
         return
     device.tell(ready)
-    device.run()
+    _or_die(device.run)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ def load_model(task: ModelTask, device: str) -> Model:
     try:
         model = task.make_model()
         model.load(device)
+        give_json = getattr(model, "give_json", None)
+        if give_json is not None:
+            give_json()
         items = list(model.warm_up())
         if items:
             whole = [range(len(items))]

@@ -114,7 +114,7 @@ def text_of(outcome: Any, chars: int) -> str:
     """
     if isinstance(outcome, Encoded):
         try:
-            outcome = outcome.value
+            outcome = outcome.head(chars)
         except Exception:  # noqa: BLE001 - a type that the app had when the result was kept
             return str(outcome.json[:chars], errors="replace")
     # One more element than can be shown: each takes a digit, a comma and a space at least.

@@ -10,6 +10,7 @@ from batchery.execution.batch import Limit, compute, first_passes
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.execution.lookahead import Lookahead
 from batchery.model import Model
+from batchery.outcomes import Failed
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.batching.token_budget import TokenBudget
@@ -102,6 +103,10 @@ class ServedModel:
             lookahead=self._lookahead,
             start_next_batch=start_next_batch,
         )
+        if any(_has_failed(*each) for each in zip(items, done[0], strict=True)):
+            # Some errors of CUDA end its context, and with it all passes from now on. Those raise
+            # here, outside of what isolates failures: the process ends, and its jobs run again.
+            self._memory.wait()
         took_ms = (self._clock() - started_s) * 1e3
         self._peak_bytes = max(self._peak_bytes, self._memory.peak_bytes())
         if self._failed_passes == failed_passes:
@@ -177,3 +182,8 @@ class ServedModel:
             " more fits again (setting max_batch_tokens)",
             *(self.name, self._device, allowed, self._budget.allows()),
         )
+
+
+def _has_failed(prepared: Any, outcome: Any) -> bool:
+    """Whether an item has failed since it was prepared."""
+    return isinstance(outcome, Failed) and outcome is not prepared

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kombu.utils import json as celery_json
-from pydantic_core import PydanticSerializationError, to_json
+from pydantic_core import PydanticSerializationError, from_json, to_json
 
 #: Types that are plain whatever their value.
 _ATOMS = {type(None), bool, float, str}
@@ -26,6 +26,9 @@ _TYPE_KEY = b'"__type__"'
 
 #: Types that can always be pickled, so that a text, the common item, is not tried.
 ALWAYS_PORTABLE_TYPES = {str, bytes, int, float, bool, type(None)}
+
+#: Maximum size of a character in JSON: two escapes, of half a surrogate pair each.
+CHARACTER_BYTES = 12
 
 #: Levels of nesting that `check_portable` adds: more than the message to the device adds.
 EXTRA_LEVELS = 20
@@ -86,6 +89,17 @@ class Encoded:
         if not self._value:
             self._value = (celery_json.loads(self.json),)
         return self._value[0]
+
+    def head(self, chars: int) -> Any:
+        """The value, or so much of it that its text is longer than this, in characters."""
+        start = self.json[: CHARACTER_BYTES * chars]
+        if self._value or len(start) == len(self.json) or _TYPE_KEY in start:
+            return self.value
+        try:
+            return from_json(start, allow_partial="trailing-strings")
+        except ValueError:
+            # Cut within a character.
+            return self.value
 
 
 def encoded(value: Any) -> Encoded | None:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,11 +24,12 @@ from batchery_worker.models.forward.cuda_graphs import (
     captured,
     shapes,
 )
+from batchery_worker.models.forward.masks import mask_forms
 from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.probe_texts import RandomTexts
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
 from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
-from batchery_worker.models.hardware.devices import device_named, dtype_for
+from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.loading.identity import identity
@@ -36,6 +38,9 @@ from batchery_worker.models.loading.source import ModelSource, quiet, reason
 from batchery_worker.models.loading.tokenizer import Prepared, TextTokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+#: Rest of a pass that is worth no early pass, as a share of the time that launching one takes.
+IDLE_SOON_SHARE = 0.1
 
 #: Words in the texts of a warm-up: libraries choose kernels by length.
 WARM_UP_WORDS = (1, 8, 32, 128)
@@ -48,10 +53,12 @@ class Outputs(NamedTuple):
         tokens: Length of each text in tokens, special ones included, in batch order.
         pending: Values on their way to the CPU: one row per text, in batch order, (B, ...),
             float32.
+        launch_s: How long the host took to launch the pass, in seconds.
     """
 
     tokens: list[int]
     pending: PendingCopy | PendingPass
+    launch_s: float = 0.0
 
 
 class TextModel(Model):
@@ -71,6 +78,7 @@ class TextModel(Model):
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
+        self._gives_json = False
 
     def load(self, device: str) -> None:
         """Loads tokenizer and weights, and runs one short text as a check.
@@ -86,6 +94,7 @@ class TextModel(Model):
         if self._device.type == "cpu":
             self._open_streams(torch.get_num_threads())
         elif self._device.type == "cuda":
+            settle_cuda()
             self.passes_ahead = 1
         try:
             with quiet():
@@ -168,6 +177,10 @@ class TextModel(Model):
         # is meant for generation, except for models such as XLNet, which read the last token.
         last = getattr(config, "summary_type", None) == "last"
         self._padding_side = "left" if last else "right"
+        for module in self.model.modules():
+            # It looks for padding on the device, and the host waits. Our padding is always masked.
+            if hasattr(module, "warn_if_padding_and_no_attention_mask"):
+                module.warn_if_padding_and_no_attention_mask = _nothing
         # Nothing is generated, so keys and values need not be kept.
         config.use_cache = False
         self._padding = {
@@ -190,6 +203,15 @@ class TextModel(Model):
             inputs=self._tokenize.names,
             texts=texts,
         )
+        if self._device.type == "cuda":
+            padded.masks = mask_forms(
+                self.model,
+                padded,
+                self._values,
+                texts,
+                self.max_length,
+                TOLERANCE[self.model.dtype],
+            )
         # Graphs come first: packing changes the model's attention.
         graphs = self._capture(padded, texts)
         forward, self.why_padded = choose(candidate)
@@ -223,9 +245,14 @@ class TextModel(Model):
 
     def _results(
         self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Makes one result per row of `values`, which are finite and on the CPU."""
+    ) -> Sequence[Any]:
+        """Makes one result per row of `values`, which are on the CPU."""
         raise NotImplementedError
+
+    def give_json(self) -> None:
+        """Makes results `Encoded` from now on, if the kind can: where they leave the process."""
+        # A subclass that changes results needs them as they are.
+        self._gives_json = type(self).postprocess is TextModel.postprocess
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
@@ -271,13 +298,25 @@ class TextModel(Model):
 
     def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Prepared]) -> Outputs:
         """Starts a pass over a batch, and the copy of its values to the CPU."""
-        lengths = [self.tokens(prepared) for prepared in batch]
+        lengths = [prepared.shape[1] for prepared in batch]
         if self._streams is not None:
             return Outputs(lengths, self._streams.submit(compute))
+        started_s = time.perf_counter()
         with torch.inference_mode():
-            return Outputs(lengths, self._to_host.start(compute()))
+            pending = self._to_host.start(compute())
+        return Outputs(lengths, pending, time.perf_counter() - started_s)
 
-    def postprocess(self, outputs: Outputs, **keywords: Any) -> list[dict[str, Any] | Failed]:
+    def has_computed(self, outputs: Outputs) -> bool:
+        """Whether a pass ends about as soon as it is launched; for `Lookahead`.
+
+        Then the next pass, launched early, would only delay the results of this one.
+        """
+        pending = outputs.pending
+        if isinstance(pending, PendingPass):
+            return False
+        return pending.arrives_within(IDLE_SOON_SHARE * outputs.launch_s)
+
+    def postprocess(self, outputs: Outputs, **keywords: Any) -> list[Any]:
         """Waits for the values of a micro-batch and makes its results, in batch order."""
         values = outputs.pending.wait()
         results = self._results(values, outputs.tokens, keywords)
@@ -287,6 +326,10 @@ class TextModel(Model):
             result if good else Failed(f"the model's output is not finite in {self.model.dtype}")
             for result, good in zip(results, finite, strict=True)
         ]
+
+
+def _nothing(*_: Any) -> None:
+    """Stands in for a warning."""
 
 
 def _problem(text: Any, max_chars: int) -> str | None:

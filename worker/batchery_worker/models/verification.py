@@ -19,6 +19,7 @@ from batchery.settings import ModelSettings
 from batchery_worker.batching.planner import plan
 from batchery_worker.models.classification import ClassificationModel
 from batchery_worker.models.embedding import EmbeddingModel
+from batchery_worker.models.hardware.devices import use_device
 from batchery_worker.models.text_model import Outputs, TextModel
 
 KINDS: Mapping[str, type[TextModel]] = {
@@ -129,6 +130,7 @@ def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> R
         ModelLoadError: The model cannot be loaded with these settings, or takes none of the texts.
         DeviceUnavailable: There is no such device.
     """
+    use_device(device)
     texts = texts or sample_texts()
     plain = {"dtype": "fp32", "quantize": "none", "cuda_graphs": "never"}
     single = _load(settings, device, forward="padded", **plain)

@@ -386,14 +386,15 @@ def test_a_model_without_forward_says_so() -> None:
 class Small(Words):
     """Has memory for so many characters at a time, padding counted."""
 
-    def __init__(self, fits: int) -> None:
+    def __init__(self, fits: int, error: Exception | None = None) -> None:
         super().__init__()
         self.fits = fits
+        self.error = error or MemoryError()
 
     def forward(self, batch: Sequence[str], *_: Any, **keywords: Any) -> Any:
         self.passes.append(list(batch))
         if max(map(len, batch)) * len(batch) > self.fits:
-            raise MemoryError
+            raise self.error
         return [len(word) for word in batch]
 
 
@@ -444,3 +445,41 @@ def test_item_too_large_for_memory_fails_alone_with_out_of_memory() -> None:
     assert isinstance(outcomes[0], Failed)
     assert isinstance(outcomes[0].exception, OutOfMemory)
     assert outcomes[1] == 1
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's."""
+
+
+class AcceleratorError(RuntimeError):
+    """Named like torch's, which it raises for any error of CUDA."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+    ],
+    ids=lambda error: str(error)[:40],
+)
+def test_memory_of_every_kind_that_ran_out_is_known(error: Exception) -> None:
+    learner = Learner(budget=100)
+    outcomes, _, _ = compute(Small(40, error), ["x" * 10] * 9, {}, learner.cut, memory=learner)
+    assert outcomes == [10] * 9
+    assert learner.budget < 100
+    (alone,), _, _ = compute(Small(40, error), ["x" * 41], {}, lambda _: [[0]])
+    assert isinstance(alone.exception, OutOfMemory)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [AcceleratorError("CUDA error: device-side assert triggered"), ValueError("out of memory")],
+)
+def test_other_errors_are_not_taken_for_a_lack_of_memory(error: Exception) -> None:
+    learner = Learner(budget=100)
+    outcomes, _, _ = compute(Small(40, error), ["x" * 41], {}, learner.cut, memory=learner)
+    assert (outcomes[0].exception, learner.budget) == (error, 100)

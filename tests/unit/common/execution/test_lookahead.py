@@ -146,3 +146,29 @@ def test_soft_time_limit_during_lookahead_is_raised() -> None:
     assert outcomes == ["A", "B"]
     with pytest.raises(SoftTimeLimitExceeded):
         Lookahead(model).start(["c"], {})
+
+
+class Quick(Launched):
+    """Knows when its device is idle."""
+
+    idle = True
+
+    def has_computed(self, outputs: Any) -> bool:
+        self.log.append(f"look for {' '.join(outputs)}")
+        return self.idle
+
+
+def test_results_that_are_there_do_not_wait_for_another_pass_to_be_launched() -> None:
+    model = Quick()
+    outcomes, _, _ = compute(
+        model, list("abc"), {}, pairs, start_next_batch=lambda: model.log.append("-")
+    )
+    assert outcomes == list("ABC")
+    assert model.log == [
+        *("forward a b", "look for a b", "results a b"),
+        *("forward c", "look for c", "results c"),
+    ]
+    model.log.clear()
+    model.idle = False
+    compute(model, list("abc"), {}, pairs)
+    assert model.log[:3] == ["forward a b", "look for a b", "forward c"]

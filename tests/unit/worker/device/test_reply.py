@@ -14,6 +14,7 @@ from batchery_worker.commit.committer import CommitStatus, EncodedOutcome
 from batchery_worker.device.reply import Computed, answer, text_of
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.messages import Work, decode_outcome
+from batchery_worker.ipc.values import Encoded, plain_json
 
 backend = Celery("answers", broker="memory://", set_as_current=False).backend
 JOBS = [("t1", ["a"], False), ("t2", ["b", "c"], True), ("t3", ["d"], False)]
@@ -92,6 +93,12 @@ Plain = st.recursive(
 @given(value=Plain, chars=st.integers(1, 60))
 def test_the_text_of_a_result_is_celery_s_own(value: Any, chars: int) -> None:
     assert text_of(value, chars) == saferepr(value, chars)
+
+
+@given(value=st.lists(Plain | st.text(min_size=100), min_size=1), chars=st.integers(1, 30))
+def test_the_text_of_an_encoded_result_begins_as_celery_s_own(value: Any, chars: int) -> None:
+    result = Encoded(plain_json(value))
+    assert text_of(result, chars)[:chars] == saferepr(result.value, chars)[:chars]
 
 
 def test_the_text_of_a_vector_is_celery_s_own() -> None:

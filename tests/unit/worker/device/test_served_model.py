@@ -200,3 +200,49 @@ def test_batches_with_a_failed_pass_teach_no_costs() -> None:
     run_mixed(served, 100)
     # Only those of one item ran as they were planned.
     assert "token_us" not in served.figures()
+
+
+class DeadContext(Memory):
+    """Memory of a device whose context an error has ended, once it has."""
+
+    is_dead = False
+    waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        if self.is_dead:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+
+class Asserting(Tight):
+    """An item of 13 ends the context of its device: whatever comes after fails, too."""
+
+    memory: Any
+
+    def forward(self, batch: Sequence[int], *_: Any, **keywords: Any) -> Any:
+        self.memory.is_dead |= 13 in batch
+        if 7 in batch:
+            raise ValueError("seven")
+        self.memory.wait()
+        return list(batch)
+
+
+def test_an_error_that_ends_the_context_of_the_device_fails_no_job() -> None:
+    memory = DeadContext()
+    served = ServedModel("asserting", Asserting(memory), "cpu", memory)  # type: ignore[arg-type]
+    assert run(served, [1, 2, 3]) == [1, 2, 3]
+    assert memory.waits == 1
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        run(served, [4, 13, 5])
+
+
+def test_a_bad_item_fails_alone_and_the_device_is_asked_whether_it_lives() -> None:
+    memory = DeadContext()
+    served = ServedModel("asserting", Asserting(memory), "cpu", memory)  # type: ignore[arg-type]
+    failed = Failed("not a text")
+    outcomes = run(served, [1, failed, 2])  # type: ignore[list-item]
+    assert (outcomes, memory.waits) == ([1, failed, 2], 1)
+    outcomes = run(served, [1, 7, 2])
+    assert (outcomes[0], str(outcomes[1].exception), outcomes[2]) == (1, "seven", 2)
+    # One in the pass of the other two items, and one to be sure.
+    assert memory.waits == 1 + 1 + 1

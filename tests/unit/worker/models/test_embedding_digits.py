@@ -1,5 +1,6 @@
-"""Nine digits of a float32 are all of it."""
+"""Numbers of vectors: the fewest digits, and all of a float32."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -7,28 +8,64 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from kombu.utils import json as celery_json
 
-from batchery_worker.models.embedding import DIGITS, shortened
+from batchery.results import to_numpy
+from batchery_worker.device.reply import text_of
+from batchery_worker.models.embedding import EmbeddingModel, encoded_results, number_lists
+from support.tiny_models import Build, Load, run
+
+#: Digits that every float32 survives; many need fewer.
+DIGITS = 9
+
+#: Rows of a matrix of any numbers that a vector may have.
+ROWS = arrays(
+    np.float32,
+    st.tuples(st.integers(1, 3), st.integers(1, 30)),
+    elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
+)
 
 
-@given(values=arrays(np.float32, st.integers(0, 30), elements=st.floats(width=32)))
-def test_every_float32_comes_back_to_the_last_bit(values: Any) -> None:
-    short = shortened(values)
-    finite = np.isfinite(values)
-    assert short.dtype == np.float64
-    assert short[finite].astype(np.float32).tobytes() == values[finite].tobytes()
-    assert not np.isfinite(short[~finite]).any()
+@given(rows=ROWS)
+def test_every_float32_comes_back_to_the_last_bit_whoever_reads_it(rows: Any) -> None:
+    results = encoded_results(range(len(rows)), rows)
+    for read in (json.loads, celery_json.loads):
+        found = [read(each.json) for each in results]
+        assert [each["tokens"] for each in found] == [*range(len(rows))]
+        numbers = [each["vector"] for each in found]
+        assert {type(number) for row in numbers for number in row} == {float}
+        assert np.array(numbers, np.float32).tobytes() == rows.tobytes()
+    assert numbers == number_lists(rows)
 
 
 @given(value=st.floats(2**-20, 2**20, width=32) | st.floats(-(2**20), -(2**-20), width=32))
 def test_no_number_has_more_than_nine_digits(value: float) -> None:
-    written = repr(float(shortened(np.array([value], np.float32))[0]))
+    written = repr(number_lists(np.array([[value]], np.float32))[0][0])
     digits = written.partition("e")[0].replace("-", "").replace(".", "").strip("0")
     assert len(digits) <= DIGITS
 
 
-@pytest.mark.parametrize("power", range(-12, 12))
-def test_neighbours_of_powers_of_ten_keep_apart(power: int) -> None:
-    ten = np.float32(10.0) ** power
-    around = np.array([np.nextafter(ten, np.float32(0)), ten, np.nextafter(ten, np.float32(1e30))])
-    assert (shortened(around).astype(np.float32) == around).all()
+@pytest.mark.parametrize("keywords", [{}, {"dimensions": 7}, {"encoding": "base64"}])
+def test_encoded_results_are_the_plain_ones(
+    keywords: dict[str, Any], build: Build, embedder: Load, texts: list[str]
+) -> None:
+    model = embedder(build("bert"))
+    plain = run(model, texts, **keywords)
+    model.give_json()
+    encoded = run(model, texts, **keywords)
+    assert [each.value for each in encoded] == plain
+    assert [json.loads(each.json) for each in encoded] == plain
+    assert len(to_numpy(plain[0])) == keywords.get("dimensions", 32)
+    # As Celery's log and events show it.
+    assert text_of(encoded[0], 128) == text_of(plain[0], 128)
+
+
+def test_a_subclass_that_changes_results_gets_them_as_they_are() -> None:
+    class Longer(EmbeddingModel):
+        def postprocess(self, outputs: Any, **keywords: Any) -> list[Any]:
+            return [{**each, "more": 1} for each in super().postprocess(outputs, **keywords)]
+
+    models: Any = [kind(None) for kind in (Longer, EmbeddingModel)]  # type: ignore[arg-type]
+    for model in models:
+        model.give_json()
+    assert [model._gives_json for model in models] == [False, True]

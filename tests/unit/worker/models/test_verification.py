@@ -78,9 +78,9 @@ def break_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding that is attended to."""
     right = Padded._inputs
 
-    def wrong(self: Padded, batch: Any) -> dict[str, torch.Tensor]:
-        inputs = right(self, batch)
-        return {**inputs, "attention_mask": torch.ones_like(inputs["attention_mask"])}
+    def wrong(self: Padded, batch: Any) -> tuple[dict[str, Any], torch.Tensor]:
+        inputs, mask = right(self, batch)
+        return {**inputs, "attention_mask": torch.ones_like(mask)}, mask
 
     monkeypatch.setattr(Padded, "_inputs", wrong)
 

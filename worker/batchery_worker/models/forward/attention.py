@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import cache, cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,10 +22,36 @@ from transformers import AttentionInterface
 NAME = "batchery_texts_in_a_row"
 
 #: Arguments of other attentions that change the result. This one does not support them.
-FOREIGN = ("position_bias", "softcap", "s_aux", "head_mask", "cache")
+FOREIGN = frozenset(("position_bias", "softcap", "s_aux", "head_mask", "cache"))
 
 #: CUDA's kernel for rows of texts computes in nothing wider.
 HALF = (torch.float16, torch.bfloat16)
+
+
+class VarlenKernel(Protocol):
+    """CUDA's attention for rows of texts, whatever this torch calls it."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Tensor,
+        longest: int,
+        scale: float | None,
+        window: tuple[int, int],
+    ) -> Tensor:
+        """Attends, (T, H, D) from (T, H, D) and twice (T, H or fewer, D).
+
+        Args:
+            query: Of T tokens in all.
+            key: Of the same tokens.
+            value: As `key`.
+            ends: As in `Row`.
+            longest: Tokens of the longest text.
+            scale: As in `Options`.
+            window: How far a token sees to the left and to the right, in tokens; -1 for all.
+        """
 
 
 class NotPackable(Exception):
@@ -39,7 +66,7 @@ class Row:
         lengths: Tokens of each text, in order.
         ends: For CUDA's kernel: 0, then the end of each text, (B + 1,) int32, on the device.
         starts: Where the texts begin, (B,) int64, on the device, for heads that read only first
-            tokens.
+            tokens; None if no head follows.
         calls: How often the attention was called. A model that never calls it cannot be packed.
         windows: Widths of the sliding windows that it was asked for, in tokens.
     """
@@ -50,11 +77,22 @@ class Row:
     calls: int = 0
     windows: set[int] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        #: Number and length of neighbours of one length, which share one call of the attention.
-        self.groups = [(len(list(texts)), length) for length, texts in groupby(self.lengths)]
-        #: Tokens of each group.
-        self.sizes = [texts * length for texts, length in self.groups]
+    # Each is read in every layer of a pass, or in none.
+
+    @cached_property
+    def groups(self) -> list[tuple[int, int]]:
+        """Number and length of neighbours of one length, which share one call of the attention."""
+        return [(len(list(texts)), length) for length, texts in groupby(self.lengths)]
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Tokens of each group."""
+        return [texts * length for texts, length in self.groups]
+
+    @cached_property
+    def longest(self) -> int:
+        """Tokens of the longest text."""
+        return max(self.lengths)
 
 
 class Options(NamedTuple):
@@ -127,17 +165,22 @@ def attention(
     """
     row = _ROW.get()
     row.calls += 1
-    foreign = [name for name in FOREIGN if others.get(name) is not None]
-    if attention_mask is not None:
-        foreign.append("a mask of its own")
-    if foreign:
-        raise NotPackable(f"its attention needs {' and '.join(foreign)}")
+    if attention_mask is not None or not FOREIGN.isdisjoint(others):
+        _refuse_foreign(attention_mask, others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None:
         row.windows.add(sliding_window)
     options = Options(scaling, bool(causal), sliding_window)
     kernel = _text_by_text if row.ends is None else _varlen
     return kernel(query, key, value, row, options), None
+
+
+def _refuse_foreign(attention_mask: Tensor | None, others: Mapping[str, Any]) -> None:
+    foreign = sorted(name for name in FOREIGN if others.get(name) is not None)
+    if attention_mask is not None:
+        foreign.append("a mask of its own")
+    if foreign:
+        raise NotPackable(f"its attention needs {' and '.join(foreign)}")
 
 
 def _text_by_text(query: Tensor, key: Tensor, value: Tensor, row: Row, options: Options) -> Tensor:
@@ -180,26 +223,90 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, row: Row, options: Option
     assert kernel is not None
     assert row.ends is not None
     reach = -1 if options.window is None else options.window - 1
-    longest = max(row.lengths)
-    out: Tensor = kernel(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+    window = (reach, 0 if options.causal else reach)
+    return kernel(
+        # Views of one row, with tokens before heads. An index would cost the host twice as much.
+        query.select(0, 0).transpose(0, 1),
+        key.select(0, 0).transpose(0, 1),
+        value.select(0, 0).transpose(0, 1),
         row.ends,
-        row.ends,
-        longest,
-        longest,
-        scale=options.scale,
-        window_size=(reach, 0 if options.causal else reach),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.unsqueeze(0)
+        row.longest,
+        options.scale,
+        window,
+    ).unsqueeze(0)
 
 
-def varlen_kernel() -> Callable[..., Any] | None:
+@cache
+def varlen_kernel() -> VarlenKernel | None:
     """The attention for rows of texts, if this torch has one that is recent enough."""
+    operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
+    found = None if operator is None else kernel_of_operator(operator.default)
+    if found is not None:
+        return found
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    # The first releases had neither scale nor window.
-    known: Mapping[str, Any] = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= known.keys() else None
+    return kernel_of_function(varlen_attn)
+
+
+def kernel_of_operator(operator: Any) -> VarlenKernel | None:
+    """The kernel as torch's operator; None if this torch's operator has no window.
+
+    It is below torch's public function, which in each layer runs a custom operator in Python and
+    fills a tensor that only training needs, and which some versions hand to a much slower cuDNN.
+    """
+    known = {argument.name for argument in operator._schema.arguments}
+    if not {"scale", "window_size_left", "window_size_right"} <= known:
+        return None
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Tensor,
+        longest: int,
+        scale: float | None,
+        window: tuple[int, int],
+    ) -> Tensor:
+        no_dropout, no_debug_mask = 0.0, False
+        is_causal = window == (-1, 0)
+        out: Tensor = operator(
+            *(query, key, value, ends, ends, longest, longest),
+            *(no_dropout, is_causal, no_debug_mask),
+            scale=scale,
+            window_size_left=window[0],
+            window_size_right=window[1],
+        )[0]
+        return out
+
+    return kernel
+
+
+def kernel_of_function(varlen_attn: Callable[..., Any]) -> VarlenKernel | None:
+    """The kernel as torch's public function; None if this torch's has neither scale nor window."""
+    known = inspect.signature(varlen_attn).parameters
+    if not {"scale", "window_size"} <= known.keys():
+        return None
+    # Without the flag, the function takes fewer key heads than query heads as they are.
+    has_flag = "enable_gqa" in known
+
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: Tensor,
+        longest: int,
+        scale: float | None,
+        window: tuple[int, int],
+    ) -> Tensor:
+        flag = {"enable_gqa": query.shape[1] != key.shape[1]} if has_flag else {}
+        out: Tensor = varlen_attn(
+            *(query, key, value, ends, ends, longest, longest),
+            scale=scale,
+            window_size=window,
+            **flag,
+        )
+        return out
+
+    return kernel

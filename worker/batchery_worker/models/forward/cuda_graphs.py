@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.forward.padded import Padded
-from batchery_worker.models.forward.probe_texts import RandomTexts
+from batchery_worker.models.forward.probe_texts import RandomTexts, size, worst_difference
 from batchery_worker.models.loading.source import reason
 from batchery_worker.models.loading.tokenizer import Prepared
 
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 #: Texts and tokens per text of the shapes. With powers of two, a pass has at most four times the
 #: tokens that it needs. That costs little where launching costs more than computing.
-TEXTS = (1, 2, 4, 8, 16, 32)
+TEXTS = (1, 2, 4, 8, 16, 32, 64)
 
 LENGTHS = (16, 32, 64, 128, 256, 512)
 
@@ -40,6 +41,9 @@ MAX_TIME_SHARE = 0.9
 
 #: Passes per measurement; the fastest one counts.
 REPEATS = 5
+
+#: Texts whose results say what size results have: those of a single text may be almost zero.
+SCALE_TEXTS = 8
 
 
 class Shape(NamedTuple):
@@ -96,6 +100,8 @@ class Fixed(Padded):
             padding=padded._padding,
             side=padded._side,
             to_device=padded._to_device,
+            # A graph has one mask for all batches.
+            masks=padded.masks._replace(none=False),
         )
         self._shape = shape
         size = (len(self._padding) + 1, *shape)
@@ -107,8 +113,8 @@ class Fixed(Padded):
         more = [batch[-1]] * (self._shape.texts - len(batch))
         self._there.copy_(self._send([*batch, *more], self._shape.length), non_blocking=True)
 
-    def _inputs(self, batch: Sequence[Prepared]) -> dict[str, Tensor]:  # noqa: ARG002
-        return self._named(self._there)
+    def _inputs(self, batch: Sequence[Prepared]) -> tuple[dict[str, Tensor | None], Tensor]:  # noqa: ARG002
+        return self._named(self._there, is_full=False), self._there[-1]
 
 
 class Graph:
@@ -135,8 +141,7 @@ class Graph:
                 values(forward, batch)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
-            self._values = values(forward, batch)
+        self._values = _capture_into(self._graph, pool, lambda: values(forward, batch))
 
     def run(self, batch: Sequence[Prepared]) -> Tensor:
         """The values of a batch that has room, one row per text."""
@@ -144,6 +149,24 @@ class Graph:
         self._graph.replay()
         # The next pass overwrites the values.
         return self._values[: len(batch)].clone()
+
+
+def _capture_into(graph: Any, pool: Any, compute: Callable[[], Tensor]) -> Tensor:
+    """Captures what is launched; if that fails, the process goes on as if it had not been tried.
+
+    Where CUDA refuses to end a capture, torch leaves the capture's stream current, and up to 2.11
+    its allocator takes the capture for running: it would free no memory that was used on more than
+    one stream, such as all inputs and results, and could not give back any.
+    """
+    with torch.cuda.stream(torch.cuda.current_stream()):
+        try:
+            with torch.cuda.graph(graph, pool=pool):
+                return compute()
+        except BaseException:
+            # Where torch has done so itself, it says that there is no such capture.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
 
 
 class Graphed:
@@ -214,6 +237,8 @@ class Capture:
         self._pool: Any = torch.cuda.graph_pool_handle() if make is Graph else None
         #: Time of the smallest pass without a graph.
         self._usual_s = 0.0
+        #: Size of the values of texts, by several of them.
+        self._scale = 0.0
 
     def run(self, wanted: Sequence[Shape]) -> None:
         """Captures shapes, smallest first, up to the first that fails or saves no time."""
@@ -233,8 +258,10 @@ class Capture:
 
     def _try(self, shape: Shape) -> str:
         """Captures a shape and keeps the graph, or says why not."""
-        batch = self._texts([shape.length] * shape.texts)
+        # Shorter than the shape, so that warming up meets the mask that is captured.
+        batch = self._texts([max(1, shape.length - 1)] * shape.texts)
         self._usual_s = self._usual_s or self._fastest_s(lambda: self._values(self._padded, batch))
+        self._scale = self._scale or self._size_of_values(shape.length)
         graph = self._make(Fixed(self._padded, shape), self._values, batch, self._pool)
         differences = [self._difference(graph, texts) for texts in self._others(shape)]
         # Written so that NaN fails.
@@ -255,8 +282,12 @@ class Capture:
             yield self._texts(lengths, seed)[: shape.texts]
 
     def _difference(self, graph: Runs, batch: list[Prepared]) -> float:
-        usual = self._values(self._padded, batch).float()
-        return float((graph.run(batch).float() - usual).norm() / usual.norm().clamp_min(1e-12))
+        usual = self._values(self._padded, batch)
+        return worst_difference([*graph.run(batch)], [*usual], self._scale)
+
+    def _size_of_values(self, length: int) -> float:
+        texts = self._texts([length] * SCALE_TEXTS)
+        return max(map(size, self._values(self._padded, texts)))
 
     def _fastest_s(self, run: Callable[[], Any]) -> float:
         times_s = []

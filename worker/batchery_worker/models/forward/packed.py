@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -65,12 +64,14 @@ class Packed:
         self._is_watched = False
         #: The row of the last forward pass, and how the attention was called.
         self.last = Row(())
+        #: Maximum difference that the check of `selection.py` has found.
+        self.worst = 0.0
 
     def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
         """Pooled token vectors, (B, D) float32, in batch order."""
-        with self._row(batch) as (inputs, ends, _):
+        with self._row(batch) as (inputs, starts, lengths):
             hidden = self._model(**inputs).last_hidden_state
-        return pool_row(hidden[0], ends, pooling)
+        return pool_row(hidden[0], starts, lengths, pooling)
 
     def logits(self, batch: Sequence[Prepared]) -> Tensor:
         """What the model's head says, (B, C) float32, in batch order.
@@ -78,9 +79,11 @@ class Packed:
         Heads read the first token of each row. So the output of the last layer is replaced by the
         first tokens of the texts, as if each text had a row.
         """
-        with self._row(batch) as (inputs, ends, row):
+        with self._row(batch) as (inputs, starts, _):
             self._watch_encoder()
-            row.starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+            row = row_of_this_pass()
+            assert row is not None
+            row.starts = starts
             logits: Tensor = self._model(**inputs).logits
         return logits.float()
 
@@ -107,22 +110,31 @@ class Packed:
             self._is_watched = True
 
     @contextmanager
-    def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor, Row]]:
-        """Model inputs, (1, T), the end of each text, (B,), int64 on the device; and the row."""
+    def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
+        """Model inputs, (1, T); where the texts begin, and their lengths, (B,); on the device."""
         lengths = [prepared.shape[1] for prepared in batch]
-        ends = np.array([0, *accumulate(lengths)])
-        rows = np.concatenate(batch, axis=1)
-        positions = self._positions(rows[0], ends)
-        sent = self._to_device.send(np.concatenate([rows.ravel(), positions, ends]))
-        tokens, ends_there = torch.split(sent, [len(sent) - len(ends), len(ends)])
-        names = [*self._names, "position_ids"]
-        inputs = dict(zip(names, tokens.view(len(names), 1, ends[-1]), strict=True))
+        texts, names = len(batch), [*self._names, "position_ids"]
+        ends = np.zeros(texts + 1, dtype=np.int64)
+        np.cumsum(lengths, out=ends[1:])
+        tokens = int(ends[-1])
+        # All in one piece, for one copy. The kernel's ends are half as wide as the rest.
+        sizes = [len(names) * tokens, texts, texts, texts // 2 + 1]
+        numbers = np.empty(sum(sizes), dtype=np.int64)
+        rows = numbers[: sizes[0]].reshape(len(names), tokens)
+        np.concatenate(batch, axis=1, out=rows[:-1])
+        rows[-1] = self._positions(rows[0], ends)
+        numbers[sizes[0] : sizes[0] + 2 * texts] = [*ends[:-1].tolist(), *lengths]
+        numbers[-sizes[-1] :].view(np.int32)[: texts + 1] = ends
+        sent = self._to_device.send(numbers)
+        inputs_there, starts, lengths_there, ends_there = torch.split(sent, sizes)
+        inputs = dict(zip(names, inputs_there.view(len(names), 1, tokens), strict=True))
         if self._has_types and "token_type_ids" not in inputs:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
+        varlen = ends_there.view(torch.int32)[: texts + 1] if self._varlen else None
         # Other passes may run at the same time.
-        self.last = row = Row(lengths, ends_there.to(torch.int32) if self._varlen else None)
+        self.last = row = Row(lengths, varlen)
         with row_of_texts(row):
-            yield inputs, ends_there[1:], row
+            yield inputs, starts, lengths_there
 
     def _positions(self, ids: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions of all tokens, (T,), as the model counts them in a row for each text."""

@@ -1,7 +1,7 @@
 """The forward pass that suits any model: a row for each text, padded to the longest."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,6 +11,21 @@ from torch import Tensor
 from batchery_worker.models.forward.pooling import pool
 from batchery_worker.models.hardware.transfers import HostToDevice
 from batchery_worker.models.loading.tokenizer import Prepared
+
+
+class MaskForms(NamedTuple):
+    """Which masks a model takes besides one of the tokens, (B, L).
+
+    From that one, transformers makes its own on the device, and looks there whether it masks
+    anything: the host waits for all passes before. `masks.py` finds out what a model takes.
+
+    Attributes:
+        none: No mask, where nothing is padded.
+        ready: The mask of the attention, (B, 1, 1, L) bool.
+    """
+
+    none: bool = False
+    ready: bool = False
 
 
 class Padded:
@@ -27,6 +42,7 @@ class Padded:
         padding: Mapping[str, int],
         side: str,
         to_device: HostToDevice | None = None,
+        masks: MaskForms = MaskForms(),  # noqa: B008 (a constant)
     ) -> None:
         """Prepares the pass.
 
@@ -36,36 +52,57 @@ class Padded:
             padding: Padding of each input, by name, in the order of a tokenized text's rows.
             side: `left` or `right`.
             to_device: Transfers to share with another pass.
+            masks: What the model takes.
         """
+        self.masks = masks
         self._model = model
         self._device = device
         self._padding = padding
         self._side = side
         self._to_device = to_device or HostToDevice(device)
 
+    def with_masks(self, masks: MaskForms) -> "Padded":
+        """The same pass with other masks."""
+        return Padded(
+            self._model,
+            self._device,
+            padding=self._padding,
+            side=self._side,
+            to_device=self._to_device,
+            masks=masks,
+        )
+
     def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
         """Pooled token vectors, (B, D) float32, in batch order."""
-        inputs = self._inputs(batch)
-        return pool(self._model(**inputs).last_hidden_state, inputs["attention_mask"], pooling)
+        inputs, mask = self._inputs(batch)
+        return pool(self._model(**inputs).last_hidden_state, mask, pooling)
 
     def logits(self, batch: Sequence[Prepared]) -> Tensor:
         """What the model's head says, (B, C) float32, in batch order."""
-        logits: Tensor = self._model(**self._inputs(batch)).logits
+        inputs, _ = self._inputs(batch)
+        logits: Tensor = self._model(**inputs).logits
         return logits.float()
 
     def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:
         """Vectors of the tokens of each text, (L, D) each, before any head, in batch order."""
-        inputs = self._inputs(batch)
+        inputs, mask = self._inputs(batch)
         hidden = self._model.base_model(**inputs).last_hidden_state
-        kept = inputs["attention_mask"].bool()
-        return [row[mask] for row, mask in zip(hidden, kept, strict=True)]
+        return [row[kept] for row, kept in zip(hidden, mask.bool(), strict=True)]
 
-    def _inputs(self, batch: Sequence[Prepared]) -> dict[str, Tensor]:
-        """Model inputs, each (B, L) int64, on the device."""
-        return self._named(self._send(batch))
+    def _inputs(self, batch: Sequence[Prepared]) -> tuple[dict[str, Tensor | None], Tensor]:
+        """Model inputs, and which tokens are no padding; each (B, L) int64, on the device."""
+        grid = self._send(batch)
+        lengths = {prepared.shape[1] for prepared in batch}
+        return self._named(grid, is_full=len(lengths) == 1), grid[-1]
 
-    def _named(self, grid: Tensor) -> dict[str, Tensor]:
-        return dict(zip([*self._padding, "attention_mask"], grid, strict=True))
+    def _named(self, grid: Tensor, *, is_full: bool) -> dict[str, Tensor | None]:
+        inputs: dict[str, Tensor | None] = dict(zip(self._padding, grid, strict=False))
+        mask = grid[-1]
+        if is_full and self.masks.none:
+            inputs["attention_mask"] = None
+        else:
+            inputs["attention_mask"] = mask.bool()[:, None, None] if self.masks.ready else mask
+        return inputs
 
     def _send(self, batch: Sequence[Prepared], least: int = 0) -> Tensor:
         return self._to_device.send(self._grid(batch, least))

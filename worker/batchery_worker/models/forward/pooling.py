@@ -26,20 +26,19 @@ def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
     return hidden[torch.arange(len(hidden), device=hidden.device), place].float()
 
 
-def pool_row(hidden: Tensor, ends: Tensor, how: str) -> Tensor:
+def pool_row(hidden: Tensor, starts: Tensor, lengths: Tensor, how: str) -> Tensor:
     """Pools texts that follow each other in one row, in float32.
 
     Args:
         hidden: Token vectors, (T, D), of any float dtype.
-        ends: End of each text in tokens, (B,), ascending from at least 1; the last is T.
+        starts: Where each text begins, in tokens, (B,).
+        lengths: Tokens of each text, (B,), at least 1; T together.
         how: As in `pool`.
 
     Returns:
         (B, D), float32.
     """
     if how == "mean":
-        lengths = ends.diff(prepend=ends.new_zeros(1))
         # Without `unsafe` it checks the lengths, and the host waits for the device.
         return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, unsafe=True)
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    return hidden[starts if how == "cls" else ends - 1].float()
+    return hidden[starts if how == "cls" else starts + lengths - 1].float()

@@ -1,9 +1,10 @@
-"""Random texts to check a model with, the same at each start."""
+"""Random texts to check a model with, the same at each start, and how results are compared."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from batchery_worker.models.loading.tokenizer import Prepared
 
@@ -30,3 +31,28 @@ class RandomTexts:
             text[0] = numbers.choice(self._ids, length)
             texts.append(text)
         return texts
+
+
+def size(values: Tensor) -> float:
+    """Size of a usual number of a tensor: the root of the mean square; NaN where one is."""
+    return float(values.float().square().mean().sqrt())
+
+
+def worst_difference(
+    found: Sequence[Tensor], expected: Sequence[Tensor], scale: float = 0.0
+) -> float:
+    """Maximum difference of two results of one text, relative to the largest size of any text.
+
+    The size of a single text would not do: a head may give almost zeros for it.
+
+    Args:
+        found: One tensor per text.
+        expected: Of the same shapes.
+        scale: Size of other results of the model, which counts if it is larger.
+
+    Returns:
+        NaN where either side has one.
+    """
+    scale = max(scale, 1e-12, *map(size, expected))
+    sizes = [size(one.float() - other.float()) for one, other in zip(found, expected, strict=True)]
+    return float(np.max(sizes) / scale)

@@ -28,7 +28,7 @@ class CudaMemory(Memory):
 
     def allocated_bytes(self) -> int:
         """What tensors of this process hold now."""
-        return torch.cuda.memory_allocated(self._device)
+        return self._allocated_bytes("current")
 
     def forget_peak(self) -> None:
         """Starts `peak_bytes` anew."""
@@ -36,7 +36,12 @@ class CudaMemory(Memory):
 
     def peak_bytes(self) -> int:
         """Maximum that tensors of this process held at a time."""
-        return torch.cuda.max_memory_allocated(self._device)
+        return self._allocated_bytes("peak")
+
+    def _allocated_bytes(self, which: str) -> int:
+        # Once per batch. torch's function for the single number sorts all statistics first.
+        statistics = torch.cuda.memory_stats_as_nested_dict(self._device)
+        return int(statistics["allocated_bytes"]["all"][which]) if statistics else 0
 
     def release(self) -> None:
         """Gives back what no tensor holds.

@@ -38,6 +38,15 @@ def use_device(name: str) -> None:
         torch.cuda.set_device(device)
 
 
+def settle_cuda() -> None:
+    """Keeps cuDNN from attention, for the whole process; to be called before the first pass.
+
+    On recent devices torch prefers cuDNN's attention, which plans each new shape on the host for
+    tens of milliseconds and keeps the plans for ever. Texts make new shapes all the time.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def dtype_for(setting: str, device: torch.device) -> torch.dtype:
     """The number format of weights and activations.
 

@@ -1,9 +1,14 @@
 """Transfers between host and device, one each way per forward pass, that nobody waits for."""
 
+import time
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+#: Pause between two looks at an event, in seconds.
+POLL_S = 10e-6
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -59,6 +64,18 @@ class PendingCopy:
         """
         self._values = values
         self._copied = copied
+
+    def arrives_within(self, limit_s: float) -> bool:
+        """Whether the results arrive so soon, in seconds; returns as soon as that is known."""
+        if self._copied is None:
+            return True
+        end_s = time.perf_counter() + limit_s
+        while not self._copied.query():  # type: ignore[no-untyped-call]
+            if time.perf_counter() >= end_s:
+                return False
+            # Other threads need the interpreter.
+            time.sleep(POLL_S)
+        return True
 
     def wait(self) -> Tensor:
         """Waits for the results, on the CPU; may be called again."""

@@ -1,7 +1,7 @@
 """Inputs on their way to the device, and results on their way back."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from batchery_worker.models.hardware.transfers import DeviceToHost, HostToDevice
+from support import fake_cuda
+from support.fake_cuda import OVERWRITTEN, FakeCuda, FakeStream
 
 
 def test_cpu_inputs_are_not_copied() -> None:
@@ -21,95 +23,73 @@ def test_cpu_inputs_are_not_copied() -> None:
 def test_cpu_results_are_not_copied() -> None:
     values = torch.ones(2, 3)
     pending = DeviceToHost(torch.device("cpu")).start(values)
+    assert pending.arrives_within(0)
     assert pending.wait() is values
     assert pending.wait() is values
-
-
-class PretendCuda:
-    """A device that says it is CUDA's, where tensors stay on the CPU; its streams keep a log."""
-
-    type = "cuda"
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.current = self.stream("compute")
-
-    def stream(self, name: str) -> Any:
-        log = self.log
-
-        class Stream:
-            def wait_stream(self, other: Any) -> None:
-                log.append(f"{name} waits for {other}")
-
-            def __str__(self) -> str:
-                return name
-
-        return Stream()
-
-    def event(self) -> Any:
-        log = self.log
-
-        class Event:
-            def record(self, stream: Any) -> None:
-                log.append(f"event on {stream}")
-
-            def synchronize(self) -> None:
-                log.append("host waits for event")
-
-        return Event()
-
-    @contextmanager
-    def within(self, stream: Any) -> Iterator[None]:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
 
 
 @pytest.fixture
-def cuda(monkeypatch: pytest.MonkeyPatch) -> PretendCuda:
-    pretended = PretendCuda()
-    log, empty, to, copy = pretended.log, torch.empty, torch.Tensor.to, torch.Tensor.copy_
-
-    def unpinned(*size: Any, pin_memory: bool, **options: Any) -> torch.Tensor:
-        assert pin_memory
-        return empty(*size, **options)
-
-    def sent(tensor: torch.Tensor, device: Any, *, non_blocking: bool = False) -> torch.Tensor:
-        assert device is pretended
-        assert non_blocking
-        log.append(f"in on {pretended.current}")
-        return to(tensor, "cpu", copy=True)
-
-    def copied(there: torch.Tensor, values: torch.Tensor, *, non_blocking: bool) -> torch.Tensor:
-        assert non_blocking
-        log.append(f"out on {pretended.current}")
-        return copy(there, values)
-
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: pretended.stream("copies"))
-    monkeypatch.setattr(torch.cuda, "Event", pretended.event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: pretended.current)
-    monkeypatch.setattr(torch.cuda, "stream", pretended.within)
-    monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(torch.Tensor, "to", sent)
-    monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    monkeypatch.setattr(
-        torch.Tensor, "record_stream", lambda _, stream: log.append(f"kept for {stream}")
-    )
-    return pretended
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return fake_cuda.install(monkeypatch)
 
 
-def test_inputs_are_copied_beside_the_pass_that_runs(cuda: PretendCuda) -> None:
-    numbers = np.arange(12).reshape(2, 3, 2)
-    sent = HostToDevice(cuda).send(numbers)  # type: ignore[arg-type]
-    assert sent.tolist() == numbers.tolist()
-    assert cuda.log == ["in on copies", "compute waits for copies", "kept for compute"]
+def sums_of_inputs(cuda: FakeCuda, first: str) -> list[list[float]]:
+    """Sends inputs for four passes, each of which reads them after the next ones were sent."""
+    to_device: Any = HostToDevice(cuda)  # type: ignore[arg-type]
+    cuda.first = next(stream for stream in cuda.streams if stream.name == first)
+    seen = []
+    for number in range(4):
+        sent = to_device.send(np.full((2, 3), number))
+        read, found = sent.detach().view_as(sent), torch.zeros(2, 3, dtype=torch.int64)
+        cuda.current.launch(partial(found.add_, read))
+        seen.append(found)
+        del sent, read
+    assert all(not found.any() for found in seen), "nothing ran yet"
+    cuda.finish()
+    return [numbers(found) for found in seen]
 
 
-def test_results_are_copied_behind_their_pass_and_awaited_when_needed(cuda: PretendCuda) -> None:
-    values = torch.randn(3, 4)
-    pending = DeviceToHost(cuda).start(values)  # type: ignore[arg-type]
-    started = ["copies waits for compute", "out on copies", "event on copies", "kept for copies"]
-    assert cuda.log == started
-    assert torch.equal(pending.wait(), values)
-    assert cuda.log == [*started, "host waits for event"]
+def results_on_the_host(cuda: FakeCuda, first: str) -> list[list[float]]:
+    """Computes the results of four passes, each in memory that the next one may reuse."""
+    to_host: Any = DeviceToHost(cuda)  # type: ignore[arg-type]
+    cuda.first = next(stream for stream in cuda.streams if stream.name == first)
+    copies = []
+    for number in range(4):
+        values = cuda.owned(torch.full((2, 3), float(OVERWRITTEN)))
+        made = values.detach().view_as(values)
+        cuda.current.launch(partial(made.fill_, number))
+        copies.append(to_host.start(values))
+        del values
+    assert not any(pending.arrives_within(0) for pending in copies)
+    return [numbers(pending.wait()) for pending in copies]
+
+
+def numbers(tensor: torch.Tensor) -> list[float]:
+    return sorted(set(tensor.flatten().tolist()))
+
+
+WAYS = {"in": sums_of_inputs, "out": results_on_the_host}
+
+
+@pytest.mark.parametrize("first", ["compute", "copies"])
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_beside_passes_are_whole_whichever_stream_is_ahead(
+    way: str, first: str, cuda: FakeCuda
+) -> None:
+    assert WAYS[way](cuda, first) == [[0], [1], [2], [3]]
+    assert cuda.waits == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(FakeStream, "wait_stream"), (torch.Tensor, "record_stream")],
+)
+def test_the_machine_notices_what_is_left_out(
+    way: str, owner: Any, method: str, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one of these, some order of the streams must give wrong numbers."""
+    nothing: Callable[..., None] = lambda *_: None  # noqa: E731
+    monkeypatch.setattr(owner, method, nothing)
+    orders = ("compute", "copies")
+    assert any(WAYS[way](cuda, first) != [[0], [1], [2], [3]] for first in orders)

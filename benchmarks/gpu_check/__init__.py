@@ -1,0 +1,1 @@
+"""The first minutes on a GPU, as one command."""

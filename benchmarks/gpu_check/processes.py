@@ -1,0 +1,157 @@
+"""Steps that are programs of their own: the tests, a context that dies, and two benchmarks."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from batchery_worker.local.guarded_process import GuardedProcess
+from batchery_worker.local.redis_server import EmbeddedRedis
+from benchmarks.gpu_check.check import Check
+from benchmarks.venvs import ROOT
+
+#: The app with a model that breaks its device.
+APP = "benchmarks.peers.gpu_check_app"
+
+#: Good jobs that wait together with the one that breaks the device.
+GOOD_JOBS = 12
+
+#: Timeout of their results, in seconds: the device starts anew up to three times.
+RESULTS_S = 75.0
+
+#: Last lines of a program that failed.
+TAIL_LINES = 30
+
+
+def gpu_tests(check: Check) -> dict[str, Any]:
+    """The tests that need a GPU; without one, all of them are skipped."""
+    # All of them are skipped in a dry run, and one file shows that they would run.
+    tests = "tests/gpu/test_memory.py" if check.dry else "tests/gpu"
+    command = [sys.executable, "-m", "pytest", tests, "-q", "-rfE", "-p", "no:cacheprovider"]
+    done = _run([*command, "-o", "filterwarnings=default", "--no-header", "--tb=short"])
+    lines = done.stdout.strip().splitlines()
+    found: dict[str, Any] = {"note": lines[-1] if lines else ""}
+    if done.returncode or (" passed" not in found["note"] and not check.dry):
+        found["problem"] = f"exit code {done.returncode}"
+        found["output"] = lines[-200:]
+    return found
+
+
+def dead_context(check: Check) -> dict[str, Any]:
+    """A job ends CUDA's context: its device must end too, and all other jobs must succeed."""
+    with _worker(check) as (app, worker):
+        results = [
+            app.send_task("fragile", [text], queue="fragile")
+            for text in ["good"] * (GOOD_JOBS // 2) + ["bad"] + ["good"] * (GOOD_JOBS // 2)
+        ]
+        started_s = time.perf_counter()
+        states = []
+        for result in results:
+            left_s = max(0.1, RESULTS_S - (time.perf_counter() - started_s))
+            with contextlib.suppress(Exception):
+                result.get(timeout=left_s, propagate=False)
+            states.append(result.state)
+        took_s = time.perf_counter() - started_s
+        again = app.send_task("fragile", ["good"], queue="fragile")
+        with contextlib.suppress(Exception):
+            again.get(timeout=RESULTS_S, propagate=False)
+        found: dict[str, Any] = {
+            "states": states,
+            "afterwards": again.state,
+            "seconds": round(took_s, 1),
+            "error": str(results[GOOD_JOBS // 2].result)[:300],
+        }
+        good = states.count("SUCCESS")
+        found["note"] = f"{good} of {GOOD_JOBS} others succeeded in {took_s:.0f} s"
+        right = good == GOOD_JOBS and states[GOOD_JOBS // 2] == "FAILURE"
+        if not right or again.state != "SUCCESS":
+            found["problem"] = f"the bad job: {states[GOOD_JOBS // 2]}; afterwards {again.state}"
+            found["output"] = worker.tail().splitlines()[-TAIL_LINES:]
+    return found
+
+
+@contextlib.contextmanager
+def _worker(check: Check) -> Iterator[tuple[Celery, GuardedProcess]]:
+    with EmbeddedRedis() as server:
+        app = Celery("gpu_check", broker=server.url, backend=server.url, set_as_current=False)
+        command = [sys.executable, "-W", "ignore", "-m", "celery", "-A", f"{APP}:app", "worker"]
+        worker = GuardedProcess(
+            [*command, "-l", "INFO", "-Q", "fragile", "--without-mingle", "--without-gossip"],
+            grace_s=5.0,
+            environment={
+                **os.environ,
+                "GPU_CHECK_REDIS": server.url,
+                "BATCHERY_DEVICES": check.device,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            },
+            keep_open=(server.lifeline,),
+        )
+        try:
+            yield app, worker
+        finally:
+            app.close()
+            worker.stop(5.0)
+
+
+def requests(check: Check) -> dict[str, Any]:
+    """Single requests and 150 callers through the whole system, with graphs and without."""
+    model, count = ("tiny", "4") if check.dry else ("bert-large", "150")
+    options = ["--model", model, "--concurrency", "1", count, "--rounds", "1"]
+    options += ["--requests", "4"] if check.dry else []
+    found = _benchmark(check, "engine.requests", options)
+    rows = {(row["system"], row["concurrency"]): row for row in found.get("rows", [])}
+    many = rows.get(("batched", int(count)))
+    if many is None:
+        found.setdefault("problem", "no rows")
+        return found
+    lonely = rows["batched", 1]
+    found["note"] = (
+        f"{count} callers: {many['texts_per_s']:,} texts/s, {many.get('of_one_by_one')} times one"
+        f" by one, p99 {many['p99_ms']} ms; one caller: p50 {lonely['p50_ms']} ms,"
+        f" {lonely.get('p50_of_bare')} of a bare forward"
+    )
+    return found
+
+
+def bulk(check: Check) -> dict[str, Any]:
+    """Twenty thousand texts by loops, by the device alone and by the whole system."""
+    model, count = ("tiny", "40") if check.dry else ("bert-base", "20000")
+    options = ["--model", model, "--texts", count, "--rounds", "1", "--batch-size", "256"]
+    systems = ["loop: packed", "device", *([] if check.dry else ["loop: token budget", "whole"])]
+    options += ["--workloads", "log-normal", "--systems", *systems]
+    found = _benchmark(check, "engine", options)
+    found["note"] = "; ".join(
+        f"{row['system']}: {row['texts_per_s']:,}" for row in found.get("rows", [])
+    )
+    return found
+
+
+def _benchmark(check: Check, name: str, options: Sequence[str]) -> dict[str, Any]:
+    path = check.folder / f"{name}.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--device", check.device]
+    done = _run([*command, *options, "--json", str(path)])
+    if done.returncode:
+        lines = (done.stdout + done.stderr).splitlines()
+        return {"problem": f"exit code {done.returncode}", "output": lines[-TAIL_LINES:]}
+    report: dict[str, Any] = json.loads(Path(path).read_text())
+    return report
+
+
+def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+#: As in `kernels.py`. The tests come before the graphs in the order of the check.
+TEST_STEPS: dict[str, Callable[[Check], dict[str, Any]]] = {"tests/gpu": gpu_tests}
+STEPS: dict[str, Callable[[Check], dict[str, Any]]] = {
+    "dead context": dead_context,
+    "requests": requests,
+    "bulk": bulk,
+}

@@ -1,0 +1,100 @@
+"""Masks with which the host need not wait for the device: found right, and right."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from batchery_worker.models.forward.masks import mask_forms
+from batchery_worker.models.forward.padded import MaskForms, Padded
+from batchery_worker.models.forward.probe_texts import RandomTexts
+from support.tiny_models import ARCHITECTURES, Build, Load, run
+
+#: Greatest difference of any number of a unit vector in fp32: the sums run in another order.
+TOLERANCE = 2e-6
+
+#: Masks that are ready suit only encoders: what is causal or has a window is lost with them.
+READY = ("bert", "bert-left", "roberta", "roberta-left", "distilbert", "t5")
+
+LABELS = ("animal", "weather", "trade")
+
+
+def forms(model: Any) -> MaskForms:
+    texts = RandomTexts(len(model._tokenize.names), np.arange(4, 20))
+    return mask_forms(model.model, model._pass, model._values, texts, model.max_length, 1e-4)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_architecture_gets_the_masks_that_it_takes(
+    architecture: str, build: Build, embedder: Load, texts: list[str]
+) -> None:
+    model = embedder(build(architecture), forward="padded")
+    usual = [run(model, some) for some in (texts, texts[:1], texts[2:3] * 3)]
+    masks = model._pass.masks = forms(model)
+    assert masks == MaskForms(none=True, ready=architecture in READY)
+    for some, expected in zip((texts, texts[:1], texts[2:3] * 3), usual, strict=True):
+        for one, other in zip(run(model, some), expected, strict=True):
+            difference = torch.tensor(one["vector"]) - torch.tensor(other["vector"])
+            assert difference.abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modernbert", "gpt2", "xlnet-left"])
+def test_classifiers_get_the_masks_that_they_take(
+    architecture: str, build: Build, classifier: Load, texts: list[str]
+) -> None:
+    model = classifier(build(architecture, labels=LABELS), forward="padded")
+    usual = run(model, texts, top_k=3)
+    model._pass.masks = forms(model)
+    for one, other in zip(run(model, texts, top_k=3), usual, strict=True):
+        assert one["scores"] == pytest.approx(other["scores"], abs=TOLERANCE)
+
+
+def test_a_model_that_is_wrong_without_a_mask_keeps_its_own(
+    build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = embedder(build("bert"), forward="padded")
+    right = Padded._named
+
+    def wrong(self: Padded, grid: torch.Tensor, *, is_full: bool) -> dict[str, Any]:
+        inputs = right(self, grid, is_full=is_full)
+        mask = inputs["attention_mask"]
+        if mask is None:
+            inputs["input_ids"] = torch.zeros_like(grid[0])
+        elif mask.ndim == 4:
+            inputs["attention_mask"] = torch.ones_like(mask)
+        return inputs
+
+    monkeypatch.setattr(Padded, "_named", wrong)
+    assert forms(model) == MaskForms()
+
+
+@pytest.mark.parametrize("masks", [MaskForms(), MaskForms(none=True, ready=True)])
+def test_only_the_usual_mask_makes_the_host_look_at_the_device(
+    masks: MaskForms, build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading a tensor is what would wait on a GPU; here it is counted."""
+    model = embedder(build("bert"), forward="padded")
+    model._pass.masks = masks
+    batches = [model.preprocess(some) for some in (["the cat", "rain"], ["a dog sat", "rain"])]
+    looks: list[Any] = []
+    right = torch.Tensor.__bool__
+
+    def counted(tensor: torch.Tensor) -> bool:
+        looks.append(tensor)
+        return right(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "__bool__", counted)
+    for batch in batches:
+        model.forward(batch)
+    assert bool(looks) == (masks == MaskForms())
+
+
+def test_gpt2_does_not_look_for_padding(
+    build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a mask its code would compare tokens on the device, for a warning."""
+    model = embedder(build("gpt2"), forward="packed")
+    batch = model.preprocess(["the cat", "rain"])
+    monkeypatch.delattr(torch.Tensor, "__contains__")
+    assert len(model.postprocess(model.forward(batch))) == 2
