@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 CONSUMER = "batchery_worker.consumer:GuardedConsumer"
 STEP = "batchery_worker.bootstep:BatchStep"
+CONSUMER_STEP = "batchery_worker.bootstep:LateBindingStep"
 
 #: Import paths of the built-in kinds; a path, so that a producer never imports torch.
 KINDS = {
@@ -74,6 +75,7 @@ def install(app: Celery, **settings: Any) -> Celery:
         }
     )
     app.steps["worker"].add(STEP)
+    app.steps["consumer"].add(CONSUMER_STEP)
     use_leases()
     if getattr(app, "finalized", False):
         _register_models(app)

@@ -212,7 +212,10 @@ class Settings(BaseSettings):
     ] = 0
     prefetch_batches: Annotated[
         int,
-        Field(gt=0, description="Batches of each task that a device has waiting in its worker."),
+        Field(
+            gt=0,
+            description="Batches of each task that wait in a worker for each device; one if long.",
+        ),
     ] = 2
     device_start_timeout_s: Annotated[
         float, Field(gt=0, description="How long a device may take to load and warm up its models.")

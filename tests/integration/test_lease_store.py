@@ -59,8 +59,9 @@ def other(bare: Any) -> Iterator[LeaseStore]:
 def drain(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
     """Pushes messages and leases them; returns their tokens."""
     lease_store.client.lpush("queue", *messages)
-    keys = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, "queue"]
-    answer = lease_store.scripts.run("drain", keys, lease_store.worker, 100, 2**20, 1, 100)
+    fixed = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, KEYS.waiting]
+    arguments = [lease_store.worker, 100, 2**20, 1, 100, 100, 100, ""]
+    answer = lease_store.scripts.run("drain", [*fixed, "queue"], *arguments)
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
     if owner is not None:
         for token in tokens:

@@ -36,20 +36,38 @@ class Redis:
         room: int = PLENTY,
         limits: list[int] | None = None,
         steps: int = 1,
+        at_once: list[int] | None = None,
+        shared: int | None = None,
+        entry: str = "",
     ) -> Any:
         """Tokens, keys and messages; None if fenced."""
-        fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects]
+        fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
         count = len(queues) // steps
+        limits = limits or [wanted] * count
         answer = self.scripts.run(
             "drain",
             [*fixed, *queues],
-            *[ME, wanted, room, count, *(limits or [wanted] * count)],
+            *[ME, wanted, room, count, *limits, *(at_once or limits), shared or 999, entry],
         )
         if not answer:
             return answer
         tokens = range(answer[1], answer[1] + len(answer) // 2 - 1)
         keys = [queues[index] for index in answer[2::2]]
         return list(zip(tokens, keys, [each.decode() for each in answer[3::2]], strict=True))
+
+    def wait_for(self, worker: str, batch: int, ordinary: int, **kinds: int) -> None:
+        """Enters another worker as waiting."""
+        self.client.hset(KEYS.waiting, worker, json.dumps([batch, ordinary, kinds]))
+
+    def waiting(self) -> dict[str, Any]:
+        found = self.client.hgetall(KEYS.waiting)
+        return {worker.decode(): json.loads(entry) for worker, entry in found.items()}
+
+    def give(self, *jobs: tuple[int, int, int], queues: list[str]) -> list[int]:
+        """Gives jobs back: token, number of the queue, and kind of each."""
+        keys = [KEYS.lease(ME), KEYS.waiting, *queues]
+        told = [each for job in jobs for each in job]
+        return sorted(map(int, self.scripts.run("give_to_waiting", keys, ME, len(queues), *told)))
 
     def recover(self, worker: str = ME, beat: str = "", counts: int = 0) -> Any:
         return self.scripts.run(
@@ -60,6 +78,7 @@ class Redis:
                 KEYS.lease(worker),
                 KEYS.running(worker),
                 KEYS.suspects,
+                KEYS.waiting,
             ],
             *[worker, beat, counts],
         )
@@ -155,8 +174,8 @@ def test_unregistered_worker_gets_nothing(there: Redis) -> None:
 def test_drain_tells_how_many_suspects_there_are(there: Redis) -> None:
     push(there.client, "a", "1")
     there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
-    fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects]
-    answer = there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, 1, 1)
+    fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
+    answer = there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, 1, 1, 1, 1, "")
     assert answer == [2, 1, 0, b"1"]
 
 
@@ -169,13 +188,14 @@ def fill(client: Any) -> None:
 
 
 FULL: dict[str, Callable[[Redis], object]] = {
-    "drain": lambda there: there.drain("a"),
+    "drain": lambda there: there.drain("a", at_once=[8]),
     "renew": lambda there: there.renew(),
     "register": lambda there: there.scripts.run(
         "register", [KEYS.workers, KEYS.worker_info, KEYS.token], "another", "{}", 0
     ),
     "recover": lambda there: there.recover(counts=1),
     "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
+    "give_to_waiting": lambda there: there.give((1, 1, 1), queues=["a"]),
     "dead_letter": lambda there: there.scripts.run(
         "dead_letter", [KEYS.lease(ME), KEYS.dead, KEYS.dead_messages], 1, "{}"
     ),
@@ -187,6 +207,7 @@ def test_a_full_redis_refuses_none_of_the_scripts(there: Redis, script: str) -> 
     push(there.client, "a", "1", "2")
     there.drain("a", wanted=1)
     there.client.hset(KEYS.running(ME), "1", "alone 1 job")
+    there.wait_for("other", 8, 0, a=1)
     fill(there.client)
     assert FULL[script](there)
 
@@ -278,8 +299,8 @@ def test_recover_keeps_the_original_order_of_every_queue(there: Redis) -> None:
 def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     message = bytes(range(256)) + b"\0\0 \n"
     there.client.lpush("a", message)
-    fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects]
-    there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, 1, 1)
+    fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
+    there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, 1, 1, 1, 1, "")
     there.recover()
     assert there.client.rpop("a") == message
 
@@ -373,3 +394,80 @@ def test_a_script_is_loaded_again_where_redis_forgot_it(there: Redis) -> None:
     there.renew()
     there.client.script_flush()
     assert there.renew()
+
+
+def test_drain_enters_the_worker_as_waiting_if_nothing_comes(there: Redis) -> None:
+    entry = json.dumps([8, 0, {"a": 1}])
+    assert there.drain("a", entry=entry) == []
+    assert there.waiting() == {ME: [8, 0, {"a": 1}]}
+    push(there.client, "a", "1")
+    assert there.drain("a", entry=entry)
+    assert there.waiting() == {}
+
+
+def test_drain_of_a_worker_that_can_begin_nothing_ends_its_waiting(there: Redis) -> None:
+    there.drain("a", entry=json.dumps([8, 0, {"a": 1}]))
+    there.drain("a")
+    assert there.waiting() == {}
+
+
+def test_drain_enters_the_worker_at_maxmemory(there: Redis) -> None:
+    fill(there.client)
+    assert there.drain("a", entry=json.dumps([8, 0, {"a": 1}])) == []
+    assert there.waiting() == {ME: [8, 0, {"a": 1}]}
+
+
+def test_drain_leaves_to_others_that_wait_what_it_could_not_begin(there: Redis) -> None:
+    there.wait_for("other", 8, 0, a=1)
+    for queue in ("a", "b"):
+        push(there.client, queue, "1", "2", "3")
+    drained = there.drain("a", "b", at_once=[1, 1])
+    assert [key for _, key, _ in drained] == ["a", "b", "b", "b"]
+    push(there.client, "b", "4")
+    there.wait_for("other", 8, 0, a=1, b=1)
+    assert len(there.drain("a", "b", at_once=[1, 1], shared=1)) == 1
+    # It does not wait for itself.
+    there.client.delete(KEYS.waiting)
+    there.wait_for(ME, 8, 0, a=1)
+    assert len(there.drain("a", "b", at_once=[0, 0])) == 2
+
+
+def test_jobs_go_to_the_front_in_order_and_unmarked(there: Redis) -> None:
+    texts = [json.dumps({"headers": {}, "properties": {"n": n}}) for n in range(4)]
+    push(there.client, "a", *texts)
+    there.drain("a", wanted=3)
+    there.wait_for("other", 2, 0, a=1)
+    # The fourth is in the queue: it is one of the two that the other one can begin.
+    assert there.give((1, 1, 1), (2, 1, 1), (3, 1, 1), queues=["a"]) == [1]
+    there.wait_for("other", 4, 0, a=1)
+    assert there.give((2, 1, 1), (3, 1, 1), queues=["a"]) == [2, 3]
+    assert there.queue("a") == [texts[1], texts[2], texts[0], texts[3]]
+    assert there.leases() == {}
+
+
+def test_jobs_go_only_to_workers_that_wait_for_their_kind(there: Redis) -> None:
+    push(there.client, "a", "1", "2", "3")
+    there.drain("a")
+    assert there.give((1, 1, 1), queues=["a"]) == []
+    there.wait_for(ME, 8, 8, a=3)
+    assert there.give((1, 1, 1), queues=["a"]) == []
+    there.wait_for("other", 8, 8, b=3)
+    assert there.give((1, 1, 1), queues=["a"]) == []
+    there.wait_for("other", 0, 2, a=2)
+    assert there.give((1, 1, 1), (2, 1, 2), (3, 1, 2), queues=["a"]) == [2, 3]
+    assert there.queue("a") == ["2", "3"]
+
+
+def test_job_whose_lease_has_ended_is_not_given(there: Redis) -> None:
+    push(there.client, "a", "1")
+    there.drain("a")
+    there.client.delete(KEYS.lease(ME))
+    there.wait_for("other", 8, 0, a=1)
+    assert there.give((1, 1, 1), queues=["a"]) == []
+    assert there.queue("a") == []
+
+
+def test_worker_that_is_recovered_waits_no_longer(there: Redis) -> None:
+    there.wait_for(ME, 8, 0, a=1)
+    there.recover()
+    assert there.waiting() == {}

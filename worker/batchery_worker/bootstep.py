@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
@@ -16,19 +17,23 @@ from batchery.errors import SettingsError, StartError
 from batchery.install import installation_of
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
+from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.completion.ordinary import OrdinaryThreads, wait_in_children
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.dispatch.dead_letters import tell_callers
 from batchery_worker.events import use_batch_events
+from batchery_worker.late_binding import Backlog, LateBinding, ProcessBacklog, QueueKinds
 from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
 
 if TYPE_CHECKING:
     _Step: Any
+    _ConsumerStep: Any
 else:
     _Step = bootsteps.Step
+    _ConsumerStep = bootsteps.StartStopStep
 
 logger = logging.getLogger("batchery.worker")
 
@@ -59,6 +64,10 @@ class BatchStep(_Step):  # type: ignore[misc]
             raise installation.error
         settings = installation.settings
         tell_callers(worker.app)
+        self._add_batches(worker, settings)
+        worker.late_binding = late_binding(worker)
+
+    def _add_batches(self, worker: Any, settings: Settings) -> None:
         all_tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
         for task in all_tasks:
             check_options(task)
@@ -79,11 +88,85 @@ class BatchStep(_Step):  # type: ignore[misc]
             )
         devices = choose(settings.devices)
         _add_devices(worker, tasks, devices)
+        ordinary = (worker.pool.limit or 1) * worker.prefetch_multiplier
         _widen_prefetch(worker, prefetch_jobs(tasks, settings, len(devices)))
-        _share_prefetch(worker.app, tasks, settings, len(devices))
+        parts = ordinary_parts(worker.app, all_tasks, ordinary)
+        _share_prefetch(worker.app, tasks, settings, len(devices), parts)
         _warn_of_memory_limit(worker)
         _look_for_garbage_less_often()
         use_batch_events(worker.app)
+
+
+class LateBindingStep(_ConsumerStep):  # type: ignore[misc]
+    """Tells each new channel of the jobs that this worker holds."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, c: Any) -> None:
+        """Called by Celery with its consumer, before it takes messages."""
+        binding = getattr(c.controller, "late_binding", None)
+        channel = c.task_consumer.channel
+        if binding is not None and c.hub is not None and isinstance(channel, LeasingChannel):
+            binding.bind(channel, c.hub)
+
+
+def late_binding(worker: Any) -> LateBinding | None:
+    """Lets other workers have what this one only holds; None if its pool does not tell of it."""
+    pool, app = worker.pool, worker.app
+    hybrid = pool if isinstance(pool, HybridPool) else None
+    ordinary = _ordinary_backlog(worker, pool if hybrid is None else hybrid.ordinary)
+    if hybrid is None:
+        return None if ordinary is None else LateBinding(lambda: (None, ordinary), lambda: True, {})
+    return LateBinding(
+        lambda: (hybrid.batch_backlog, ordinary),
+        lambda: hybrid.leaves_rest,
+        kinds_by_queue(app, installation_of(app).settings.max_batch_size),
+    )
+
+
+def _ordinary_backlog(worker: Any, pool: Any) -> Backlog | None:
+    if _has_only_batches(worker.app):
+        return None
+    if isinstance(pool, OrdinaryThreads):
+        return pool
+    if pool.uses_semaphore and worker.pool_putlocks and worker.semaphore is not None:
+        return ProcessBacklog(worker)
+    return None
+
+
+def kinds_by_queue(app: Any, max_batch_size: int) -> dict[str, QueueKinds]:
+    """Which jobs come by each queue that a task is routed to.
+
+    Args:
+        app: The worker's app.
+        max_batch_size: Of tasks that have none of their own.
+    """
+    kinds: dict[str, QueueKinds] = {}
+    for task in app.tasks.values():
+        if not task.name.startswith("celery."):
+            queue = queue_of(task) or str(app.conf.task_default_queue)
+            known = kinds.get(queue, QueueKinds({}, ordinary=False))
+            kinds[queue] = (
+                QueueKinds(
+                    {**known.batch, task.name: task.max_batch_size or max_batch_size},
+                    known.ordinary,
+                )
+                if isinstance(task, BatchTask)
+                else QueueKinds(known.batch, ordinary=True)
+            )
+    return kinds
+
+
+def queue_of(task: Any) -> str | None:
+    """The queue that a task is routed to; None if it has no route, or none that can be told."""
+    if isinstance(task, ModelTask):
+        return str(task.model_queue)
+    try:
+        route = task.app.amqp.router.lookup_route(task.name, (), {}, {}, type(task))
+    except Exception:  # noqa: BLE001 - it is the app's own code
+        return None
+    queue = (route or {}).get("queue")
+    return None if queue is None else str(getattr(queue, "name", queue))
 
 
 def is_served(task: BatchTask) -> bool:
@@ -92,15 +175,8 @@ def is_served(task: BatchTask) -> bool:
     A task without a route may come by any queue that a caller names. A router may look at a job's
     arguments: then nobody knows before the job is there.
     """
-    consumed = task.app.amqp.queues.consume_from
-    if isinstance(task, ModelTask):
-        return task.model_queue in consumed
-    try:
-        route = task.app.amqp.router.lookup_route(task.name, (), {}, {}, type(task))
-    except Exception:  # noqa: BLE001 - it is the app's own code
-        return True
-    queue = (route or {}).get("queue")
-    return queue is None or str(getattr(queue, "name", queue)) in consumed
+    queue = queue_of(task)
+    return queue is None or queue in task.app.amqp.queues.consume_from
 
 
 def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> None:
@@ -209,7 +285,31 @@ def _warn_of_memory_limit(worker: Any) -> None:
         logger.warning("max_memory_per_child has no effect: only Linux tells what a process holds")
 
 
-def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings, devices: int) -> None:
+def ordinary_parts(app: Any, tasks: list[BatchTask], prefetch: int) -> dict[str, int]:
+    """The parts of queues that no batch task is routed to: what they had without batch tasks.
+
+    There are none if a batch task has no route, as it may come by any queue.
+
+    Args:
+        app: The worker's app.
+        tasks: All of its batch tasks.
+        prefetch: Celery's own prefetch count, before it was raised; 0 for no limit.
+    """
+    batch_queues = [queue_of(task) for task in tasks]
+    if None in batch_queues or not prefetch:
+        return {}
+    return {
+        str(queue): prefetch for queue in app.amqp.queues.consume_from if queue not in batch_queues
+    }
+
+
+def _share_prefetch(
+    app: Any,
+    tasks: list[BatchTask],
+    settings: Settings,
+    devices: int,
+    ordinary: Mapping[str, int],
+) -> None:
     """Gives each model's queue its own part: jobs for a slow one must not keep out all others.
 
     And takes no more at once than one task needs: what is behind may be another worker's.
@@ -223,7 +323,7 @@ def _share_prefetch(app: Any, tasks: list[BatchTask], settings: Settings, device
     app.conf.broker_transport_options = {
         "drain_messages": max(prefetch_jobs([task], settings, devices) for task in tasks),
         **options,
-        "queue_prefetch": {**parts, **options.get("queue_prefetch", {})},
+        "queue_prefetch": {**ordinary, **parts, **options.get("queue_prefetch", {})},
     }
 
 

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import Celery
 from kombu.asynchronous import Hub
@@ -16,6 +16,7 @@ from batchery_worker.completion.ordinary import OrdinaryThreads, run_in_child
 from batchery_worker.device_pool.process import ChildLimits
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
+from batchery_worker.late_binding import Give
 from batchery_worker.request import BatchRequest
 from batchery_worker.task_call import TaskCall
 
@@ -41,6 +42,29 @@ class PrivateHub:
 
 class BatchPool(OrdinaryThreads):
     """An old name, which apps may have in `worker_pool`: threads for ordinary tasks."""
+
+
+class WaitingBatches(NamedTuple):
+    """The batch jobs that wait in this worker, as late binding sees them."""
+
+    dispatcher: Dispatcher
+    max_batch_size: int
+
+    def free(self) -> int:
+        """How many more jobs idle devices could begin at once."""
+        return self.dispatcher.free(self.max_batch_size)
+
+    def oldest_s(self) -> float | None:
+        """When the oldest job came that waits for a busy device."""
+        return self.dispatcher.oldest_s()
+
+    def offer(self, before_s: float, give: Give) -> int:
+        """Offers the jobs that came before a time; returns how many may be offered later."""
+        return self.dispatcher.offer(before_s, give)
+
+    def limit(self, sizes: Mapping[str, int]) -> int | None:
+        """How many more jobs of tasks with these batch sizes to take; None for no limit."""
+        return self.dispatcher.limit(sizes)
 
 
 class HybridPool:
@@ -69,6 +93,8 @@ class HybridPool:
         self._devices = devices
         self._dispatcher: Dispatcher | None = None
         self._private_hub: PrivateHub | None = None
+        default = installation_of(app).settings.max_batch_size
+        self._max_batch_size = max(task.max_batch_size or default for task in tasks)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ordinary, name)
@@ -209,6 +235,25 @@ class HybridPool:
         dispatcher, self._dispatcher = self._dispatcher, None
         if dispatcher is not None:
             dispatcher.stop(kill_at_once=kill_at_once)
+
+    # Late binding
+
+    @property
+    def leaves_rest(self) -> bool:
+        """Whether jobs that wait here would rather go to another worker."""
+        return self._dispatcher is None or self._dispatcher.batches_are_long
+
+    @property
+    def batch_backlog(self) -> WaitingBatches | None:
+        """The batch jobs that wait; None before the start, after the end, and without a loop."""
+        if self._dispatcher is None or self._private_hub is not None:
+            return None
+        return WaitingBatches(self._dispatcher, self._max_batch_size)
+
+    @property
+    def ordinary(self) -> Any:
+        """The pool of ordinary tasks."""
+        return self._ordinary
 
     # Statistics
 

@@ -74,7 +74,7 @@ class DispatchedBatch:
     hard_limit_s: float | None = None
     #: Whether it reached the hard limit.
     expired: bool = False
-    #: When its time limit began to count: when it became the first batch of its device.
+    #: When it became the first batch of its device; then its time limit begins to count.
     began_s: float | None = None
     #: The note of it in the broker, made by `dispatch/poison.py`.
     note: object | None = None

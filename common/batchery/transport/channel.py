@@ -1,7 +1,7 @@
 """A kombu channel that leases messages, many at a time, instead of popping them one by one."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from queue import Empty
 from time import monotonic
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from batchery.transport.lease_store import LeaseStore, acquire_lease_store, disc
 from batchery.transport.membership import Heartbeat
 from batchery.transport.outbox import OutboxChannel
 from batchery.transport.qos import QoS
+from batchery.transport.workload import HeldJob, Workload
 
 if TYPE_CHECKING:
     _Channel: Any
@@ -96,6 +97,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
     inbox: Inbox
     #: Asks for messages; exists once there is a lease store.
     drain: Drain
+    #: The jobs of this worker, where its pool tells of them; see `workload.py`.
+    workload: Workload | None = None
     #: Whether the connection broke, so that leases outlive the channel.
     is_broken = False
 
@@ -108,6 +111,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
     _has_room = False
     #: Whether the last drain brought nothing although a key was there.
     _fruitless = False
+    #: Whether a push has come that the workload has not heard of.
+    _was_told = False
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any
@@ -133,6 +138,15 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
         self.connection._callbacks[queue] = deliver
         self.ask_again()
         return result
+
+    def basic_cancel(self, consumer_tag: str) -> Any:
+        """Stops consuming a queue; nothing must be kept for this worker any more."""
+        store = self.lease_store
+        if store is not None and not self.is_broken and self.drain.is_entered:
+            with contextlib.suppress(*self.connection_errors):
+                store.stop_waiting()
+                self.drain.forget_entry()
+        return super().basic_cancel(consumer_tag)
 
     def _message(self, payload: Any) -> Any:
         """The message; None if it was leased and is malformed, and became a dead letter."""
@@ -211,6 +225,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
                     raise Empty
                 answer = self.drain.read(connection)
                 self._on_answer(answer, connection)
+                if self.workload is not None:
+                    self.workload.on_answer()
             if not answer:
                 raise Empty
         except redis.exceptions.NoScriptError:
@@ -231,6 +247,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
         of it.
         """
         self._fruitless = False
+        self._was_told = True
         self._brpop_start()
         is_asked = self._draining
         self._draining, self._in_poll = False, None
@@ -242,8 +259,12 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
         assert self.lease_store is not None
         if answer is None:
             self.lease_store.fenced = True
-        elif self.drain.took_all or (self._fruitless and not answer):
+        elif self.drain.took_all:
             self._wait(connection)
+        elif self._fruitless and not answer:
+            self._wait(connection)
+            # Or what is there is for other workers, and some of it may be left.
+            self.drain.left_some_out = True
         # Otherwise the channel asks once more. If that brings nothing either, the key is no list,
         # and the next sweep looks again.
         self._fruitless = self.drain.watches and not answer and not self.drain.took_all
@@ -273,8 +294,11 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
             self.lease_store.flush()
             connection = self._in_poll
             is_alive = connection and connection._sock is self._prepared
-            if self._waiting and is_alive and not self.drain.nothing_came(connection):
-                self.ask_again()
+            if self._waiting and is_alive:
+                if not self.drain.nothing_came(connection):
+                    self.ask_again()
+                if self.workload is not None:
+                    self.workload.on_answer()
 
     def make_room(self) -> None:
         """Wakes the loop because a lease has ended, so that it drains again; from any thread."""
@@ -285,6 +309,14 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
 
     def look_for_room(self) -> None:
         """Drains again where a queue had its share and no longer has."""
+        if self.workload is not None:
+            told, self._was_told = self._was_told, False
+            if told:
+                self.workload.on_waiting()
+            self.workload.on_turn()
+            if self._waiting and not self.qos.can_consume():
+                # Kombu would not listen to the connection, but a push may say that others wait.
+                self.ask_again()
         if self._draining:
             # The answer comes, and the loop turns once more.
             return
@@ -297,6 +329,67 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
         with contextlib.suppress(*self.connection_errors):
             # redis-py drops a broken connection; it is made anew when messages are wanted.
             self.client.connection.read_response(push_request=True)
+            self._was_told = True
+
+    # Giving
+
+    @property
+    def is_capacity_stale(self) -> bool:
+        """Whether Redis knows another capacity than this worker has, so that it must drain again.
+
+        It is not asked for while messages are on their way, or cannot be taken.
+        """
+        return (
+            self._waiting
+            and self.workload is not None
+            and self.workload.capacity() != self.drain.known_capacity
+        )
+
+    def others_wait(self) -> bool | None:
+        """Whether other workers wait for work; if none do, the workload is told when some do.
+
+        Returns:
+            None if that cannot be asked now, because another answer is under way.
+
+        Raises:
+            redis.ConnectionError: Redis does not answer.
+        """
+        connection = self.client.connection
+        is_prepared = connection is not None and self._prepared is connection._sock
+        if self.lease_store is None or self._draining or not is_prepared:
+            return None
+        with refusals_as_lost_connection():
+            others, filled = self.drain.others_wait(connection)
+        if filled:
+            self.ask_again()
+        return others
+
+    def give_to_waiting(self, jobs: Sequence[HeldJob]) -> set[str]:
+        """Gives jobs to other workers, as many as they could begin at once.
+
+        Args:
+            jobs: Oldest first; this worker has not begun them.
+
+        Returns:
+            Tokens of the leases that have ended; their messages are in their queues again.
+
+        Raises:
+            redis.ConnectionError: Nobody knows what went back; the next connection finds out.
+        """
+        store = self.lease_store
+        if store is None or store.fenced:
+            return set()
+        leases = [(job, lease) for job in jobs if (lease := store.leases.get(job.token))]
+        names = [self.inbox.queue_of(lease.key) for _, lease in leases]
+        queues = list(dict.fromkeys(names))
+        keys = [
+            [store.keys.queue(self._q_for_pri(queue, step)) for step in self.priority_steps]
+            for queue in queues
+        ]
+        with refusals_as_lost_connection():
+            return store.give_to_waiting(
+                [job for job, _ in leases], keys, [queues.index(name) for name in names]
+            )
 
     def _on_connection_disconnect(self, connection: Any) -> None:
         if self._in_poll is connection:

@@ -20,6 +20,7 @@ from batchery.transport.dead_letters import dead_letter_malformed
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import LUA
 from batchery.transport.suspects import suspect_of
+from batchery.transport.workload import Capacity, Workload, entry_of
 
 logger = logging.getLogger("batchery.transport")
 
@@ -47,6 +48,7 @@ class Consumer(Protocol):
     priority_steps: Sequence[int]
     drain_messages: int
     queue_prefetch: Mapping[str, int]
+    workload: Workload | None
     _queue_cycle: Any
 
     @property
@@ -184,8 +186,14 @@ class Drain:
         self._packed: list[bytes] = []
         #: Keys that the last drain asked, in order.
         self.keys: tuple[str, ...] = ()
-        #: Whether the last drain left out queues that had their share.
+        #: Whether the last drain left out queues that had their share, or jobs for other workers.
         self.left_some_out = False
+        #: The capacity with which this worker waits for work; none unless it waits.
+        self.known_capacity = Capacity()
+        self._told_capacity = Capacity()
+        #: Whether this worker is entered in Redis as waiting.
+        self.is_entered = False
+        self._entry = ""
         self._queues: frozenset[str] = frozenset()
         #: Whether the last drain also asked to be told of changes.
         self.watches = False
@@ -198,6 +206,7 @@ class Drain:
 
     def prepare(self, connection: Any) -> None:
         """Prepares a fresh connection: Redis must tell it of changes, and know the script."""
+        self.forget_entry()
         # Only keys asked for by CLIENT CACHING are tracked: the script reads heartbeats as well.
         connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
         connection.read_response()
@@ -220,13 +229,14 @@ class Drain:
             for step in channel.priority_steps
             for queue in queues
         )
-        fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects]
+        fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects, keys.waiting]
         script = (
             *("EVALSHA", self._sha, len(fixed) + len(self.keys)),
             *fixed,
             *self.keys,
             *(self._lease_store.worker, free, MAX_DRAIN_BYTES, len(queues)),
             *(limits[queue] for queue in queues),
+            *self._towards_others(queues, limits),
         )
         self._wanted = min(free, sum(limits[queue] for queue in queues))
         self.watches = not self._brought_much
@@ -237,6 +247,24 @@ class Drain:
             self._commands, self._packed = commands, connection.pack_commands(commands)
         connection.send_packed_command(self._packed)
         return True
+
+    def _towards_others(self, queues: Sequence[str], limits: Mapping[str, int]) -> list[Any]:
+        """The script's last arguments: what each queue may give while others wait; the entry."""
+        workload, own = self._channel.workload, [limits[queue] for queue in queues]
+        if workload is None:
+            return [*own, sum(own), ""]
+        self._told_capacity = workload.capacity()
+        capacities = [workload.capacity_for(queue) for queue in queues]
+        by_key = dict(zip(self.keys[: len(queues)], capacities, strict=True))
+        self._entry = entry_of(self._told_capacity, by_key)
+        if workload.leaves_rest:
+            at_once = self._told_capacity.total
+            return [*(each.total for each in capacities), at_once, self._entry]
+        return [*own, sum(own), self._entry]
+
+    def forget_entry(self) -> None:
+        """Notes that this worker is not entered in Redis as waiting."""
+        self.known_capacity, self.is_entered = Capacity(), False
 
     def read(self, connection: Any) -> Any:
         """Reads the script's answer: messages, an empty list, or None if this worker is fenced.
@@ -252,6 +280,10 @@ class Drain:
         except redis.ResponseError as error:
             # The other answers come all the same.
             refusal = error
+        if answer == []:
+            self.known_capacity, self.is_entered = self._told_capacity, bool(self._entry)
+        else:
+            self.forget_entry()
         self._brought_much = len(answer or ()) // 2 - 1 >= self._wanted
         self.took_all = self.watches and self._is_watched(connection)
         if refusal is not None:
@@ -263,6 +295,25 @@ class Drain:
         connection.send_packed_command(connection.pack_commands(self._watching()))
         return self._is_watched(connection)
 
+    def others_wait(self, connection: Any) -> tuple[bool, bool]:
+        """Asks whether other workers wait for work; from now on Redis tells when that changes.
+
+        Returns:
+            Whether others wait, and whether there is something in the queues that the last drain
+            asked: a push that said so may have come in front of the answer.
+        """
+        waiting = ("HLEN", self._lease_store.keys.waiting)
+        commands = [("CLIENT", "CACHING", "YES"), waiting]
+        if self.keys:
+            commands += self._watching()
+        while True:
+            connection.send_packed_command(connection.pack_commands(commands))
+            _, count, *filled = [connection.read_response() for _ in commands]
+            if not connection.can_read(timeout=0):
+                return int(count) > self.is_entered, bool(filled and filled[-1])
+            # A push is behind the answers. It may be in the parser, where no event tells of it.
+            connection.read_response(push_request=True)
+
     def _watching(self) -> list[tuple[str, ...]]:
         return [("CLIENT", "CACHING", "YES"), ("EXISTS", *self.keys)]
 
@@ -273,10 +324,19 @@ class Drain:
         if channel.queue_prefetch:
             for key, count in self._lease_store.leases.by_key().items():
                 held[self._inbox.queue_of(key)] += count
-        return {
+            for token in scheduled_tokens():
+                # Celery raises its own count for these, as they may wait for days.
+                if lease := self._lease_store.leases.get(token):
+                    held[self._inbox.queue_of(lease.key)] -= 1
+        limits = {
             queue: min(free, channel.queue_prefetch.get(queue, free + held[queue]) - held[queue])
             for queue in channel._queue_cycle.consume(len(channel.active_queues))
         }
+        if (workload := channel.workload) is not None:
+            for queue, known in limits.items():
+                if (limit := workload.limit_for(queue)) is not None:
+                    limits[queue] = min(known, limit)
+        return limits
 
     def _is_watched(self, connection: Any) -> bool:
         connection.read_response()
@@ -321,7 +381,16 @@ def _mark_redelivered(payload: Any) -> None:
 
 def active_tokens() -> set[str]:
     """Tokens of the jobs that Celery's worker has accepted and not settled, if there is one."""
+    return _tokens_of("active_requests")
+
+
+def scheduled_tokens() -> set[str]:
+    """Tokens of the jobs that Celery's worker holds until their time comes, if there is one."""
+    return _tokens_of("scheduled_requests")
+
+
+def _tokens_of(requests: str) -> set[str]:
     state = sys.modules.get("celery.worker.state")
     if state is None:
         return set()
-    return {str(request.message.delivery_tag) for request in list(state.active_requests)}
+    return {str(request.message.delivery_tag) for request in list(getattr(state, requests))}

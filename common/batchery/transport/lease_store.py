@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import redis
@@ -21,6 +21,7 @@ from batchery.transport.leases import Lease, LeaseOwner, Leases, split_value
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import AckBookkeeping, RunningBatches
 from batchery.transport.worker_registry import Registration
+from batchery.transport.workload import HeldJob
 
 logger = logging.getLogger("batchery.transport")
 
@@ -248,6 +249,43 @@ class LeaseStore:
         if newest_first:
             side = "RPUSH" if first else "LPUSH"
             self.scripts.run("requeue", [self.lease_key], side, *newest_first)
+
+    def give_to_waiting(
+        self, jobs: Sequence[HeldJob], queues: Sequence[Sequence[str]], numbers: Sequence[int]
+    ) -> set[str]:
+        """Gives jobs that nobody has begun to other workers that wait for work.
+
+        Args:
+            jobs: Oldest first.
+            queues: Keys of their queues, each with those of all its priority steps.
+            numbers: The queue of each job, as a position in `queues`.
+
+        Returns:
+            Tokens of those that are in the front of their queues again.
+
+        Raises:
+            redis.RedisError: Redis does not answer, and nobody knows which jobs went back.
+        """
+        keys = [self.lease_key, self.keys.waiting]
+        keys += [key for step in zip(*queues, strict=True) for key in step]
+        told = (
+            (job.token, number + 1, 1 if job.is_batch else 2)
+            for job, number in zip(jobs, numbers, strict=True)
+        )
+        args = (self.worker, len(queues), *itertools.chain.from_iterable(told))
+        # Sent once: the first answer, if it was lost, would say what went back.
+        gone = self.scripts.run_once("give_to_waiting", keys, *args)
+        given = {token.decode() for token in gone}
+        self.lost(given)
+        return given
+
+    def stop_waiting(self) -> None:
+        """Tells other workers that this one no longer waits for work.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        self.client.hdel(self.keys.waiting, self.worker)
 
     # After a broken connection
 

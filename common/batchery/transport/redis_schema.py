@@ -43,6 +43,11 @@ class Keys:
         return f"{self.prefix}batchery:suspects"
 
     @property
+    def waiting(self) -> str:
+        """HASH of worker ids to what they wait for."""
+        return f"{self.prefix}batchery:waiting"
+
+    @property
     def dead(self) -> str:
         """HASH of tokens to queue keys and descriptions of dead letters."""
         return f"{self.prefix}batchery:dead"
@@ -76,4 +81,5 @@ class Keys:
             self.lease(worker),
             self.running(worker),
             self.suspects,
+            self.waiting,
         ]

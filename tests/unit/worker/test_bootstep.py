@@ -12,11 +12,13 @@ from celery.concurrency.solo import TaskPool as SoloPool
 from celery.worker.request import Request
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kombu import Queue
 
 from batchery import BatchTask, Model, Settings, install, register
 from batchery_worker import bootstep
-from batchery_worker.bootstep import BatchStep, is_served, prefetch_jobs
+from batchery_worker.bootstep import BatchStep, is_served, kinds_by_queue, prefetch_jobs
 from batchery_worker.completion.ordinary import OrdinaryThreads
+from batchery_worker.late_binding import QueueKinds
 from batchery_worker.pool import BatchPool, HybridPool
 from batchery_worker.request import BatchRequest
 
@@ -28,6 +30,9 @@ class Worker:
     steps: tuple[Any, ...] = ()
     max_tasks_per_child: int | None = None
     max_memory_per_child: int | None = None
+    pool_putlocks = True
+    #: None where no event loop runs.
+    semaphore: Any = None
 
     def __init__(
         self, app: Celery, *, pool: type = BatchPool, concurrency: int = 2, multiplier: int = 4
@@ -103,7 +108,7 @@ def test_each_models_queue_has_its_part_of_the_prefetch() -> None:
     prepare(Worker(app))
     assert app.conf.broker_transport_options == {
         "drain_messages": 20,
-        "queue_prefetch": {"embed": 30, "gpu": 7},
+        "queue_prefetch": {"celery": 8, "embed": 30, "gpu": 7},
         "lease_expiry_s": 2,
     }
 
@@ -114,6 +119,37 @@ def test_a_worker_without_batch_tasks_is_left_alone() -> None:
     prepare(worker)
     assert worker.prefetch_multiplier == 4
     assert set(app.amqp.queues.consume_from) == set(app.amqp.queues)
+
+
+def test_queues_without_batch_tasks_keep_the_prefetch_that_they_have_without_batchery() -> None:
+    app = make_app()
+    app.conf.task_queues = [Queue("celery"), Queue("embed")]
+    register(app, "embed", Model)
+    worker = Worker(app, concurrency=2, multiplier=4)
+    prepare(worker)
+    assert app.conf.broker_transport_options["queue_prefetch"]["celery"] == 8
+    assert worker.prefetch_multiplier > 4
+
+
+def test_every_queue_may_bring_jobs_of_a_batch_task_without_a_route() -> None:
+    app = make_app()
+    add_task(app)
+    prepare(Worker(app))
+    assert app.conf.broker_transport_options["queue_prefetch"] == {}
+
+
+def test_kinds_of_jobs_are_known_by_queue() -> None:
+    app = make_app()
+    app.conf.task_routes = {"routed": {"queue": "gpu"}}
+    app.task(name="ordinary", shared=False)(make_app)
+    add_task(app, "routed", max_batch_size=8)
+    add_task(app, "unrouted")
+    register(app, "embed", Model)
+    assert kinds_by_queue(app, 64) == {
+        "celery": QueueKinds({"unrouted": 64}, ordinary=True),
+        "gpu": QueueKinds({"routed": 8}, ordinary=False),
+        "embed": QueueKinds({"embed": 64}, ordinary=False),
+    }
 
 
 class GreenPool(SoloPool):

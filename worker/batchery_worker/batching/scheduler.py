@@ -12,7 +12,7 @@ The rules, in the order in which they are asked:
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -80,11 +80,34 @@ class Scheduler(Generic[T]):
 
         Suspects stay: they were started, and the broker's messages are still theirs.
         """
-        dropped = [job for waiting in self._queues.values() for job in waiting.jobs]
-        dropped += self._recovered
+        dropped = [*self.held(), *self._recovered]
         self._queues.clear()
         self._recovered.clear()
         return dropped
+
+    def held(self) -> list[Job[T]]:
+        """Every job that waits, was never started, and could as well wait elsewhere."""
+        return [job for waiting in self._queues.values() for job in waiting.jobs]
+
+    @property
+    def oldest_held_s(self) -> float | None:
+        """When the oldest of the jobs came that `held` returns; None if there is none."""
+        return min((waiting.jobs[0].arrived_s for waiting in self._queues.values()), default=None)
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a job waits that must run alone."""
+        return bool(self._suspects or self._recovered)
+
+    def remove(self, jobs: Iterable[Job[T]]) -> None:
+        """Forgets jobs that went to another worker."""
+        # Two messages may have the same id.
+        gone = set(map(id, jobs))
+        for key, waiting in list(self._queues.items()):
+            waiting.jobs = deque(job for job in waiting.jobs if id(job) not in gone)
+            waiting.items = sum(job.items for job in waiting.jobs)
+            if not waiting.jobs:
+                del self._queues[key]
 
     def next_batch(
         self, in_flight: int, alone: bool, now_s: float, elsewhere: int = 0

@@ -5,10 +5,11 @@ job can be given back instead.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from celery import Celery, signals
 from celery.concurrency.thread import TaskPool as ThreadPool
@@ -51,6 +52,16 @@ else:
     _ThreadPool = ThreadPool
 
 
+class ThreadJob(NamedTuple):
+    """A job that waits for a thread, or runs on one."""
+
+    #: Submits the job to the threads.
+    submit: Callable[[], Any]
+    #: Celery's request; None for a caller that is not Celery's worker.
+    request: Any
+    since_s: float
+
+
 class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
     """Celery's pool of threads, whose results wait while their backend is away.
 
@@ -59,8 +70,8 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        #: Jobs that wait for a thread, or run on one.
-        self._futures: set[Future[Any]] = set()
+        #: Jobs that wait for a thread, or run on one, in order.
+        self._jobs: dict[Future[Any], ThreadJob] = {}
 
     def on_apply(
         self,
@@ -73,15 +84,48 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
     ) -> Any:
         """Runs a job on a thread."""
         run = partial(self._run, target)
-        result = super().on_apply(run, args, kwargs, callback, accept_callback, **options)
-        self._futures.add(result.f)
-        request = getattr(callback, "__self__", None)
-        result.f.add_done_callback(partial(self._on_done, request))
+        submit = partial(super().on_apply, run, args, kwargs, callback, accept_callback, **options)
+        return self._submit(ThreadJob(submit, getattr(callback, "__self__", None), monotonic()))
+
+    def _submit(self, job: ThreadJob) -> Any:
+        result = job.submit()
+        self._jobs[result.f] = job
+        result.f.add_done_callback(partial(self._on_done, job.request))
         return result
+
+    def free(self) -> int:
+        """How many threads have nothing to do."""
+        return max(0, int(self.limit) - len(self._jobs))
+
+    def oldest_s(self) -> float | None:
+        """When the oldest job came that waits for a thread; None if none waits."""
+        if len(self._jobs) <= self.limit:
+            return None
+        jobs = list(self._jobs.items())
+        return next((job.since_s for future, job in jobs if not future.running()), None)
+
+    def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
+        """Offers the jobs that came before a time; returns how many may be offered later.
+
+        Args:
+            before_s: The time, on the clock of `oldest_s`.
+            give: Gives jobs to other workers, by their requests; returns those that went.
+        """
+        # No thread may begin one meanwhile. Those that run refuse.
+        waiting = [job for future, job in list(self._jobs.items()) if future.cancel()]
+        old = [job.request for job in waiting if job.since_s <= before_s and job.request]
+        given: Collection[Any] = ()
+        try:
+            given = give(old)
+        finally:
+            for job in waiting:
+                if job.request not in given:
+                    self._submit(job)
+        return len(waiting) - len(old)
 
     def flush(self) -> None:
         """The broker's connection is gone: drops what has not begun, it will come again."""
-        for future in list(self._futures):
+        for future in list(self._jobs):
             # Refused by those that run.
             future.cancel()
 
@@ -103,7 +147,7 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
         Celery forgets such a job, and with a lease, which a living worker never loses, so would the
         queue.
         """
-        self._futures.discard(future)
+        self._jobs.pop(future, None)
         error = None if future.cancelled() else future.exception()
         if error is None:
             return

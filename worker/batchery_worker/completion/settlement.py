@@ -18,6 +18,7 @@ from batchery.outcomes import Failed
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.completion.executor import CompletionExecutor
 from batchery_worker.completion.tracer import Completion
+from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
 from batchery_worker.ipc.messages import decode_outcome
 from batchery_worker.job import Job
@@ -234,16 +235,6 @@ def log_success(call: TaskCall, text: str, runtime_s: float) -> None:
             "kwargs": message.get("kwargsrepr") or safe_repr(message.get("kwargs")),
         }
         trace.info(trace.LOG_SUCCESS, context)
-
-
-def begin_next_turn(hub: Any) -> None:
-    """Lets a loop turn once more before it sleeps; on the loop's own thread.
-
-    `call_soon` alone wakes a loop for other threads only. Where the loop's own thread calls it from
-    a timer, or from another call of this kind, the loop sleeps first, for up to a second.
-    """
-    if (waker := getattr(hub, "_waker", None)) is not None:
-        waker.wake()
 
 
 def _run(function: Callable[[], None]) -> None:

@@ -198,12 +198,12 @@ class DeviceSupervisor:
         return guarded
 
     def _watch(self, device: DeviceProcess) -> None:
-        """Starts the hard time limit of the first batch; the one behind it has not begun."""
+        """Starts the clock of the first batch, and its hard limit; the one behind has not begun."""
         for work_id, dispatched in device.batches.items():
+            # Set only once: this runs again after a reconnect, which must not extend the time.
+            if dispatched.began_s is None:
+                dispatched.began_s = monotonic()
             if dispatched.hard_limit_s is not None:
-                # Set only once: this runs again after a reconnect, which must not extend the time.
-                if dispatched.began_s is None:
-                    dispatched.began_s = monotonic()
                 left_s = max(0.0, dispatched.began_s + dispatched.hard_limit_s - monotonic())
                 self._hub.call_later(left_s, self._expire, device, work_id)
             break

@@ -7,7 +7,8 @@ compute, completion threads store.
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import monotonic
 from typing import Any, cast
 
@@ -18,13 +19,15 @@ from kombu.asynchronous import Hub
 from batchery.errors import BatcheryError, InvalidItem, StartError
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
-from batchery_worker.completion.settlement import Settlement, begin_next_turn
-from batchery_worker.device_pool.process import ChildLimits, DeviceProcess
+from batchery_worker.completion.settlement import Settlement
+from batchery_worker.device_pool.process import ChildLimits, DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_begin, note_end
+from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
 from batchery_worker.ipc.messages import Done, Setup, Work, batch_facts
 from batchery_worker.job import Batch, TimeLimits
@@ -45,6 +48,7 @@ class Dispatcher:
         self._admission = Admission(settings)
         self._eligibility = CommitEligibility(app)
         self._scheduler: Scheduler[TaskCall] = Scheduler()
+        self._times = BatchTimes()
         self._supervisor = DeviceSupervisor(
             setups,
             limits,
@@ -169,6 +173,76 @@ class Dispatcher:
             "batches": self._metrics.snapshot(),
         }
 
+    # Late binding
+
+    @property
+    def batches_are_long(self) -> bool:
+        """Whether jobs behind the batches of late would rather go to another worker."""
+        return self._times.are_long
+
+    def free(self, max_batch_size: int) -> int:
+        """How many more jobs could begin at once, in batches of this size."""
+        if self._draining or self._scheduler.has_suspects or is_reserved(self._supervisor):
+            return 0
+        return max(0, self._idle_devices() * max_batch_size - len(self._scheduler))
+
+    def oldest_s(self) -> float | None:
+        """When the oldest job came that waits for a device; None while a device is idle."""
+        if self._draining or (self._idle_devices() and not is_reserved(self._supervisor)):
+            return None
+        return self._scheduler.oldest_held_s
+
+    def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
+        """Offers the jobs that came before a time; returns how many may be offered later.
+
+        Args:
+            before_s: The time, on the clock of `oldest_s`.
+            give: Gives jobs to other workers, by their requests; returns those that went.
+        """
+        held = sorted(self._scheduler.held(), key=lambda job: job.arrived_s)
+        # Devices that are almost done have their next batch here.
+        kept = sum(map(self._ends_soon, self._supervisor)) * max(
+            (job.limits.max_batch_size for job in held), default=0
+        )
+        old = [
+            job
+            for job in held[kept:]
+            if job.arrived_s <= before_s and job.payload.request is not None
+        ]
+        given = give([job.payload.request for job in old])
+        self._scheduler.remove(job for job in old if job.payload.request in given)
+        return len(held) - len(old)
+
+    def limit(self, sizes: Mapping[str, int]) -> int | None:
+        """How many more jobs of some tasks to take: a batch to run and one to prepare per device.
+
+        Args:
+            sizes: Maximum batch size by name of the task.
+
+        Returns:
+            None for no other limit than the prefetch, where batches are short.
+        """
+        if not self._times.are_long:
+            return None
+        held = Counter(job.key.task for job in self._scheduler)
+        for device in self._supervisor:
+            for prepared in list(device.batches.values())[1:]:
+                held[prepared.batch.jobs[0].key.task] += len(prepared.batch.jobs)
+        batches = len(self._supervisor.devices) + self._idle_devices()
+        return sum(max(0, batches * size - held[task]) for task, size in sizes.items())
+
+    def _idle_devices(self) -> int:
+        return sum(each.state is State.READY and not each.batches for each in self._supervisor)
+
+    def _ends_soon(self, device: DeviceProcess) -> bool:
+        """Whether a device will soon need a batch that is not there yet."""
+        if len(device.batches) != 1:
+            return False
+        (dispatched,) = device.batches.values()
+        batch, began_s = dispatched.batch, dispatched.began_s or dispatched.dispatched_s
+        task = batch.jobs[0].key.task
+        return self._times.ends_soon(device.name, task, batch.items, began_s, monotonic())
+
     # Out to the devices
 
     def _plan_dispatch(self) -> None:
@@ -183,7 +257,11 @@ class Dispatcher:
         if self._draining:
             return
         now_s = monotonic()
-        while devices := [device for device in self._supervisor if device.has_room]:
+        while devices := [
+            device
+            for device in self._supervisor
+            if device.has_room and self._next_batch_s(device) <= now_s
+        ]:
             if is_reserved(self._supervisor):
                 break
             device = min(devices, key=lambda each: len(each.batches))
@@ -196,15 +274,31 @@ class Dispatcher:
             self._launch(device, batch)
         self._plan_wake(now_s)
 
+    def _next_batch_s(self, device: DeviceProcess) -> float:
+        """When a device should get its next batch: as late as possible, but in time."""
+        for dispatched in device.batches.values():
+            batch = dispatched.batch
+            began_s = dispatched.began_s or dispatched.dispatched_s
+            return self._times.next_s(device.name, batch.jobs[0].key.task, batch.items, began_s)
+        return 0.0
+
     def _plan_wake(self, now_s: float) -> None:
         """Plans to come back when the oldest waiting job has waited long enough for an idle device.
+
+        Or when a busy device should get its next batch.
 
         A job that has waited long enough by now waits for something else, such as the end of a job
         that must run alone. Coming back for it would mean coming back at once, for ever.
         """
-        wake_s = self._scheduler.wake_s()
-        idle = any(device.has_room and not device.batches for device in self._supervisor)
-        if idle and wake_s is not None and now_s < wake_s < self._wake_planned_s:
+        due_s = self._scheduler.wake_s()
+        if due_s is None:
+            return
+        open_devices = [device for device in self._supervisor if device.has_room]
+        times_s = [
+            self._next_batch_s(device) if device.batches else due_s for device in open_devices
+        ]
+        wake_s = min((time_s for time_s in times_s if time_s > now_s), default=None)
+        if wake_s is not None and wake_s < self._wake_planned_s:
             self._wake_planned_s = wake_s
             self._hub.call_later(max(0.0, wake_s - monotonic()), self._wake)
 
@@ -245,6 +339,10 @@ class Dispatcher:
         note_end(dispatched)
         jobs = dispatched.batch.jobs
         items = dispatched.batch.items
+        if dispatched.began_s is not None:
+            run_s = monotonic() - dispatched.began_s
+            task = jobs[0].key.task
+            self._times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
         self._metrics.batch_done(done, items=items, waited_ms=sum(waited_ms))
         if done.reused is not None:

@@ -1,14 +1,23 @@
--- Moves waiting messages from their queues into the leases of one worker.
+-- Moves waiting messages from their queues into the leases of one worker; or notes that the worker
+-- waits for some.
+-- include waiting.lua
 --
 -- KEYS[1]   ZSET    workers, see register.lua; a worker that is not in it gets nothing
 -- KEYS[2]   HASH    lease:<worker>: token -> queue key, a zero byte, message as it was in the queue.
 --                   Written here; a field goes with commit, acknowledgement, release or recovery.
 -- KEYS[3]   STRING  token: the last token given; never expires, as tokens must not come twice
 -- KEYS[4]   HASH    suspects, see recover.lua
--- KEYS[5..] LIST    queues, in the order in which they are served: all queues of one priority step,
+-- KEYS[5]   HASH    waiting: worker id -> [batch jobs, ordinary jobs, {queue key: kinds}] in JSON: how many
+--                   it could begin at once, and where it found nothing. The key is that of the
+--                   queue's first step; kinds is 1 for batch jobs, 2 for ordinary ones, 3 for both.
+--                   Written here; read by workers that hold jobs which they cannot begin. A field
+--                   goes when its worker takes something, or could begin nothing; with release or
+--                   recovery.
+-- KEYS[6..] LIST    queues, in the order in which they are served: all queues of one priority step,
 --                   then those of the next. Written by producers, read by every worker.
 -- ARGV      worker id, messages wanted, bytes wanted, number of queues, then for each queue how many
---           messages it may give
+--           messages it may give; for each queue how many it may give while others wait for it,
+--           and how many all such queues may give together; the entry in `waiting` if all queues are empty, or nothing
 -- Returns   {number of suspects, first token, index of queue key, message, index, message, ...};
 --           {} if all queues are empty; nil if the worker is fenced.
 --
@@ -22,19 +31,31 @@ local left = {}
 for i = 1, queues do
   left[i] = tonumber(ARGV[4 + i])
 end
+local shared, shares = tonumber(ARGV[5 + 2 * queues]), {}
+if redis.call('HLEN', KEYS[5]) > 0 then
+  -- Who could begin a job at once goes before those that would only hold it.
+  each_waiting(KEYS[5], ARGV[1], function(entry)
+    for i = 1, queues do
+      if entry[3][KEYS[5 + i]] then
+        left[i] = math.min(left[i], tonumber(ARGV[4 + queues + i]))
+        shares[i] = true
+      end
+    end
+  end)
+end
 local answer, fields = {0, 0}, {}
-for i = 5, #KEYS do
-  local queue = (i - 5) % queues + 1
+for i = 6, #KEYS do
+  local queue = (i - 6) % queues + 1
   local asked, got
   repeat
     -- A few at a time: their size is known only afterwards.
-    asked = math.min(wanted, left[queue], 16)
+    asked = math.min(wanted, left[queue], 16, shares[queue] and shared or wanted)
     got = 0
     if asked > 0 and room > 0 then
       local messages = redis.pcall('RPOP', KEYS[i], asked)
       if messages and not messages.err then
         for _, message in ipairs(messages) do
-          answer[#answer + 1] = i - 5
+          answer[#answer + 1] = i - 6
           answer[#answer + 1] = message
           fields[#fields + 1] = KEYS[i] .. '\0' .. message
           room = room - #message
@@ -42,9 +63,18 @@ for i = 5, #KEYS do
         got = #messages
         wanted = wanted - got
         left[queue] = left[queue] - got
+        shared = shares[queue] and shared - got or shared
       end
     end
   until got == 0 or got < asked
+end
+local entry = ARGV[6 + 2 * queues]
+if #fields > 0 or entry == '' then
+  redis.call('HDEL', KEYS[5], ARGV[1])
+elseif redis.call('HGET', KEYS[5], ARGV[1]) ~= entry then
+  -- HDEL first: at maxmemory a script may write once it has deleted something, and be it nothing.
+  redis.call('HDEL', KEYS[5], ARGV[1])
+  redis.call('HSET', KEYS[5], ARGV[1], entry)
 end
 if #fields == 0 then
   return {}

@@ -11,6 +11,7 @@
 -- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. Written here;
 --                read after a drain; a field goes when its job is settled. Expires a day after the
 --                last death: a job may also be settled by a worker that knows nothing of it.
+-- KEYS[6]  HASH  waiting, see drain.lua
 -- ARGV     worker id; the heartbeat that its observer saw, or nothing for a worker that ends itself;
 --          1 if deaths count
 -- Returns  how many messages went back; nil if the worker has sent another heartbeat since.
@@ -19,6 +20,7 @@ if ARGV[2] ~= '' and redis.call('ZSCORE', KEYS[1], ARGV[1]) ~= ARGV[2] then
 end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
+redis.call('HDEL', KEYS[6], ARGV[1])
 if ARGV[3] == '1' then
   local running = redis.call('HVALS', KEYS[4])
   for _, batch in ipairs(running) do

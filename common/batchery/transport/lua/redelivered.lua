@@ -1,5 +1,5 @@
--- How requeue.lua, recover.lua and requeue_dead_letters.lua give a message back; they include this.
--- No script itself.
+-- How requeue.lua, recover.lua, give_to_waiting.lua and requeue_dead_letters.lua give a message back;
+-- they include this. No script itself.
 
 -- Opens an object that is there already, as its first member: {"redelivered": true, ...
 local MARK = '"redelivered": true'
@@ -32,14 +32,15 @@ local function redelivered(message)
   return headers and mark(message, headers) or message
 end
 
--- Moves a message from a worker's leases to its queue.
-local function give_back(leases, token, side)
+-- Moves a message from a worker's leases to its queue; marks it, unless it must stay as it is.
+local function give_back(leases, token, side, unmarked)
   local value = redis.call('HGET', leases, token)
   if not value then
     return false
   end
   local cut = string.find(value, '\0', 1, true)
   redis.call('HDEL', leases, token)
-  redis.call(side, string.sub(value, 1, cut - 1), redelivered(string.sub(value, cut + 1)))
+  local message = string.sub(value, cut + 1)
+  redis.call(side, string.sub(value, 1, cut - 1), unmarked and message or redelivered(message))
   return true
 end

@@ -159,6 +159,23 @@ def test_clear_keeps_only_suspects() -> None:
     assert scheduler.wake_s() is None
 
 
+def test_jobs_that_went_to_another_worker_are_forgotten_and_suspects_never_go() -> None:
+    waiting = [job(1, arrived_s=2.0), job(2), job(3, key=KEYS[1]), job(2)]
+    scheduler = admitted(*waiting)
+    scheduler.quarantine(job(9))
+    scheduler.quarantine_recovered(recovered(8))
+    assert scheduler.has_suspects
+    assert sorted(each.id for each in scheduler.held()) == ["1", "2", "2", "3"]
+    assert scheduler.oldest_held_s == 0.0
+    # Two messages with one id are two jobs.
+    scheduler.remove([waiting[1], waiting[2]])
+    assert [each.id for each in scheduler.held()] == ["1", "2"]
+    assert len(scheduler) == 4
+    scheduler.remove([waiting[0], waiting[3]])
+    assert scheduler.oldest_held_s is None
+    assert len(scheduler) == 2
+
+
 def test_a_batch_counts_the_items_of_its_jobs() -> None:
     assert Batch((job(1, items=3), job(2, items=4))).items == 7
 

@@ -1,11 +1,14 @@
 """What becomes of jobs between Celery and the devices; seen by their callers and on the queue."""
 
+from collections.abc import Sequence
+
 import pytest
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from celery.worker import state as worker_state
 
-from apps.batches import LIMITED, PATIENT, TRACKED, app
+from apps.batches import FOUR, LIMITED, PATIENT, TRACKED, app
 from batchery import BatchArgumentError, DeviceDied
+from batchery_worker.request import BatchRequest
 from support.fake_devices import FORWARD_MS
 from support.fake_worker import FakeChannel, FakeLeaseStore, StartPool
 
@@ -41,6 +44,54 @@ def test_a_busy_device_gets_one_more_batch_only_if_that_is_full(start_pool: Star
     assert worker.works() == [[1], [2, 3, 4, 5], [6, 7, 8, 9]]
     worker.work_off()
     assert worker.works()[-1] == [10]
+
+
+def test_the_batch_behind_a_long_one_is_sent_when_that_is_almost_done(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    worker.receive_each(1, 2, 3, 4)
+    assert worker.works() == [[1, 2, 3, 4]]
+    worker.loop.sleep(2.0)
+    worker.device.answer()
+    worker.receive_each(*range(5, 13))
+    assert worker.works()[1:] == [[5, 6, 7, 8]]
+    # Until then the next four could go to another worker.
+    worker.loop.sleep(1.4)
+    assert worker.info()["waiting"] == 4
+    worker.loop.sleep(0.2)
+    assert worker.works()[2:] == [[9, 10, 11, 12]]
+
+
+def test_jobs_behind_a_long_batch_may_go_to_another_worker(start_pool: StartPool) -> None:
+    worker = start_pool()
+    assert worker.pool.batch_backlog is not None
+    assert worker.pool.batch_backlog.free() == 4
+    worker.receive_each(1, 2, 3, 4)
+    worker.works()
+    worker.loop.sleep(2.0)
+    came_s = worker.loop.clock.now_s
+    worker.device.answer()
+    requests = worker.receive_each(*range(5, 14))
+    worker.works()
+    backlog = worker.pool.batch_backlog
+    assert (backlog.free(), backlog.oldest_s()) == (0, came_s)
+    # One batch runs, and there is one more to prepare.
+    assert backlog.limit({FOUR: 4}) == 0
+    offered: list[BatchRequest] = []
+
+    def give(held: Sequence[BatchRequest]) -> Sequence[BatchRequest]:
+        offered.extend(held)
+        return held[:3]
+
+    assert backlog.offer(came_s, give) == 0
+    assert offered == requests[4:]
+    # The device that is almost done has its next batch here.
+    worker.loop.sleep(1.6)
+    assert backlog.offer(came_s, give) == 2
+    assert offered == requests[4:]
+    worker.device.answer()
+    assert worker.works()[-1] == [12, 13]
 
 
 def test_the_device_with_the_least_to_do_gets_the_batch(start_pool: StartPool) -> None:

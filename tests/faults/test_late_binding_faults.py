@@ -1,0 +1,102 @@
+"""Workers that are killed while one gives jobs to the other: each job ends with one result."""
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from apps import leases
+from apps.ledger import executions
+from batchery.transport.redis_schema import Keys
+from conftest import StartWorker
+from support.harness import queue_length, unsettled, wait_for
+
+BATCH_SIZE = leases.batch.max_batch_size or 0
+
+#: As many as one worker holds.
+JOBS = 3 * BATCH_SIZE
+
+KEYS = Keys()
+
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture
+def bare(redis_url: str) -> Iterator[Any]:
+    with Redis.from_url(redis_url) as client:
+        yield client
+
+
+def send(redis_url: str, directory: Path) -> list[str]:
+    """Sends jobs of a batch task; their batches end when there is a gate."""
+    options = {"book": str(directory / "book"), "gate": str(directory / "gate")}
+    with Celery("sender", broker=redis_url, set_as_current=False) as app:
+        return [app.send_task("apps.leases.batch", [number], options).id for number in range(JOBS)]
+
+
+def begun(directory: Path) -> list[str]:
+    book = directory / "book"
+    return executions(book) if book.exists() else []
+
+
+def finish(redis_url: str, bare: Any, directory: Path, jobs: list[str]) -> None:
+    """Opens the gate; every job has its own result, and none is left anywhere."""
+    (directory / "gate").touch()
+    keys = [f"celery-task-meta-{job}" for job in jobs]
+    wait_for(lambda: bare.exists(*keys) == JOBS, "all are answered", TIMEOUT_S)
+    found = [json.loads(each) for each in bare.mget(keys)]
+    assert [each["result"] for each in found] == list(range(JOBS))
+    assert {each["status"] for each in found} == {"SUCCESS"}
+    wait_for(lambda: not unsettled(redis_url) and not queue_length(redis_url), "none is left")
+
+
+@pytest.mark.parametrize("killed", ["the one that gave", "the one that got"])
+def test_every_job_has_one_result_if_a_worker_dies_after_jobs_changed_hands(
+    start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path, killed: str
+) -> None:
+    giver = start_worker("apps.leases", "-c", "1")
+    jobs = send(redis_url, tmp_path)
+    wait_for(lambda: begun(tmp_path) and unsettled(redis_url) == JOBS, "it holds all of them")
+    getter = start_worker("apps.leases", "-c", "1")
+    wait_for(lambda: giver.has_logged("jobs go back to their queue", 1), "jobs change hands")
+    (giver if killed == "the one that gave" else getter).kill()
+    wait_for(lambda: bare.zcard(KEYS.workers) == 1, "its death is seen", TIMEOUT_S)
+    finish(redis_url, bare, tmp_path, jobs)
+    # What ran on the dead worker ran twice, and nothing more often.
+    assert max(Counter(begun(tmp_path)).values()) <= 2
+
+
+def test_jobs_do_not_wait_for_a_dead_worker_that_had_waited_for_them(
+    start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
+) -> None:
+    start_worker("apps.leases", "-c", "1")
+    idle = start_worker("apps.leases", "-c", "1")
+    wait_for(lambda: bare.hlen(KEYS.waiting) == 2, "both wait for work")
+    idle.kill()
+    jobs = send(redis_url, tmp_path)
+    # The living one leaves some of the jobs to the dead one until that is found dead.
+    wait_for(lambda: bare.hlen(KEYS.waiting) == 0, "nobody waits", TIMEOUT_S)
+    finish(redis_url, bare, tmp_path, jobs)
+    assert max(Counter(begun(tmp_path)).values()) == 1
+
+
+def test_a_connection_that_breaks_while_jobs_change_hands_repeats_nothing(
+    start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
+) -> None:
+    start_worker("apps.leases", "-c", "1")
+    jobs = send(redis_url, tmp_path)
+    wait_for(lambda: begun(tmp_path) and unsettled(redis_url) == JOBS, "it holds all of them")
+    # Nothing more begins there before the gate opens.
+    first = len(begun(tmp_path))
+    start_worker("apps.leases", "-c", "1", ready=False)
+    wait_for(lambda: bare.hlen(KEYS.worker_info) == 2, "the other one is there", TIMEOUT_S)
+    for kind in ("normal", "pubsub"):
+        bare.client_kill_filter(_type=kind, skipme=True)
+    wait_for(lambda: len(begun(tmp_path)) > first, "the other one has begun", TIMEOUT_S)
+    finish(redis_url, bare, tmp_path, jobs)
+    assert max(Counter(begun(tmp_path)).values()) == 1

@@ -1,0 +1,123 @@
+"""A worker that has nothing to do gets the jobs that another one only holds."""
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import Redis
+
+from apps import leases
+from apps.ledger import executions
+from batchery.transport.redis_schema import Keys
+from conftest import StartWorker
+from support.harness import Worker, queue_length, unsettled, wait_for
+
+BATCH_SIZE = leases.batch.max_batch_size or 0
+
+#: As many processes as devices: one.
+ONE = ("-c", "1")
+
+HOUR_S = 3600.0
+
+
+@pytest.fixture
+def bare(redis_url: str) -> Iterator[Any]:
+    with Redis.from_url(redis_url) as client:
+        yield client
+
+
+@pytest.fixture
+def send(redis_url: str, tmp_path: Path) -> Any:
+    """Sends jobs that are written into a book, and end when there is a gate."""
+    options = {"book": str(tmp_path / "book"), "gate": str(tmp_path / "gate")}
+
+    def send(task: str, numbers: range, **more: Any) -> list[str]:
+        with Celery("sender", broker=redis_url, set_as_current=False) as app:
+            return [
+                app.send_task(f"apps.leases.{task}", [number], options, **more).id
+                for number in numbers
+            ]
+
+    return send
+
+
+def have_begun(tmp_path: Path) -> int:
+    book = tmp_path / "book"
+    return len(executions(book)) if book.exists() else 0
+
+
+def finish(tmp_path: Path, bare: Any, jobs: list[str]) -> None:
+    """Opens the gate; every job must have one result and one execution."""
+    (tmp_path / "gate").touch()
+    keys = [f"celery-task-meta-{job}" for job in jobs]
+    wait_for(lambda: bare.exists(*keys) == len(jobs), "all are answered", 60)
+    book = tmp_path / "book"
+    assert Counter(executions(book)) == Counter(str(number) for number in range(len(jobs)))
+
+
+def waits(bare: Any, workers: int = 1) -> bool:
+    return bool(bare.hlen(Keys().waiting) == workers)
+
+
+def test_batches_that_wait_for_a_busy_device_go_to_a_worker_that_has_nothing_to_do(
+    start_worker: StartWorker, redis_url: str, bare: Any, send: Any, tmp_path: Path
+) -> None:
+    busy = start_worker("apps.leases", *ONE)
+    wait_for(partial(waits, bare), "it waits for work")
+    jobs = send("batch", range(3 * BATCH_SIZE))
+    wait_for(lambda: unsettled(redis_url) == len(jobs), "it holds all of them")
+    wait_for(lambda: have_begun(tmp_path), "it has begun")
+    assert not waits(bare)
+    began = have_begun(tmp_path)
+    idle = start_worker("apps.leases", *ONE)
+    # One batch runs and one is prepared where they are; the others have a device now.
+    wait_for(lambda: have_begun(tmp_path) > began, "the other one has begun")
+    assert busy.has_logged("jobs go back to their queue", 1)
+    finish(tmp_path, bare, jobs)
+    assert idle.has_logged("succeeded in", 1)
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_ordinary_jobs_that_wait_for_a_process_go_to_a_worker_that_has_nothing_to_do(
+    start_worker: StartWorker, redis_url: str, bare: Any, send: Any, tmp_path: Path, pool: str
+) -> None:
+    busy = start_worker("apps.leases", *ONE, "-P", pool)
+    send("late", range(100, 101), countdown=HOUR_S)
+    jobs = [*send("late", range(1)), *send("early", range(1, 3))]
+    wait_for(lambda: have_begun(tmp_path) and not queue_length(redis_url), "it holds all of them")
+    start_worker("apps.leases", *ONE, "-P", pool)
+    wait_for(lambda: have_begun(tmp_path) == 2, "the other one has begun")
+    assert busy.has_logged("jobs go back to their queue", 1)
+    finish(tmp_path, bare, jobs)
+    wait_for(lambda: unsettled(redis_url) == 1, "only the job for later is left")
+
+
+def test_jobs_that_come_at_once_are_shared_by_all_that_wait(
+    start_worker: StartWorker, bare: Any, send: Any, tmp_path: Path, redis_url: str
+) -> None:
+    workers = [start_worker("apps.leases", *ONE, ready=False) for _ in range(2)]
+    for worker in workers:
+        worker.wait_ready()
+    wait_for(partial(waits, bare, 2), "both wait for work")
+    leases.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    options = {"book": str(tmp_path / "book"), "gate": str(tmp_path / "gate")}
+    jobs = leases.batch.submit_many(range(2 * BATCH_SIZE), options)
+    # No batch ends before the gate opens. A queue of both kinds also fills a worker's process.
+    wait_for(lambda: have_begun(tmp_path) >= 2 * (BATCH_SIZE - 1), "both compute")
+    assert not any(worker.has_logged("go back", 1) for worker in workers)
+    (tmp_path / "gate").touch()
+    assert jobs.get(timeout=60) == list(range(2 * BATCH_SIZE))
+
+
+def test_worker_that_is_told_to_consume_nothing_waits_for_nothing(
+    start_worker: StartWorker, redis_url: str, bare: Any
+) -> None:
+    worker: Worker = start_worker("apps.leases", *ONE)
+    wait_for(partial(waits, bare), "it waits for work")
+    with Celery("control", broker=redis_url, set_as_current=False) as app:
+        app.control.cancel_consumer("celery", destination=[worker.name], reply=True, timeout=20)
+    wait_for(lambda: waits(bare, 0), "it waits no longer")

@@ -1,0 +1,74 @@
+"""When the batch behind a batch is sent, and when nobody knows any more how long a batch takes."""
+
+import pytest
+
+from batchery_worker.batching.batch_times import LONG_BATCH_S, BatchTimes
+
+CPU, TASK = "cpu", "embed"
+
+
+def times(*run_s: float, prepare_s: float = 0.01, items: int = 32) -> BatchTimes:
+    """What was learned from batches that took so long."""
+    learned = BatchTimes()
+    for each in run_s:
+        learned.ran(CPU, TASK, items, each, prepare_s)
+    return learned
+
+
+def test_the_next_batch_is_sent_at_once_while_nothing_is_known() -> None:
+    assert times().next_s(CPU, TASK, 32, began_s=5.0) == 5.0
+    known = times(2.0)
+    assert known.next_s("cuda:0", TASK, 32, began_s=5.0) == 5.0
+    assert known.next_s(CPU, "classify", 32, began_s=5.0) == 5.0
+    assert known.next_s(CPU, TASK, 1, began_s=5.0) == 5.0
+
+
+def test_the_next_batch_is_sent_at_once_where_batches_are_short() -> None:
+    assert times(0.005).next_s(CPU, TASK, 32, began_s=5.0) == 5.0
+    # The shortest one counts: a device must not wait for its next batch.
+    assert times(2.0, 0.005).next_s(CPU, TASK, 32, began_s=5.0) == 5.0
+
+
+def test_the_next_batch_of_a_long_one_is_sent_when_a_quarter_is_left() -> None:
+    assert times(2.0, 3.0).next_s(CPU, TASK, 32, began_s=5.0) == 6.5
+    # Batches of about the same size take about as long.
+    assert times(2.0).next_s(CPU, TASK, 17, began_s=5.0) == 6.5
+
+
+def test_the_next_batch_is_sent_in_time_for_its_preparation() -> None:
+    assert times(2.0, prepare_s=0.75).next_s(CPU, TASK, 32, began_s=5.0) == 5.5
+    assert times(2.0, prepare_s=9.0).next_s(CPU, TASK, 32, began_s=5.0) == 5.0
+
+
+def test_only_recent_batches_count() -> None:
+    assert times(0.005, *[2.0] * 8).next_s(CPU, TASK, 32, began_s=0.0) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("run_s", "now_s", "soon"),
+    [
+        ((), 0.0, True),
+        ((), 1.5 * LONG_BATCH_S, True),
+        ((), 2.0, False),
+        ((2.0,), 1.0, False),
+        ((2.0,), 1.5, True),
+        ((2.0,), 3.0, True),
+        # It takes longer than any of late: it may as well take an hour.
+        ((2.0,), 3.1, False),
+        ((0.005,), 0.1, True),
+        ((0.005,), 1.0, False),
+    ],
+)
+def test_a_batch_ends_soon_near_the_time_that_others_took(
+    run_s: tuple[float, ...], now_s: float, soon: bool
+) -> None:
+    assert times(*run_s).ends_soon(CPU, TASK, 32, began_s=0.0, now_s=now_s) is soon
+
+
+def test_batches_are_long_until_those_of_late_are_short() -> None:
+    assert times().are_long
+    assert times(0.5).are_long
+    assert not times(0.005).are_long
+    # A device that is held up once has no long batches.
+    assert not times(0.5, 0.005, 0.005).are_long
+    assert not times(*[0.5] * 8, *[0.005] * 5).are_long

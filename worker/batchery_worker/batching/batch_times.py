@@ -1,0 +1,98 @@
+"""How long batches take, learned from those that ran, and when the next one is sent: pure."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+#: A batch of so many seconds is long: a job behind it would rather go to another worker.
+LONG_BATCH_S = 0.2
+
+#: How many batches of one kind are remembered.
+REMEMBERED = 8
+
+#: The next batch is sent when this share of a long batch is left, so that it can be prepared.
+LEAD_SHARE = 0.25
+
+#: The same, as a multiple of the longest preparation.
+LEAD_PREPARATIONS = 2.0
+
+#: After so many times the longest time of late nobody knows when a batch ends.
+OVERDUE_FACTOR = 1.5
+
+
+@dataclass(slots=True)
+class _Times:
+    """Recent batches of one kind, in seconds."""
+
+    run_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    prepare_s: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+
+
+class BatchTimes:
+    """The times of a worker's batches, by device, task and rough size."""
+
+    def __init__(self) -> None:
+        self._times: dict[tuple[str, str, int], _Times] = {}
+        self._last_s: deque[float] = deque(maxlen=REMEMBERED)
+
+    @property
+    def are_long(self) -> bool:
+        """Whether most batches of late are long; before the first, they count as long."""
+        return not self._last_s or median(self._last_s) >= LONG_BATCH_S
+
+    def ran(self, device: str, task: str, items: int, run_s: float, prepare_s: float) -> None:
+        """Adds a batch.
+
+        Args:
+            device: Name of the device.
+            task: Name of the task.
+            items: Number of items.
+            run_s: From the moment when it was the first of its device, to its end.
+            prepare_s: How long it took to prepare it, which may have been before.
+        """
+        times = self._times.setdefault((device, task, _size_class(items)), _Times())
+        times.run_s.append(run_s)
+        times.prepare_s.append(prepare_s)
+        self._last_s.append(run_s)
+
+    def next_s(self, device: str, task: str, items: int, began_s: float) -> float:
+        """When the batch behind a batch should be sent: it cannot go to another worker after that.
+
+        While nothing is known of such batches, and where they are short, that is at once. The
+        shortest one of late counts: a device that ends before that has nothing to do.
+
+        Args:
+            device: Name of the device.
+            task: Task of the batch that runs.
+            items: Its number of items.
+            began_s: When it was the first of its device.
+        """
+        times = self._of(device, task, items)
+        expected_s = min(times.run_s) if times else 0.0
+        if times is None or expected_s < LONG_BATCH_S:
+            return began_s
+        lead_s = max(LEAD_SHARE * expected_s, LEAD_PREPARATIONS * max(times.prepare_s))
+        return began_s + max(0.0, expected_s - lead_s)
+
+    def ends_soon(self, device: str, task: str, items: int, began_s: float, now_s: float) -> bool:
+        """Whether a batch is near its end, so that those behind it had better stay.
+
+        Args:
+            device: Name of the device.
+            task: Task of the batch that runs.
+            items: Its number of items.
+            began_s: When it was the first of its device.
+            now_s: The time.
+        """
+        times = self._of(device, task, items)
+        longest_s = max(LONG_BATCH_S, *times.run_s) if times else LONG_BATCH_S
+        next_s = self.next_s(device, task, items, began_s)
+        return next_s <= now_s <= began_s + OVERDUE_FACTOR * longest_s
+
+    def _of(self, device: str, task: str, items: int) -> _Times | None:
+        return self._times.get((device, task, _size_class(items)))
+
+
+def _size_class(items: int) -> int:
+    """The same number for batches up to the same power of two."""
+    return (items - 1).bit_length()
