@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from batchery.errors import OutOfMemory, WrongLength
+from batchery.execution.tracebacks import frames_of
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 
 #: Outcomes that are not values. An item with one of them needs no forward pass.
@@ -101,7 +102,8 @@ def _failed(error: BaseException, name: str) -> Any:
         )
         return Failed(error)
     trace = "".join(traceback.format_exception(error))
-    return Failed(_safe(error, name).with_traceback(None), trace)
+    frames = frames_of(error)
+    return Failed(_safe(error, name).with_traceback(None), trace, frames)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

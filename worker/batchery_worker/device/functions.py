@@ -110,9 +110,10 @@ def _unseen(name: str) -> Sequence[JobContext]:
 @contextmanager
 def _fresh_connections() -> Iterator[None]:
     """Django's database connections, kept as long as Django keeps them between two web requests."""
-    # Django is not imported here: the user's code decides whether it is there.
-    database = sys.modules.get("django.db")
-    if database is None:
+    # Django is not imported here: the user's code decides whether it is there. Others may import it
+    # without a use for it: Sentry does, if it is installed.
+    database, conf = sys.modules.get("django.db"), sys.modules.get("django.conf")
+    if database is None or conf is None or not conf.settings.configured:
         yield
         return
     database.close_old_connections()

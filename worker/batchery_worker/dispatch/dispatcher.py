@@ -20,6 +20,7 @@ from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
+from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.settlement import Settlement, begin_next_turn
 from batchery_worker.device_pool.process import ChildLimits, DeviceProcess
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
@@ -43,7 +44,8 @@ class Dispatcher:
         self._app = app
         self._settings = settings
         self._admission = Admission(settings)
-        self._eligibility = CommitEligibility(app)
+        self._listeners = Listeners()
+        self._eligibility = CommitEligibility(app, self._listeners)
         self._scheduler: Scheduler[TaskCall] = Scheduler()
         self._supervisor = DeviceSupervisor(
             setups,
@@ -60,7 +62,12 @@ class Dispatcher:
         self._metrics = Metrics()
         self._in_flight = InFlight()
         self._settlement = Settlement(
-            app, settings.completion_threads, self._metrics, self._in_flight, self._hub
+            app,
+            settings.completion_threads,
+            self._metrics,
+            self._in_flight,
+            self._listeners,
+            self._hub,
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
         self._dispatch_planned = False
@@ -217,6 +224,10 @@ class Dispatcher:
         if not jobs:
             return
         task = cast(BatchTask, self._app.tasks[jobs[0].key.task])
+        if self._listeners.of(task).before:
+            jobs = tuple(job for job in jobs if self._begins(task, job.payload, device.pid))
+            if not jobs:
+                return
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
         dispatched_s = monotonic()
         work = Work(
@@ -239,6 +250,15 @@ class Dispatcher:
             if task.track_started:
                 self._settlement.tell_started(job.payload, device.pid)
 
+    def _begins(self, task: BatchTask, call: TaskCall, pid: int) -> bool:
+        """Calls what listens before the task; settles a job that `before_start` ends."""
+        self._in_flight.add(call, pid)
+        self._listeners.before(task, call)
+        if call.listened.error is None:
+            return True
+        self._settlement.settle(call, lambda _: None, None)
+        return False
+
     # Back from the devices
 
     def _on_done(self, dispatched: DispatchedBatch, done: Done, device: DeviceProcess) -> None:
@@ -259,9 +279,10 @@ class Dispatcher:
             tokens=done.tokens,
             computed_tokens=done.computed_tokens,
         )
-        for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True):
-            own = {**facts, "waited_ms": round(waited, 3)}
-            self._settlement.settle_answered(job.payload, status, rest, own)
+        self._settlement.settle_batch(
+            (job.payload, status, rest, {**facts, "waited_ms": round(waited, 3)})
+            for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True)
+        )
         if len(self._scheduler):
             self._plan_dispatch()
 
