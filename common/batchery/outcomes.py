@@ -12,7 +12,7 @@ from celery.canvas import Signature
 from celery.exceptions import Ignore, Reject
 
 from batchery.errors import ItemFailed
-from batchery.execution.tracebacks import Frame
+from batchery.tracebacks import Frame
 
 __all__ = ["Failed", "Ignore", "Reject", "Replace", "RetryAfter"]
 
@@ -25,7 +25,7 @@ class Failed:
         error: The exception that the caller's `get()` raises; or a text, which becomes an
             `ItemFailed`.
         traceback: Where it was raised, as text; empty if it was not raised.
-        frames: The same for programs, see `execution/tracebacks.py`.
+        frames: The same for programs, see `tracebacks.py`.
     """
 
     error: BaseException | str

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from batchery.errors import OutOfMemory, WrongLength
-from batchery.execution.tracebacks import frames_of
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.tracebacks import frames_of
 
 #: Outcomes that are not values. An item with one of them needs no forward pass.
 NON_VALUES = (Failed, RetryAfter, Replace, Ignore, Reject)

@@ -24,7 +24,7 @@ from batchery.completion import JobCompletion, completing
 from batchery.fork_gate import fork_gate
 from batchery.retry import RetryDeadlineExceeded, is_away
 from batchery_worker.commit.committer import CommitStatus
-from batchery_worker.commit.listeners import Listeners
+from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.completion.redis_retry import is_backend_away, publish_until_deadline
@@ -132,15 +132,16 @@ class CompletionExecutor:
     ) -> None:
         task = self._app.tasks[jobs[0].call.task_name]
         backend = for_completion(task.backend)
-        for call, text, runtime_s, make_value, _ in jobs:
-            try:
-                value = make_value and make_value(backend)
-                self._listeners.after(task, call, value, text, runtime_s)
-            except BaseException:
-                # Whatever a hook raises, the job is done, and so must be its request.
-                logger.exception(
-                    "what listens to %s[%s] has ended early", call.task_name, call.task_id
-                )
+        with Stacks(task) as stacks:
+            for call, text, runtime_s, make_value, _ in jobs:
+                try:
+                    value = make_value and make_value(backend)
+                    self._listeners.after(task, call, value, text, runtime_s, stacks)
+                except BaseException:
+                    # Whatever a hook raises, the job is done, and so must be its request.
+                    logger.exception(
+                        "what listens to %s[%s] has ended early", call.task_name, call.task_id
+                    )
         self._deliver(partial(on_told, jobs))
 
     def _store_started(self, call: TaskCall, pid: int) -> None:

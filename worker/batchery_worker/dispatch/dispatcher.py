@@ -20,7 +20,7 @@ from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
-from batchery_worker.commit.listeners import Listeners
+from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement, begin_next_turn
 from batchery_worker.device_pool.process import ChildLimits, DeviceProcess
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
@@ -225,7 +225,10 @@ class Dispatcher:
             return
         task = cast(BatchTask, self._app.tasks[jobs[0].key.task])
         if self._listeners.of(task).before:
-            jobs = tuple(job for job in jobs if self._begins(task, job.payload, device.pid))
+            with Stacks(task) as stacks:
+                jobs = tuple(
+                    job for job in jobs if self._begins(task, job.payload, device.pid, stacks)
+                )
             if not jobs:
                 return
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
@@ -250,10 +253,10 @@ class Dispatcher:
             if task.track_started:
                 self._settlement.tell_started(job.payload, device.pid)
 
-    def _begins(self, task: BatchTask, call: TaskCall, pid: int) -> bool:
+    def _begins(self, task: BatchTask, call: TaskCall, pid: int, stacks: Stacks) -> bool:
         """Calls what listens before the task; settles a job that `before_start` ends."""
         self._in_flight.add(call, pid)
-        self._listeners.before(task, call)
+        self._listeners.before(task, call, stacks)
         if call.listened.error is None:
             return True
         self._settlement.settle(call, lambda _: None, None)

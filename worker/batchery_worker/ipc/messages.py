@@ -17,8 +17,8 @@ from kombu.utils import json
 
 from batchery.errors import UnserialisableResult
 from batchery.execution.bisect_failures import NON_VALUES
-from batchery.execution.tracebacks import Frame, frames_of, with_frames
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.tracebacks import Frame, frames_of, with_frames
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.values import Encoded, is_plain
 

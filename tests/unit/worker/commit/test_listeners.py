@@ -11,7 +11,7 @@ from celery import Celery, current_task, signals
 from celery.fixups import django
 
 from batchery import BatchTask, install
-from batchery_worker.commit.listeners import Listeners, listening_to
+from batchery_worker.commit.listeners import Listeners, Stacks, listening_to
 from batchery_worker.task_call import TaskCall
 
 URL = "redis://127.0.0.1:1/0"  # nobody is asked anything
@@ -58,6 +58,16 @@ def call_of(task_id: str = "j1") -> TaskCall:
     return TaskCall(nothing, ("listened", task_id, message), nothing, nothing, nothing, None)
 
 
+def before(listeners: Listeners, task: Any, call: TaskCall) -> None:
+    with Stacks(task) as stacks:
+        listeners.before(task, call, stacks)
+
+
+def after(listeners: Listeners, task: Any, call: TaskCall, *facts: Any) -> None:
+    with Stacks(task) as stacks:
+        listeners.after(task, call, *facts, stacks)
+
+
 @contextlib.contextmanager
 def connected(name: str, receiver: Any, sender: Any = None) -> Iterator[None]:
     signal = getattr(signals, name)
@@ -70,10 +80,10 @@ def connected(name: str, receiver: Any, sender: Any = None) -> Iterator[None]:
 
 def test_hooks_see_their_job_in_the_tracer_s_order(caplog: pytest.LogCaptureFixture) -> None:
     task, call, listeners = make_task(Noting), call_of(), Listeners()
-    listeners.before(task, call)
-    listeners.before(task, call)
+    before(listeners, task, call)
+    before(listeners, task, call)
     assert task.seen == [("before_start", "j1", ["x"], {"n": 1}, "j1")]
-    listeners.after(task, call, "X", "'X'", 0.5)
+    after(listeners, task, call, "X", "'X'", 0.5)
     assert task.seen[1:] == [
         ("on_success", "X", "j1", ["x"], {"n": 1}, {"tenant": "acme"}),
         ("after_return", "SUCCESS", "X", "j1", ["x"], {"n": 1}, None),
@@ -93,8 +103,8 @@ def test_receivers_get_what_the_tracer_sends() -> None:
     with contextlib.ExitStack() as stack:
         for name in ("task_prerun", "task_success", "task_postrun"):
             stack.enter_context(connected(name, receive))
-        listeners.before(task, call)
-        listeners.after(task, call, "X", "'X'", 0.5)
+        before(listeners, task, call)
+        after(listeners, task, call, "X", "'X'", 0.5)
     job = {"task_id": "j1", "args": ["x"], "kwargs": {"n": 1}}
     assert seen == [
         ("task_prerun", True, job),
@@ -107,17 +117,17 @@ def test_what_one_part_sets_the_other_finds_and_no_other_job() -> None:
     task, listeners, seen = make_task(), Listeners(), list[str]()
     jobs = [call_of("a"), call_of("b")]
 
-    def before(task_id: str = "", **_: Any) -> None:
+    def note(task_id: str = "", **_: Any) -> None:
         noted.set(task_id)
 
-    def after(**_: Any) -> None:
+    def read(**_: Any) -> None:
         seen.append(noted.get())
 
-    with connected("task_prerun", before), connected("task_postrun", after):
+    with connected("task_prerun", note), connected("task_postrun", read):
         for job in jobs:
-            listeners.before(task, job)
+            before(listeners, task, job)
         for job in jobs:
-            listeners.after(task, job, None, "", 0.0)
+            after(listeners, task, job, None, "", 0.0)
     assert seen == ["a", "b"]
     assert noted.get() == ""
 
@@ -127,7 +137,7 @@ def test_what_before_start_raises_is_kept() -> None:
         raise LookupError("not this one")
 
     task, call = make_task(before_start=before_start), call_of()
-    Listeners().before(task, call)
+    before(Listeners(), task, call)
     assert repr(call.listened.error) == "LookupError('not this one')"
 
 
@@ -199,6 +209,6 @@ def test_success_is_logged_between_the_receivers_of_success_and_postrun(
         seen.append(len(caplog.messages))
 
     with connected("task_success", count), connected("task_postrun", count):
-        Listeners().after(task, call_of(), "X", "'X'", 0.25)
+        after(Listeners(), task, call_of(), "X", "'X'", 0.25)
     assert seen == [0, 1]
     assert caplog.messages == ["Task listened[j1] succeeded in 0.25s: 'X'"]

@@ -4,7 +4,7 @@ import sys
 import traceback
 
 from batchery.execution.bisect_failures import isolate
-from batchery.execution.tracebacks import MAX_FRAMES, frames_of, with_frames
+from batchery.tracebacks import MAX_FRAMES, frames_of, with_frames
 
 
 def raised(depth: int = 0) -> LookupError:
