@@ -86,20 +86,32 @@ def test_listeners_hear_what_they_hear_from_celery(
     assert ours == stock
 
 
-def figures(worker: Worker, client: Celery) -> dict[str, Any]:
-    batches: dict[str, Any] = worker.inspect(client, "stats")["pool"]["batches"]
-    return batches
+def tracer_jobs(worker: Worker, client: Celery, committed: int) -> dict[str, int]:
+    """How many jobs took the tracer, once so many were committed by the device."""
+
+    def figures() -> Any:
+        batches: dict[str, Any] = worker.inspect(client, "stats")["pool"]["batches"]
+        # The caller has its result before those that listen have heard of it.
+        return batches if batches["committed_jobs"] >= committed else None
+
+    found = wait_for(figures, f"{committed} jobs that the device has committed")
+    assert found["committed_jobs"] == committed
+    slow: dict[str, int] = found["tracer_jobs"]
+    return slow
+
+
+def committed_by(worker: Worker, client: Celery) -> int:
+    return int(worker.inspect(client, "stats")["pool"]["batches"]["committed_jobs"])
 
 
 def test_what_listens_does_not_take_the_fast_way_from_successes(
     workers: dict[str, Worker], redis: Any, client: Celery
 ) -> None:
     worker = workers["batchery"]
-    before = figures(worker, client)
+    before = committed_by(worker, client)
+    slow = tracer_jobs(worker, client, before)
     heard(redis, client, "batchery", "once")
-    after = figures(worker, client)
-    assert after["committed_jobs"] == before["committed_jobs"] + 1
-    assert after["tracer_jobs"] == before["tracer_jobs"]
+    assert tracer_jobs(worker, client, before + 1) == slow
     assert "takes Celery's tracer" not in worker.log
 
 
@@ -135,14 +147,14 @@ def test_sentry_is_sent_one_event_per_failure_grouped_as_celery_s(
         sent(redis, system)
     client.send_task(PLAIN, ("fail",), queue="stock").get(timeout=TIMEOUT_S, propagate=False)
     (of_stock,) = wait_for(lambda: sent(redis, "stock"), "an event of Celery's worker")
-    before = figures(workers["batchery"], client)["committed_jobs"]
+    before = committed_by(workers["batchery"], client)
     step = JOBS // FAILURES
     words = ["work" if number % step else "fail" for number in range(JOBS)]
     jobs = [client.send_task(PLAIN, (word,), queue="batchery") for word in words]
     failed = {job.id for job, word in zip(jobs, words, strict=True) if word == "fail"}
     for job in jobs:
         job.get(timeout=TIMEOUT_S, propagate=False)
-    assert figures(workers["batchery"], client)["committed_jobs"] == before + JOBS - FAILURES
+    tracer_jobs(workers["batchery"], client, before + JOBS - FAILURES)
     wait_for(lambda: redis.llen(SENT.format("batchery")) >= FAILURES, "events")
     found = sent(redis, "batchery")
     events = [each["payload"] for each in found]
@@ -168,7 +180,7 @@ def test_sampled_trace_becomes_a_transaction_around_the_device_s_work(
     (span,) = [each for each in transaction["spans"] if each["op"] == "queue.process"]
     for each in (transaction, span):
         assert seconds(each["timestamp"]) - seconds(each["start_timestamp"]) >= 0.2
-    assert figures(worker, client)["tracer_jobs"] == {}
+    assert tracer_jobs(worker, client, 1) == {}
 
 
 def seconds(timestamp: str) -> float:

@@ -7,7 +7,7 @@ compute, completion threads store.
 import itertools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from kombu.asynchronous import Hub
 from batchery.errors import BatcheryError, InvalidItem, StartError
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery.tracing import TracedBatch, TracedJob, current_tracing
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
@@ -282,6 +283,7 @@ class Dispatcher:
             tokens=done.tokens,
             computed_tokens=done.computed_tokens,
         )
+        trace_batch(dispatched, facts)
         self._settlement.settle_batch(
             (job.payload, status, rest, {**facts, "waited_ms": round(waited, 3)})
             for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True)
@@ -293,6 +295,7 @@ class Dispatcher:
         self._metrics.device_restarts += 1
         for dispatched in batches:
             note_end(dispatched)
+            trace_batch(dispatched, {}, error=how)
             for job in self._settlement.left_by(dispatched):
                 self._poison.on_death(job, dispatched, how)
         self._plan_dispatch()
@@ -300,6 +303,24 @@ class Dispatcher:
     def _on_lost(self, why: str) -> None:
         logger.critical("%s: the worker stops, its jobs go back to the queue", why)
         setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
+
+
+def trace_batch(dispatched: DispatchedBatch, facts: Mapping[str, Any], *, error: str = "") -> None:
+    """Makes the span of a batch that a device has answered, or died with; if somebody traces."""
+    tracing = current_tracing()
+    if tracing is None:
+        return
+    jobs = dispatched.batch.jobs
+    calls = [job.payload for job in jobs]
+    traced = [
+        TracedJob(call.message, None if call.listened is None else call.listened.context)
+        for call in calls
+    ]
+    duration_s = monotonic() - dispatched.dispatched_s
+    try:
+        tracing.batch(TracedBatch(jobs[0].key.task, traced, duration_s, facts, error))
+    except Exception:
+        logger.exception("a batch of %s cannot be traced", jobs[0].key.task)
 
 
 def is_cold_shutdown() -> bool:

@@ -63,9 +63,11 @@ def before(listeners: Listeners, task: Any, call: TaskCall) -> None:
         listeners.before(task, call, stacks)
 
 
-def after(listeners: Listeners, task: Any, call: TaskCall, *facts: Any) -> None:
+def after(
+    listeners: Listeners, task: Any, call: TaskCall, value: Any, text: str, runtime_s: float
+) -> None:
     with Stacks(task) as stacks:
-        listeners.after(task, call, *facts, stacks)
+        listeners.after(task, call, value, text, runtime_s, stacks)
 
 
 @contextlib.contextmanager
