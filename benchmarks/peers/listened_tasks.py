@@ -8,6 +8,7 @@ from celery import Celery, Task, signals
 from benchmarks.peers.celery_client import configure, run
 
 LISTENER = os.environ.get("PEER_LISTENER", "nothing")
+STOCK = os.environ.get("PEER_STOCK") == "1"
 
 app = Celery("bench")
 configure(app)
@@ -39,12 +40,25 @@ if LISTENER == "sentry":
             """Drops an envelope."""
 
     sentry_sdk.init(dsn="http://key@127.0.0.1:1/1", transport=Nowhere)
+elif LISTENER.startswith("otel"):
+    from opentelemetry import trace
+    from opentelemetry.instrumentation.celery import CeleryInstrumentor
+    from opentelemetry.sdk.trace import TracerProvider
+
+    # Spans are made, and go nowhere.
+    trace.set_tracer_provider(TracerProvider())
+    if not STOCK:
+        from batchery import otel
+
+        otel.instrument()
+    if STOCK or LISTENER == "otel-jobs":
+        CeleryInstrumentor().instrument()  # type: ignore[no-untyped-call]
 elif LISTENER == "receivers":
     signals.task_prerun.connect(_count, weak=False)
     signals.task_success.connect(_count, weak=False)
     signals.task_postrun.connect(_count, weak=False)
 
-if os.environ.get("PEER_STOCK") == "1":
+if STOCK:
 
     @app.task(name="noop", base=Hooks if LISTENER == "hook" else Task)
     def noop(item: Any) -> Any:

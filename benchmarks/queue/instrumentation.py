@@ -1,4 +1,4 @@
-"""What it costs if something listens to each job: Sentry, a hook, receivers of signals.
+"""What it costs if something listens to each job: Sentry, OpenTelemetry, hooks, receivers.
 
 Each row runs on Batchery and on Celery's solo pool; all of them in each round, so that whatever the
 machine does meets all. The column of ratios is each system's own: with the listener, of without.
@@ -26,6 +26,8 @@ MODULE = "benchmarks.peers.listened_tasks"
 LISTENERS = {
     "nothing": "nothing",
     "sentry": "Sentry, without traces",
+    "otel": "OpenTelemetry: our span of each batch, Celery's of each job",
+    "otel-jobs": "OpenTelemetry: both, and Celery's alone",
     "hook": "on_success",
     "receivers": "receivers of prerun, success and postrun",
 }

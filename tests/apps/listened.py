@@ -25,6 +25,9 @@ if not STOCK:
 #: Redis lists: of what a job's listeners were told, and of what Sentry was sent.
 TRACE = "listened:trace:{}:{}"
 SENT = "listened:sentry:{}"
+#: A Redis key: the slow hook waits until it is there.
+GATE = "listened:gate"
+
 OWN = "stock" if STOCK else "batchery"
 
 if os.environ.get("LISTENED_SENTRY"):
@@ -60,6 +63,14 @@ def heard(kind: str, task_id: str, **facts: Any) -> None:
     note(TRACE.format(OWN, task_id), {"kind": kind, **facts, "request": seen})
 
 
+def await_gate() -> None:
+    """Waits, but not for ever."""
+    deadline_s = time.monotonic() + 60
+    with Redis.from_url(URL) as redis:
+        while not redis.exists(GATE) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+
+
 class Hooks(Task):  # type: ignore[type-arg]
     """Every hook of Celery's tasks."""
 
@@ -74,6 +85,8 @@ class Hooks(Task):  # type: ignore[type-arg]
         heard("on_success", task_id, retval=retval, args=args, kwargs=kwargs)
         if args == ["break"]:
             raise LookupError("a broken hook")
+        if args == ["slow"]:
+            await_gate()
 
     def on_failure(self, exc: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any) -> None:
         heard("on_failure", task_id, exc=exc, args=args, kwargs=kwargs, einfo=repr(einfo))

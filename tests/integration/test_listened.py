@@ -13,7 +13,7 @@ import pytest
 from celery import Celery
 from redis import Redis
 
-from apps.listened import HOOKED, PLAIN, SENT, TRACE
+from apps.listened import GATE, HOOKED, PLAIN, SENT, TRACE
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 
@@ -113,6 +113,22 @@ def test_what_listens_does_not_take_the_fast_way_from_successes(
     heard(redis, client, "batchery", "once")
     assert tracer_jobs(worker, client, before + 1) == slow
     assert "takes Celery's tracer" not in worker.log
+
+
+def test_slow_hook_holds_up_neither_its_own_job_nor_others(
+    workers: dict[str, Worker], redis: Any, client: Celery
+) -> None:
+    slow = client.send_task(HOOKED, ("slow",), queue="batchery")
+    assert slow.get(timeout=TIMEOUT_S) == "SLOW"
+
+    def last() -> str:
+        return str(lines(redis, TRACE.format("batchery", slow.id))[-1]["kind"])
+
+    wait_for(lambda: last() == "on_success", "the slow hook")
+    assert client.send_task(PLAIN, ("fast",), queue="batchery").get(timeout=TIMEOUT_S) == "FAST"
+    assert workers["batchery"].inspect(client, "ping") == {"ok": "pong"}
+    assert last() == "on_success"
+    redis.set(GATE, "open")
 
 
 def sent(redis: Any, system: str) -> list[dict[str, Any]]:
