@@ -29,11 +29,15 @@ from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_begin, note_end
 from batchery_worker.in_flight import InFlight
 from batchery_worker.ipc.messages import Done, Setup, Work, batch_facts
-from batchery_worker.job import Batch, TimeLimits
+from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.metrics import Metrics
 from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger("batchery.pool")
+
+
+#: How long listeners may hold up the event loop before the log says so, in seconds.
+MAX_HELD_UP_S = 1.0
 
 
 class Dispatcher:
@@ -74,6 +78,8 @@ class Dispatcher:
         self._dispatch_planned = False
         self._wake_planned_s = float("inf")
         self._draining = False
+        #: Tasks whose listeners have held up the loop.
+        self._told_slow: set[str] = set()
 
     @property
     def hub(self) -> Any:
@@ -226,10 +232,7 @@ class Dispatcher:
             return
         task = cast(BatchTask, self._app.tasks[jobs[0].key.task])
         if self._listeners.of(task).before:
-            with Stacks(task) as stacks:
-                jobs = tuple(
-                    job for job in jobs if self._begins(task, job.payload, device.pid, stacks)
-                )
+            jobs = self._begin(task, jobs, device.pid)
             if not jobs:
                 return
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
@@ -254,14 +257,36 @@ class Dispatcher:
             if task.track_started:
                 self._settlement.tell_started(job.payload, device.pid)
 
-    def _begins(self, task: BatchTask, call: TaskCall, pid: int, stacks: Stacks) -> bool:
-        """Calls what listens before the task; settles a job that `before_start` ends."""
-        self._in_flight.add(call, pid)
-        self._listeners.before(task, call, stacks)
-        if call.listened.error is None:
-            return True
-        self._settlement.settle(call, lambda _: None, None)
-        return False
+    def _begin(
+        self, task: BatchTask, jobs: Sequence[Job[TaskCall]], pid: int
+    ) -> tuple[Job[TaskCall], ...]:
+        """Calls what listens before the task; settles the jobs that `before_start` ends.
+
+        Returns:
+            The others.
+        """
+        began_s = monotonic()
+        left = []
+        with Stacks(task) as stacks:
+            for job in jobs:
+                call = job.payload
+                self._in_flight.add(call, pid)
+                self._listeners.before(task, call, stacks)
+                if call.listened.error is None:
+                    left.append(job)
+                else:
+                    self._settlement.settle(call, lambda _: None, None)
+        took_s = monotonic() - began_s
+        if took_s > MAX_HELD_UP_S and task.name not in self._told_slow:
+            self._told_slow.add(task.name)
+            logger.warning(
+                "task %s: before_start and the receivers of task_prerun took %.1f s for %d jobs;"
+                " the worker reads no messages meanwhile, so do less there",
+                task.name,
+                took_s,
+                len(jobs),
+            )
+        return tuple(left)
 
     # Back from the devices
 
