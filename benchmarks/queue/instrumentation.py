@@ -1,7 +1,8 @@
 """What it costs if something listens to each job: Sentry, OpenTelemetry, hooks, receivers.
 
 Each row runs on Batchery and on Celery's solo pool; all of them in each round, so that whatever the
-machine does meets all. The column of ratios is each system's own: with the listener, of without.
+machine does meets all. The ratios are each system's own: with the listener, of without. Where other
+programs use the machine, the worker's processor time per job says more.
 
     python -m benchmarks.queue.instrumentation --json benchmarks/results/instrumentation.json
 """
@@ -26,8 +27,8 @@ MODULE = "benchmarks.peers.listened_tasks"
 LISTENERS = {
     "nothing": "nothing",
     "sentry": "Sentry, without traces",
-    "otel": "OpenTelemetry: our span of each batch, Celery's of each job",
-    "otel-jobs": "OpenTelemetry: both, and Celery's alone",
+    "otel": "OpenTelemetry: a span per batch; Celery's own: per job",
+    "otel-jobs": "OpenTelemetry: spans per batch and job; Celery's own: per job",
     "hook": "on_success",
     "receivers": "receivers of prerun, success and postrun",
 }
@@ -83,20 +84,26 @@ def row(samples: dict[str, list[Sample]], listener: str) -> dict[str, Any]:
         ratios = [rate / without for rate, without in zip(rates, plain, strict=True)]
         facts[f"{name}_jobs_per_s"] = round(statistics.median(rates))
         facts[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+        facts[f"{name}_worker_us_per_job"] = round(
+            statistics.median(each.worker_us for each in samples[system(name, listener).name])
+        )
     return facts
 
 
 def show(facts: dict[str, Any]) -> None:
     """Prints the table, ready for a page of docs."""
-    made = Table(
-        "what listens", "batchery", "of plain", "celery solo", "of plain", box=box.MARKDOWN
-    )
+    heads = (f"{name}{of}" for name in WEIGHTS for of in (", jobs/s", ", of plain", ", CPU"))
+    made = Table("what listens", *heads, box=box.MARKDOWN)
     for each in facts["rows"]:
-        cells = (
-            (f"{each[f'{name}_jobs_per_s']:,}", f"{each[f'{name}_ratio']:.2f}") for name in WEIGHTS
-        )
-        made.add_row(LISTENERS[each["listener"]], *(cell for pair in cells for cell in pair))
-    console = Console(highlight=False, width=100)
+        cells: list[str] = []
+        for name in WEIGHTS:
+            cells += (
+                f"{each[f'{name}_jobs_per_s']:,}",
+                f"{each[f'{name}_ratio']:.2f}",
+                f"{each[f'{name}_worker_us_per_job']:,} µs",
+            )
+        made.add_row(LISTENERS[each["listener"]], *cells)
+    console = Console(highlight=False, width=150)
     console.print(facts["hardware"])
     console.print(made)
 
