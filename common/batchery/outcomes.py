@@ -4,7 +4,7 @@ A function returns one outcome per item, in order: a plain value, `Failed`, `Ret
 or Celery's `Ignore` and `Reject`. Anything else is a value.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Any
 
@@ -12,6 +12,7 @@ from celery.canvas import Signature
 from celery.exceptions import Ignore, Reject
 
 from batchery.errors import ItemFailed
+from batchery.tracebacks import Frame
 
 __all__ = ["Failed", "Ignore", "Reject", "Replace", "RetryAfter"]
 
@@ -24,10 +25,12 @@ class Failed:
         error: The exception that the caller's `get()` raises; or a text, which becomes an
             `ItemFailed`.
         traceback: Where it was raised, as text; empty if it was not raised.
+        frames: The same for programs, see `tracebacks.py`.
     """
 
     error: BaseException | str
     traceback: str = ""
+    frames: tuple[Frame, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def exception(self) -> BaseException:

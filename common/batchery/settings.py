@@ -221,7 +221,8 @@ class Settings(BaseSettings):
         float, Field(gt=0, description="How long a device may take to load and warm up its models.")
     ] = 600
     completion_threads: Annotated[
-        int, Field(gt=0, le=64, description="Threads that store results through Celery's tracer.")
+        int,
+        Field(gt=0, le=64, description="Threads that run Celery's tracer, and hooks after a job."),
     ] = 2
     memory_fraction: Annotated[
         float, Field(gt=0, le=1, description="Share of a CUDA device's memory that is used.")

@@ -16,6 +16,7 @@ from typing import Any, Self
 from celery import Celery, uuid
 
 from batchery.errors import NoResult
+from batchery.tracing import trace_headers
 from batchery_producer.async_session import Call, Session
 from batchery_producer.client import close_app, make_app
 from batchery_producer.publishing.template import Job
@@ -92,7 +93,8 @@ class AsyncClient:
         task_id = uuid()
         future: asyncio.Future[Answer] = loop.create_future()
         self._futures[task_id] = future
-        headers = header_of(count, self._session.headers)
+        # The trace of this call, as jobs are sent from elsewhere.
+        headers = {**trace_headers(), **header_of(count, self._session.headers)}
         if not self._calls:
             # Calls of the same turn of the event loop are sent together.
             loop.call_soon(self._flush)

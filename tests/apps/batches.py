@@ -30,6 +30,24 @@ LIMITED = make("limited", time_limit=5)
 TRACKED = make("tracked", track_started=True)
 CACHED = make("cached", cache="1")
 
+#: Calls of the hooks of `HOOKED`: their names and what each was told.
+heard: list[tuple[str, Any]] = []
+
+
+def before_start(_: Any, task_id: str, args: Any, kwargs: Any) -> None:
+    heard.append(("before_start", args[0]))
+    if args[0] == "refuse":
+        raise LookupError("refused")
+
+
+def on_success(_: Any, retval: Any, task_id: str, args: Any, kwargs: Any) -> None:
+    heard.append(("on_success", retval))
+    if retval == "exit":
+        raise SystemExit("a hook that ends the worker")
+
+
+HOOKED = make("hooked", before_start=before_start, on_success=on_success)
+
 
 @app.task(shared=False)
 def double(number: int) -> int:

@@ -12,6 +12,7 @@ from kombu.asynchronous import Hub
 from batchery.errors import StartError
 from batchery.install import installation_of
 from batchery.task import BatchTask
+from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.completion.ordinary import OrdinaryThreads, run_in_child
 from batchery_worker.device_pool.process import ChildLimits
 from batchery_worker.device_pool.startup import device_setups, task_modules
@@ -119,6 +120,7 @@ class HybridPool:
 
     def _start_devices(self) -> None:
         options = self._ordinary.options
+        warn_of_tracer(self._app, self._tasks)
         settings = installation_of(self._app).settings
         setups = device_setups(self._app, self._tasks, settings, self._devices)
         limits = ChildLimits(options.get("maxtasksperchild"), options.get("max_memory_per_child"))

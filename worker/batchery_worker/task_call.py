@@ -31,6 +31,8 @@ class TaskCall:
     accepted: bool = False
     #: Why Celery's tracer completes the job; None if a device may commit it.
     tracer_reason: str | None = None
+    #: What the listeners of the job share, made by `commit/listeners.py`; None before the first.
+    listened: Any = None
     #: Done when the state STARTED is stored; None for a task that does not track it.
     started: Future[None] | None = None
 

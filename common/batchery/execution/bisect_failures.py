@@ -8,6 +8,7 @@ from typing import Any
 
 from batchery.errors import OutOfMemory, WrongLength
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.tracebacks import frames_of
 
 #: Outcomes that are not values. An item with one of them needs no forward pass.
 NON_VALUES = (Failed, RetryAfter, Replace, Ignore, Reject)
@@ -109,7 +110,8 @@ def _failed(error: BaseException, name: str) -> Any:
         )
         return Failed(error)
     trace = "".join(traceback.format_exception(error))
-    return Failed(_safe(error, name).with_traceback(None), trace)
+    frames = frames_of(error)
+    return Failed(_safe(error, name).with_traceback(None), trace, frames)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ import base64
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
 from time import time
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from kombu.exceptions import EncodeError
 from kombu.utils import json as kombu_json
 
 from batchery.task import BatchTask
+from batchery.tracing import current_tracing
 from batchery_producer.publishing.redis_push import Command
 
 #: A receiver of these may look at each message, and change it.
@@ -41,7 +43,7 @@ def needs_celery(app: Celery, task: str) -> str | None:
     """Why Celery must make each job of this task; None if a template will do."""
     known: Any = app.tasks.get(task)
     clauses = (
-        (any(signal.has_listeners(task) for signal in SIGNALS), "a receiver of a publish signal"),
+        (any(map(_is_listened_to, SIGNALS, repeat(task))), "a receiver of a publish signal"),
         (not all(isinstance(route, MapRoute) for route in app.amqp.routes), "a router of its own"),
         (app.conf.task_protocol != 2, "task_protocol"),
         (type(app).send_task is not Celery.send_task, "send_task is overridden"),
@@ -50,6 +52,16 @@ def needs_celery(app: Celery, task: str) -> str | None:
     )
     found = next((reason for holds, reason in clauses if holds), None)
     return found or (_why_not_task(known) if known is not None else None)
+
+
+def _is_listened_to(signal: Any, task: str) -> bool:
+    """Whether a publish signal has a receiver, besides ours for traces: that is for all copies."""
+    tracing = current_tracing()
+    return any(
+        tracing is None or not tracing.is_receiver(receiver)
+        # Celery has no public way to list the receivers, only to ask whether there is one.
+        for receiver in signal._live_receivers(task)
+    )
 
 
 def _is_json_kombus() -> bool:

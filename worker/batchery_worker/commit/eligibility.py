@@ -5,40 +5,29 @@ All other jobs take the slow way, by Celery's own tracer in the main process.
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from celery import Celery, Task, signals
+from celery import Celery
 from celery.app import trace
 from celery.backends.redis import RedisBackend
 
 from batchery.protocol import multi_item
 from batchery.protocol.completion_stream import stream_name_of
 from batchery.task import BatchTask
+from batchery_worker.commit import sentry
+from batchery_worker.commit.listeners import Listeners
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from batchery_worker.ipc.values import is_portable
 from batchery_worker.job import Job
 from batchery_worker.request import lease_store_of
 from batchery_worker.task_call import TaskCall
 
-#: Hooks that Celery's tracer calls around a task, and that a task's class may override.
-HOOKS = ("before_start", "on_success", "on_failure", "on_retry", "after_return")
-
-#: Signals that the tracer sends.
-SIGNALS: Mapping[str, Any] = {
-    name: getattr(signals, name)
-    for name in ("task_prerun", "task_postrun", "task_success", "task_failure")
-}
-
 #: Reasons of single jobs, besides those that `request_needs_tracer` gives.
 NO_LEASE = "no lease: another broker or transport, acks_late off, or a lease that was lost"
 ODD_FIELDS = "fields of its result that only Celery can store"
 
 logger = logging.getLogger("batchery.pool")
-
-#: Package of Celery's receivers for Django, which close database connections after each job. They
-#: do not count: the device that ran the function closes its own (`device/functions.py`).
-FIXUPS = "celery.fixups."
 
 #: Fields of every stored result. A stamp with such a name would overwrite the field, so a job with
 #: such a stamp is left to Celery.
@@ -47,28 +36,33 @@ ALWAYS_STORED = frozenset(
 )
 
 
+#: Reasons of all jobs of a task, each with what would make it go.
+FIXES = {
+    "an overridden __call__": "put what it does into the function, or into before_start and"
+    " after_return",
+    "a wrapper of build_tracer": "use signals or hooks instead, or let it be",
+    "Sentry's traces": "use the version of sentry-sdk that constraints.txt names",
+    "task_track_started": "switch it off; task events tell of the start, too",
+    "a result backend of its own": "leave `backend` to the app",
+    "a result backend other than Celery's for Redis": "keep results in Redis",
+    "a result serializer other than JSON": "leave result_serializer at json",
+    "compressed results": "leave result_compression unset",
+}
+
+
 class TracerReasons:
-    """The reasons why jobs need the tracer; cached, so that a job costs less than 1 µs."""
+    """The reasons why all jobs of a task need the tracer; cached."""
 
     def __init__(self, app: Celery) -> None:
         self._app = app
         self._tasks: dict[str, str | None] = {}
-        self._receivers: dict[str, str | None] = {}
-        #: The receivers of each signal at the time when `_receivers` was filled.
-        self._connected: list[list[Any]] = []
 
     def of_task(self, task: BatchTask) -> str | None:
-        """The reason why all jobs of a task need the tracer now; None if they do not."""
+        """The reason why all jobs of a task need the tracer; None if they do not."""
         name = task.name
         if name not in self._tasks:
             self._tasks[name] = task_needs_tracer(self._app, task)
-        connected = [each.receivers for each in SIGNALS.values()]
-        if connected != self._connected:
-            self._connected = [list(each) for each in connected]
-            self._receivers.clear()
-        if name not in self._receivers:
-            self._receivers[name] = receivers_need_tracer(task)
-        return self._tasks[name] or self._receivers[name]
+        return self._tasks[name]
 
 
 def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
@@ -79,11 +73,13 @@ def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
         task: One of its tasks.
     """
     backend: Any = task.backend
+    own_call = sentry.unwrapped(type(task).__call__) is not BatchTask.__call__
+    own_tracer = trace.build_tracer.__module__ not in (trace.__name__, sentry.INTEGRATION)
     clauses = (
-        (type(task).__call__ is not BatchTask.__call__, "an overridden __call__"),
-        *((_overrides(task, hook), f"an overridden {hook}") for hook in HOOKS),
+        (own_call, "an overridden __call__"),
+        (own_tracer, "a wrapper of build_tracer"),
+        (sentry.is_tracing() and not sentry.can_trace(), "Sentry's traces"),
         (task.track_started, "task_track_started"),
-        (getattr(task, "autoretry_for", ()), "autoretry_for"),
         (backend is not app.backend, "a result backend of its own"),
         (
             _stock_class(backend) is not RedisBackend,
@@ -95,14 +91,18 @@ def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
     return next((reason for holds, reason in clauses if holds), None)
 
 
-def receivers_need_tracer(task: BatchTask) -> str | None:
-    """The reason why receivers of signals need the tracer for all jobs; None if there are none."""
-    for name, signal in SIGNALS.items():
-        # Celery has no public way to list the receivers, only to ask whether there is one.
-        for receiver in signal._live_receivers(task):
-            if not str(getattr(receiver, "__module__", "")).startswith(FIXUPS):
-                return f"a receiver of {name}"
-    return None
+def warn_of_tracer(app: Celery, tasks: Iterable[BatchTask]) -> None:
+    """Logs which tasks' jobs all need the tracer, why, and what would change it."""
+    for task in tasks:
+        reason = task_needs_tracer(app, task)
+        if reason is not None:
+            logger.warning(
+                "task %s: each job takes Celery's tracer, which is about ten times slower than a"
+                " commit by the device, because of %s: %s",
+                task.name,
+                reason,
+                FIXES[reason],
+            )
 
 
 def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> str | None:
@@ -126,19 +126,13 @@ def _stock_class(backend: Any) -> type:
     return chosen
 
 
-def _overrides(task: BatchTask, hook: str) -> bool:
-    ours = getattr(task, hook)
-    return getattr(ours, "__func__", ours) is not getattr(Task, hook)
-
-
 class CommitEligibility:
     """Decides for every batch before it goes to its device; costs a few µs per job."""
 
-    def __init__(self, app: Celery) -> None:
+    def __init__(self, app: Celery, listeners: Listeners) -> None:
         self._tracer_reasons = TracerReasons(app)
+        self._listeners = listeners
         self._extended = bool(app.conf.find_value_for_key("extended", "result"))
-        #: Tasks with the reasons that were logged.
-        self._told: set[tuple[str, str]] = set()
 
     def context(
         self, task: BatchTask, jobs: Sequence[Job[TaskCall]], dispatched_s: float
@@ -174,6 +168,7 @@ class CommitEligibility:
             broker_db=store.db,
             jobs=eligible,
             text_chars=_text_chars(task, jobs[0].payload),
+            is_listened=self._listeners.of(task).after,
             completion_streams=_completion_streams(jobs),
         )
 
@@ -195,20 +190,10 @@ class CommitEligibility:
         return token, round((dispatched_s - job.arrived_s) * 1e3, 3), fields
 
     def _reason(self, task: BatchTask, call: TaskCall) -> str | None:
-        """Why a job needs the tracer; a reason of all jobs of a task is logged once."""
         assert call.request is not None
-        reason = self._tracer_reasons.of_task(task)
-        if reason is None:
-            return request_needs_tracer(call.message, call.request.embed)
-        if (task.name, reason) not in self._told:
-            self._told.add((task.name, reason))
-            logger.warning(
-                "task %s: each job takes Celery's tracer, which is about ten times slower than a"
-                " commit by the device, because of %s",
-                task.name,
-                reason,
-            )
-        return reason
+        return self._tracer_reasons.of_task(task) or request_needs_tracer(
+            call.message, call.request.embed
+        )
 
 
 def _completion_streams(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:

@@ -7,10 +7,11 @@ step.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import redis
 from billiard.einfo import ExceptionInfo
@@ -23,6 +24,7 @@ from batchery.completion import JobCompletion, completing
 from batchery.fork_gate import fork_gate
 from batchery.retry import RetryDeadlineExceeded, is_away
 from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.completion.redis_retry import is_backend_away, publish_until_deadline
@@ -40,6 +42,20 @@ NOT_FAILURES = (Retry, Ignore, Reject)
 MAX_HELD_JOBS = 32
 
 
+class CommittedJob(NamedTuple):
+    """A job that a device has committed."""
+
+    call: TaskCall
+    #: Its result as text, for events and the log.
+    text: str
+    #: How long its device took, in seconds.
+    runtime_s: float
+    #: Makes its result, given the backend, for what listens to it; None if nothing does.
+    make_value: Callable[[Any], Any] | None
+    #: Facts of its batch; None if they are not known any more.
+    facts: Mapping[str, Any] | None
+
+
 class CompletionExecutor:
     """Threads that run the tracer."""
 
@@ -49,6 +65,7 @@ class CompletionExecutor:
         threads: int,
         deliver: Callable[[Callable[[], None]], None],
         on_fenced: Callable[[TaskCall], None],
+        listeners: Listeners,
     ) -> None:
         """Starts no thread yet.
 
@@ -57,11 +74,13 @@ class CompletionExecutor:
             threads: Maximum number of jobs that are completed at a time.
             deliver: Runs a callable on the pool's thread; may be called from any thread.
             on_fenced: Drops a job that another worker has now; called on the pool's thread.
+            listeners: Told of the jobs that devices commit.
         """
         self._app = app
         self._deliver = deliver
         self._on_fenced = on_fenced
-        self.tracer = Tracer(app)
+        self._listeners = listeners
+        self.tracer = Tracer(app, listeners)
         self._waiting: deque[Completion] = deque()
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -72,6 +91,19 @@ class CompletionExecutor:
         """Completes one job."""
         self._waiting.append(completion)
         self._submit(self._complete_next)
+
+    def tell_listeners(
+        self,
+        jobs: Sequence[CommittedJob],
+        on_told: Callable[[Sequence[CommittedJob]], None],
+    ) -> None:
+        """Calls what listens to jobs that a device has committed.
+
+        Args:
+            jobs: Of one task.
+            on_told: Called on the pool's thread when all listeners have returned.
+        """
+        self._submit(self._tell_listeners, jobs, on_told)
 
     def tell_started(self, call: TaskCall, pid: int) -> None:
         """Stores the state STARTED for a job of a tracked task, if possible before its outcome.
@@ -92,6 +124,25 @@ class CompletionExecutor:
                 function(*args)
 
         return self._threads.submit(run)
+
+    def _tell_listeners(
+        self,
+        jobs: Sequence[CommittedJob],
+        on_told: Callable[[Sequence[CommittedJob]], None],
+    ) -> None:
+        task = self._app.tasks[jobs[0].call.task_name]
+        backend = for_completion(task.backend)
+        with Stacks(task) as stacks:
+            for call, text, runtime_s, make_value, _ in jobs:
+                try:
+                    value = make_value and make_value(backend)
+                    self._listeners.after(task, call, value, text, runtime_s, stacks)
+                except BaseException:
+                    # Whatever a hook raises, the job is done, and so must be its request.
+                    logger.exception(
+                        "what listens to %s[%s] has ended early", call.task_name, call.task_id
+                    )
+        self._deliver(partial(on_told, jobs))
 
     def _store_started(self, call: TaskCall, pid: int) -> None:
         task = self._app.tasks[call.task_name]

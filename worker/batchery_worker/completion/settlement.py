@@ -3,20 +3,19 @@
 import logging
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
 
 import redis
 from celery import Celery
-from celery.app import trace
 from celery.worker import state as worker_state
-from kombu.utils.encoding import safe_repr
 
 from batchery.outcomes import Failed
 from batchery_worker.commit.committer import CommitStatus
-from batchery_worker.completion.executor import CompletionExecutor
+from batchery_worker.commit.listeners import Listeners, log_success
+from batchery_worker.completion.executor import CommittedJob, CompletionExecutor
 from batchery_worker.completion.tracer import Completion
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
@@ -27,6 +26,14 @@ from batchery_worker.request import lease_store_of
 from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger("batchery.pool")
+
+#: A job that a device has answered: its `CommitStatus`, the rest of its entry in `Done.jobs`, and
+#: the facts of its batch.
+Answered = tuple[TaskCall, str, Sequence[Any], Mapping[str, Any]]
+
+#: Maximum number of jobs that are settled together after their listeners were called: the others
+#: need not wait for a slow listener.
+MAX_TOLD_JOBS = 32
 
 #: Text in events and in the log for a result that is not known any more.
 UNKNOWN_RESULT = "..."
@@ -39,9 +46,17 @@ class Settlement:
     """Settles each job once, and knows how many are being completed."""
 
     def __init__(
-        self, app: Celery, threads: int, metrics: Metrics, in_flight: InFlight, hub: Any
+        self,
+        app: Celery,
+        threads: int,
+        metrics: Metrics,
+        in_flight: InFlight,
+        listeners: Listeners,
+        hub: Any,
     ) -> None:
-        self._executor = CompletionExecutor(app, threads, self.deliver, self.fenced)
+        self._app = app
+        self._listeners = listeners
+        self._executor = CompletionExecutor(app, threads, self.deliver, self.fenced, listeners)
         self._metrics = metrics
         self._in_flight = in_flight
         self._mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -124,42 +139,47 @@ class Settlement:
             )
         )
 
-    def settle_answered(
-        self, call: TaskCall, status: str, rest: Sequence[Any], facts: Mapping[str, Any]
-    ) -> None:
-        """Settles a job that a device has answered.
+    def settle_batch(self, answered: Iterable[Answered]) -> None:
+        """Settles the jobs of a batch that a device has answered."""
+        listened: list[CommittedJob] = []
+        for call, status, rest, facts in answered:
+            if status == CommitStatus.FENCED:
+                self.fenced(call)
+            elif status != CommitStatus.COMMITTED:
+                self._metrics.tracer_jobs[call.tracer_reason or NOT_COMMITTED] += 1
+                self.settle(call, partial(decode_outcome, rest), facts)
+            else:
+                text = rest[0] if rest and rest[0] is not None else UNKNOWN_RESULT
+                make_value = partial(decode_outcome, rest[1:]) if len(rest) > 1 else None
+                job = CommittedJob(call, text, facts["forward_ms"] / 1e3, make_value, facts)
+                self._listened_first(job, listened)
+        self._tell_listeners(listened)
 
-        Args:
-            call: The job; in flight.
-            status: Its `CommitStatus`.
-            rest: The rest of its entry in `Done.jobs`.
-            facts: Facts of its batch.
-        """
-        if status == CommitStatus.COMMITTED:
-            self.committed(
-                call, rest[0] if rest else UNKNOWN_RESULT, facts["forward_ms"] / 1e3, facts
-            )
-        elif status == CommitStatus.FENCED:
-            self.fenced(call)
+    def _listened_first(self, job: CommittedJob, listened: list[CommittedJob]) -> None:
+        """Settles a committed job, unless something listens to it: then it is added to a list."""
+        request = job.call.request
+        if request is None or request.discarded:
+            self._in_flight.remove(job.call)
+        elif job.make_value is not None:
+            listened.append(job)
         else:
-            self._metrics.tracer_jobs[call.tracer_reason or NOT_COMMITTED] += 1
-            self.settle(call, partial(decode_outcome, rest), facts)
+            log_success(job.call, job.text, job.runtime_s)
+            self.committed(job)
 
-    def committed(
-        self,
-        call: TaskCall,
-        text: str,
-        runtime_s: float,
-        facts: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Settles a job whose result is stored already, and whose message is acknowledged.
+    def _tell_listeners(self, jobs: Sequence[CommittedJob]) -> None:
+        """Settles committed jobs as soon as what listens to them was called, on a thread."""
+        self.pending += len(jobs)
+        for start in range(0, len(jobs), MAX_TOLD_JOBS):
+            self._executor.tell_listeners(jobs[start : start + MAX_TOLD_JOBS], self._told)
 
-        Args:
-            call: The job; in flight.
-            text: Its result as text, for events and the log.
-            runtime_s: How long it ran, in seconds.
-            facts: Facts of its batch; None if they are not known any more.
-        """
+    def _told(self, jobs: Sequence[CommittedJob]) -> None:
+        for job in jobs:
+            self.pending -= 1
+            self.committed(job)
+
+    def committed(self, job: CommittedJob) -> None:
+        """Settles a job whose result is stored already, and whose message is acknowledged."""
+        call, text, runtime_s = job.call, job.text, job.runtime_s
         self._in_flight.remove(call)
         request = call.request
         if request is None or request.discarded:
@@ -169,8 +189,7 @@ class Settlement:
             lease.store.committed([lease.token])
         # Celery's own code runs next, and must not acknowledge again.
         request.acknowledged = True
-        request.batch = facts
-        log_success(call, text, runtime_s)
+        request.batch = job.facts
         _run(partial(call.callback, (False, text, runtime_s)))
 
     def left_by(self, dispatched: DispatchedBatch) -> list[Job[TaskCall]]:
@@ -189,14 +208,20 @@ class Settlement:
         except (redis.RedisError, OSError) as error:
             logger.warning("cannot ask Redis which jobs the device had committed: %s", error)
             return jobs
-        left = []
+        left: list[Job[TaskCall]] = []
+        listened: list[CommittedJob] = []
+        ran_s = monotonic() - dispatched.dispatched_s
+        is_listened = self._listeners.of(self._app.tasks[jobs[0].key.task]).after
         for job, lease in zip(jobs, leases, strict=True):
             if lease is None or lease.store is not lease_store or lease.token in held:
                 left.append(job)
             elif lease_store.holds(lease.token):
-                self.committed(job.payload, UNKNOWN_RESULT, monotonic() - dispatched.dispatched_s)
+                stored = partial(_stored_result, job.id) if is_listened else None
+                committed = CommittedJob(job.payload, UNKNOWN_RESULT, ran_s, stored, None)
+                self._listened_first(committed, listened)
             else:
                 self.fenced(job.payload)
+        self._tell_listeners(listened)
         return left
 
     def fenced(self, call: TaskCall) -> None:
@@ -222,19 +247,9 @@ class Settlement:
         self._metrics.failed_jobs += failed
 
 
-def log_success(call: TaskCall, text: str, runtime_s: float) -> None:
-    """Logs a success in the words of Celery's tracer."""
-    if trace.logger.isEnabledFor(logging.INFO):
-        message = call.message
-        context = {
-            "id": call.task_id,
-            "name": message.get("shadow") or call.task_name,
-            "return_value": text,
-            "runtime": runtime_s,
-            "args": message.get("argsrepr") or safe_repr(message.get("args")),
-            "kwargs": message.get("kwargsrepr") or safe_repr(message.get("kwargs")),
-        }
-        trace.info(trace.LOG_SUCCESS, context)
+def _stored_result(task_id: str, backend: Any) -> Any:
+    """The result of a job whose device died after the commit; None if it is not stored."""
+    return backend.get_result(task_id)
 
 
 def _run(function: Callable[[], None]) -> None:

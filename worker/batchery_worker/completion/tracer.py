@@ -5,7 +5,8 @@ step of a chain, and counts chord parts. All of that is Celery's own code. Here 
 nothing: it takes its outcome from the completion that is current while the tracer runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
@@ -13,7 +14,7 @@ from typing import Any
 
 import redis
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
-from celery import Celery
+from celery import Celery, signals
 from celery.app import trace
 from celery.exceptions import Ignore, Reject, Retry
 
@@ -21,6 +22,7 @@ from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import Outbox
 from batchery.outcomes import Failed, Replace
 from batchery_worker.commit.eligibility import TracerReasons
+from batchery_worker.commit.listeners import ListenedJob, Listeners, leave
 from batchery_worker.completion.atomic_finish import HeldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.task_call import TaskCall
@@ -49,9 +51,11 @@ class Completion(JobCompletion):
 class Tracer:
     """Runs Celery's tracer, on whichever thread asks for it."""
 
-    def __init__(self, app: Celery) -> None:
+    def __init__(self, app: Celery, listeners: Listeners) -> None:
         self._app = app
         self._tracer_reasons = TracerReasons(app)
+        self._listeners = listeners
+        trace.send_prerun = _send_prerun_once
         #: Our tracer of each task; Celery makes new ones after each reconnect to the broker.
         self._tracers: dict[str, Any] = {}
 
@@ -67,7 +71,8 @@ class Tracer:
         if not self._one_broker or call.publish_tag is None:
             return False
         task: Any = self._app.tasks[call.task_name]
-        return self._tracer_reasons.of_task(task) is None
+        # Listeners may look for the result of their job.
+        return self._tracer_reasons.of_task(task) is None and not self._listeners.of(task).after
 
     @cached_property
     def _one_broker(self) -> bool:
@@ -81,6 +86,17 @@ class Tracer:
         Raises:
             BaseException: It cannot be completed, for instance with `RetryDeadlineExceeded`.
         """
+        listened = completion.call.listened
+        if listened is None:
+            self._run(completion)
+        else:
+            # In the context of what was called before the batch left.
+            try:
+                listened.context.run(self._run, completion)
+            finally:
+                listened.context.run(leave, listened)
+
+    def _run(self, completion: Completion) -> None:
         call = completion.call
         backend = for_completion(self._app.tasks[call.task_name].backend)
         self._time_device(call)
@@ -136,14 +152,51 @@ class Tracer:
         """Gives the task a tracer whose clock counts the device's time as the task's run time."""
         task: Any = self._app.tasks[call.task_name]
         if task.__trace__ is None or task.__trace__ is not self._tracers.get(task.name):
-            tracer = trace.build_tracer(
-                task.name,
-                task,
-                app=self._app,
-                hostname=call.message.get("hostname"),
-                monotonic=tracer_clock,
-            )
+            with _before_start_once(task):
+                tracer = trace.build_tracer(
+                    task.name,
+                    task,
+                    app=self._app,
+                    hostname=call.message.get("hostname"),
+                    monotonic=tracer_clock,
+                )
             self._tracers[task.name] = task.__trace__ = tracer
+
+
+def _begun(task_id: str) -> ListenedJob | None:
+    """What listens to a job, if the part that comes before the task was called already."""
+    completion = current_completion()
+    if not isinstance(completion, Completion) or completion.task_id != task_id:
+        return None
+    listened: ListenedJob | None = completion.call.listened
+    return listened if listened is not None and listened.begun else None
+
+
+def _send_prerun_once(*, task_id: str, **named: Any) -> list[Any]:
+    """In the tracer's place of `task_prerun.send`: not for a job whose receivers were called."""
+    return signals.task_prerun.send(task_id=task_id, **named) if _begun(task_id) is None else []
+
+
+@contextmanager
+def _before_start_once(task: Any) -> Iterator[None]:
+    """Lets a tracer that is built in the block call `before_start` only if nobody has."""
+    stock, own = task.before_start, dict(vars(task))
+
+    def before_start(task_id: str, *args: Any) -> Any:
+        listened = _begun(task_id)
+        if listened is None:
+            return stock(task_id, *args)
+        if listened.error is not None:
+            raise listened.error
+        return None
+
+    # The tracer takes the method from the task when it is built.
+    task.before_start = before_start
+    try:
+        yield
+    finally:
+        del task.before_start
+        vars(task).update(own)
 
 
 def tracer_clock() -> float:

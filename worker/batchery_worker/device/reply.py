@@ -61,9 +61,9 @@ def answer(
         for (task_id, _, _), outcome in zip(work.jobs, outcomes, strict=True)
     ]
     statuses: Sequence[CommitStatus] = [CommitStatus.NEEDS_TRACER] * len(settled)
-    chars = None
+    chars, is_listened = None, False
     if context is not None:
-        chars = context.text_chars
+        chars, is_listened = context.text_chars, context.is_listened
         facts = batch_facts(
             batch_id=work.id,
             device=device,
@@ -82,7 +82,7 @@ def answer(
     return Done(
         id=work.id,
         jobs=[
-            (status.value, _rest(status, job, outcome, chars))
+            (status.value, _rest(status, job, outcome, chars, is_listened=is_listened))
             for status, job, outcome in zip(statuses, settled, outcomes, strict=True)
         ],
         forward_ms=batch.forward_ms,
@@ -97,14 +97,22 @@ def answer(
 
 
 def _rest(
-    status: CommitStatus, job: EncodedOutcome, outcome: Any, chars: int | None
+    status: CommitStatus,
+    job: EncodedOutcome,
+    outcome: Any,
+    chars: int | None,
+    *,
+    is_listened: bool,
 ) -> tuple[Any, ...]:
     """What the main process still has to know of a job's outcome."""
     if status is CommitStatus.NEEDS_TRACER:
         return tuple(job.spelled)
-    if status is CommitStatus.COMMITTED and chars is not None:
-        return (text_of(outcome, chars),)
-    return ()
+    if status is not CommitStatus.COMMITTED:
+        return ()
+    text = None if chars is None else text_of(outcome, chars)
+    if is_listened:
+        return (text, *job.spelled)
+    return () if text is None else (text,)
 
 
 def text_of(outcome: Any, chars: int) -> str:

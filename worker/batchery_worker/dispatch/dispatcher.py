@@ -19,9 +19,11 @@ from kombu.asynchronous import Hub
 from batchery.errors import BatcheryError, InvalidItem, StartError
 from batchery.settings import Settings
 from batchery.task import BatchTask
+from batchery.tracing import TracedBatch, TracedJob, current_tracing
 from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
+from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import ChildLimits, DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
@@ -30,11 +32,15 @@ from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_be
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
 from batchery_worker.ipc.messages import Done, Setup, Work, batch_facts
-from batchery_worker.job import Batch, TimeLimits
+from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.metrics import Metrics, log_batch
 from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger("batchery.pool")
+
+
+#: How long listeners may hold up the event loop before the log says so, in seconds.
+MAX_HELD_UP_S = 1.0
 
 
 class Dispatcher:
@@ -46,7 +52,8 @@ class Dispatcher:
         self._app = app
         self._settings = settings
         self._admission = Admission(settings)
-        self._eligibility = CommitEligibility(app)
+        self._listeners = Listeners()
+        self._eligibility = CommitEligibility(app, self._listeners)
         self._scheduler: Scheduler[TaskCall] = Scheduler()
         self._times = BatchTimes()
         self._supervisor = DeviceSupervisor(
@@ -64,12 +71,19 @@ class Dispatcher:
         self._metrics = Metrics()
         self._in_flight = InFlight()
         self._settlement = Settlement(
-            app, settings.completion_threads, self._metrics, self._in_flight, self._hub
+            app,
+            settings.completion_threads,
+            self._metrics,
+            self._in_flight,
+            self._listeners,
+            self._hub,
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
         self._dispatch_planned = False
         self._wake_planned_s = float("inf")
         self._draining = False
+        #: Tasks whose listeners have held up the loop.
+        self._told_slow: set[str] = set()
 
     @property
     def hub(self) -> Any:
@@ -311,6 +325,10 @@ class Dispatcher:
         if not jobs:
             return
         task = cast(BatchTask, self._app.tasks[jobs[0].key.task])
+        if self._listeners.of(task).before:
+            jobs = self._begin(task, jobs, device.pid)
+            if not jobs:
+                return
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
         dispatched_s = monotonic()
         work = Work(
@@ -332,6 +350,37 @@ class Dispatcher:
             self._in_flight.add(job.payload, device.pid)
             if task.track_started:
                 self._settlement.tell_started(job.payload, device.pid)
+
+    def _begin(
+        self, task: BatchTask, jobs: Sequence[Job[TaskCall]], pid: int
+    ) -> tuple[Job[TaskCall], ...]:
+        """Calls what listens before the task; settles the jobs that `before_start` ends.
+
+        Returns:
+            The others.
+        """
+        began_s = monotonic()
+        left = []
+        with Stacks(task) as stacks:
+            for job in jobs:
+                call = job.payload
+                self._in_flight.add(call, pid)
+                self._listeners.before(task, call, stacks)
+                if call.listened.error is None:
+                    left.append(job)
+                else:
+                    self._settlement.settle(call, lambda _: None, None)
+        took_s = monotonic() - began_s
+        if took_s > MAX_HELD_UP_S and task.name not in self._told_slow:
+            self._told_slow.add(task.name)
+            logger.warning(
+                "task %s: before_start and the receivers of task_prerun took %.1f s for %d jobs;"
+                " the worker reads no messages meanwhile, so do less there",
+                task.name,
+                took_s,
+                len(jobs),
+            )
+        return tuple(left)
 
     # Back from the devices
 
@@ -358,9 +407,11 @@ class Dispatcher:
             computed_tokens=done.computed_tokens,
         )
         log_batch(jobs[0].key.task, facts, tokens=done.tokens, waited_ms=max(waited_ms))
-        for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True):
-            own = {**facts, "waited_ms": round(waited, 3)}
-            self._settlement.settle_answered(job.payload, status, rest, own)
+        trace_batch(dispatched, facts)
+        self._settlement.settle_batch(
+            (job.payload, status, rest, {**facts, "waited_ms": round(waited, 3)})
+            for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True)
+        )
         if len(self._scheduler):
             self._plan_dispatch()
 
@@ -368,6 +419,7 @@ class Dispatcher:
         self._metrics.device_restarts += 1
         for dispatched in batches:
             note_end(dispatched)
+            trace_batch(dispatched, {}, error=how)
             for job in self._settlement.left_by(dispatched):
                 self._poison.on_death(job, dispatched, how)
         self._plan_dispatch()
@@ -375,6 +427,24 @@ class Dispatcher:
     def _on_lost(self, why: str) -> None:
         logger.critical("%s: the worker stops, its jobs go back to the queue", why)
         setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
+
+
+def trace_batch(dispatched: DispatchedBatch, facts: Mapping[str, Any], *, error: str = "") -> None:
+    """Makes the span of a batch that a device has answered, or died with; if somebody traces."""
+    tracing = current_tracing()
+    if tracing is None:
+        return
+    jobs = dispatched.batch.jobs
+    calls = [job.payload for job in jobs]
+    traced = [
+        TracedJob(call.message, None if call.listened is None else call.listened.context)
+        for call in calls
+    ]
+    duration_s = monotonic() - dispatched.dispatched_s
+    try:
+        tracing.batch(TracedBatch(jobs[0].key.task, traced, duration_s, facts, error))
+    except Exception:
+        logger.exception("a batch of %s cannot be traced", jobs[0].key.task)
 
 
 def is_cold_shutdown() -> bool:

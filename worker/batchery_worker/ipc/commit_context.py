@@ -36,5 +36,7 @@ class CommitContext:
     #: Maximum length of a result's text in events and the log, in characters; None if nobody reads
     #: it.
     text_chars: int | None = None
+    #: Whether the main process needs the results, because something listens to successes.
+    is_listened: bool = False
     #: Name of a completion stream -> index of each job that asks for it.
     completion_streams: Mapping[str, Sequence[int]] = field(default_factory=dict)

@@ -18,8 +18,12 @@ from kombu.utils import json
 from batchery.errors import UnserialisableResult
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.tracebacks import Frame, frames_of, with_frames
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.values import Encoded, is_plain
+
+#: Maximum number of exceptions of which each is the cause of the one before.
+MAX_CHAINED = 5
 
 #: Headers that the function does not see: it has their values already, or has no use for them.
 _UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
@@ -102,8 +106,9 @@ class Done:
     """A batch that a device has finished."""
 
     id: int
-    #: Of each job: its status; then, for the tracer, the outcome, encoded by `encode_outcome`; or,
-    #: of a committed job, the text of its result, if anybody reads it.
+    #: Of each job: its status; then, for the tracer, the outcome, encoded by `encode_outcome`. Of a
+    #: committed job, the text of its result, if anybody reads it, and the outcome, if something
+    #: listens.
     jobs: Sequence[tuple[str, tuple[Any, ...]]]
     forward_ms: float
     #: Tokens of the items, and tokens that were computed; 0 if the task counts none.
@@ -177,7 +182,7 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
     if isinstance(outcome, Encoded):
         return "encoded", outcome.json
     if isinstance(outcome, Failed):
-        return "failed", _spell_exception(outcome.exception, backend), str(outcome.traceback or "")
+        return "failed", _spell_chain(outcome, backend), str(outcome.traceback or "")
     if isinstance(outcome, RetryAfter):
         cause = _spell_exception(outcome.error, backend) if outcome.error else None
         return "retry", float(outcome.seconds), cause
@@ -245,10 +250,40 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
         return Reject(content, requeue=spelled[2])
     if kind == "ignore":
         return Ignore(content)
-    error = _exception(content, backend)
-    if spelled[2]:
+    error = _chain(content, backend)
+    if spelled[2] and error.__traceback__ is None:
         error.__cause__ = RemoteTraceback(spelled[2])
     return Failed(error)
+
+
+def _spell_chain(failed: Failed, backend: Any) -> list[tuple[str, list[Frame], bool]]:
+    """Spells an exception and those that it came from: each with its frames.
+
+    The last element says whether the next one is its cause, and not just its context.
+    """
+    error: BaseException | None = failed.exception
+    frames = failed.frames or frames_of(failed.exception)
+    chain: list[tuple[str, list[Frame], bool]] = []
+    while error is not None and len(chain) < MAX_CHAINED:
+        cause = error.__cause__
+        chain.append((_spell_exception(error, backend), list(frames), cause is not None))
+        error = cause or (None if error.__suppress_context__ else error.__context__)
+        frames = frames_of(error) if error is not None else ()
+    return chain
+
+
+def _chain(spelled: Sequence[tuple[str, Sequence[Frame], bool]], backend: Any) -> Exception:
+    """Reads what `_spell_chain` wrote."""
+    error = None
+    for content, frames, has_cause in reversed(spelled):
+        inner, error = error, _exception(content, backend)
+        with_frames(error, frames)
+        if has_cause:
+            error.__cause__ = inner
+        else:
+            error.__context__ = inner
+    assert error is not None
+    return error
 
 
 def _spell_exception(error: BaseException, backend: Any) -> str:

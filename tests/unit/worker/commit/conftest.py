@@ -5,12 +5,12 @@ import logging
 import pytest
 from celery.app import trace
 
-from batchery_worker.commit.eligibility import SIGNALS
+from batchery_worker.commit.listeners import SIGNALS_AFTER, SIGNALS_BEFORE
 
 
 @pytest.fixture(autouse=True)
 def _no_readers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Apps of other tests have connected receivers in this process."""
-    for signal in SIGNALS.values():
+    for signal in (*SIGNALS_BEFORE, *SIGNALS_AFTER):
         monkeypatch.setattr(signal, "receivers", [])
     monkeypatch.setattr(trace.logger, "level", logging.WARNING)

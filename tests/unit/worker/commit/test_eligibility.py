@@ -11,7 +11,8 @@ from celery.app import trace
 
 from batchery import BatchTask, install
 from batchery.transport.redis_schema import Keys
-from batchery_worker.commit.eligibility import NO_LEASE, CommitEligibility
+from batchery_worker.commit.eligibility import FIXES, NO_LEASE, CommitEligibility, warn_of_tracer
+from batchery_worker.commit.listeners import Listeners
 from batchery_worker.job import BatchKey, Job, Limits
 from batchery_worker.request import BatchRequest, LeaseHandle
 from batchery_worker.task_call import TaskCall
@@ -60,7 +61,7 @@ def job(lease: Any, *, embed: Any = None, eventer: Any = None, **headers: Any) -
 
 
 def test_a_leased_plain_job_may_be_committed() -> None:
-    context = CommitEligibility(app).context(
+    context = CommitEligibility(app, Listeners()).context(
         TASK, [job(LeaseHandle(lease_store, "7"), group="g")], 10.25
     )
     assert context is not None
@@ -86,7 +87,7 @@ def test_a_leased_plain_job_may_be_committed() -> None:
     ids=["no lease", "lost lease", "another lease_store", "callback", "replaced"],
 )
 def test_job_that_is_not_plain_is_left_to_the_tracer_alone(refused: Job[TaskCall]) -> None:
-    context = CommitEligibility(app).context(
+    context = CommitEligibility(app, Listeners()).context(
         TASK, [job(LeaseHandle(lease_store, "8")), refused], 10.0
     )
     assert context is not None
@@ -97,7 +98,7 @@ def test_job_with_an_unpicklable_header_is_left_to_the_tracer() -> None:
     deep: Any = []
     for _ in range(600):
         deep = [deep]
-    context = CommitEligibility(app).context(
+    context = CommitEligibility(app, Listeners()).context(
         TASK,
         [
             job(LeaseHandle(lease_store, "7"), group=deep),
@@ -111,20 +112,30 @@ def test_job_with_an_unpicklable_header_is_left_to_the_tracer() -> None:
 
 def test_batch_without_an_eligible_job_has_no_commit_context() -> None:
     chained, bare = job(LeaseHandle(lease_store, "7"), embed={"chain": [{}]}), job(None)
-    assert CommitEligibility(app).context(TASK, [chained, bare], 10.0) is None
+    assert CommitEligibility(app, Listeners()).context(TASK, [chained, bare], 10.0) is None
     assert (chained.payload.tracer_reason, bare.payload.tracer_reason) == ("chain", NO_LEASE)
 
 
-def test_reason_of_all_jobs_of_a_task_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    eligibility = CommitEligibility(app)
-    hooked = make_task(app, "hooked", on_success=lambda *_: None)
-    for _ in range(3):
-        leased = job(LeaseHandle(lease_store, "7"))
-        assert eligibility.context(hooked, [leased], 10.0) is None
-        assert leased.payload.tracer_reason == "an overridden on_success"
+def test_reason_of_all_jobs_of_a_task_is_logged_with_what_would_change_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tracked = make_task(app, "tracked", track_started=True)
+    warn_of_tracer(app, [TASK, tracked])
     (line,) = caplog.messages
-    assert "task hooked: each job takes Celery's tracer" in line
-    assert line.endswith("because of an overridden on_success")
+    assert "task tracked: each job takes Celery's tracer" in line
+    assert line.endswith("because of task_track_started: " + FIXES["task_track_started"])
+    leased = job(LeaseHandle(lease_store, "7"))
+    assert CommitEligibility(app, Listeners()).context(tracked, [leased], 10.0) is None
+    assert leased.payload.tracer_reason == "task_track_started"
+
+
+def test_device_sends_the_results_that_something_listens_to() -> None:
+    hooked = make_task(app, "hooked", on_success=lambda *_: None)
+    for task, wanted in ((TASK, False), (hooked, True)):
+        leased = job(LeaseHandle(lease_store, "7"))
+        context = CommitEligibility(app, Listeners()).context(task, [leased], 10.0)
+        assert context is not None
+        assert context.is_listened == wanted
 
 
 def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
@@ -133,7 +144,7 @@ def test_stamps_that_are_named_like_a_stored_field_are_left_to_celery() -> None:
     task = make_task(extended)
     stamped = {"stamps": {"status": "odd"}, "stamped_headers": ["status"]}
     assert (
-        CommitEligibility(extended).context(
+        CommitEligibility(extended, Listeners()).context(
             task, [job(LeaseHandle(lease_store, "7"), **stamped)], 10.0
         )
         is None
@@ -148,7 +159,7 @@ def test_result_s_text_is_made_only_if_somebody_reads_it(
     enabled: bool, groups: Any, wanted: bool
 ) -> None:
     eventer = SimpleNamespace(enabled=enabled, groups=groups)
-    context = CommitEligibility(app).context(
+    context = CommitEligibility(app, Listeners()).context(
         TASK, [job(LeaseHandle(lease_store, "7"), eventer=eventer)], 10.0
     )
     assert context is not None
@@ -157,7 +168,9 @@ def test_result_s_text_is_made_only_if_somebody_reads_it(
 
 def test_log_at_level_info_needs_the_result_s_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace.logger, "isEnabledFor", lambda level: level >= logging.INFO)
-    context = CommitEligibility(app).context(TASK, [job(LeaseHandle(lease_store, "7"))], 10.0)
+    context = CommitEligibility(app, Listeners()).context(
+        TASK, [job(LeaseHandle(lease_store, "7"))], 10.0
+    )
     assert context is not None
     assert context.text_chars == TASK.resultrepr_maxsize
 
@@ -206,6 +219,6 @@ def test_context_has_the_jobs_of_each_completion_stream() -> None:
         job(LeaseHandle(lease_store, "8"), batchery={**header, "reply": "a key:"}),
         job(LeaseHandle(lease_store, "8"), batchery=header),
     ]
-    context = CommitEligibility(app).context(TASK, jobs, 10.0)
+    context = CommitEligibility(app, Listeners()).context(TASK, jobs, 10.0)
     assert context is not None
     assert context.completion_streams == {"mine": [0, 3]}

@@ -1,20 +1,14 @@
 """Which jobs only Celery's tracer can complete: a test for each clause."""
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from celery import Celery, signals
+from celery import Celery
+from celery.app import trace
 from celery.backends.redis import RedisBackend
-from celery.fixups import django
 
 from batchery import BatchTask, install
 from batchery_worker.commit.eligibility import (
-    HOOKS,
-    SIGNALS,
-    TracerReasons,
-    receivers_need_tracer,
     request_needs_tracer,
     task_needs_tracer,
 )
@@ -63,38 +57,37 @@ def test_task_with_its_own_call_needs_the_tracer() -> None:
     assert of_task(make_app(), Called) == "an overridden __call__"
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-def test_task_with_a_hook_needs_the_tracer(hook: str) -> None:
-    def called(*_: Any) -> None:
-        """Whatever it does."""
-
-    base = type("Hooked", (BatchTask,), {"abstract": True, hook: called})
-    assert of_task(make_app(), base) == f"an overridden {hook}"
-
-
-@pytest.mark.parametrize("hook", HOOKS)
-def test_hook_set_on_the_task_object_needs_the_tracer(hook: str) -> None:
+def test_task_that_sentry_has_wrapped_does_not_need_the_tracer() -> None:
     app = make_app()
     task = make_task(app)
-    setattr(task, hook, print)
-    assert task_needs_tracer(app, task) == f"an overridden {hook}"
+    integration = pytest.importorskip("sentry_sdk.integrations.celery")
+    type(task).__call__ = integration._wrap_task_call(task, type(task).__call__)
+    assert task_needs_tracer(app, task) is None
+    own = make_task(make_app(), Called)
+    type(own).__call__ = integration._wrap_task_call(own, type(own).__call__)
+    assert task_needs_tracer(own.app, own) == "an overridden __call__"
 
 
-def test_every_hook_of_celerys_tasks_is_known() -> None:
-    own = {
-        name for name in vars(BatchTask.__mro__[1]) if name.startswith(("on_", "before", "after"))
-    }
-    # Called when a task is made, and by `Task.replace`.
-    assert own - {"on_bound", "on_replace"} == set(HOOKS)
+def test_tracer_that_somebody_else_has_wrapped_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    integration = pytest.importorskip("sentry_sdk.integrations.celery")
+    stock = trace.build_tracer
+    integration._patch_build_tracer()
+    try:
+        assert of_task(make_app()) is None
+    finally:
+        trace.build_tracer = stock
+    monkeypatch.setattr(trace, "build_tracer", lambda *args, **options: stock(*args, **options))
+    assert of_task(make_app()) == "a wrapper of build_tracer"
+
+
+@pytest.mark.parametrize("options", [{"autoretry_for": (OSError,)}, {"on_success": print}])
+def test_task_whose_failures_alone_need_the_tracer_does_not(options: dict[str, Any]) -> None:
+    assert of_task(make_app(), **options) is None
 
 
 def test_task_that_tracks_started_needs_the_tracer() -> None:
     assert of_task(make_app(), track_started=True) == "task_track_started"
     assert of_task(make_app(task_track_started=True)) == "task_track_started"
-
-
-def test_task_with_autoretry_needs_the_tracer() -> None:
-    assert of_task(make_app(), autoretry_for=(OSError,)) == "autoretry_for"
 
 
 def test_task_with_its_own_backend_needs_the_tracer() -> None:
@@ -143,52 +136,6 @@ def test_options_that_a_device_supports_do_not_need_the_tracer(conf: dict[str, A
     assert of_task(make_app(**conf)) is None
 
 
-# Of the signals
-
-
-@contextlib.contextmanager
-def connected(signal: Any, receiver: Any, sender: Any = None) -> Iterator[None]:
-    signal.connect(receiver, sender=sender)
-    try:
-        yield
-    finally:
-        signal.disconnect(receiver, sender=sender)
-
-
-def listen(**_: Any) -> None:
-    """A receiver."""
-
-
-@pytest.mark.parametrize("name", SIGNALS)
-def test_signal_with_a_receiver_needs_the_tracer(name: str) -> None:
-    task = make_task(make_app())
-    assert receivers_need_tracer(task) is None
-    with connected(SIGNALS[name], listen):
-        assert receivers_need_tracer(task) == f"a receiver of {name}"
-    assert receivers_need_tracer(task) is None
-
-
-def test_receiver_of_another_task_does_not_need_the_tracer() -> None:
-    task, other = make_task(make_app()), make_task(make_app())
-    with connected(signals.task_success, listen, sender=other):
-        assert receivers_need_tracer(task) is None
-        assert receivers_need_tracer(other) == "a receiver of task_success"
-
-
-def test_celery_s_receivers_for_django_do_not_need_the_tracer() -> None:
-    # Its constructor imports Django, which need not be here.
-    made: Any = django
-    fixup = made.DjangoWorkerFixup.__new__(made.DjangoWorkerFixup)
-    task = make_task(make_app())
-    with (
-        connected(signals.task_prerun, fixup.on_task_prerun),
-        connected(signals.task_postrun, fixup.on_task_postrun),
-    ):
-        assert receivers_need_tracer(task) is None
-        with connected(signals.task_postrun, listen):
-            assert receivers_need_tracer(task) == "a receiver of task_postrun"
-
-
 # Of the message
 
 
@@ -229,16 +176,3 @@ def renamed(options: dict[str, Any]) -> dict[str, Any]:
     """As `apply_async` hands them on."""
     names = {"link": "callbacks", "link_error": "errbacks"}
     return {names.get(name, name): value for name, value in options.items()}
-
-
-# All together
-
-
-def test_constant_reasons_are_cached_and_changing_ones_are_not() -> None:
-    app = make_app()
-    task = make_task(app)
-    needs = TracerReasons(app)
-    assert needs.of_task(task) is None
-    with connected(signals.task_success, listen):
-        assert needs.of_task(task) == "a receiver of task_success"
-    assert needs.of_task(task) is None

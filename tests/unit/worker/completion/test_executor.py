@@ -14,6 +14,7 @@ from celery.exceptions import Ignore, Reject, Retry
 from redis.exceptions import OutOfMemoryError
 
 from batchery import BatchTask, Failed, RetryAfter, install
+from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.executor import CompletionExecutor
 from batchery_worker.completion.tracer import Completion
 from batchery_worker.task_call import TaskCall
@@ -48,7 +49,7 @@ class Harness:
 
     def __init__(self) -> None:
         self.mailbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.executor = CompletionExecutor(app, 2, self.mailbox.put, lambda _: None)
+        self.executor = CompletionExecutor(app, 2, self.mailbox.put, lambda _: None, Listeners())
         self.answers: list[Any] = []
         self.errors: list[Any] = []
         self.settled: list[bool] = []

@@ -11,6 +11,7 @@ import pytest
 from celery import Celery
 from kombu.asynchronous import Hub
 
+from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.in_flight import InFlight
 from batchery_worker.metrics import Metrics
@@ -27,7 +28,7 @@ def hubs() -> Iterator[list[Any]]:
 
 
 def settlement(hub: Any) -> Settlement:
-    return Settlement(app, 1, Metrics(), InFlight(), hub)
+    return Settlement(app, 1, Metrics(), InFlight(), Listeners(), hub)
 
 
 def turn(hub: Any, until: Callable[[], bool]) -> None:

@@ -18,6 +18,7 @@ from batchery import BatchTask, Failed, RetryAfter, install
 from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import HeldMessage, Outbox
 from batchery.outcomes import Replace
+from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised, tracer_clock
 from batchery_worker.request import LeaseHandle
 from batchery_worker.task_call import TaskCall
@@ -131,7 +132,7 @@ def completion_of(call: TaskCall, outcome: Any, *, may_hold: bool = False) -> Co
 def complete(task_id: str, outcome: Any, task: str = PLAIN) -> Completion:
     """Completes a job without a lease, whose result goes into memory."""
     completion = completion_of(call_of(app, task_id, task), outcome)
-    Tracer(app).run(completion)
+    Tracer(app, Listeners()).run(completion)
     return completion
 
 
@@ -229,12 +230,12 @@ def test_outcome_that_cannot_be_made_is_raised() -> None:
     completion = completion_of(call_of(app, "undecodable"), None)
     completion.make_outcome = broken
     with pytest.raises(ValueError, match="undecodable"):
-        Tracer(app).run(completion)
+        Tracer(app, Listeners()).run(completion)
 
 
 def test_plain_leased_job_may_be_held_back(store: Any) -> None:
     call = call_of(redis_app, "j", lease=LeaseHandle(store, "7"))
-    assert Tracer(redis_app).may_hold(call)
+    assert Tracer(redis_app, Listeners()).may_hold(call)
 
 
 @pytest.mark.parametrize(
@@ -250,13 +251,15 @@ def test_plain_leased_job_may_be_held_back(store: Any) -> None:
 )
 def test_job_that_others_may_look_at_is_not_held_back(store: Any, changes: Any) -> None:
     call = call_of(redis_app, "j", **{"lease": LeaseHandle(store, "7"), **changes})
-    assert not Tracer(redis_app).may_hold(call)
+    assert not Tracer(redis_app, Listeners()).may_hold(call)
 
 
 def test_job_is_not_held_back_where_messages_go_to_another_broker(store: Any) -> None:
     split = app_with(REDIS)
     split.conf.update(broker_read_url="memory://", broker_write_url="redis://127.0.0.1:2/0")
-    assert not Tracer(split).may_hold(call_of(split, "j", lease=LeaseHandle(store, "7")))
+    assert not Tracer(split, Listeners()).may_hold(
+        call_of(split, "j", lease=LeaseHandle(store, "7"))
+    )
 
 
 @pytest.fixture
@@ -278,7 +281,7 @@ def channel() -> Iterator[FakeChannel]:
 def held_back(store: Any, outcome: Any, app: Celery = redis_app) -> Completion:
     call = call_of(app, "j", lease=LeaseHandle(store, "7"))
     completion = completion_of(call, outcome, may_hold=True)
-    Tracer(app).run(completion)
+    Tracer(app, Listeners()).run(completion)
     return completion
 
 
@@ -311,7 +314,7 @@ def test_replay_publishes_with_dedupe_keys_and_then_stores(
     assert completion.held is not None
     stored: list[str] = []
     completion.held.outbox.hold_result(b"{}", lambda: stored.append("result"))
-    Tracer(redis_app).replay(completion)
+    Tracer(redis_app, Listeners()).replay(completion)
     assert channel.published == [{"headers": {"id": "next"}}]
     assert stored == ["result"]
     assert store.tags == {"7": "tag"}
@@ -322,7 +325,7 @@ def test_message_that_was_not_held_back_is_noted_with_its_lease(
     store: Any, channel: FakeChannel
 ) -> None:
     call = call_of(app, "noted", lease=LeaseHandle(store, "7"))
-    Tracer(app).run(completion_of(call, "A"))
+    Tracer(app, Listeners()).run(completion_of(call, "A"))
     assert channel.published == [{"headers": {"id": "next"}}]
     assert store.tags == {"7": "tag"}
 

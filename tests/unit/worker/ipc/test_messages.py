@@ -2,6 +2,7 @@
 
 import enum
 import marshal
+import traceback
 import types
 import uuid
 from collections import OrderedDict
@@ -18,6 +19,7 @@ from kombu.utils import json
 
 from batchery import Failed, Ignore, InvalidItem, ItemFailed, Reject, Replace, RetryAfter
 from batchery.errors import UnserialisableResult
+from batchery.execution.bisect_failures import isolate
 from batchery_worker.ipc.messages import (
     Done,
     NotReady,
@@ -262,3 +264,25 @@ def test_messages_to_a_device_arrive() -> None:
     work = Work(1, "shout", {"tag": "x"}, [("id", [item], False)], 64, None)
     assert load_message(dump_message(setup)) == setup
     assert load_message(dump_message(work)) == work
+
+
+def test_failure_comes_with_its_frames_and_what_it_came_from() -> None:
+    def inner() -> None:
+        raise KeyError("inner")
+
+    def outer() -> None:
+        try:
+            inner()
+        except KeyError as error:
+            raise LookupError("outer") from error
+
+    (outcome,) = isolate(lambda _: outer(), [1], name="broken")
+    spelled = marshal.loads(marshal.dumps(encode_outcome(outcome, backend)))
+    error = decode_outcome(spelled, backend).error
+    assert functions(error)[-1] == "outer"
+    assert isinstance(error.__cause__, KeyError)
+    assert functions(error.__cause__) == ["outer", "inner"]
+
+
+def functions(error: BaseException) -> list[str]:
+    return [frame.name for frame in traceback.extract_tb(error.__traceback__)]

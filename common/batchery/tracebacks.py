@@ -1,0 +1,64 @@
+"""Tracebacks that travel between processes, so that an error shows where it was raised.
+
+A traceback holds the frames of all its functions, and these hold tensors. So a device sends only
+where each frame was, and the main process makes a traceback of that. Celery writes it into the
+result, and tools that group errors by their frames find those of the user's code.
+"""
+
+from collections.abc import Iterator, Sequence
+from types import CodeType, FrameType, FunctionType, TracebackType
+from typing import Any
+
+#: One frame: its file, its function, its line, and the name of its module.
+Frame = tuple[str, str, int, str]
+
+#: Our packages. Their frames come first, and say nothing of an error in the user's code.
+PACKAGES = ("batchery", "batchery_producer", "batchery_worker")
+
+#: Maximum number of frames that travel; of a deep recursion, the innermost ones.
+MAX_FRAMES = 60
+
+#: Code that raises on its first line.
+_STUB: CodeType = (lambda: 1 / 0).__code__
+
+
+def frames_of(error: BaseException) -> tuple[Frame, ...]:
+    """The frames of an exception, from the first one that is not ours to where it was raised."""
+    frames = list(_frames(error.__traceback__))
+    first = next((number for number, frame in enumerate(frames) if not _is_ours(frame)), 0)
+    return tuple(frames[first:][-MAX_FRAMES:])
+
+
+def with_frames(error: BaseException, frames: Sequence[Frame]) -> BaseException:
+    """Gives an exception a traceback that is made of frames, if there are any; returns it."""
+    traceback: TracebackType | None = None
+    for filename, function, line, module in reversed(frames):
+        frame = _frame(filename, function, line, module)
+        # An instruction below 0 is none, so nobody looks for its columns.
+        traceback = TracebackType(traceback, frame, -1, line)
+    return error.with_traceback(traceback)
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[Frame]:
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        module = str(traceback.tb_frame.f_globals.get("__name__", ""))
+        yield code.co_filename, code.co_name, traceback.tb_lineno, module
+        traceback = traceback.tb_next
+
+
+def _is_ours(frame: Frame) -> bool:
+    return frame[3].partition(".")[0] in PACKAGES
+
+
+def _frame(filename: str, function: str, line: int, module: str) -> FrameType:
+    code = _STUB.replace(
+        co_filename=filename, co_name=function, co_qualname=function, co_firstlineno=line
+    )
+    stub = FunctionType(code, {"__name__": module, "__file__": filename})
+    try:
+        stub()
+    except ZeroDivisionError as error:
+        traceback: Any = error.__traceback__
+    frame: FrameType = traceback.tb_next.tb_frame
+    return frame

@@ -1,0 +1,76 @@
+"""What listens to a job, seen from the pool: called once, whatever becomes of the batch."""
+
+import pytest
+from celery.worker import state as worker_state
+
+from apps.batches import HOOKED, app, heard
+from support.fake_worker import FakeLeaseStore, FakeWorker, StartPool
+
+
+@pytest.fixture
+def worker(start_pool: StartPool) -> FakeWorker:
+    heard.clear()
+    return start_pool()
+
+
+def test_hooks_come_before_the_batch_leaves_and_after_it_is_committed(worker: FakeWorker) -> None:
+    worker.channel.lease_store = FakeLeaseStore()
+    job = worker.receive("word", task=HOOKED)
+    assert worker.works() == [["word"]]
+    assert heard == [("before_start", "word")]
+    worker.device.answer(("committed", (None, "value", "WORD")))
+    worker.loop.until(lambda: job.id in worker_state.successful_requests, "settled")
+    assert heard[1:] == [("on_success", "WORD")]
+    # The device has acknowledged it.
+    assert worker.channel.acknowledged == []
+    assert worker.info()["batches"]["committed_jobs"] == 1
+
+
+def test_hook_comes_once_if_the_tracer_completes_the_job(worker: FakeWorker) -> None:
+    job = worker.receive("word", task=HOOKED)
+    worker.work_off()
+    assert worker.result(job.id) == "word"
+    worker.settled(job)
+    assert heard == [("before_start", "word"), ("on_success", "word")]
+
+
+def test_hook_comes_once_if_the_device_dies_and_the_job_runs_again(worker: FakeWorker) -> None:
+    job = worker.receive("word", task=HOOKED)
+    worker.loop.settle()
+    worker.device.die()
+    worker.work_off()
+    assert worker.result(job.id) == "word"
+    assert heard.count(("before_start", "word")) == 1
+
+
+def test_job_that_before_start_refuses_never_leaves(worker: FakeWorker) -> None:
+    refused, mate = worker.receive_each("refuse", "mate", task=HOOKED)
+    assert worker.works() == [["mate"]]
+    with pytest.raises(LookupError, match="refused"):
+        worker.result(refused.id)
+    worker.work_off()
+    assert worker.result(mate.id) == "mate"
+    assert heard == [("before_start", "refuse"), ("before_start", "mate"), ("on_success", "mate")]
+
+
+def test_hook_that_raises_what_ends_a_worker_ends_neither_it_nor_its_job(
+    worker: FakeWorker,
+) -> None:
+    worker.channel.lease_store = FakeLeaseStore()
+    jobs = worker.receive_each("exit", "mate", task=HOOKED)
+    worker.loop.settle()
+    worker.device.answer(*(("committed", (None, "value", word)) for word in ("exit", "mate")))
+    for job in jobs:
+        worker.loop.until(lambda: job.id in worker_state.successful_requests, "settled")  # noqa: B023
+    assert heard[2:] == [("on_success", "exit"), ("on_success", "mate")]
+
+
+def test_result_of_a_job_whose_device_died_after_the_commit_is_read(worker: FakeWorker) -> None:
+    store = worker.channel.lease_store = FakeLeaseStore()
+    job = worker.receive("word", task=HOOKED)
+    worker.loop.settle()
+    app.backend.store_result(job.id, "WORD", "SUCCESS")
+    store.held.clear()
+    worker.device.die()
+    worker.loop.until(lambda: job.id in worker_state.successful_requests, "settled")
+    assert heard == [("before_start", "word"), ("on_success", "WORD")]

@@ -1,0 +1,263 @@
+"""Calls what listens to a job: hooks of its task, receivers of signals, Sentry's transactions.
+
+Celery's tracer calls them around the task. A job that its device commits has no tracer, so they are
+called here in two parts, in the tracer's order and with its arguments. The first part comes before
+the batch leaves, the second one when the result is stored. Both see the job's request as
+`task.request`, and share one `contextvars.Context`, so that what the first part sets the second
+finds.
+
+If the job needs the tracer after all, for instance because it failed, the tracer leaves out the
+first part (`completion/tracer.py`).
+"""
+
+import contextvars
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from celery import _state, signals
+from celery.app import trace
+from celery.app.task import Context
+from celery.states import SUCCESS
+from kombu.utils.encoding import safe_repr
+
+from batchery_worker.commit import sentry
+from batchery_worker.task_call import TaskCall
+
+#: Celery's own stack of the tasks that run on a thread: `celery.current_task`.
+_TASK_STACK: Any = getattr(_state, "_task_stack")  # noqa: B009 - it is not typed
+
+#: Package of Celery's receivers for Django, which close database connections after each job. They
+#: do not count: the device that ran the function closes its own (`device/functions.py`).
+FIXUPS = "celery.fixups."
+
+#: Signals of the two parts.
+SIGNALS_BEFORE = (signals.task_prerun,)
+SIGNALS_AFTER = (signals.task_success, signals.task_postrun)
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """What listens to the jobs of a task."""
+
+    #: Whether anything does, in either part.
+    before: bool
+    after: bool
+    #: Which hooks the task overrides.
+    before_start: bool
+    on_success: bool
+    after_return: bool
+    #: Whether Sentry makes transactions.
+    traced: bool
+
+
+@dataclass(slots=True)
+class ListenedJob:
+    """What the two parts of a job share."""
+
+    request: Context
+    #: Whether the first part was called.
+    begun: bool = False
+    #: What `before_start` raised: the job's outcome, as with Celery.
+    error: Exception | None = None
+    scope: AbstractContextManager[Any] | None = None
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+
+
+class Listeners:
+    """Knows what listens to the jobs of each task, and calls it."""
+
+    def __init__(self) -> None:
+        self._listening: dict[str, Listening] = {}
+        #: The receivers of each signal at the time when `_listening` was filled.
+        self._connected: list[list[Any]] = []
+
+    def of(self, task: Any) -> Listening:
+        """What listens to the jobs of a task now; costs 1 µs."""
+        connected = [each.receivers for each in (*SIGNALS_BEFORE, *SIGNALS_AFTER)]
+        if connected != self._connected:
+            self._connected = [list(each) for each in connected]
+            self._listening.clear()
+        listening = self._listening.get(task.name)
+        if listening is None:
+            listening = self._listening[task.name] = listening_to(task)
+        return listening
+
+    def before(self, task: Any, call: TaskCall, stacks: "Stacks") -> None:
+        """Calls what comes before a job; once, however often the job is sent to a device."""
+        if call.listened is None:
+            call.listened = listened = _listened(call)
+            listened.begun = True
+            stacks.enter(listened.request)
+            listened.context.run(self._before, task, call, listened)
+
+    def _before(self, task: Any, call: TaskCall, listened: ListenedJob) -> None:
+        listened.scope = sentry.isolated(call.task_id)
+        job = (call.task_id, call.message.get("args"), call.message.get("kwargs"))
+        _send_prerun(task, *job)
+        if self.of(task).before_start:
+            try:
+                task.before_start(*job)
+            except Exception as error:  # noqa: BLE001 - the tracer tells Celery
+                listened.error = error
+
+    def after(
+        self,
+        task: Any,
+        call: TaskCall,
+        value: Any,
+        text: str,
+        runtime_s: float,
+        stacks: "Stacks",
+    ) -> None:
+        """Calls what comes after a job that has succeeded and is stored.
+
+        Args:
+            task: The task.
+            call: The job.
+            value: Its result.
+            text: The result as text, for the log.
+            runtime_s: How long its device took, in seconds.
+            stacks: Entered for the task.
+        """
+        listened = call.listened or _listened(call)
+        stacks.enter(listened.request)
+        listened.context.run(self._after, task, call, listened, value, text, runtime_s)
+
+    def _after(
+        self,
+        task: Any,
+        call: TaskCall,
+        listened: ListenedJob,
+        value: Any,
+        text: str,
+        runtime_s: float,
+    ) -> None:
+        listening = self.of(task)
+        job = (call.task_id, call.message.get("args"), call.message.get("kwargs"))
+
+        def tell() -> None:
+            try:
+                if listening.on_success:
+                    _guarded(task, listened, "on_success", value, *job)
+                signals.task_success.send(sender=task, result=value, runtime=runtime_s)
+                log_success(call, text, runtime_s)
+                if listening.after_return:
+                    _guarded(task, listened, "after_return", SUCCESS, value, *job, None)
+            finally:
+                _send_postrun(task, *job, value)
+
+        if listening.traced:
+            sentry.traced(task, tell, (*job, call.message), runtime_s)
+        else:
+            tell()
+        leave(listened)
+
+
+def leave(listened: ListenedJob) -> None:
+    """Leaves what the first part has entered; in the job's context."""
+    if listened.scope is not None:
+        listened.scope.__exit__(None, None, None)
+        listened.scope = None
+
+
+def listening_to(task: Any) -> Listening:
+    """What listens to the jobs of a task."""
+    before_start, on_success, after_return = (
+        # Celery looks at the class alone.
+        trace.task_has_custom(task, hook) is not None
+        for hook in ("before_start", "on_success", "after_return")
+    )
+    traced = sentry.is_tracing() and sentry.can_trace()
+    return Listening(
+        before=before_start or _has_receivers(task, SIGNALS_BEFORE),
+        after=on_success or after_return or traced or _has_receivers(task, SIGNALS_AFTER),
+        before_start=before_start,
+        on_success=on_success,
+        after_return=after_return,
+        traced=traced,
+    )
+
+
+def log_success(call: TaskCall, text: str, runtime_s: float) -> None:
+    """Logs a success in the words of Celery's tracer."""
+    if trace.logger.isEnabledFor(logging.INFO):
+        message = call.message
+        context = {
+            "id": call.task_id,
+            "name": message.get("shadow") or call.task_name,
+            "return_value": text,
+            "runtime": runtime_s,
+            "args": message.get("argsrepr") or safe_repr(message.get("args")),
+            "kwargs": message.get("kwargsrepr") or safe_repr(message.get("kwargs")),
+        }
+        trace.info(trace.LOG_SUCCESS, context)
+
+
+class Stacks:
+    """Makes a task, and one of its jobs after the other, the current one of this thread.
+
+    Celery's tracer pushes and pops for each job, which would be a third of what listeners cost.
+    """
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def __enter__(self) -> Self:
+        _TASK_STACK.push(self._task)
+        self._requests: list[Context | None] = self._task.request_stack.push(None)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _TASK_STACK.pop()
+        self._task.request_stack.pop()
+
+    def enter(self, request: Context) -> None:
+        """Makes a job's request `task.request`."""
+        self._requests[-1] = request
+
+
+def _listened(call: TaskCall) -> ListenedJob:
+    """Makes a job's request as Celery's tracer makes it."""
+    embed = (call.request.embed if call.request is not None else None) or {}
+    return ListenedJob(Context(dict(call.message), called_directly=False, is_eager=False, **embed))
+
+
+def _has_receivers(task: Any, sent: tuple[Any, ...]) -> bool:
+    return any(
+        not str(getattr(receiver, "__module__", "")).startswith(FIXUPS)
+        for signal in sent
+        # Celery has no public way to list the receivers, only to ask whether there is one.
+        for receiver in signal._live_receivers(task)
+    )
+
+
+def _send_prerun(task: Any, task_id: str, args: Any, kwargs: Any) -> None:
+    signals.task_prerun.send(sender=task, task_id=task_id, task=task, args=args, kwargs=kwargs)
+
+
+def _send_postrun(task: Any, task_id: str, args: Any, kwargs: Any, value: Any) -> None:
+    signals.task_postrun.send(
+        sender=task,
+        task_id=task_id,
+        task=task,
+        args=args,
+        kwargs=kwargs,
+        retval=value,
+        state=SUCCESS,
+    )
+
+
+def _guarded(task: Any, listened: ListenedJob, hook: str, *args: Any) -> None:
+    """Calls a hook; logs what it raises in the words of Celery's tracer."""
+    call: Callable[..., Any] = getattr(task, hook)
+    try:
+        call(*args)
+    except Exception as error:  # noqa: BLE001 - logged, with its traceback
+        name = trace.get_task_name(listened.request, task.name)
+        trace.logger.exception(
+            "Task %s[%s] %s handler raised: %r", name, listened.request.id, hook, error
+        )
+        trace.traceback_clear(error)
