@@ -14,6 +14,7 @@ from batchery.model import Model
 from batchery.settings import ModelSettings, Settings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
+from batchery.valkey import accept_valkey_urls
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ def install(app: Celery, **settings: Any) -> Celery:
     )
     app.steps["worker"].add(STEP)
     use_leases()
+    accept_valkey_urls()
     if getattr(app, "finalized", False):
         _register_models(app)
     else:

@@ -10,12 +10,16 @@ from celery.backends.base import DisabledBackend
 
 from batchery.cli.redis_check import TIMEOUT_S, check_redis
 from batchery.errors import AppNotImportable, SettingsError, StartError
+from batchery.valkey import redis_url as as_redis
 
 #: Serves the models of the settings.
 DEFAULT_APP = "batchery.app"
 
 #: URLs of other brokers and backends are left to Celery.
-REDIS_SCHEMES = ("redis://", "rediss://", "redis+socket://", "unix://")
+REDIS_SCHEMES = (
+    *("redis://", "rediss://", "redis+socket://", "unix://"),
+    *("valkey://", "valkeys://"),
+)
 
 
 def app_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,6 +75,7 @@ def use_redis(app: Celery, url: str) -> None:
     """Makes a Redis the app's broker and result backend, whatever its environment names."""
     # `broker_url` and `result_backend` would not do: Celery ranks the variables CELERY_BROKER_URL
     # and CELERY_RESULT_BACKEND above them.
+    url = as_redis(url)
     app.conf.update(broker_read_url=url, broker_write_url=url)
     app.backend_cls = url
 
@@ -87,7 +92,7 @@ def check_broker(app: Celery) -> None:
         if url.startswith(REDIS_SCHEMES):
             # Celery has moved the TLS options from the URL here, or found them in a setting.
             tls = broker.ssl if isinstance(broker.ssl, dict) else {}
-            check_redis(_with_tls(url, tls), tls=tls)
+            check_redis(_with_tls(as_redis(url), tls), tls=tls)
             return
         try:
             broker.ensure_connection(max_retries=1, timeout=int(TIMEOUT_S))
