@@ -283,6 +283,12 @@ class Settings(BaseSettings):
             raise SettingsError(_explain(error, found, keywords)) from None
 
 
+def names_celery_urls() -> bool:
+    """Whether the environment names a broker or a result backend to Celery."""
+    names = ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
+    return any(os.environ.get(name) for name in names)
+
+
 def _refuse_unknown_variables(cls: type[Settings]) -> None:
     """A misspelt variable would be ignored silently, and the default would be used."""
     known = {name.upper() for name in cls.model_fields}

@@ -122,6 +122,11 @@ class BatchTask(_Task):
         """Whether the function gets `self`, and so can see the requests of its jobs."""
         return not isinstance(inspect.getattr_static(self, "run"), staticmethod)
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether a worker of its app runs it in batches, which takes `install(app)`."""
+        return any(str(step).startswith("batchery_worker.") for step in self.app.steps["worker"])
+
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Answers one job: with the outcome from a device, or by running a batch of one."""
         completion = current_completion()

@@ -8,8 +8,10 @@ from celery import Celery
 from celery.app.utils import find_app
 from celery.backends.base import DisabledBackend
 
+from batchery.announcement import find_announcement
 from batchery.cli.redis_check import TIMEOUT_S, check_redis
 from batchery.errors import AppNotImportable, SettingsError, StartError
+from batchery.settings import names_celery_urls
 from batchery.valkey import redis_url as as_redis
 
 #: Serves the models of the settings.
@@ -68,7 +70,19 @@ def load_app(path: str, redis_url: str | None = None) -> Celery:
         raise AppNotImportable(f"app {path!r} is a {type(app).__name__}, and no Celery app")
     if redis_url is not None:
         use_redis(app, redis_url)
+    elif path != DEFAULT_APP:
+        _use_running(app, path)
     return app
+
+
+def _use_running(app: Celery, path: str) -> None:
+    """Uses the Redis of a `batchery up` in this folder, if it serves this app.
+
+    The default app finds it by itself. As for a worker, the environment's choice comes first.
+    """
+    running = find_announcement()
+    if running is not None and running.app == path and not names_celery_urls():
+        use_redis(app, running.redis_url)
 
 
 def use_redis(app: Celery, url: str) -> None:

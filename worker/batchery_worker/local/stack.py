@@ -188,14 +188,15 @@ class Stack:
             raise
         return self
 
-    def wait(self) -> None:
-        """Waits until a process ends, which none should.
+    def wait(self, on_poll: Callable[[], None] = lambda: None) -> None:
+        """Waits until a process ends, which none should; calls `on_poll` several times a second.
 
         Raises:
             StartError: A process ended; as for `start`.
         """
         while True:
             self._check_alive()
+            on_poll()
             time.sleep(POLL_S)
 
     def stop(self) -> None:
