@@ -161,6 +161,7 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         name,
         KINDS[settings.kind],
         queue=settings.queue,
+        model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,

@@ -80,6 +80,10 @@ class ModelSettings(BaseModel):
     queue: Annotated[
         str | None, Field(description="Queue of its jobs; the model's own name where unset.")
     ] = None
+    aliases: Annotated[
+        list[str],
+        Field(description="Other names by which `batchery submit` and OpenAI's files may call it."),
+    ] = []
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
         Field(description="Number format; auto is bf16 where the device is fast at it, else fp32."),
@@ -245,6 +249,19 @@ class Settings(BaseSettings):
         if len({f"{name}:0" if name in ("cuda", "cpu") else name for name in names}) < len(names):
             raise ValueError("a device is named twice")
         return names
+
+    @field_validator("models")
+    @classmethod
+    def _one_model_per_name(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+        names = set(models)
+        for model, settings in models.items():
+            for alias in settings.aliases:
+                if alias in names or not alias or "," in alias or " " in alias:
+                    raise ValueError(
+                        f"alias {alias!r} of {model!r} is the name of another model, or no name"
+                    )
+                names.add(alias)
+        return models
 
     @classmethod
     def settings_customise_sources(

@@ -267,6 +267,9 @@ class ModelTask(BatchTask):
     #: `queue`, which Celery 6 will ignore.
     model_queue: str
 
+    #: Other names of the model, with commas between them; None if it has none.
+    model_aliases: str | None = None
+
     #: The class, or its import path: a producer does not need the model's code.
     model: type[Model] | str
     #: Keyword arguments of its constructor.

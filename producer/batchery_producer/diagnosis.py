@@ -6,6 +6,7 @@ from typing import Any
 
 from celery import Celery
 
+from batchery.cli.registered import aliases_in, name_tasks, registered_tasks
 from batchery.cli.survey import queue_depths
 from batchery.errors import SettingsError
 
@@ -52,6 +53,47 @@ class StallDetector:
         return ""
 
 
+def find_task(app: Celery, name: str, queue: str | None) -> str:
+    """The task that a name means: its own, or the model that has it as an alias.
+
+    Workers are asked only if the app does not know it. That takes a moment if the first that
+    answers has it, otherwise a second or two.
+
+    Args:
+        app: The app that jobs are sent with.
+        name: Name of a task, or an alias of a model.
+        queue: The queue that the caller chose, if any.
+
+    Raises:
+        SettingsError: There are workers, none of them has such a task, and no queue was chosen.
+    """
+    if name in app.tasks:
+        return name
+    own = {task: getattr(each, "model_aliases", None) or "" for task, each in app.tasks.items()}
+    for task, aliases in own.items():
+        if name in aliases.split(","):
+            return str(task)
+    try:
+        first = registered_tasks(app, ["model_aliases"], ASK_S, limit=1)
+        if not first or any(name in tasks for tasks in first.values()):
+            return name
+        every = registered_tasks(app, ["model_aliases"], ASK_S)
+    except Exception:  # noqa: BLE001 (as below)
+        return name
+    known = {task: told for tasks in every.values() for task, told in tasks.items()}
+    if name in known:
+        return name
+    for task, told in known.items():
+        if name in aliases_in(told):
+            return task
+    if queue is None:
+        raise SettingsError(
+            f"no worker has a task {name!r}: {name_tasks(name, known)};"
+            " if a worker for it is yet to come, name its queue with --queue"
+        )
+    return name
+
+
 def check_workers(app: Celery, task: str, queue: str) -> None:
     """Checks that a worker has a task, as far as workers answer.
 
@@ -61,7 +103,7 @@ def check_workers(app: Celery, task: str, queue: str) -> None:
         SettingsError: Workers consume the queue, and none of them has the task.
     """
     try:
-        first = app.control.inspect(limit=1, timeout=ASK_S).registered() or {}
+        first = registered_tasks(app, [], ASK_S, limit=1)
         if not first or any(task in tasks for tasks in first.values()):
             return
         queues = app.control.inspect(timeout=ASK_S).active_queues() or {}

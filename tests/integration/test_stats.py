@@ -83,19 +83,6 @@ def test_stats_tell_what_the_batches_of_a_worker_look_like(worker: Worker, redis
     assert {"celery", "embed"} <= report["queues"].keys()
 
 
-def test_a_stock_worker_is_not_asked_for_figures(
-    worker: Worker, redis_url: str, start_module_worker: StartWorker
-) -> None:
-    stock = start_module_worker("apps.stock", "-c", "1", "-Q", "elsewhere")
-    options = ("-A", "apps.shop", "--once", "--json", "--timeout", str(LOOK_S))
-    code, out, err = run(redis_url, "batchery", "stats", *options)
-    assert code == 0, err
-    assert json.loads(out)["workers"].keys() == {worker.name}
-    assert stock.stop() == 0
-    assert "KeyError" not in stock.log
-    assert "pidbox command error" not in stock.log
-
-
 def test_stats_follow_the_workers_until_ctrl_c(worker: Worker, redis_url: str) -> None:
     with start(redis_url, "batchery", "stats", "-A", "apps.shop", "--json") as process:
         assert process.stdout is not None

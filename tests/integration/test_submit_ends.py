@@ -94,7 +94,7 @@ def test_without_a_worker_it_gives_up_and_says_why(
     command = Command(
         tmp_path,
         redis_url,
-        *[str(source), "--redis", redis_url, "--task", empty_queue],
+        *[str(source), "--redis", redis_url, "--task", empty_queue, "--queue", empty_queue],
         *["-o", "out.jsonl", "--timeout", "0.5", "--window", "4"],
     )
     code, _, stderr = command.end()

@@ -257,6 +257,17 @@ def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -
         ([], {}, '[models.embed]\nkind = "embedding"\nmodel = '),
         (["-A", "shop", "--redis", "redis://:secret@127.0.0.1:1/0"], {}, "redis://:**@127.0.0.1:1"),
         (["-A", "shop"], {"BATCHERY_REDIS_URL": "redis://127.0.0.1:1/0"}, "no Redis at redis://12"),
+        (
+            [],
+            {
+                "BATCHERY_MODELS": '{"embed": {"kind": "embedding", "model": "nobody/no-model"}}',
+                "HF_ENDPOINT": "http://127.0.0.1:1",
+            },
+            (
+                "'embed': nobody/no-model is not on this machine, and the hub at http://127.0.0.1:1"
+                " does not answer"
+            ),
+        ),
         (["-A", "shop"], {"BATCHERY_NO_SUCH": "1"}, "BATCHERY_NO_SUCH: no such setting"),
         (["--redis", "redis://h", "--data", "d"], {}, "give it or --redis, not both"),
     ],

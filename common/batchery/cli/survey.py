@@ -10,14 +10,12 @@ from celery.app.control import flatten_reply
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from batchery.cli.registered import parse_registered
 from batchery.errors import RedisUnavailable
 from batchery.transport.dead_letters import DeadLetters
 
 #: Remote-control command that the workers answer.
 COMMAND = "batchery"
-
-#: What a batch task adds to an answer to `celery inspect registered is_installed`.
-MARK = "[is_installed="
 
 #: How long workers that were found are asked alone, in seconds; then all are looked through again.
 DISCOVERY_S = 5.0
@@ -115,8 +113,11 @@ def installed_workers(answers: Mapping[str, Any]) -> dict[str, bool]:
     Args:
         answers: Each worker's answer to `celery inspect registered is_installed`.
     """
-    told = {name: " ".join(map(str, tasks)) for name, tasks in sorted(answers.items())}
-    return {name: "[is_installed=True]" in text for name, text in told.items() if MARK in text}
+    told = {
+        worker: [task["is_installed"] for task in tasks.values() if "is_installed" in task]
+        for worker, tasks in parse_registered(answers).items()
+    }
+    return {worker: "True" in found for worker, found in told.items() if found}
 
 
 def survey(directory: WorkerDirectory, app: Celery, timeout_s: float) -> Survey:

@@ -19,6 +19,7 @@ from batchery.cli.app import DEFAULT_APP
 from batchery.cli.redis_check import masked
 from batchery.errors import SettingsError
 from batchery.settings import Settings
+from batchery_worker.local.hub_check import check_hub
 from batchery_worker.local.stack import Stack
 
 #: Colours of the prefixes.
@@ -85,6 +86,8 @@ def up(
     settings = Settings.load()
     if app == DEFAULT_APP and not settings.models:
         raise SettingsError(NO_MODELS)
+    if app == DEFAULT_APP:
+        check_hub(settings.models)
     if not data and "redis_url" in settings.model_fields_set:
         redis_url = redis_url or settings.redis_url
     printer = LinePrinter(Console(highlight=False, soft_wrap=True))
