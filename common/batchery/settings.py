@@ -177,7 +177,11 @@ class Settings(BaseSettings):
     )
 
     redis_url: Annotated[
-        str, Field(description="Redis of the standalone app (`batchery.app`), for its queues.")
+        str,
+        Field(
+            description="Redis of the standalone app (`batchery.app`), for its queues;"
+            " if unset, that of a `batchery up` in this folder comes first."
+        ),
     ] = "redis://localhost:6379/0"
     result_url: Annotated[
         str | None, Field(description="Result backend of the standalone app; `redis_url` if unset.")
