@@ -6,7 +6,13 @@ from typing import Any
 
 from celery import Celery
 
-from batchery.cli.registered import aliases_in, name_tasks, registered_tasks
+from batchery.cli.registered import (
+    Registered,
+    aliases_in,
+    name_tasks,
+    parse_registered,
+    registered_tasks,
+)
 from batchery.cli.survey import queue_depths
 from batchery.errors import SettingsError
 
@@ -88,7 +94,7 @@ def find_task(app: Celery, name: str, queue: str | None) -> str:
             return task
     if queue is None:
         raise SettingsError(
-            f"no worker has a task {name!r}: {name_tasks(name, known)};"
+            f"no worker that answers has a task {name!r}: {name_tasks(name, known)};"
             " if a worker for it is yet to come, name its queue with --queue"
         )
     return name
@@ -108,7 +114,7 @@ def check_workers(app: Celery, task: str, queue: str) -> None:
             return
         queues = app.control.inspect(timeout=ASK_S).active_queues() or {}
         consumers = _consumers(queues, queue)
-        known = app.control.inspect(consumers, timeout=ASK_S).registered() if consumers else None
+        known = _tasks_of(app, consumers) if consumers else None
     except Exception:  # noqa: BLE001 (every transport has its own; some cannot ask at all)
         return
     if known and not any(task in tasks for tasks in known.values()):
@@ -147,10 +153,15 @@ def _workers(
             f"{_list(sorted(workers))} answers, but consumes another queue:"
             f" start a worker with `-Q {queue}`, or name its queue with --queue"
         )
-    known = app.control.inspect(consumers, timeout=ASK_S).registered() or {}
+    known = _tasks_of(app, consumers)
     if known and not any(task in tasks for tasks in known.values()):
         return f"{_list(consumers)} consumes it, but has no task {task!r}"
     return f"{_list(consumers)} consumes it and answers, so it is busy, or the jobs left no result"
+
+
+def _tasks_of(app: Celery, workers: Sequence[str]) -> Registered:
+    """The tasks of some workers; Celery adds a rate limit to the name of a task that has one."""
+    return parse_registered(app.control.inspect(workers, timeout=ASK_S).registered() or {})
 
 
 def _consumers(workers: Mapping[str, Sequence[Mapping[str, Any]]], queue: str) -> list[str]:

@@ -56,7 +56,7 @@ def test_a_task_that_nobody_has_is_refused_with_those_that_there_are(
 ) -> None:
     source = write_rows(tmp_path / "in.jsonl", 3)
     with pytest.raises(
-        SettingsError, match=r"no worker has a task 'apps\.shop\.shot': did you mean"
+        SettingsError, match=r"no worker that answers has a task 'apps\.shop\.shot': did you mean"
     ):
         submit_file(source, f"{APP}.shot", tmp_path / "out.jsonl", app=client)
     assert not store.exists(f"{APP}.shot")
@@ -71,7 +71,7 @@ def test_an_unknown_model_of_an_openai_file_is_refused(
     (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
     code, _, err = Command(tmp_path, redis_url, "in.jsonl", "-A", APP, "-o", "out.jsonl").end()
     assert code == 2
-    assert "no worker has a task 'text-embedding-9'" in err
+    assert "no worker that answers has a task 'text-embedding-9'" in err
     assert not store.exists("text-embedding-9")
 
 
