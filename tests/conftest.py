@@ -12,12 +12,15 @@ from hypothesis import settings
 
 from batchery_worker.local.redis_server import EmbeddedRedis
 from support.harness import Worker
-from support.own_redis import OwnRedis, redis_servers
+from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.plain_kombu import Consumer, StartConsumer
 
 # An example may take long on a busy machine; pytest's own timeout is generous.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+
+# Before tests are collected, which asks for all servers.
+choose_server()
 
 
 @pytest.fixture(scope="session")
@@ -27,7 +30,7 @@ def redis_server() -> Iterator[EmbeddedRedis]:
         yield server
 
 
-@pytest.fixture(scope="session", params=redis_servers(), ids=lambda path: path.parts[-3])
+@pytest.fixture(scope="session", params=redis_servers(), ids=server_name)
 def every_redis(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[OwnRedis]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -108,3 +109,14 @@ def test_no_file_names_a_path_of_somebody_s_machine() -> None:
         if home in (content := path.read_bytes()) and b"\0" not in content
     ]
     assert not wrong, wrong
+
+
+def test_type_checkers_are_told_that_each_package_has_types() -> None:
+    names = [path.parent.name for folder in PACKAGES for path in (ROOT / folder).glob("*/py.typed")]
+    assert sorted(names) == ["batchery", "batchery_producer", "batchery_worker"]
+
+
+def test_pre_commit_runs_what_make_lint_runs() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))
+    [hook] = [hook for repo in config["repos"] for hook in repo["hooks"]]
+    assert (hook["entry"], hook["pass_filenames"]) == ("make lint", False)

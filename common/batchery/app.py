@@ -8,14 +8,19 @@ from typing import Any
 
 from celery import Celery
 
+from batchery.announcement import find_announcement
 from batchery.install import install, installation_of
 
 
 def _config() -> dict[str, Any]:
     settings = installation_of(app).settings
+    url = settings.redis_url
+    # Where no setting names a Redis, it is that of a `batchery up` in this folder.
+    if "redis_url" not in settings.model_fields_set and (running := find_announcement()):
+        url = running.redis_url
     return {
-        "broker_url": settings.redis_url,
-        "result_backend": settings.result_url or settings.redis_url,
+        "broker_url": url,
+        "result_backend": settings.result_url or url,
         "result_expires": settings.result_expires_s,
         "broker_connection_retry_on_startup": True,
         "task_track_started": False,

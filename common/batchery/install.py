@@ -14,6 +14,7 @@ from batchery.model import Model
 from batchery.settings import ModelSettings, Settings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
+from batchery.valkey import accept_valkey_urls
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +78,7 @@ def install(app: Celery, **settings: Any) -> Celery:
     app.steps["worker"].add(STEP)
     app.steps["consumer"].add(CONSUMER_STEP)
     use_leases()
+    accept_valkey_urls()
     if getattr(app, "finalized", False):
         _register_models(app)
     else:
@@ -161,6 +163,7 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         name,
         KINDS[settings.kind],
         queue=settings.queue,
+        model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,

@@ -80,6 +80,10 @@ class ModelSettings(BaseModel):
     queue: Annotated[
         str | None, Field(description="Queue of its jobs; the model's own name where unset.")
     ] = None
+    aliases: Annotated[
+        list[str],
+        Field(description="Other names by which `batchery submit` and OpenAI's files may call it."),
+    ] = []
     dtype: Annotated[
         Literal["auto", "fp32", "bf16", "fp16"],
         Field(description="Number format; auto is bf16 where the device is fast at it, else fp32."),
@@ -173,7 +177,11 @@ class Settings(BaseSettings):
     )
 
     redis_url: Annotated[
-        str, Field(description="Redis of the standalone app (`batchery.app`), for its queues.")
+        str,
+        Field(
+            description="Redis of the standalone app (`batchery.app`), for its queues;"
+            " if unset, that of a `batchery up` in this folder comes first."
+        ),
     ] = "redis://localhost:6379/0"
     result_url: Annotated[
         str | None, Field(description="Result backend of the standalone app; `redis_url` if unset.")
@@ -250,6 +258,19 @@ class Settings(BaseSettings):
             raise ValueError("a device is named twice")
         return names
 
+    @field_validator("models")
+    @classmethod
+    def _one_model_per_name(cls, models: dict[str, ModelSettings]) -> dict[str, ModelSettings]:
+        names = set(models)
+        for model, settings in models.items():
+            for alias in settings.aliases:
+                if alias in names or not alias or "," in alias or " " in alias:
+                    raise ValueError(
+                        f"alias {alias!r} of {model!r} is the name of another model, or no name"
+                    )
+                names.add(alias)
+        return models
+
     @classmethod
     def settings_customise_sources(
         cls,
@@ -285,6 +306,12 @@ class Settings(BaseSettings):
             raise SettingsError(f"{TOML_FILE}: cannot be read: {error.strerror}") from None
         except ValidationError as error:
             raise SettingsError(_explain(error, found, keywords)) from None
+
+
+def names_celery_urls() -> bool:
+    """Whether the environment names a broker or a result backend to Celery."""
+    names = ("CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
+    return any(os.environ.get(name) for name in names)
 
 
 def _refuse_unknown_variables(cls: type[Settings]) -> None:

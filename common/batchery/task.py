@@ -123,6 +123,11 @@ class BatchTask(_Task):
         """Whether the function gets `self`, and so can see the requests of its jobs."""
         return not isinstance(inspect.getattr_static(self, "run"), staticmethod)
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether a worker of its app runs it in batches, which takes `install(app)`."""
+        return any(str(step).startswith("batchery_worker.") for step in self.app.steps["worker"])
+
     def __call__(self, *args: Any, **keywords: Any) -> Any:
         """Answers one job: with the outcome from a device, or by running a batch of one."""
         completion = current_completion()
@@ -278,6 +283,9 @@ class ModelTask(BatchTask):
     #: Queue that its jobs are sent to, unless the call names another. Celery's own attribute is
     #: `queue`, which Celery 6 will ignore.
     model_queue: str
+
+    #: Other names of the model, with commas between them; None if it has none.
+    model_aliases: str | None = None
 
     #: The class, or its import path: a producer does not need the model's code.
     model: type[Model] | str

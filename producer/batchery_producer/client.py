@@ -13,6 +13,7 @@ from celery.result import AsyncResult
 from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
+from batchery.valkey import redis_url
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher, is_known
@@ -215,7 +216,8 @@ def make_app(app: Celery | str) -> Celery:
     """The app itself, or one for a Redis at a URL."""
     if isinstance(app, Celery):
         return app
-    return Celery("client", broker=app, backend=app, set_as_current=False)
+    url = redis_url(app)
+    return Celery("client", broker=url, backend=url, set_as_current=False)
 
 
 def close_app(app: Any) -> None:

@@ -6,6 +6,13 @@ from typing import Any
 
 from celery import Celery
 
+from batchery.cli.registered import (
+    Registered,
+    aliases_in,
+    name_tasks,
+    parse_registered,
+    registered_tasks,
+)
 from batchery.cli.survey import queue_depths
 from batchery.errors import SettingsError
 
@@ -52,6 +59,47 @@ class StallDetector:
         return ""
 
 
+def find_task(app: Celery, name: str, queue: str | None) -> str:
+    """The task that a name means: its own, or the model that has it as an alias.
+
+    Workers are asked only if the app does not know it. That takes a moment if the first that
+    answers has it, otherwise a second or two.
+
+    Args:
+        app: The app that jobs are sent with.
+        name: Name of a task, or an alias of a model.
+        queue: The queue that the caller chose, if any.
+
+    Raises:
+        SettingsError: There are workers, none of them has such a task, and no queue was chosen.
+    """
+    if name in app.tasks:
+        return name
+    own = {task: getattr(each, "model_aliases", None) or "" for task, each in app.tasks.items()}
+    for task, aliases in own.items():
+        if name in aliases.split(","):
+            return str(task)
+    try:
+        first = registered_tasks(app, ["model_aliases"], ASK_S, limit=1)
+        if not first or any(name in tasks for tasks in first.values()):
+            return name
+        every = registered_tasks(app, ["model_aliases"], ASK_S)
+    except Exception:  # noqa: BLE001 (as below)
+        return name
+    known = {task: told for tasks in every.values() for task, told in tasks.items()}
+    if name in known:
+        return name
+    for task, told in known.items():
+        if name in aliases_in(told):
+            return task
+    if queue is None:
+        raise SettingsError(
+            f"no worker that answers has a task {name!r}: {name_tasks(name, known)};"
+            " if a worker for it is yet to come, name its queue with --queue"
+        )
+    return name
+
+
 def check_workers(app: Celery, task: str, queue: str) -> None:
     """Checks that a worker has a task, as far as workers answer.
 
@@ -61,12 +109,12 @@ def check_workers(app: Celery, task: str, queue: str) -> None:
         SettingsError: Workers consume the queue, and none of them has the task.
     """
     try:
-        first = app.control.inspect(limit=1, timeout=ASK_S).registered() or {}
+        first = registered_tasks(app, [], ASK_S, limit=1)
         if not first or any(task in tasks for tasks in first.values()):
             return
         queues = app.control.inspect(timeout=ASK_S).active_queues() or {}
         consumers = _consumers(queues, queue)
-        known = app.control.inspect(consumers, timeout=ASK_S).registered() if consumers else None
+        known = _tasks_of(app, consumers) if consumers else None
     except Exception:  # noqa: BLE001 (every transport has its own; some cannot ask at all)
         return
     if known and not any(task in tasks for tasks in known.values()):
@@ -105,10 +153,15 @@ def _workers(
             f"{_list(sorted(workers))} answers, but consumes another queue:"
             f" start a worker with `-Q {queue}`, or name its queue with --queue"
         )
-    known = app.control.inspect(consumers, timeout=ASK_S).registered() or {}
+    known = _tasks_of(app, consumers)
     if known and not any(task in tasks for tasks in known.values()):
         return f"{_list(consumers)} consumes it, but has no task {task!r}"
     return f"{_list(consumers)} consumes it and answers, so it is busy, or the jobs left no result"
+
+
+def _tasks_of(app: Celery, workers: Sequence[str]) -> Registered:
+    """The tasks of some workers; Celery adds a rate limit to the name of a task that has one."""
+    return parse_registered(app.control.inspect(workers, timeout=ASK_S).registered() or {})
 
 
 def _consumers(workers: Mapping[str, Sequence[Mapping[str, Any]]], queue: str) -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 from celery import Celery
 
 from apps import shop
+from batchery import install
 from batchery.cli.app import check_backend, check_broker, load_app, use_redis
 from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError
 from batchery_worker.local.redis_server import free_port
@@ -62,6 +63,11 @@ def test_a_redis_behind_tls_is_asked_as_celery_asks_it(
         bare = url.partition("?")[0]
         spelled = f"{bare}?ssl_cert_reqs=CERT_REQUIRED&ssl_ca_certs={authority}"
         apps = [Celery(broker=each, backend=each, set_as_current=False) for each in (url, spelled)]
+        valkey = Celery(set_as_current=False)
+        install(valkey)
+        valkey_url = spelled.replace("rediss", "valkeys")
+        valkey.conf.update(broker_url=valkey_url, result_backend=valkey_url)
+        apps.append(valkey)
         for each in (bare, bare.replace("rediss", "redis")):
             apps.append(Celery(broker=each, backend=each, set_as_current=False))
             options = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": authority}

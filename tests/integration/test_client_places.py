@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from celery import Celery, uuid
 
+from batchery.valkey import accept_valkey_urls
 from batchery_producer import AsyncClient, Client, Ending, Publisher, Snapshot, submit_file
 from batchery_producer.client import close_app
 from support.bulk_runs import QUEUE, read_rows, write_rows
@@ -21,7 +22,7 @@ TEXTS = [f"text {number}" for number in range(300)]
 SHOUTED = [text.upper() for text in TEXTS]
 
 
-@pytest.fixture(scope="module", params=["tls", "sentinel", "two servers"])
+@pytest.fixture(scope="module", params=["tls", "valkeys", "sentinel", "two servers"])
 def place(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
@@ -33,8 +34,11 @@ def place(
         stack.callback(server.kill)
         options: dict[str, str] = {}
         results = ""
-        if request.param == "tls":
+        if request.param in ("tls", "valkeys"):
             url = stack.enter_context(behind_tls(server.port, make_certificate(folder)))
+            if request.param == "valkeys":
+                url = url.replace("rediss://", "valkeys://")
+                accept_valkey_urls()
         elif request.param == "two servers":
             url = server.url
             other = OwnRedis(folder / "results", appendonly="no")

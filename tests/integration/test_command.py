@@ -149,3 +149,24 @@ def test_ctrl_c_ends_it_with_130_and_no_word(plugins: Path, tmp_path: Path) -> N
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [("batchery su", "plain,submit"), ("batchery submit --ord", "plain,--ordered")],
+)
+def test_the_shell_completes_commands_and_options(words: str, offered: str) -> None:
+    environment = {
+        "_BATCHERY_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "batchery"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.split() == [offered]

@@ -26,6 +26,10 @@ def test_a_redis_that_answers_is_fine(redis_url: str) -> None:
     check_redis(redis_url)
 
 
+def test_a_valkey_url_is_as_good(redis_url: str) -> None:
+    check_redis(redis_url.replace("redis://", "valkey://"))
+
+
 def test_nobody_there_is_said_at_once_with_the_password_masked() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}/0"
     start_s = time.monotonic()

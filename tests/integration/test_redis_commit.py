@@ -17,7 +17,7 @@ from celery.result import AsyncResult
 from batchery_worker.commit import committer
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
-from support.own_redis import OwnRedis, redis_servers
+from support.own_redis import OwnRedis, redis_servers, server_name
 
 WORKERS, LEASES = "batchery:workers", "batchery:lease:me"
 FACTS = {"id": "b1", "size": 2, "padding": 0.0, "forward_ms": 1.0, "device": "cpu"}
@@ -92,7 +92,7 @@ class House:
         self.backend.client.close()
 
 
-@pytest.fixture(scope="module", params=redis_servers(), ids=lambda path: path.parts[-3])
+@pytest.fixture(scope="module", params=redis_servers(), ids=server_name)
 def server(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRedis]:
     own = OwnRedis(tmp_path_factory.mktemp("redis") / "data", request.param)
     own.start()

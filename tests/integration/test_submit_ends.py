@@ -66,6 +66,7 @@ def test_a_signal_in_the_middle_ends_it_cleanly(
     assert len(read_rows(output)) == summary["succeeded"]
     assert summary["submitted"] == summary["succeeded"] + summary["in_flight"]
     assert f"{summary['in_flight']} jobs still in flight in queue '{QUEUE}'" in stderr
+    assert "the same command with --resume goes on from here" in stderr
     wait_for(lambda: store.llen(QUEUE) == 0, "the jobs that were left to be run")
 
 
@@ -94,7 +95,7 @@ def test_without_a_worker_it_gives_up_and_says_why(
     command = Command(
         tmp_path,
         redis_url,
-        *[str(source), "--redis", redis_url, "--task", empty_queue],
+        *[str(source), "--redis", redis_url, "--task", empty_queue, "--queue", empty_queue],
         *["-o", "out.jsonl", "--timeout", "0.5", "--window", "4"],
     )
     code, _, stderr = command.end()

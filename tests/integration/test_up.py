@@ -18,6 +18,7 @@ import pytest
 import redis
 from celery import Celery
 
+from batchery.announcement import FILE, find_announcement
 from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 from batchery_worker.local.stack import Stack
@@ -116,7 +117,22 @@ def start_up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
 StartUp = Callable[..., Up]
 
 
-def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(start_up: StartUp) -> None:
+def run_beside(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Runs a command in the folder of `up`, without any URL; returns its exit code and stdout."""
+    done = subprocess.run(
+        [sys.executable, "-m", "batchery", *arguments],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
+    start_up: StartUp, tmp_path: Path
+) -> None:
     up = start_up("-A", "shop").ready()
     assert set(up.facts["pids"]) == {"redis", "worker", "flower"}
     assert stat.S_IMODE(up.ready_file.stat().st_mode) == 0o600
@@ -128,6 +144,15 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(start_up: Sta
         tasks = up.ask_flower("/api/tasks")
         return job_id in tasks and tasks[job_id]["state"] == "SUCCESS" and tasks[job_id]
 
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    (tmp_path / "texts.txt").write_text("one\ntwo\n")
+    command = ["submit", "texts.txt", "--task", "shout", "-A", "shop", "-o", "out.jsonl"]
+    assert run_beside(tmp_path, *command) == (0, "")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert sorted(row["result"] for row in rows) == ["ONE", "TWO"]
+    code, out = run_beside(tmp_path, "stats", "-A", "shop", "--once", "--json")
+    assert (code, len(json.loads(out)["workers"])) == (0, 1)
+
     seen = wait_for(listed, "Flower lists the job as done")
     assert seen["worker"] in up.ask_flower("/api/workers")
     assert seen["runtime"] is not None
@@ -135,6 +160,8 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(start_up: Sta
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0
     assert not up.ready_file.exists()
+    assert not (tmp_path / FILE).exists()
+    assert "  batchery stats -A shop\n" in up.log
     for line in ("redis  | ", "worker | ", "flower | ", f"Redis   {up.facts['redis_url']}\n"):
         assert line in up.log
     assert f"Flower  {up.facts['flower_url']}\n" in up.log
@@ -188,11 +215,14 @@ def test_a_child_that_dies_is_named_and_takes_the_rest_along(
     assert "Traceback" not in up.log.split("batchery: error:")[1]
 
 
-def test_kill_9_leaves_nothing_behind(start_up: StartUp) -> None:
+def test_kill_9_leaves_nothing_behind(start_up: StartUp, tmp_path: Path) -> None:
     up = start_up("-A", "shop").ready()
     assert len(up.family) >= 6
+    wait_for(lambda: find_announcement(tmp_path), "it is announced")
     up.process.kill()
     assert up.ended() == -signal.SIGKILL
+    assert (tmp_path / FILE).exists()
+    assert find_announcement(tmp_path) is None
 
 
 def test_a_model_of_the_settings_alone_is_served(
@@ -204,6 +234,9 @@ def test_a_model_of_the_settings_alone_is_served(
         result = client.send_task("embed", ["some text"], queue="embed").get(timeout=60)
     assert len(result["vector"]) == 384
     wait_for(lambda: "export BATCHERY_REDIS_URL=" in up.log, "the summary")
+    (tmp_path / "texts.txt").write_text("one\n")
+    command = ["submit", "texts.txt", "--task", "embed", "-o", "out.jsonl"]
+    assert run_beside(tmp_path, *command) == (0, "")
     assert "Task    embed (queue embed)\n" in up.log
     up.process.send_signal(signal.SIGINT)
     assert up.ended() == 0
@@ -224,6 +257,17 @@ def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -
         ([], {}, '[models.embed]\nkind = "embedding"\nmodel = '),
         (["-A", "shop", "--redis", "redis://:secret@127.0.0.1:1/0"], {}, "redis://:**@127.0.0.1:1"),
         (["-A", "shop"], {"BATCHERY_REDIS_URL": "redis://127.0.0.1:1/0"}, "no Redis at redis://12"),
+        (
+            [],
+            {
+                "BATCHERY_MODELS": '{"embed": {"kind": "embedding", "model": "nobody/no-model"}}',
+                "HF_ENDPOINT": "http://127.0.0.1:1",
+            },
+            (
+                "'embed': nobody/no-model is not on this machine, and the hub at http://127.0.0.1:1"
+                " does not answer"
+            ),
+        ),
         (["-A", "shop"], {"BATCHERY_NO_SUCH": "1"}, "BATCHERY_NO_SUCH: no such setting"),
         (["--redis", "redis://h", "--data", "d"], {}, "give it or --redis, not both"),
     ],

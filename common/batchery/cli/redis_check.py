@@ -11,6 +11,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError
 from redis.retry import Retry
 
 from batchery.errors import RedisUnavailable
+from batchery.valkey import redis_url
 
 #: How long a Redis may take to answer, in seconds; the network's own timeouts are minutes.
 TIMEOUT_S = 5.0
@@ -22,8 +23,9 @@ def check_redis(
     """Makes sure that a Redis answers.
 
     Args:
-        url: A URL as Celery takes it: `redis://`, `rediss://`, `redis+socket://` or `unix://`. A
-            `sentinel://` URL is not checked: Celery itself finds the server behind it.
+        url: A URL as Celery takes it: `redis://`, `rediss://`, `valkey://`, `valkeys://`,
+            `redis+socket://` or `unix://`. A `sentinel://` URL is not checked: Celery itself finds
+            the server behind it.
         timeout_s: How long the Redis may take to answer, in seconds.
         tls: Options of the Redis client that are not in the URL, such as `ssl_ca_certs`.
 
@@ -65,9 +67,9 @@ def connect(url: str, timeout_s: float = TIMEOUT_S, tls: Mapping[str, Any] | Non
 
 
 def _for_redis(url: str) -> str:
-    """Rewrites a socket's URL from Celery's way to that of the Redis client."""
+    """Rewrites a URL from Celery's way, or Valkey's, to that of the Redis client."""
     if not url.startswith("redis+socket://"):
-        return url
+        return redis_url(url)
     parts = urlsplit(url)
     database = parse_qs(parts.query).get("virtual_host", ["0"])[0].strip("/")
     password = f":{parts.password}@" if parts.password else ""

@@ -13,7 +13,7 @@ from rich.live import Live
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.dashboard import dashboard
-from batchery.cli.survey import Survey, survey
+from batchery.cli.survey import Survey, WorkerDirectory, survey
 from batchery.errors import StartError
 
 #: Time of one look, in seconds: how long it collects the workers' answers.
@@ -24,7 +24,8 @@ NO_WORKER = 1
 
 HELP = """Show what the batches of all workers look like, each second.
 
-Queue depths come from the broker, everything else from the workers. Messages do not say when they
+Queue depths come from the broker, everything else from the workers that have batch tasks; others
+are not asked for figures. Messages do not say when they
 were sent, so "oldest" is the age of the oldest job that waits in a worker; what is still in the
 queue may be older. Rates are those between two looks.
 
@@ -106,8 +107,10 @@ def _ctrl_c() -> Iterator[Callable[[], None]]:
 
 
 def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
-    first = survey(app, timeout_s)
-    second = survey(app, timeout_s)
+    directory = WorkerDirectory(app)
+    first = survey(directory, app, timeout_s)
+    time.sleep(timeout_s)
+    second = survey(directory, app, timeout_s)
     if as_json:
         click.echo(json.dumps(second.report(first)))
     else:
@@ -125,20 +128,25 @@ def _print_tables(now: Survey, before: Survey) -> None:
 
 def _print_lines(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
     before: Survey | None = None
+    directory = WorkerDirectory(app)
     while True:
-        now = survey(app, timeout_s)
+        next_s = time.monotonic() + timeout_s
+        now = survey(directory, app, timeout_s)
         check()
         click.echo(json.dumps(now.report(before)))
         before = now
+        time.sleep(max(0.0, next_s - time.monotonic()))
 
 
 def _live(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
     before: Survey | None = None
+    directory = WorkerDirectory(app)
     with Live("asking the workers ...", auto_refresh=False) as live:
         while True:
             check()
+            next_s = time.monotonic() + timeout_s
             try:
-                now = survey(app, timeout_s)
+                now = survey(directory, app, timeout_s)
             except StartError as error:
                 # The broker was there before. A person who watches wants to see it come back.
                 live.update(str(error), refresh=True)
@@ -146,3 +154,4 @@ def _live(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
                 continue
             live.update(dashboard(now, before), refresh=True)
             before = now
+            time.sleep(max(0.0, next_s - time.monotonic()))

@@ -1,6 +1,7 @@
 """The figures of all workers at one moment, and the lengths of their queues."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,17 @@ from celery.app.control import flatten_reply
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
+from batchery.cli.registered import parse_registered
 from batchery.errors import RedisUnavailable
 from batchery.transport.dead_letters import DeadLetters
 
 #: Remote-control command that the workers answer.
 COMMAND = "batchery"
+
+#: How long workers that were found are asked alone, in seconds; then all are looked through again.
+DISCOVERY_S = 5.0
+
+NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install(app) in its code"
 
 #: Figures whose growth per second two surveys give.
 RATES = ("jobs", "items", "batches", "failed_jobs")
@@ -66,12 +73,58 @@ class Survey:
         }
 
 
-def survey(app: Celery, timeout_s: float) -> Survey:
-    """Asks all workers at once, then the broker.
+class WorkerDirectory:
+    """The workers on a broker that have batch tasks; only these know the command.
 
-    Nobody knows how many workers will answer, so this always takes the full time.
+    Any other worker would log an error each time that it is asked.
+    """
+
+    def __init__(self, app: Celery, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app = app
+        self._clock = clock
+        self._found_s: float | None = None
+        self._installed: Mapping[str, bool] = {}
+
+    def ask(self, timeout_s: float) -> dict[str, Any]:
+        """The figures of each of them, by name; after `DISCOVERY_S` it first looks for others.
+
+        Looking for others takes the full time, as nobody knows how many there are.
+        """
+        if self._found_s is None or self._clock() - self._found_s >= DISCOVERY_S:
+            tasks = self._broadcast("registered", timeout_s, taskinfoitems=["is_installed"])
+            self._installed = installed_workers(tasks)
+            self._found_s = self._clock()
+        wanted = [name for name, is_installed in self._installed.items() if is_installed]
+        found = {name: {"error": NOT_INSTALLED} for name in self._installed if name not in wanted}
+        return found | (self._broadcast(COMMAND, timeout_s, wanted) if wanted else {})
+
+    def _broadcast(
+        self, command: str, timeout_s: float, names: list[str] | None = None, **arguments: Any
+    ) -> dict[str, Any]:
+        replies = self._app.control.broadcast(
+            command, arguments=arguments, destination=names, reply=True, timeout=timeout_s
+        )
+        return flatten_reply(replies or [])
+
+
+def installed_workers(answers: Mapping[str, Any]) -> dict[str, bool]:
+    """Whether `install` was called, for each worker that has batch tasks.
 
     Args:
+        answers: Each worker's answer to `celery inspect registered is_installed`.
+    """
+    told = {
+        worker: [task["is_installed"] for task in tasks.values() if "is_installed" in task]
+        for worker, tasks in parse_registered(answers).items()
+    }
+    return {worker: "True" in found for worker, found in told.items() if found}
+
+
+def survey(directory: WorkerDirectory, app: Celery, timeout_s: float) -> Survey:
+    """Asks the workers, then the broker.
+
+    Args:
+        directory: The workers; kept from one survey to the next.
         app: The app whose broker is asked.
         timeout_s: How long answers are collected, in seconds.
 
@@ -79,8 +132,7 @@ def survey(app: Celery, timeout_s: float) -> Survey:
         RedisUnavailable: The broker does not answer.
     """
     try:
-        replies = app.control.broadcast(COMMAND, reply=True, timeout=timeout_s)
-        workers: dict[str, Any] = flatten_reply(replies or [])
+        workers = directory.ask(timeout_s)
         names = {name for figures in workers.values() for name in figures.get("queues", ())}
         return Survey(workers, queue_depths(app, names), dead_letters(app))
     except (OperationalError, RedisError, OSError) as error:

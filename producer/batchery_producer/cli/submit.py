@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Self
 
 import click
@@ -18,7 +19,7 @@ from batchery_producer.cli.progress import LineDisplay, LiveDisplay, display_on
 from batchery_producer.files.source import FORMATS, STANDARD_STREAM
 from batchery_producer.run.api import submit_file
 from batchery_producer.run.options import WINDOW, SubmitOptions
-from batchery_producer.run.summary import Summary, duration
+from batchery_producer.run.summary import Ending, Summary, duration
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -107,7 +108,7 @@ def _options(
 
 @click.command(help=HELP, context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("source", nargs=-1, required=True)
-@click.option("--task", metavar="NAME", help="Task that runs the jobs.")
+@click.option("--task", metavar="NAME", help="Task that runs the jobs, or model.")
 @click.option("-o", "--output", required=True, metavar="FILE", help="Results; - for stdout.")
 @click.option("--errors", metavar="FILE", help="Failures; default: OUTPUT's stem.errors.jsonl.")
 @click.option("--ordered", is_flag=True, help="Keep SOURCE's order; writes the output at the end.")
@@ -203,7 +204,8 @@ def submit(
     if as_json:
         click.echo(json.dumps(as_dict(summary)))
     if not quiet or summary.message:
-        click.echo(describe(summary, output), err=True)
+        can_resume = Path(f"{output}.journal").exists()
+        click.echo(describe(summary, output, can_resume=can_resume), err=True)
     sys.exit(summary.ending.value)
 
 
@@ -217,8 +219,8 @@ def as_dict(summary: Summary) -> dict[str, Any]:
     }
 
 
-def describe(summary: Summary, output: str) -> str:
-    """A summary in one to three lines."""
+def describe(summary: Summary, output: str, *, can_resume: bool = False) -> str:
+    """A summary in one to four lines."""
     done = summary.succeeded + summary.failed
     first = (
         f"{done:,} done in {duration(summary.seconds)} ({summary.rate:,.1f}/s):"
@@ -234,6 +236,9 @@ def describe(summary: Summary, output: str) -> str:
             f"{summary.in_flight:,} jobs still in flight in queue {summary.queue!r}:"
             " workers will run them; their results stay in the backend until they expire"
         )
+    ended_early = summary.ending in (Ending.INTERRUPTED, Ending.GAVE_UP)
+    if ended_early and can_resume:
+        lines.append("the same command with --resume goes on from here")
     return "\n".join(lines)
 
 

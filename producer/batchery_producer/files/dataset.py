@@ -15,7 +15,7 @@ from batchery_producer.files.columnar import TABLES, TableRows
 from batchery_producer.files.compression import MAGIC_BYTES, decompressed, decompression_errors
 from batchery_producer.files.journal import Done
 from batchery_producer.files.jsonl import read_lines
-from batchery_producer.files.openai_batch import Model, RequestPicker, is_request
+from batchery_producer.files.openai_batch import RequestPicker, is_request, model_of
 from batchery_producer.files.records import Broken, Picker, Record, SeenIds
 from batchery_producer.files.rows import LINE_FORMATS, InvalidLine, Lines, Rows
 from batchery_producer.files.source import Source, find_sources
@@ -159,7 +159,7 @@ class Dataset:
         self._failures = Failures(retry_failed, self.names) if retry_failed else None
         if sample is not None and self.is_stream:
             raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
-        self.model: Model | None = None
+        self.model: str | None = None
         self.is_openai = format == "openai"
         if format in (None, "openai") and not (field or id_field or self.is_stream):
             self._detect_requests()
@@ -227,9 +227,9 @@ class Dataset:
             row = next(LINE_FORMATS["jsonl"](Lines(decompressed(raw, source.name))), None)
             if isinstance(row, Mapping) and is_request(row):
                 self.is_openai = True
-                self._settle(Model.of(row))
+                self._settle(model_of(row))
 
-    def _settle(self, model: Model) -> Model:
+    def _settle(self, model: str) -> str:
         self.model = self.model or model
         return self.model
 

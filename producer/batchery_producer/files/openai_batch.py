@@ -2,18 +2,21 @@
 
 A request is `{"custom_id": ..., "method": "POST", "url": "/v1/embeddings", "body": {"model": ...,
 "input": ...}}`. All requests of a run name one model, as in OpenAI's own batches. The model is the
-task unless the caller names one.
+task, or an alias of it, unless the caller names one. `dimensions` and `encoding_format` are each
+request's own.
 """
 
 import base64
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from batchery.protocol.multi_item import MAX_ITEMS
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Picker, Record
+from batchery_producer.results.answers import Answer
 
 URL = "/v1/embeddings"
 
@@ -25,6 +28,15 @@ EXPIRED = "TaskRevokedError"
 
 #: Message for an invalid input.
 INPUT = f"body: input must be a text, or a list of 1 to {MAX_ITEMS:,} texts"
+
+#: How a request wants its vectors: fields of its body.
+FORM = ("encoding_format", "dimensions")
+
+#: Message for dimensions of something else.
+NO_VECTOR = "dimensions: the task's result is no vector"
+
+#: Greatest difference from 1 of the length of a vector that a model has scaled to length 1.
+LENGTH_TOLERANCE = 1e-3
 
 #: Error type of lines that cannot become a job.
 INVALID_LINE = "InvalidLine"
@@ -40,33 +52,16 @@ def is_request(row: Any) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """What all requests of a file have in common.
-
-    Attributes:
-        name: Name of the model in the requests.
-        encoding: Encoding of vectors in the responses: `float` or `base64`.
-    """
-
-    name: str
-    encoding: str
-
-    def __str__(self) -> str:
-        return f"model {self.name!r} with encoding_format {self.encoding!r}"
-
-    @classmethod
-    def of(cls, request: Mapping[str, Any]) -> "Model":
-        """The model of a request."""
-        body = request["body"]
-        return cls(str(body.get("model", "")), str(body.get("encoding_format", "float")))
+def model_of(request: Mapping[str, Any]) -> str:
+    """Name of the model of a request; empty if it names none."""
+    return str(request["body"].get("model") or "")
 
 
 class RequestPicker(Picker):
     """Makes records of requests: the input is the item, `custom_id` is the id."""
 
     #: Takes the model of a request, and returns that of the run.
-    settle: Callable[[Model], Model]
+    settle: Callable[[str], str]
 
     def pick(self, line: int, row: Mapping[str, Any] | str) -> Record | Broken:
         """As `Picker.pick`; it raises nothing."""
@@ -80,21 +75,24 @@ class RequestPicker(Picker):
             return Broken(line, id_, reason, self.source)
         texts = _texts_of(row["body"].get("input")) or []
         item, item_count = (texts[0], 0) if len(texts) == 1 else (texts, len(texts))
-        return Record(line, id_, item, self.source, item_count)
+        wanted = {name: row["body"].get(name) for name in FORM}
+        form = {name: value for name, value in wanted.items() if value not in (None, "float")}
+        return Record(line, id_, item, self.source, item_count, form or None)
 
     def _reject(self, row: Mapping[str, Any]) -> str:
         if not is_request(row):
             return "no request: it needs custom_id, method, url and body"
         body = row["body"]
-        found = Model.of(row)
+        found = model_of(row)
         model = self.settle(found)
+        encoding, dimensions = (body.get(name) for name in FORM)
         clauses = (
             (row.get("method", "POST") != "POST", f"method {row.get('method')!r}: must be POST"),
             (row["url"] != URL, f"url {row['url']!r}: only {URL} is served"),
-            (not found.name, "body: no model"),
-            (found.encoding not in ("float", "base64"), "encoding_format: float or base64"),
-            (body.get("dimensions") is not None, "body: dimensions cannot be chosen"),
-            (found != model, f"{found}, but the first request has {model}"),
+            (not found, "body: no model"),
+            (encoding not in (None, "float", "base64"), "encoding_format: float or base64"),
+            (not _is_dimensions(dimensions), "dimensions: a whole number from 1 on"),
+            (found != model, f"model {found!r}, but the first request has model {model!r}"),
             (not _texts_of(body.get("input")), INPUT),
         )
         return next((reason for holds, reason in clauses if holds), "")
@@ -105,12 +103,56 @@ def _texts_of(given: Any) -> list[str] | None:
     return texts if len(texts) <= MAX_ITEMS and all(isinstance(t, str) for t in texts) else None
 
 
+def _is_dimensions(value: Any) -> bool:
+    return value is None or (isinstance(value, int) and value is not True and value > 0)
+
+
+def in_form(answer: Answer, form: Mapping[str, Any]) -> Answer:
+    """Cuts the vectors of an answer to the dimensions of its request.
+
+    The job itself computes whole vectors, so that requests of any dimensions share a batch.
+    """
+    wanted = form.get("dimensions")
+    if wanted is None:
+        return answer
+    results = answer.value if _are_many(answer.value) else [answer.value]
+    cut: list[Any] = []
+    for each in results:
+        vector = _numbers(each.get("vector") if isinstance(each, Mapping) else each)
+        if vector is None:
+            return replace(answer, value=None, error=("InvalidItem", NO_VECTOR))
+        if len(vector) < wanted:
+            text = f"dimensions = {wanted}: the model's vectors have {len(vector)}"
+            return replace(answer, value=None, error=("InvalidItem", text))
+        short = shortened(vector, wanted)
+        cut.append({**each, "vector": short} if isinstance(each, Mapping) else short)
+    return replace(answer, value=cut if results is answer.value else cut[0])
+
+
+def shortened(vector: Sequence[float], dimensions: int) -> Sequence[float]:
+    """The leading dimensions; of length 1 if the whole vector is."""
+    cut = list(vector[:dimensions])
+    length = math.hypot(*cut)
+    if abs(math.hypot(*vector) - 1) > LENGTH_TOLERANCE or not length:
+        return cut
+    return [number / length for number in cut]
+
+
+def _numbers(vector: Any) -> Sequence[float] | None:
+    """The numbers of a vector, which may be their bytes in base64; None if it is something else."""
+    if isinstance(vector, str):
+        try:
+            content = base64.b64decode(vector, validate=True)
+            return struct.unpack(f"<{len(content) // 4}f", content)
+        except (ValueError, struct.error):
+            return None
+    return vector if isinstance(vector, list) and _is_vector(vector) else None
+
+
 class OpenAIFormat:
     """Converts results and failures to lines of OpenAI's output and error files."""
 
-    def __init__(
-        self, journal: Journal, model: Model, line_name: Callable[[int, int], str]
-    ) -> None:
+    def __init__(self, journal: Journal, model: str, line_name: Callable[[int, int], str]) -> None:
         """Prepares; `line_name` names a line of the input, given its source and its number."""
         self._journal = journal
         self._model = model
@@ -119,7 +161,8 @@ class OpenAIFormat:
 
     def result(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """A line of the output file."""
-        return self._line(entry, 200, self._body(entry["result"]))
+        encoding = entry.get("form", {}).get("encoding_format", "float")
+        return self._line(entry, 200, self._body(entry["result"], encoding))
 
     def failure(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """A line of the error file."""
@@ -153,7 +196,7 @@ class OpenAIFormat:
     def _source(self, entry: Mapping[str, Any]) -> int:
         return self._numbers.get(entry.get("file", ""), 0)
 
-    def _body(self, result: Any) -> Mapping[str, Any]:
+    def _body(self, result: Any, encoding: str) -> Mapping[str, Any]:
         results = result if _are_many(result) else [result]
         vectors: list[Any] = [
             each.get("vector") if isinstance(each, Mapping) else each for each in results
@@ -165,17 +208,18 @@ class OpenAIFormat:
         return {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": self._encoded(vector)}
+                {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
                 for index, vector in enumerate(vectors)
             ],
-            "model": self._model.name,
+            "model": self._model,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
 
-    def _encoded(self, vector: Sequence[float] | str) -> Any:
-        if isinstance(vector, str) or self._model.encoding == "float":
-            return vector
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+def _encoded(vector: Sequence[float] | str, encoding: str) -> Any:
+    if isinstance(vector, str) or encoding == "float":
+        return vector
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def _is_vector(value: Any) -> bool:

@@ -23,10 +23,12 @@ class Record:
     Attributes:
         line: Line of the input at which the row begins, from 1.
         id: The caller's, of any type; or the line number, after the file's name if there are
-            several files.
+            several files. None if other rows have ids and this one has not: a number might be
+            another row's id.
         item: The argument of the job.
         source: Number of its file, from 0.
         item_count: Length of the list if the argument is a list of items; 0 if it is one item.
+        form: How the caller wants the result, where each row may say so.
     """
 
     line: int
@@ -34,6 +36,7 @@ class Record:
     item: Any
     source: int = 0
     item_count: int = 0
+    form: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,7 @@ class Picker:
             field: Holds the item: a key, a path of keys with dots, or a column. By default `text`,
                 or the only string.
             id_field: Holds the caller's id, and every row must have one. By default `id` or
-                `custom_id` if the first row has it; rows without one have their line number.
+                `custom_id` if the first row has it; if it has none, the line number is the id.
             seen: Detects ids that were used before.
             source: Number of the source, from 0.
             names: Of all sources.
@@ -110,6 +113,8 @@ class Picker:
         self._id_field = id_field
         self._id_is_required = id_field is not None
         self._is_determined = False
+        #: The last line whose number is its id.
+        self._numbered_lines = 0
         self._seen = seen
         self.source = source
         self._names = names
@@ -143,10 +148,15 @@ class Picker:
         return Broken(line, self._own_id(line), reason, self.source)
 
     def _own_id(self, line: int) -> Any:
+        if self._id_field is not None:
+            return None
+        self._numbered_lines = line
         return line if len(self._names) == 1 else f"{self._names[self.source]}:{line}"
 
     def used(self, id_: Any, line: int) -> str:
         """Says where the id was used before; remembers a new id and returns an empty text."""
+        if type(id_) is int and 0 < id_ <= self._numbered_lines and len(self._names) == 1:
+            return f"the id is the number of an earlier line, line {id_}, which has no id"
         first_source, first_line = self._seen.first_line(id_, self.source, line)
         if (first_source, first_line) == (self.source, line):
             return ""

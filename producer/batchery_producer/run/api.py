@@ -34,7 +34,8 @@ def submit_file(
     Args:
         source: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input; as for
             `Dataset`.
-        task: Name of the task; None for OpenAI's batch files, whose model names it.
+        task: Name of the task, or alias of a model; None for OpenAI's batch files, whose model
+            names it.
         output: Gets one line per result, in the order of completion; `-` is standard output. A
             URL gets them at the end.
         app: App to which jobs are sent and in which results are stored.
@@ -48,8 +49,8 @@ def submit_file(
         DatasetError: Input or output cannot be used, or the output can no longer be written.
         RedisUnavailable: No Redis answers at one of the app's URLs.
         StartError: No other broker answers.
-        SettingsError: The app stores no results or does not allow the queue, or no worker has the
-            task.
+        SettingsError: The app stores no results or does not allow the queue, or there are workers
+            and none of them has the task.
         TypeError: An option is unknown.
         ValueError: The window is less than 1.
     """
@@ -57,15 +58,14 @@ def submit_file(
     dataset = Dataset(source, **options.reading)
     files = Output(dataset, output, **options.writing)
     report = Report(options.report, dataset, output, options.errors) if options.report else None
-    name = task_of(dataset, task)
-    run = FileRun(app, name, options)
+    run = FileRun(app, task_of(dataset, task), options)
     settings = {
         "kwargs": dict(options.keywords or {}),
         **dataset.settings,
         "ordered": options.ordered,
     }
     with files:
-        journal = files.open(Journal.of(dataset.sources, name, settings, options.window))
+        journal = files.open(Journal.of(dataset.sources, run.task, settings, options.window))
         summary = run.run(
             files.missing(dataset),
             files,
@@ -75,7 +75,7 @@ def submit_file(
         )
     summary = _with_earlier(summary, files.done)
     if report:
-        report.write(name, summary)
+        report.write(run.task, summary)
     return summary
 
 
@@ -87,12 +87,12 @@ def task_of(dataset: Dataset, task: str | None) -> str:
     """
     if task is not None:
         return task
-    if dataset.model is None or not dataset.model.name:
+    if not dataset.model:
         raise DatasetError(
             f"{dataset.name}: no task; name one with --task. Only requests of OpenAI's batch API"
             " name their model themselves"
         )
-    return dataset.model.name
+    return dataset.model
 
 
 def _less(total: int | None, done: int) -> int | None:

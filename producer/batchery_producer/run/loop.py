@@ -4,15 +4,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from typing import Any
 
 from celery import Celery
 
 from batchery.cli.app import check_backend, check_broker
 from batchery.errors import BatcheryError, SettingsError
-from batchery_producer.diagnosis import check_workers, explain_stall
+from batchery_producer.diagnosis import check_workers, explain_stall, find_task
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.openai_batch import INVALID_LINE
+from batchery_producer.files.openai_batch import INVALID_LINE, in_form
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, joined
@@ -83,7 +84,7 @@ class FileRun:
         if getattr(app.tasks.get(task), "ignore_result", False):
             raise SettingsError(f"task {task!r} ignores its results, so none would come back")
         check_broker(app)
-        self.task = task
+        self.task = task = find_task(app, task, options.queue)
         self._app = app
         self._options = options
         self._retries = RetryPolicy(options.stop)
@@ -207,7 +208,7 @@ class FileRun:
             self._figures.read(row.item if row.item_count else [row.item])
             task_id = self._journal.task_id(row.source, row.line)
             # The window holds no items, which may be large.
-            itemless = Record(row.line, row.id, None, row.source, row.item_count)
+            itemless = replace(row, item=None)
             jobs.append(NewJob(task_id, row.item, row.item_count, itemless))
         return jobs
 
@@ -229,6 +230,8 @@ class FileRun:
         self._figures.ended(self._elapsed_s(), task_id, answer.batch_size)
         if row.item_count:
             answer = joined(answer, row.item_count)
+        if row.form is not None and answer.error is None:
+            answer = in_form(answer, row.form)
         if answer.error is not None:
             self._fail(row, *answer.error)
         elif refused := self._output.result(row, answer.value):

@@ -9,7 +9,7 @@ from batchery_producer.files.compression import bare_name
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Done, Journal
 from batchery_producer.files.jsonl import JsonLines, TooLong
-from batchery_producer.files.openai_batch import Model, OpenAIFormat
+from batchery_producer.files.openai_batch import OpenAIFormat
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.files.source import STANDARD_STREAM, is_url
 from batchery_producer.run.finalize import Final
@@ -267,7 +267,8 @@ class Output:
             None; or why the result cannot be written.
         """
         try:
-            self.results.write({**self._head(row), "result": result})
+            form = {"form": row.form} if row.form else {}
+            self.results.write({**self._head(row), **form, "result": result})
         except TooLong as error:
             return str(error)
         return None
@@ -316,8 +317,7 @@ class Output:
         assert self.results.path is not None
         openai, files = None, self.journal.files
         if self._source.is_openai:
-            model = self._source.model or Model("", "float")
-            openai = OpenAIFormat(self.journal, model, self._source.line_name)
+            openai = OpenAIFormat(self.journal, self._source.model or "", self._source.line_name)
         self.results.close()
         self._is_part_needed = True  # Until the output is complete.
         self._final.write(self.results.path, files, openai.result if openai else None)

@@ -298,3 +298,25 @@ def test_a_variable_with_broken_json_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_setting_errors_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value, _ in WRONG:
         assert "\n" not in complaint(**{name: value})
+
+
+@pytest.mark.parametrize("alias", ["other", "twice", "", "two words", "a,b"])
+def test_an_alias_is_the_name_of_one_model(alias: str) -> None:
+    model = {"kind": "embedding", "model": "x/y"}
+    models = {
+        "embed": {**model, "aliases": ["twice", "text-embedding-3-small"]},
+        "other": {**model, "aliases": [alias]},
+    }
+    assert f"alias {alias!r} of 'other'" in complaint(models=models)
+
+
+def test_a_model_knows_its_aliases() -> None:
+    model = {"kind": "embedding", "model": "x/y", "aliases": ["ada", "text-embedding-3-small"]}
+    app = install(
+        Celery(set_as_current=False), models={"embed": model, "plain": model | {"aliases": []}}
+    )
+    app.finalize()
+    tasks: Any = app.tasks
+    assert tasks["embed"].model_aliases == "ada,text-embedding-3-small"
+    assert tasks["plain"].model_aliases is None
+    assert tasks["embed"].is_installed

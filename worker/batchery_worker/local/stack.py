@@ -25,6 +25,7 @@ from redis.exceptions import RedisError
 from batchery.cli.app import DEFAULT_APP
 from batchery.cli.redis_check import check_redis
 from batchery.errors import RedisUnavailable, StartError
+from batchery.valkey import redis_url as as_redis
 from batchery_worker.local.guarded_process import GuardedProcess
 from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 
@@ -155,7 +156,7 @@ class Stack:
             worker_arguments: Further arguments of `celery worker`.
         """
         self._app = app
-        self._given_url = redis_url
+        self._given_url = redis_url and as_redis(redis_url)
         self._data = data
         self._wants_flower = flower
         self._wanted_port = flower_port
@@ -187,14 +188,15 @@ class Stack:
             raise
         return self
 
-    def wait(self) -> None:
-        """Waits until a process ends, which none should.
+    def wait(self, on_poll: Callable[[], None] = lambda: None) -> None:
+        """Waits until a process ends, which none should; calls `on_poll` several times a second.
 
         Raises:
             StartError: A process ended; as for `start`.
         """
         while True:
             self._check_alive()
+            on_poll()
             time.sleep(POLL_S)
 
     def stop(self) -> None:

@@ -8,7 +8,7 @@ from celery import Celery
 from rich.console import Console
 
 from batchery.cli.dashboard import dashboard
-from batchery.cli.survey import Survey, queue_depths
+from batchery.cli.survey import DISCOVERY_S, Survey, WorkerDirectory, queue_depths
 
 
 def figures(*, clock_s: float, jobs: int, items: int, **batches: Any) -> dict[str, Any]:
@@ -198,3 +198,48 @@ def test_the_tables_show_what_each_cache_has_saved() -> None:
     assert f"cache of embed {saved}" in rows
     assert f"cache of mood {saved}; 2 errors, cannot be written: OOM" in " ".join(rows)
     assert "cache of" not in drawn(NOW)
+
+
+class Broker:
+    """An app, of which only remote control is asked; workers answer as they would."""
+
+    def __init__(self) -> None:
+        self.control = self
+        self.asked: list[tuple[str, Any]] = []
+        self.registered = {
+            "stock@h": ["tasks.add"],
+            "ours@h": ["tasks.add", "shout [is_installed=True]"],
+            "forgot@h": ["shout [is_installed=False]"],
+        }
+
+    def broadcast(self, command: str, *, destination: Any, **_: Any) -> Any:
+        self.asked.append((command, destination))
+        if command == "registered":
+            return [{name: tasks} for name, tasks in self.registered.items()]
+        return [{name: {"batches": {}}} for name in destination]
+
+
+def test_only_workers_with_batch_tasks_are_asked_and_newcomers_are_found() -> None:
+    broker: Any = Broker()
+    now_s = 0.0
+    directory = WorkerDirectory(broker, lambda: now_s)
+    answers = directory.ask(1.0)
+    assert answers.keys() == {"ours@h", "forgot@h"}
+    assert answers["ours@h"] == {"batches": {}}
+    assert "batchery.install(app)" in answers["forgot@h"]["error"]
+    directory.ask(1.0)
+    assert broker.asked == [
+        ("registered", None),
+        ("batchery", ["ours@h"]),
+        ("batchery", ["ours@h"]),
+    ]
+    broker.registered["new@h"] = ["shout [is_installed=True]"]
+    now_s = DISCOVERY_S
+    assert "new@h" in directory.ask(1.0)
+
+
+def test_nobody_is_asked_where_nobody_has_batch_tasks() -> None:
+    broker: Any = Broker()
+    broker.registered = {"stock@h": ["tasks.add"]}
+    assert WorkerDirectory(broker).ask(1.0) == {}
+    assert broker.asked == [("registered", None)]

@@ -98,11 +98,11 @@ def test_ids_keep_their_type(tmp_path: Path, id_: Any) -> None:
     assert read(path) == [Record(1, id_, "t")]
 
 
-def test_row_without_id_gets_its_line_number_unless_the_id_field_is_named(
+def test_row_without_id_among_rows_with_ids_has_none_unless_the_id_field_is_named(
     tmp_path: Path,
 ) -> None:
     path = write(tmp_path / "d.jsonl", '{"id": "a", "text": "t"}\n{"id": null, "text": "u"}\n')
-    assert read(path)[1] == Record(2, 2, "u")
+    assert read(path)[1] == Record(2, None, "u")
     broken = read(path, id_field="id")[1]
     assert isinstance(broken, Broken)
     assert "no id in field 'id'" in broken.reason
@@ -235,3 +235,14 @@ def test_named_pipe_is_read(tmp_path: Path) -> None:
     dataset = Dataset(path)
     assert len(list(dataset)) == 2
     writer.join()
+
+
+def test_line_numbers_as_ids_never_meet_an_id_of_the_caller(tmp_path: Path) -> None:
+    rows = '{"id": 2, "text": "t"}\n{"text": "u"}\n{"id": 3, "text": "v"}\n'
+    assert [row.id for row in read(write(tmp_path / "d.jsonl", rows))] == [2, None, 3]
+    assert [row.id for row in read(write(tmp_path / "e.jsonl", '"a"\n"b"\n'))] == [1, 2]
+    rows = '"a"\n{"id": 1, "text": "t"}\n{"id": 3, "text": "u"}\n'
+    first, clash, last = read(write(tmp_path / "f.jsonl", rows))
+    assert (first.id, last.id) == (1, 3)
+    assert isinstance(clash, Broken)
+    assert clash.reason == "the id is the number of an earlier line, line 1, which has no id"

@@ -9,8 +9,9 @@ import pytest
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.openai_batch import Model
+from batchery_producer.files.openai_batch import in_form, shortened
 from batchery_producer.files.records import Broken, Record
+from batchery_producer.results.answers import Answer
 from batchery_producer.run.api import task_of
 from batchery_producer.run.output import Output
 
@@ -32,7 +33,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 def test_requests_of_openai_are_recognised(tmp_path: Path) -> None:
     rows = [request(1, "one"), request(2, ["two"]), request(3, ["a", "b"], user="somebody")]
     dataset = Dataset(write(tmp_path / "in.jsonl", rows))
-    assert (dataset.is_openai, dataset.model) == (True, Model("embed", "float"))
+    assert (dataset.is_openai, dataset.model) == (True, "embed")
     assert task_of(dataset, None) == "embed"
     assert list(dataset) == [
         Record(1, "request-1", "one"),
@@ -56,12 +57,13 @@ def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Pa
     [
         (request(2, url="x") | {"url": "/v1/chat/completions"}, "only /v1/embeddings is served"),
         (request(2) | {"method": "GET"}, "method 'GET': must be POST"),
-        (request(2, model="other"), "model 'other' with .* but the first request has model 'embed"),
-        (request(2, encoding_format="base64"), "encoding_format 'base64', but the first"),
+        (request(2, model="other"), "model 'other', but the first request has model 'embed'"),
+        (request(2, encoding_format="hex"), "encoding_format: float or base64"),
         (request(2, []), "input must be a text, or a list of 1 to 10,000 texts"),
         (request(2, [1, 2]), "input must be a text, or a list"),
         (request(2, ["a"] * 10_001), "input must be a text, or a list"),
-        (request(2, dimensions=8), "dimensions cannot be chosen"),
+        (request(2, dimensions=0), "dimensions: a whole number from 1 on"),
+        (request(2, dimensions="8"), "dimensions: a whole number from 1 on"),
         (request(1), "the id is already used in line 1"),
         ({"custom_id": "x"}, "no request: it needs custom_id, method, url and body"),
         ({"custom_id": 5}, "no custom_id, or it is not a text"),
@@ -82,7 +84,9 @@ def run(tmp_path: Path, **body: Any) -> tuple[list[Any], list[Any], Journal]:
     dataset = Dataset(write(tmp_path / "in.jsonl", rows))
     with Output(dataset, tmp_path / "out.jsonl") as output:
         journal = output.open(Journal.of(dataset.sources, "embed", {}, 4))
-        output.result(Record(1, "request-1", None), {"tokens": 3, "vector": [0.5, -1.0]})
+        first = next(iter(dataset))
+        assert isinstance(first, Record)
+        output.result(first, {"tokens": 3, "vector": [0.5, -1.0]})
         output.failure(Record(2, "request-2", None), "InvalidItem", "too long")
         output.failure(Record(3, "request-3", None), "TaskRevokedError", "expired")
         output.failure(Record(4, 4, None), "InvalidLine", "no custom_id")
@@ -151,3 +155,59 @@ def test_request_of_several_texts_gets_a_vector_for_each(tmp_path: Path) -> None
     body = json.loads((tmp_path / "out.jsonl").read_text())["response"]["body"]
     assert [(each["index"], each["embedding"]) for each in body["data"]] == [(0, [1]), (1, [2])]
     assert body["usage"] == {"prompt_tokens": 4, "total_tokens": 4}
+
+
+def test_each_request_has_its_own_dimensions_and_encoding(tmp_path: Path) -> None:
+    asked: list[dict[str, Any]] = [
+        {},
+        {"dimensions": 2},
+        {"encoding_format": "base64"},
+        {"encoding_format": "float"},
+    ]
+    rows = [request(number, **body) for number, body in enumerate(asked)]
+    dataset = Dataset(write(tmp_path / "in.jsonl", rows))
+    records = [row for row in dataset if isinstance(row, Record)]
+    assert [row.form for row in records] == [
+        None,
+        {"dimensions": 2},
+        {"encoding_format": "base64"},
+        None,
+    ]
+    with Output(dataset, tmp_path / "out.jsonl") as output:
+        output.open(Journal.of(dataset.sources, "embed", {}, 4))
+        for row in records:
+            answer = Answer({"tokens": 2, "vector": [0.6, 0.0, 0.8]})
+            output.result(row, in_form(answer, row.form or {}).value)
+        output.finish(complete=True)
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    bodies = [json.loads(line)["response"]["body"] for line in lines]
+    vectors = [body["data"][0]["embedding"] for body in bodies]
+    assert vectors[0] == vectors[3] == [0.6, 0.0, 0.8]
+    assert vectors[1] == [1.0, 0.0]
+    assert len(base64.b64decode(vectors[2])) == 12
+    assert {body["model"] for body in bodies} == {"embed"}
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"vector": [1.0, 0.0]}, "dimensions = 3: the model's vectors have 2"),
+        ([{"vector": [1.0, 0.0, 0.0]}, {"vector": [1.0]}], "the model's vectors have 1"),
+        ({"label": "good"}, "the task's result is no vector"),
+    ],
+)
+def test_dimensions_that_the_model_has_not_are_an_error_of_that_line(value: Any, said: str) -> None:
+    answer = in_form(Answer(value), {"dimensions": 3})
+    assert answer.error is not None
+    assert answer.error[0] == "InvalidItem"
+    assert said in answer.error[1]
+
+
+def test_a_vector_in_base64_is_cut_as_well() -> None:
+    packed = base64.b64encode(struct.pack("<3f", 3.0, 4.0, 9.0)).decode()
+    assert in_form(Answer({"vector": packed}), {"dimensions": 2}).value == {"vector": [3.0, 4.0]}
+
+
+def test_a_vector_of_length_1_keeps_it() -> None:
+    assert shortened([0.6, 0.0, 0.8], 1) == [1.0]
+    assert shortened([3.0, 4.0], 1) == [3.0]

@@ -9,6 +9,7 @@ from typing import Any
 
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError
+from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError
@@ -88,11 +89,22 @@ def _check_folder(name: str, folder: Path) -> None:
         raise ModelLoadError(
             f"model {name!r}: the folder has no config.json; name one that save_pretrained wrote"
         )
-    if not any(folder.glob("*.safetensors")):
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
         raise ModelLoadError(
             f"model {name!r}: the folder has no weights in safetensors, the only format that is"
             " loaded; load the model with transformers once and save it with save_pretrained"
         )
+    for path in weights:
+        try:
+            # It reads the table of contents, and compares it with the file's size.
+            with safe_open(path, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ModelLoadError(
+                f"model {name!r}: {path.name} is damaged, or not all of it is there: {error};"
+                " copy or download it again"
+            ) from None
 
 
 def reason(error: Exception) -> str:

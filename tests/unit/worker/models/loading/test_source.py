@@ -65,8 +65,13 @@ def test_weights_in_pickle_are_refused(build: Build, copied: Copy, embedder: Loa
 
 def test_damaged_weights_are_refused(build: Build, copied: Copy, embedder: Load) -> None:
     folder = copied(build("bert"))
-    (folder / "model.safetensors").write_bytes(b"not safetensors at all")
-    assert str(folder) in refusal(embedder, folder)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    for content in (b"not safetensors at all", b"", whole[: len(whole) // 2]):
+        weights.write_bytes(content)
+        message = refusal(embedder, folder)
+        assert str(folder) in message
+        assert "model.safetensors is damaged" in message
 
 
 def test_weights_of_another_size_are_refused(build: Build, copied: Copy, embedder: Load) -> None:

@@ -1,0 +1,97 @@
+"""Which tasks workers serve: listed, refused where there are none; stock workers undisturbed."""
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+import redis
+from celery import Celery
+from click.testing import CliRunner, Result
+
+from apps import shop
+from batchery import SettingsError
+from batchery.cli.models import models
+from batchery.cli.stats import stats
+from batchery_producer import submit_file
+from batchery_producer.diagnosis import find_task
+from conftest import StartWorker
+from support.bulk_runs import APP, Command, write_rows
+from support.harness import Worker
+
+
+def run(command: click.Command, redis_url: str, *arguments: str) -> Result:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return CliRunner().invoke(command, ["-A", APP, *arguments])
+
+
+@pytest.fixture(scope="module")
+def stock(start_module_worker: StartWorker, worker: Worker) -> Worker:
+    """A worker that knows nothing of Batchery, on the same broker."""
+    return start_module_worker("apps.stock", "-Q", "elsewhere")
+
+
+def test_a_stock_worker_is_not_asked_for_figures(
+    redis_url: str, worker: Worker, stock: Worker
+) -> None:
+    done = run(stats, redis_url, "--once", "--json", "--timeout", "2")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["workers"].keys() == {worker.name}
+    assert "pidbox command error" not in stock.log
+
+
+def test_models_lists_the_tasks_of_all_workers(
+    redis_url: str, worker: Worker, stock: Worker
+) -> None:
+    done = run(models, redis_url, "--json", "--timeout", "2")
+    assert done.exit_code == 0, done.output
+    tasks = {each["task"]: each for each in map(json.loads, done.stdout.splitlines())}
+    assert tasks[f"{APP}.shout"]["kind"] == "batch"
+    assert tasks[f"{APP}.shout"]["workers"] == [worker.name]
+    assert tasks["apps.leases.late"]["kind"] == "ordinary"
+
+
+def test_a_task_that_nobody_has_is_refused_with_those_that_there_are(
+    tmp_path: Path, client: Celery, worker: Worker, store: "redis.Redis"
+) -> None:
+    source = write_rows(tmp_path / "in.jsonl", 3)
+    with pytest.raises(
+        SettingsError, match=r"no worker that answers has a task 'apps\.shop\.shot': did you mean"
+    ):
+        submit_file(source, f"{APP}.shot", tmp_path / "out.jsonl", app=client)
+    assert not store.exists(f"{APP}.shot")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_an_unknown_model_of_an_openai_file_is_refused(
+    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
+) -> None:
+    body = {"model": "text-embedding-9", "input": "some text"}
+    row = {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}
+    (tmp_path / "in.jsonl").write_text(json.dumps(row) + "\n")
+    code, _, err = Command(tmp_path, redis_url, "in.jsonl", "-A", APP, "-o", "out.jsonl").end()
+    assert code == 2
+    assert "no worker that answers has a task 'text-embedding-9'" in err
+    assert not store.exists("text-embedding-9")
+
+
+def test_a_task_whose_worker_is_yet_to_come_needs_its_queue(client: Celery, worker: Worker) -> None:
+    assert find_task(client, "later", "its_queue") == "later"
+
+
+def test_a_model_is_found_by_its_alias(
+    monkeypatch: pytest.MonkeyPatch, client: Celery, worker: Worker
+) -> None:
+    name = f"{APP}.shout"
+    monkeypatch.setattr(client.tasks["celery.map"], "model_aliases", "one,two", raising=False)
+    assert find_task(client, "two", None) == "celery.map"
+    assert find_task(client, name, None) == name
+
+
+def test_ctrl_c_names_resume(tmp_path: Path, redis_url: str, worker: Worker) -> None:
+    write_rows(tmp_path / "in.jsonl", 5)
+    options = ("--task", "yet.to.come", "--queue", "nobody", "--timeout", "0.5")
+    command = Command(tmp_path, redis_url, "in.jsonl", "-A", APP, "-o", "out.jsonl", *options)
+    code, _, err = command.end()
+    assert code == 3
+    assert "the same command with --resume goes on from here" in err
