@@ -101,6 +101,8 @@ def tracer_jobs(worker: Worker, client: Celery, committed: int) -> dict[str, int
 
 
 def committed_by(worker: Worker, client: Celery) -> int:
+    # Those of earlier tests are counted when what listens to them has returned.
+    wait_for(lambda: not worker.inspect(client, "active"), "an idle worker")
     return int(worker.inspect(client, "stats")["pool"]["batches"]["committed_jobs"])
 
 

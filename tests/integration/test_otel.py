@@ -90,6 +90,7 @@ def test_traced_jobs_are_committed_by_the_device(worker: Worker, tracer: Any) ->
     def committed() -> int:
         return int(worker.inspect(traced.app, "stats")["pool"]["batches"]["committed_jobs"])
 
+    wait_for(lambda: not worker.inspect(traced.app, "active"), "an idle worker")
     before = committed()
     assert traced.shout.delay("once").get(timeout=TIMEOUT_S) == "ONCE"
     # The caller has its result before those that listen have heard of it.
