@@ -60,7 +60,8 @@ def target_for(
     with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
         folder = model_folder(options.model, Path(temporary))
         target = target_of(folder, options.device, options.dtype, options.batch_size, loop_tokens)
-        configure(target, queues or {"embed": target.batch_size})
+        graphs = getattr(options, "cuda_graphs", "never")
+        configure(target, queues or {"embed": target.batch_size}, cuda_graphs=graphs)
         yield target
 
 
@@ -84,18 +85,20 @@ def target_of(
     )
 
 
-def configure(target: Target, queues: Mapping[str, int]) -> None:
+def configure(target: Target, queues: Mapping[str, int], cuda_graphs: str = "never") -> None:
     """Tells our processes, which inherit the environment, of the model.
 
     Args:
         target: The model.
         queues: Name of each queue and task, and the size of its batches.
+        cuda_graphs: The setting of the model.
     """
     model = {
         "kind": "embedding",
         "model": str(target.folder),
         "max_length": LONGEST,
         "dtype": target.dtype,
+        "cuda_graphs": cuda_graphs,
     }
     os.environ["BATCHERY_MODELS"] = json.dumps(
         {name: {**model, "max_batch_size": size} for name, size in queues.items()}

@@ -41,6 +41,7 @@ LIMITS_S = {
     "memory flat": 40,
     "dead context": 90,
     "requests": 120,
+    "single requests with graphs": 60,
     "bulk": 120,
 }
 

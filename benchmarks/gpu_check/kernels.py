@@ -55,11 +55,21 @@ def versions(check: Check) -> dict[str, Any]:
         found["function"] = str(inspect.signature(varlen_attn))
     except ImportError as error:
         found["function"] = str(error)
+    found["product_tflops"] = round(product_flops(check) / 1e12, 2)
     kernel = varlen_kernel()
     if kernel is None:
         found["problem"] = "no attention for rows of texts is found: nothing will be packed"
     found["note"] = f"torch {torch.__version__}, {found['gpu'] or 'no GPU'}"
     return found
+
+
+def product_flops(check: Check) -> float:
+    """FLOPs per second of a large matrix product: what there is to have on this very device."""
+    size = 256 if check.dry else 8192
+    dtype = torch.float32 if check.dry else torch.bfloat16
+    one, other = (torch.randn(size, size, device=check.device, dtype=dtype) for _ in range(2))
+    times_ms = [check.device_ms(lambda: one @ other) for _ in range(check.repeats(20))]
+    return 2 * size**3 / (min(times_ms) / 1e3)
 
 
 def varlen_against_sdpa(check: Check) -> dict[str, Any]:
