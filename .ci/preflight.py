@@ -85,7 +85,7 @@ def torch_index(
         return "", "torch comes from pip's own index with CUDA, as there is an NVIDIA driver: 3 GB"
     if answers(CPU_INDEX):
         return CPU_INDEX, "torch comes without CUDA, as there is no NVIDIA driver: 0.2 GB"
-    return "", f"torch comes from pip's own index, 3 GB with CUDA: {CPU_INDEX} does not answer"
+    return "", f"torch comes as pip has it, maybe with CUDA, 3 GB: {CPU_INDEX} does not answer"
 
 
 def answers(index: str) -> bool:
