@@ -21,7 +21,15 @@ from benchmarks.chaos.plan import Plan
 FACTOR = int(os.environ.get("CHAOS_FACTOR", "1"))
 
 QUIET = Plan(
-    kills=0, device_kills=0, stops=0, redis_restarts=0, cuts=0, fills=0, malformed=0, patience_s=60
+    kills=0,
+    device_kills=0,
+    child_kills=0,
+    stops=0,
+    redis_restarts=0,
+    cuts=0,
+    fills=0,
+    malformed=0,
+    patience_s=60,
 )
 
 #: Of what must cost nothing a little. Not the moments in which Redis is full or gone: a chain's
@@ -57,7 +65,9 @@ def test_the_harness_finds_the_jobs_that_stock_leaves_behind_a_killed_worker(
 
 
 def test_harness_finds_nothing_without_a_fault(tmp_path: Path) -> None:
-    options = [f"--{name}=0" for name in ("kills", "device-kills", "stops", "cuts", "fills")]
+    options = [
+        f"--{name}=0" for name in ("kills", "device-kills", "child-kills", "stops", "cuts", "fills")
+    ]
     options += ["--redis-restarts=0", "--malformed=0", "--jobs=60", "--workers=1"]
     arguments = ["--transport=stock", "--json", "--quiet", *options]
     kept = tmp_path / "kept"

@@ -83,8 +83,6 @@ class Device:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
-        # Three threads answer, and each thread of the app may log.
-        self._write_lock = threading.Lock()
         #: The batch whose function runs.
         self.current: Work | None = None
         # These queues have no limit: the parent sends at most `DEVICE_DEPTH` batches. With a limit,
@@ -129,14 +127,12 @@ class Device:
         return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
 
     def tell(self, reply: Reply) -> None:
-        """Writes a message to the parent; from any thread.
+        """Writes a message to the parent; on one thread at a time.
 
         Raises:
             OSError: The parent is gone.
         """
-        frame = dump_reply(reply)
-        with self._write_lock:
-            write_frame(self._end, frame)
+        write_frame(self._end, dump_reply(reply))
 
     def run(self) -> None:
         """Works until the process is told to leave, which happens on the prepare thread."""
@@ -284,8 +280,13 @@ def _leave_signals_to_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def main(descriptor: int) -> None:
-    """Entry point: `python -m batchery_worker.device DESCRIPTOR`."""
+def main(descriptor: int, log_descriptor: int | None = None) -> None:
+    """Entry point: `python -m batchery_worker.device DESCRIPTOR [LOG_DESCRIPTOR]`.
+
+    Args:
+        descriptor: Of a socket to the parent.
+        log_descriptor: Of another one, for what is logged; None writes that to standard error.
+    """
     _leave_signals_to_parent()
     end = socket.socket(fileno=descriptor)
     try:
@@ -293,7 +294,10 @@ def main(descriptor: int) -> None:
     except EOFError:
         return
     device = Device(end)
-    handler = ForwardingHandler(setup.device, device.tell, lambda: device.current)
+    handler: logging.Handler = logging.StreamHandler()
+    if log_descriptor is not None:
+        log = socket.socket(fileno=log_descriptor)
+        handler = ForwardingHandler(setup.device, log, lambda: device.current)
     forward_logs(handler, setup.log_levels)
     try:
         ready = device.start(setup)
@@ -309,4 +313,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(*map(int, sys.argv[1:]))

@@ -5,7 +5,9 @@ they hold for ordinary tasks.
 """
 
 import logging
+import marshal
 import queue
+import socket
 import sys
 import threading
 import traceback
@@ -16,7 +18,8 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
-from batchery_worker.ipc.messages import Logged, Work
+from batchery_worker.ipc.framing import write_frame
+from batchery_worker.ipc.messages import Work
 from batchery_worker.ipc.values import is_plain
 
 #: Loggers of ours: what they say is not said by the function of the batch.
@@ -36,23 +39,21 @@ _REPLACED = {"args", "exc_info", "message", "msg", "processName"}
 class ForwardingHandler(logging.Handler):
     """Sends each record to the parent process, as plain data."""
 
-    def __init__(
-        self, device: str, send: Callable[[Logged], None], current: Callable[[], Work | None]
-    ) -> None:
+    def __init__(self, device: str, end: socket.socket, current: Callable[[], Work | None]) -> None:
         """Makes a handler for the root logger.
 
         Args:
             device: Name of the device, as torch spells it.
-            send: Writes a message to the parent; from any thread.
+            end: Of a pipe to the parent, for nothing else.
             current: The batch whose function runs; None between batches.
         """
         super().__init__()
         self._device = device
-        self._send = send
+        self._end = end
         self._current = current
         # A soft time limit interrupts the main thread wherever it is. Half a message in the pipe
-        # would be the end of the process, so another thread writes it.
-        self._records: queue.SimpleQueue[tuple[Logged, threading.Event]] = queue.SimpleQueue()
+        # would garble all that follow, so another thread writes it.
+        self._records: queue.SimpleQueue[tuple[bytes, threading.Event]] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, daemon=True)
         self._writer.start()
 
@@ -63,22 +64,22 @@ class ForwardingHandler(logging.Handler):
             self._say(self.format(record))
             return
         try:
-            logged = Logged(self._fields(record))
+            frame = marshal.dumps(self._fields(record))
         except SoftTimeLimitExceeded:
             raise
         except Exception:  # noqa: BLE001 - whatever the text of the caller's objects raises
             self._say(f"a line of {record.name} cannot be logged: {traceback.format_exc()}")
             return
         is_written = threading.Event()
-        self._records.put((logged, is_written))
+        self._records.put((frame, is_written))
         # The last line before a crash must not be lost.
         is_written.wait(WRITE_TIMEOUT_S)
 
     def _write(self) -> None:
         while True:
-            logged, is_written = self._records.get()
+            frame, is_written = self._records.get()
             try:
-                self._send(logged)
+                write_frame(self._end, frame)
             except OSError:
                 return
             finally:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from batchery.fork_gate import fork_gate
+from batchery_worker.device_pool.log_reading import follow_log
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.messages import Done, Reply, Setup, Work, dump_message, load_reply
 from batchery_worker.job import DEVICE_DEPTH
@@ -149,17 +150,21 @@ class DeviceProcess:
         """
         self._dying = [process for process in self._dying if process.poll() is None]
         ours, theirs = socket.socketpair()
-        with theirs:
+        log, their_log = socket.socketpair()
+        with theirs, their_log:
+            ends = (theirs.fileno(), their_log.fileno())
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "batchery_worker.device", str(theirs.fileno())],
+                    [sys.executable, "-m", "batchery_worker.device", *map(str, ends)],
                     env={**_environment(), **os.environ},
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=ends,
                     stdin=subprocess.DEVNULL,
                 )
             except OSError:
                 ours.close()
+                log.close()
                 raise
+        follow_log(log)
         self.pid = self._process.pid
         self.jobs = 0
         self.reported = {}

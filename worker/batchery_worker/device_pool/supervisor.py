@@ -9,7 +9,7 @@ from typing import Any
 import batchery.errors
 from batchery.errors import ModelLoadError, StartError
 from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, ChildLimits, DeviceProcess, State
-from batchery_worker.ipc.messages import Done, Logged, NotReady, Ready, Reply, Setup, Waiting
+from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Waiting
 from batchery_worker.task_call import DispatchedBatch
 
 logger = logging.getLogger("batchery.pool")
@@ -248,8 +248,6 @@ class DeviceSupervisor:
         elif isinstance(reply, Waiting):
             # The function has ended in time. The time that results wait for Redis must not count.
             device.batches[reply.id].hard_limit_s = None
-        elif isinstance(reply, Logged):
-            _log(reply)
         else:
             dispatched = device.take_reply(reply)
             device.recycle_due = device.recycle_due or self._limits.reached(device.jobs, device.pid)
@@ -304,11 +302,3 @@ class DeviceSupervisor:
         if not self.devices:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
-
-
-def _log(logged: Logged) -> None:
-    """Gives a device's record to the handlers of this process."""
-    record = logging.makeLogRecord(dict(logged.record))
-    target = logging.getLogger(record.name)
-    if target.isEnabledFor(record.levelno):
-        target.handle(record)

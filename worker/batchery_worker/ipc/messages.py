@@ -95,13 +95,6 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
-class Logged:
-    """A line for the worker's log: the attributes of a `logging.LogRecord`."""
-
-    record: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Done:
     """A batch that a device has finished."""
 
@@ -124,8 +117,8 @@ class Done:
     reused: Mapping[str, Any] | None = None
 
 
-Reply = Ready | NotReady | Waiting | Logged | Done
-_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Logged, Done)}
+Reply = Ready | NotReady | Waiting | Done
+_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Done)}
 
 
 def dump_message(message: Setup | Work) -> bytes:
