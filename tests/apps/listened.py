@@ -123,11 +123,11 @@ PLAIN = "listened.plain"
 
 if STOCK:
 
-    @app.task(base=Hooks, bind=True, name=HOOKED, max_retries=1, acks_late=True)
+    @app.task(shared=False, base=Hooks, bind=True, name=HOOKED, max_retries=1, acks_late=True)
     def hooked(self: Any, word: str, mark: str = "") -> Any:
         return retried_once(self, word, mark)
 
-    @app.task(bind=True, name=PLAIN, acks_late=True)
+    @app.task(shared=False, bind=True, name=PLAIN, acks_late=True)
     def plain(self: Any, word: str, mark: str = "") -> Any:
         return work(self, word, mark)
 
@@ -138,11 +138,11 @@ else:
 
         abstract = True
 
-    @app.task(base=HookedBatch, bind=True, name=HOOKED, max_retries=1)
+    @app.task(shared=False, base=HookedBatch, bind=True, name=HOOKED, max_retries=1)
     def hooked(self: Any, words: list[str], mark: str = "") -> Any:
         return [retried_once(self, word, mark) for word in words]
 
-    @app.task(base=BatchTask, bind=True, name=PLAIN, max_batch_size=64)
+    @app.task(shared=False, base=BatchTask, bind=True, name=PLAIN, max_batch_size=64)
     def plain(self: Any, words: list[str], mark: str = "") -> Any:
         values = []
         for word in words:

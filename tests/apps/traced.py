@@ -55,6 +55,6 @@ if "TRACED_WORKER" in os.environ:
     CeleryInstrumentor().instrument()  # type: ignore[no-untyped-call]
 
 
-@app.task(base=BatchTask, name="traced.shout", max_batch_size=64)
+@app.task(shared=False, base=BatchTask, name="traced.shout", max_batch_size=64)
 def shout(words: list[str]) -> list[Any]:
     return [Failed("asked to") if word == "fail" else word.upper() for word in words]

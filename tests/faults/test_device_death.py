@@ -93,6 +93,7 @@ def test_warm_shutdown_finishes_what_runs_and_returns_what_waits(
     start_worker: StartWorker, redis_url: str
 ) -> None:
     worker = start_worker("apps.shop")
+    assert not busy(worker)  # From now on it answers at once.
     running = shop.nap.delay(2.0)
     wait_for(lambda: busy(worker), "the device is busy")
     waiting = shop.shout.submit_many([f"text {number}" for number in range(20)])
