@@ -91,9 +91,9 @@ class ForwardingHandler(logging.Handler):
             print(text, file=sys.__stderr__)
 
     def _fields(self, record: logging.LogRecord) -> dict[str, Any]:
-        fields = {name: _plain(value) for name, value in vars(record).items()}
-        for name in _REPLACED:
-            fields.pop(name, None)
+        fields = {
+            name: _plain(value) for name, value in vars(record).items() if name not in _REPLACED
+        }
         fields["msg"] = record.getMessage()
         fields["processName"] = f"device {self._device}"
         if record.exc_info and not record.exc_text:
