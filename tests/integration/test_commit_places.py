@@ -91,5 +91,5 @@ def test_a_time_limit_does_not_count_while_results_wait_for_redis(
         own_redis.start()
         wait_for(lambda: stored(own_redis.url, job.id), "the result is stored")
         assert job.get(timeout=TIMEOUT_S) == str(path)
-    assert path.read_text() == "x"
+    assert path.read_text() == "x", worker.log
     assert device.is_running()
