@@ -113,6 +113,7 @@ def _starter(directory: Path, redis_url: str) -> Iterator[StartWorker]:
     yield start
     for worker in workers:
         worker.kill()
+        print(worker.log)  # Shown where the test failed.
 
 
 @pytest.fixture
