@@ -154,9 +154,9 @@ def at_once(query: Tensor, *_: Any, **__: Any) -> Tensor:
 
 def results(model: EmbeddingModel, values: Tensor, batch: Sequence[Prepared]) -> None:
     """From the values of a pass to what is stored."""
-    lengths = [text.shape[1] for text in batch]
+    heads = [{"tokens": text.shape[1]} for text in batch]
     model.give_json()
-    model.postprocess(Outputs(lengths, PendingCopy(values)))
+    model.postprocess(Outputs(heads, PendingCopy(values)))
 
 
 def cost_us(run: Callable[[], Any], repeats: int) -> float:

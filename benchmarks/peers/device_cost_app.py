@@ -29,7 +29,7 @@ class Vectors(Model):
 
     def postprocess(self, outputs: Any, **_: Any) -> list[Encoded]:
         """As an embedding model makes its results."""
-        return encoded_results([12] * len(outputs), outputs)
+        return encoded_results([{"tokens": 12}] * len(outputs), outputs)
 
 
 register(app, "vectors", Vectors)

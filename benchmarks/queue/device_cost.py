@@ -54,14 +54,14 @@ def steps() -> list[dict[str, Any]]:
     values = random.normal(size=(SIZE, DIMENSIONS)).astype(np.float32)
     values /= np.linalg.norm(values, axis=1, keepdims=True)
     full = [{"tokens": 12, "vector": row} for row in values.tolist()]
-    tokens = [12] * SIZE
-    short = encoded_results(tokens, values)
+    heads = [{"tokens": 12}] * SIZE
+    short = encoded_results(heads, values)
     stored, stored_before = [each.json for each in short], list(map(json.dumps, full))
     pairs: list[tuple[str, Callable[[], Any], Callable[[], Any] | None]] = [
         ("numbers to Python", lambda: None, values.tolist),
         (
             "JSON",
-            lambda: encoded_results(tokens, values),
+            lambda: encoded_results(heads, values),
             lambda: list(map(json.dumps, full)),
         ),
         (

@@ -21,6 +21,12 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     tokens: Annotated[int, Field(ge=0, description="Tokens of the text, special ones included.")]
+    truncated: Annotated[
+        bool,
+        Field(
+            description="Whether the text was too long, and its end was cut off; left out if not."
+        ),
+    ] = False
 
 
 class Embedding(Result):

@@ -60,7 +60,7 @@ def test_a_result_without_vector_is_a_key_error() -> None:
 )
 def test_results_survive_json(kind: type[Any], result: dict[str, Any]) -> None:
     parsed = kind.model_validate_json(json.dumps(result))
-    assert parsed.model_dump(exclude_none=True) == result
+    assert parsed.model_dump(exclude_unset=True) == result
 
 
 @pytest.mark.parametrize(

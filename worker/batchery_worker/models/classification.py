@@ -69,16 +69,16 @@ class ClassificationModel(TextModel):
         return logits if len(self.labels) == 1 else logits.softmax(dim=-1)
 
     def _results(
-        self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
+        self, values: Tensor, heads: Sequence[dict[str, Any]], keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         top_k = read_keywords(ClassificationKeywords, keywords).top_k
         scores, places = values.topk(min(top_k or 1, len(self.labels)), dim=-1)
         results = []
-        for count, row, row_places in zip(tokens, scores.tolist(), places.tolist(), strict=True):
+        for head, row, row_places in zip(heads, scores.tolist(), places.tolist(), strict=True):
             named = {
                 self.labels[place]: score for place, score in zip(row_places, row, strict=True)
             }
             best = self.labels[row_places[0]]
-            result = {"tokens": count, "label": best, "score": row[0]}
+            result = {**head, "label": best, "score": row[0]}
             results.append(result if top_k is None else {**result, "scores": named})
         return results

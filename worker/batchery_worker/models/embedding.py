@@ -41,12 +41,12 @@ def number_lists(rows: NDArray[np.float32]) -> list[list[float]]:
 
 
 def encoded_results(
-    tokens: Sequence[int], vectors: Iterable[NDArray[np.float32] | str]
+    heads: Sequence[dict[str, Any]], vectors: Iterable[NDArray[np.float32] | str]
 ) -> list[Encoded]:
     """Results as JSON, straight from the numbers: no list of floats is ever made."""
     return [
-        Encoded(orjson.dumps({"tokens": count, "vector": vector}, option=NUMPY))
-        for count, vector in zip(tokens, vectors, strict=True)
+        Encoded(orjson.dumps({**head, "vector": vector}, option=NUMPY))
+        for head, vector in zip(heads, vectors, strict=True)
     ]
 
 
@@ -128,7 +128,7 @@ class EmbeddingModel(TextModel):
         return forward.vectors(batch, self.pooling)
 
     def _results(
-        self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
+        self, values: Tensor, heads: Sequence[dict[str, Any]], keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]] | list[Encoded]:
         rows = values.numpy()
         vectors: Iterable[Any] = rows
@@ -138,11 +138,8 @@ class EmbeddingModel(TextModel):
         elif not self._gives_json:
             vectors = number_lists(rows)
         if self._gives_json:
-            return encoded_results(tokens, vectors)
-        return [
-            {"tokens": count, "vector": vector}
-            for count, vector in zip(tokens, vectors, strict=True)
-        ]
+            return encoded_results(heads, vectors)
+        return [{**head, "vector": vector} for head, vector in zip(heads, vectors, strict=True)]
 
 
 def _is_decoder(model: torch.nn.Module) -> bool:

@@ -35,7 +35,12 @@ from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
 from batchery_worker.models.loading.identity import identity
 from batchery_worker.models.loading.limits import longest_text, padding_position
 from batchery_worker.models.loading.source import ModelSource, quiet, reason
-from batchery_worker.models.loading.tokenizer import Prepared, TextTokenizer, load_tokenizer
+from batchery_worker.models.loading.tokenizer import (
+    Prepared,
+    TextTokenizer,
+    Truncated,
+    load_tokenizer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +55,14 @@ class Outputs(NamedTuple):
     """What a forward pass gives.
 
     Attributes:
-        tokens: Length of each text in tokens, special ones included, in batch order.
+        heads: The fields that every result has, one dictionary per text, in batch order: `tokens`,
+            its length with special ones; and `truncated`, but only where the text lost its end.
         pending: Values on their way to the CPU: one row per text, in batch order, (B, ...),
             float32.
         launch_s: How long the host took to launch the pass, in seconds.
     """
 
-    tokens: list[int]
+    heads: list[dict[str, Any]]
     pending: PendingCopy | PendingPass
     launch_s: float = 0.0
 
@@ -244,9 +250,9 @@ class TextModel(Model):
         raise NotImplementedError
 
     def _results(
-        self, values: Tensor, tokens: Sequence[int], keywords: Mapping[str, Any]
+        self, values: Tensor, heads: Sequence[dict[str, Any]], keywords: Mapping[str, Any]
     ) -> Sequence[Any]:
-        """Makes one result per row of `values`, which are on the CPU."""
+        """Makes one result per row of `values`, which are on the CPU; each begins with its head."""
         raise NotImplementedError
 
     def give_json(self) -> None:
@@ -298,13 +304,13 @@ class TextModel(Model):
 
     def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Prepared]) -> Outputs:
         """Starts a pass over a batch, and the copy of its values to the CPU."""
-        lengths = [prepared.shape[1] for prepared in batch]
+        heads = [_head(prepared) for prepared in batch]
         if self._streams is not None:
-            return Outputs(lengths, self._streams.submit(compute))
+            return Outputs(heads, self._streams.submit(compute))
         started_s = time.perf_counter()
         with torch.inference_mode():
             pending = self._to_host.start(compute())
-        return Outputs(lengths, pending, time.perf_counter() - started_s)
+        return Outputs(heads, pending, time.perf_counter() - started_s)
 
     def has_computed(self, outputs: Outputs) -> bool:
         """Whether a pass ends about as soon as it is launched; for `Lookahead`.
@@ -319,7 +325,7 @@ class TextModel(Model):
     def postprocess(self, outputs: Outputs, **keywords: Any) -> list[Any]:
         """Waits for the values of a micro-batch and makes its results, in batch order."""
         values = outputs.pending.wait()
-        results = self._results(values, outputs.tokens, keywords)
+        results = self._results(values, outputs.heads, keywords)
         finite = values.isfinite().all(dim=1).tolist()
         # JSON has no NaN, and no caller can use one.
         return [
@@ -330,6 +336,13 @@ class TextModel(Model):
 
 def _nothing(*_: Any) -> None:
     """Stands in for a warning."""
+
+
+def _head(prepared: Prepared) -> dict[str, Any]:
+    head: dict[str, Any] = {"tokens": prepared.shape[1]}
+    if isinstance(prepared, Truncated):
+        head["truncated"] = True
+    return head
 
 
 def _problem(text: Any, max_chars: int) -> str | None:

@@ -98,7 +98,12 @@ def test_the_text_of_a_result_is_celery_s_own(value: Any, chars: int) -> None:
 @given(value=st.lists(Plain | st.text(min_size=100), min_size=1), chars=st.integers(1, 30))
 def test_the_text_of_an_encoded_result_begins_as_celery_s_own(value: Any, chars: int) -> None:
     result = Encoded(plain_json(value))
-    assert text_of(result, chars)[:chars] == saferepr(result.value, chars)[:chars]
+    # Where Celery leaves something out, it goes on with what is behind it.
+    ours, celery_s = (
+        text[:chars].partition("...")[0]
+        for text in (text_of(result, chars), saferepr(result.value, chars))
+    )
+    assert ours == celery_s
 
 
 def test_the_text_of_a_vector_is_celery_s_own() -> None:

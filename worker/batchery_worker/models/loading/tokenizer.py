@@ -17,8 +17,16 @@ from batchery_worker.models.loading.source import ModelSource, reason
 #: One tokenized text: a row per model input, token ids first, (I, L) int64.
 Prepared = NDArray[np.int64]
 
+
+class Truncated(np.ndarray[Any, np.dtype[np.int64]]):
+    """The tokens of a text that was longer than the limit and lost its end."""
+
+
 #: Columns of a tokenized batch, in the order of the names: for each text a list of numbers.
 Columns = list[list[list[int]]]
+
+#: Says of a text, by its place in the batch, whether it lost its end.
+IsCut = Callable[[int], bool]
 
 #: Attributes of the tokenizers library, by transformers' name of the column.
 ATTRIBUTES = {"input_ids": "ids", "token_type_ids": "type_ids"}
@@ -64,7 +72,7 @@ class TextTokenizer:
         self._max_length = max_length
         self._cut = max_length if truncate else None
         self.names = [name for name in wanted if name in self._call(["a"])]
-        self._columns: Callable[[list[str]], Columns] = self._usual
+        self._columns: Callable[[list[str]], tuple[Columns, IsCut]] = self._usual
         if self._is_fast():
             self._columns = self._fast
 
@@ -72,17 +80,21 @@ class TextTokenizer:
         """Tokenizes texts.
 
         Returns:
-            The tokens of each text, in order, not padded. `Failed` with an `InvalidItem` for a text
-            with no tokens, too many, or one that the model does not know.
+            The tokens of each text, in order, not padded; `Truncated` where a text lost its end.
+            `Failed` with an `InvalidItem` for a text with no tokens, too many, or one that the
+            model does not know.
         """
         if not texts:
             return []
-        columns = self._columns(texts)
+        columns, is_cut = self._columns(texts)
         lengths = list(map(len, columns[0]))
         rows = np.empty((len(columns), sum(lengths)), dtype=np.int64)
         for row, column in zip(rows, columns, strict=True):
             row[:] = np.fromiter(chain.from_iterable(column), np.int64, rows.shape[1])
         tokenized = [rows[:, start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
+        for place, length in enumerate(lengths):
+            if length == self._cut and is_cut(place):
+                tokenized[place] = tokenized[place].view(Truncated)
         if self._all_fit(rows[0], lengths):
             return list(tokenized)
         return [self._checked(each) for each in tokenized]
@@ -105,21 +117,27 @@ class TextTokenizer:
             return Failed(InvalidItem(f"text: token {token!r} is unknown to the model"))
         return prepared
 
-    def _usual(self, texts: list[str]) -> Columns:
+    def _usual(self, texts: list[str]) -> tuple[Columns, IsCut]:
         columns = self._call(texts)
-        return [columns[name] for name in self.names]
 
-    def _call(self, texts: list[str]) -> Any:
+        def is_cut(place: int) -> bool:
+            whole = self._call([texts[place]], truncate=False)
+            return len(whole["input_ids"][0]) > len(columns["input_ids"][place])
+
+        return [columns[name] for name in self.names], is_cut
+
+    def _call(self, texts: list[str], *, truncate: bool = True) -> Any:
+        cut = self._cut if truncate else None
         return self._tokenizer(
             texts,
             padding=False,
-            truncation=self._cut is not None,
-            max_length=self._cut,
+            truncation=cut is not None,
+            max_length=cut,
             return_attention_mask=False,
             verbose=False,  # it would log every long text; those are dealt with here
         )
 
-    def _fast(self, texts: list[str]) -> Columns:
+    def _fast(self, texts: list[str]) -> tuple[Columns, IsCut]:
         """`_usual`, but without the offsets of tokens, which are five sixths of the work."""
         # Other calls of the tokenizer leave their own limits behind.
         strategy = "do_not_truncate" if self._cut is None else "longest_first"
@@ -132,7 +150,8 @@ class TextTokenizer:
             padding_side=None,
         )
         encodings = self._tokenizer.backend_tokenizer.encode_batch_fast(texts)
-        return [[getattr(each, ATTRIBUTES[name]) for each in encodings] for name in self.names]
+        columns = [[getattr(each, ATTRIBUTES[name]) for each in encodings] for name in self.names]
+        return columns, lambda place: bool(encodings[place].overflowing)
 
     def _is_fast(self) -> bool:
         """Whether the fast way works and gives the same tokens.
@@ -141,7 +160,7 @@ class TextTokenizer:
         """
         probes = [*PROBES, "word " * (self._cut or 1)]
         try:
-            return self._fast(probes) == self._usual(probes)
+            return self._fast(probes)[0] == self._usual(probes)[0]
         except Exception:  # noqa: BLE001 - another kind of tokenizer, or another version
             return False
 

@@ -68,4 +68,4 @@ def test_a_device_is_idle_when_a_pass_ends_about_as_soon_as_it_is_launched(
 ) -> None:
     model = EmbeddingModel(ModelSettings(kind="embedding", model="m"))
     pending = PendingCopy(torch.zeros(1), Event(looks))  # type: ignore[arg-type]
-    assert model.has_computed(Outputs([1], pending, launch_s)) is idle
+    assert model.has_computed(Outputs([{"tokens": 1}], pending, launch_s)) is idle

@@ -9,7 +9,7 @@ import transformers
 from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery_worker.models import EmbeddingModel
-from batchery_worker.models.loading.tokenizer import PROBES, TextTokenizer
+from batchery_worker.models.loading.tokenizer import PROBES, TextTokenizer, Truncated
 from support.tiny_models import Build, Load, make_tokenizer
 
 TEXTS = ["the cat", "rain", "a dog barked at nine cats in the old garden", "ships carry tea"]
@@ -90,6 +90,14 @@ def test_text_that_is_too_long_fails_alone() -> None:
     assert "8 tokens are more than max_length = 4 tokens" in str(long.error)
     assert not isinstance(short, Failed)
     assert not isinstance(another, Failed)
+
+
+@pytest.mark.parametrize("tokenizer", [make_tokenizer(), Slow()])
+def test_a_text_that_lost_its_end_says_so_and_one_that_just_fits_does_not(tokenizer: Any) -> None:
+    texts = made(tokenizer, max_length=4)
+    short, fits, cut = texts(["rain", "the cat", "the cat sat on the mat"])
+    assert [len(each[0]) for each in (short, fits, cut)] == [3, 4, 4]  # type: ignore[index]
+    assert [isinstance(each, Truncated) for each in (short, fits, cut)] == [False, False, True]
 
 
 def test_empty_batch_has_no_tokens() -> None:
