@@ -35,7 +35,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench gpu-check constraints clean
+.PHONY: help demo test lint docs bench gpu-check constraints clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -46,11 +46,17 @@ demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 l
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
 	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS) $(TESTS)
 
-lint: $(INSTALLED) ## check style, format, types and imports
+lint: docs ## check style, format, types, imports and the links of the documentation
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+
+docs: $(INSTALLED) ## build the documentation as a site, in build/site/index.html
+	rm -rf build/docs
+	mkdir -p build/docs
+	cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs deploy examples build/docs
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, engine.requests, load, bulk or chaos)
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
