@@ -34,7 +34,7 @@ VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<text>[^}]*))?\}")
 #: What a service may say, of all that the Compose specification knows; a typing error is not in it.
 SERVICE_KEYS = {
     *("build", "command", "depends_on", "deploy", "environment", "healthcheck", "image", "init"),
-    *("ports", "profiles", "restart", "stop_grace_period", "stop_signal", "volumes"),
+    *("ports", "profiles", "pull_policy", "restart", "stop_grace_period", "stop_signal", "volumes"),
 }
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
 TOP_KEYS = {"name", "services", "volumes", "x-worker"}
@@ -135,6 +135,14 @@ def test_the_gpu_worker_is_the_cpu_worker_with_gpus() -> None:
     for key in ("command", "environment", "volumes", "stop_grace_period"):
         assert cpu[key] == gpu[key]
     assert set(gpu["build"]["args"]) <= {text.split("=")[0] for text in instructions("ARG")}
+
+
+def test_each_tag_is_built_once() -> None:
+    built = [each["image"] for each in SERVICES.values() if "build" in each]
+    assert sorted(built) == ["batchery:cpu", "batchery:gpu"]
+    pulled = [name for name, each in SERVICES.items() if "build" not in each]
+    assert {SERVICES[name].get("pull_policy") for name in pulled} == {None, "never"}
+    assert SERVICES["flower"]["image"] in built
 
 
 def test_every_variable_is_documented_with_the_default_that_it_has() -> None:
