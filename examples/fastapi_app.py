@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
-from batchery import AsyncClient, InvalidItem, QueueFull
+from batchery import AsyncClient, InvalidItem, NoResult, QueueFull
 
 
 class Question(BaseModel):
@@ -28,8 +28,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     """Opens and closes the client: a few connections, however many requests there are."""
     redis_url = os.environ.get("BATCHERY_REDIS_URL", "redis://localhost:6379/0")
     async with AsyncClient(redis_url) as client:
-        # Without room in the queue, callers are sent away at once, and told when to come again.
-        app.state.embed = client.task("embed", max_waiting=10_000, wait_s=0)
+        app.state.client = client
         yield
 
 
@@ -38,11 +37,14 @@ app = FastAPI(lifespan=lifespan)
 
 @app.post("/embed")
 async def embed(question: Question, request: Request) -> Any:
-    """Embeds one text: one job, which is revoked if nobody waits for it any more."""
+    """Embeds one text: one job, which nobody computes if nobody waits for it any more."""
+    # Without room in the queue, callers are sent away at once, and told when to come again.
+    task = app.state.client.task(
+        "embed", timeout_s=question.timeout_s, max_waiting=10_000, wait_s=0
+    )
     try:
-        async with asyncio.timeout(question.timeout_s):
-            return await unless_gone(request, app.state.embed(question.text))
-    except TimeoutError:
+        return await unless_gone(request, task(question.text))
+    except NoResult:
         raise HTTPException(504, f"no answer within {question.timeout_s:g} s") from None
     except QueueFull as error:
         after = {"Retry-After": str(math.ceil(error.retry_after_s))}

@@ -1,6 +1,7 @@
 """The batch task: an ordinary Celery task whose function gets the items of many jobs at once."""
 
 import inspect
+import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
@@ -8,11 +9,12 @@ from functools import cached_property, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
-from celery import Task, uuid
+from celery import Celery, Task, uuid
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.task import Context
 from celery.canvas import Signature, maybe_signature
 from celery.result import AsyncResult, ResultSet
+from celery.signals import worker_ready
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
 
@@ -23,6 +25,8 @@ from batchery.model import Model
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import multi_item
 from batchery.request import BatchContext, JobContext, looking_at
+
+logger = logging.getLogger(__name__)
 
 #: Guards the loading of a model: threads of an ordinary pool must share one copy.
 _loading = threading.Lock()
@@ -106,6 +110,8 @@ class BatchTask(_Task):
     # A job stays in Redis until its result is stored.
     acks_late = True
     serializer = "json"
+    # A caller's mistake is one line in the worker's log, as any exception that Celery expects.
+    throws = (InvalidItem, BatchArgumentError)
     Request = "batchery_worker.request:BatchRequest"
 
     # Celery's autoretry wraps `run` unless it finds this name. Here `run` takes a whole batch, so
@@ -122,6 +128,11 @@ class BatchTask(_Task):
     def sees_request(self) -> bool:
         """Whether the function gets `self`, and so can see the requests of its jobs."""
         return not isinstance(inspect.getattr_static(self, "run"), staticmethod)
+
+    @classmethod
+    def on_bound(cls, app: Celery) -> None:  # noqa: ARG003 - as Celery calls it
+        """Celery's hook. A worker without `install(app)` will say so when it is ready."""
+        worker_ready.connect(_warn_if_not_installed)
 
     @property
     def is_installed(self) -> bool:
@@ -342,6 +353,15 @@ def only_item(name: str, args: tuple[Any, ...] | list[Any]) -> Any:
             " pass options as keywords, and several items as several jobs (submit_many)"
         )
     return args[0]
+
+
+def _warn_if_not_installed(sender: Any, **_: Any) -> None:
+    tasks = [task for task in sender.app.tasks.values() if isinstance(task, BatchTask)]
+    if tasks and not tasks[0].is_installed:
+        logger.warning(
+            "%s: runs one by one in this worker; call batchery.install(app) where the app is made",
+            ", ".join(sorted(task.name for task in tasks)),
+        )
 
 
 def _on_commit(function: Callable[[], object]) -> None:

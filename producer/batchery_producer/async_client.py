@@ -16,6 +16,7 @@ from typing import Any, Self
 from celery import Celery, uuid
 
 from batchery.errors import NoResult
+from batchery.protocol.tenant import with_tenant
 from batchery.tracing import trace_headers
 from batchery_producer.async_session import Call, Session
 from batchery_producer.client import close_app, make_app
@@ -57,17 +58,27 @@ class AsyncClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def task(self, name: str, **options: Any) -> "AsyncTask":
-        """A task by name.
+    def task(
+        self,
+        name: str,
+        *,
+        timeout_s: float | None = None,
+        tenant: str | None = None,
+        **options: Any,
+    ) -> "AsyncTask":
+        """A task by name. Costs nothing: make one per call where the options differ.
 
         Args:
             name: Name of the task; of a model, its name in the settings.
+            timeout_s: How long a call of one item waits, in seconds; None for ever. Its job expires
+                with it, by the clocks of both machines: a worker that begins later drops it.
+            tenant: For whom the jobs run. Tenants of one priority class have equal shares of it.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`. By default jobs go where the app routes them, or to a queue of the task's
                 name. Also `max_waiting` and `wait_s`, as for a `Publisher`; use `wait_s=0`, because
                 a call that waits for space in the queue delays all others.
         """
-        return AsyncTask(self, name, options)
+        return AsyncTask(self, name, timeout_s, with_tenant(options, tenant))
 
     async def close(self) -> None:
         """Revokes jobs that no worker has begun, and closes all connections."""
@@ -141,19 +152,37 @@ class AsyncClient:
 class AsyncTask:
     """A task that coroutines call."""
 
-    def __init__(self, client: AsyncClient, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        name: str,
+        timeout_s: float | None,
+        options: Mapping[str, Any],
+    ) -> None:
         self._client = client
         self.name = name
+        self._timeout_s = timeout_s
         self._options = dict(options)
+        # No worker may be there to be told of a cancelled call.
+        expires = {} if timeout_s is None else {"expires": timeout_s}
+        self._call_options = {**expires, **options}
 
     async def __call__(self, item: Any, **keywords: Any) -> Any:
         """The result of one item. Cancelling the call revokes its job.
 
         Raises:
+            NoResult: None came within `timeout_s`.
             QueueFull: The queue had no space for the job.
             Exception: What the worker raised, or why the job could not be sent.
         """
-        answer = await self._client.call(self.name, item, 0, keywords, self._options)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._client.call(self.name, item, 0, keywords, self._call_options)
+        except TimeoutError:
+            raise NoResult(
+                f"{self.name}: no result within {self._timeout_s:g} s, so its job is revoked;"
+                " see `batchery stats`"
+            ) from None
         (outcome,) = outcomes_of(answer, range(1), False, self._client.app.backend)
         if outcome.error is not None:
             raise outcome.error

@@ -13,6 +13,7 @@ from celery.result import AsyncResult
 from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
+from batchery.protocol.tenant import with_tenant
 from batchery.valkey import redis_url
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.publishing.connection import BrokerConnection
@@ -54,16 +55,20 @@ class Client:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def task(self, name: str, **options: Any) -> "TaskClient":
+    def task(self, name: str, *, tenant: str | None = None, **options: Any) -> "TaskClient":
         """A task by name.
 
         Args:
             name: Name of the task; of a model, its name in the settings.
+            tenant: For whom the jobs run. Tenants of one priority class have equal shares of it.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`. By default jobs go where the app routes them, or to a queue of the task's
                 name.
+
+        Raises:
+            InvalidItem: The tenant is no name.
         """
-        return TaskClient(self.app, name, options)
+        return TaskClient(self.app, name, with_tenant(options, tenant))
 
     def close(self) -> None:
         """Closes the app that was made for a URL."""
