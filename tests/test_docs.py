@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from batchery import ModelSettings, Settings
-from batchery.settings import PREFIX
+from batchery.settings import PREFIX, PriorityClass
 from support.docs_page import follow
 from support.harness import TESTS
 
@@ -179,6 +179,9 @@ def default(field: FieldInfo) -> str:
         return "required"
     if field.default is None:
         return ""
+    if isinstance(field.default, dict):
+        tables = {name: each.model_dump() for name, each in field.default.items()}
+        return f"`{tables!r}`"
     text = field.default if isinstance(field.default, str) else repr(field.default)
     return f"`{str(text).lower() if isinstance(field.default, bool) else text}`"
 
@@ -195,7 +198,9 @@ def table(model: type[BaseModel], *, variables: bool) -> str:
     return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in lines)
 
 
-@pytest.mark.parametrize(("model", "variables"), [(Settings, True), (ModelSettings, False)])
+@pytest.mark.parametrize(
+    ("model", "variables"), [(Settings, True), (PriorityClass, False), (ModelSettings, False)]
+)
 def test_the_reference_names_every_setting_as_it_is(
     model: type[BaseModel], variables: bool
 ) -> None:

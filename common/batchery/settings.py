@@ -23,7 +23,7 @@ from pydantic_settings import SettingsError as JsonError
 
 from batchery.errors import SettingsError
 
-__all__ = ["ModelSettings", "Settings"]
+__all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
 
 PREFIX = "BATCHERY_"
 
@@ -31,6 +31,9 @@ TOML_FILE = Path("batchery.toml")
 
 #: Settings of earlier versions, and their names today.
 RENAMED_SETTINGS = {"lanes": "cpu_streams"}
+
+#: The lowest priority that Celery's Redis transport knows.
+LOWEST_PRIORITY = 9
 
 DEVICE_NAME = re.compile(r"cpu(:\d+)?|mps|cuda(:\d+)?")
 
@@ -166,6 +169,25 @@ class ModelSettings(BaseModel):
     ] = None
 
 
+class PriorityClass(BaseModel):
+    """Jobs of some of Celery's priorities, and their share of the devices."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    level: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=LOWEST_PRIORITY,
+            description="First `priority` of the class, as Redis counts: 0 is the highest.",
+        ),
+    ]
+    share: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False, description="Share of the devices' time; ratios count."),
+    ]
+
+
 class Settings(BaseSettings):
     """All settings of a worker, a producer and the standalone app."""
 
@@ -218,6 +240,14 @@ class Settings(BaseSettings):
             description="How long an idle device waits for a batch to fill, from its oldest job.",
         ),
     ] = 0
+    classes: Annotated[
+        dict[str, PriorityClass],
+        Field(min_length=1, description="Classes of jobs by name, with level and share."),
+    ] = {
+        "high": PriorityClass(level=0, share=50),
+        "normal": PriorityClass(level=3, share=30),
+        "low": PriorityClass(level=6, share=20),
+    }
     prefetch_batches: Annotated[
         int,
         Field(
@@ -270,6 +300,28 @@ class Settings(BaseSettings):
                     )
                 names.add(alias)
         return models
+
+    @field_validator("classes")
+    @classmethod
+    def _every_priority_has_one_class(
+        cls, classes: dict[str, PriorityClass]
+    ) -> dict[str, PriorityClass]:
+        levels = sorted(each.level for each in classes.values())
+        if len(set(levels)) < len(levels):
+            raise ValueError("two classes have the same level; each needs one of its own")
+        if levels[0] != 0:
+            raise ValueError("no class has level 0, which is the priority of most jobs; give one")
+        return classes
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Share of each class by its name."""
+        return {name: each.share for name, each in self.classes.items()}
+
+    def class_of(self, priority: int) -> str:
+        """Name of the class of a priority from 0 to `LOWEST_PRIORITY`."""
+        levels = {name: each.level for name, each in self.classes.items() if each.level <= priority}
+        return max(levels, key=levels.__getitem__)
 
     @classmethod
     def settings_customise_sources(

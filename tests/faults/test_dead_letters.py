@@ -94,14 +94,14 @@ def test_a_job_that_kills_its_worker_is_a_dead_letter_and_nobody_else_is_blamed(
         jobs[20].get(timeout=1)
     wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
     assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[20].id]
-    # Once among its mates, and twice alone; more often where a loaded machine held up the worker
-    # that looked on, so that it was not sure enough to count a death.
-    assert worker.deaths >= 3
+    # Once among its mates, once in a half of them, and twice alone; more often where a loaded
+    # machine held up the worker that looked on, so that it was not sure enough to count a death.
+    assert worker.deaths >= 4
     begun = batches(tmp_path)
     sizes = [len(batch) for batch in begun if "kill-worker" in batch]
-    assert (sizes[0], sizes[-2:]) == (64, [1, 1])
+    assert (sizes[0], sizes[-3:]) == (64, [32, 1, 1])
     lonely = [batch for batch in begun if batch[0].startswith("mate") and len(batch) == 1]
-    assert len(lonely) == 63
+    assert len(lonely) == 31
     # They were in the same worker each time, but on no device.
     assert [len(batch) for batch in begun if "innocent-7" in batch] == [30]
     wait_for(lambda: not suspects(redis_url), "nobody is a suspect any more")

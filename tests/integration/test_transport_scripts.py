@@ -277,7 +277,7 @@ def test_requeue_keeps_a_message_without_marks_as_it_is(there: Redis, message: s
 def test_recover_marks_what_a_dead_worker_held(there: Redis) -> None:
     push(there.client, "a", json.dumps(kombu_message()))
     there.drain("a")
-    assert there.recover() == 1
+    assert there.recover() == [1, 0]
     (again,) = map(json.loads, there.queue("a"))
     assert again["headers"]["redelivered"] is True
     assert again["properties"]["delivery_info"]["redelivered"] is True
@@ -290,7 +290,7 @@ def test_recover_keeps_the_original_order_of_every_queue(there: Redis) -> None:
     first = there.drain("a", "b", wanted=30)
     assert len(first) == 30
     push(there.client, "a", "later")
-    assert there.recover(beat=there.beat(), counts=1) == 30
+    assert there.recover(beat=there.beat(), counts=1) == [30, 0]
     assert there.queue("a") == [*(str(number) for number in range(20)), "later"]
     assert there.queue("b") == [str(number) for number in range(0, 20, 2)]
     assert there.client.keys("batchery:*") == [b"batchery:token"]
@@ -315,7 +315,7 @@ def test_recover_is_refused_where_the_heartbeat_moved(there: Redis) -> None:
 
 def test_a_second_recovery_is_refused(there: Redis) -> None:
     beat = there.beat()
-    assert there.recover(beat=beat) == 0
+    assert there.recover(beat=beat) == [0, 0]
     assert there.recover(beat=beat) is None
 
 
@@ -329,12 +329,17 @@ def test_recover_suspects_running_jobs_and_counts_only_jobs_alone(there: Redis) 
     there.drain("a")
     there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
     there.recover(beat=there.beat(), counts=1)
-    assert blamed(there.client) == {"one": 0, "two": 0}
+    assert blamed(there.client) == {"one": -2, "two": -2}
     assert there.client.ttl(KEYS.suspects) > 0
     there.register()
     tokens = {message: token for token, _, message in there.drain("a")}
     there.client.hset(KEYS.running(ME), "2", f"alone {tokens['2']} two")
     there.recover(beat=there.beat(), counts=1)
+    assert blamed(there.client) == {"one": -2, "two": 1}
+    there.register()
+    tokens = {message: token for token, _, message in there.drain("a")}
+    there.client.hset(KEYS.running(ME), "1", f"shared {tokens['1']} one {tokens['2']} two")
+    assert there.recover(beat=there.beat(), counts=1) == [6, 2]
     assert blamed(there.client) == {"one": 0, "two": 1}
 
 
@@ -351,7 +356,7 @@ def test_job_settled_before_the_death_is_no_suspect(there: Redis) -> None:
     there.drain("a")
     there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
     there.client.hdel(KEYS.lease(ME), "1")
-    assert there.recover(beat=there.beat(), counts=1) == 1
+    assert there.recover(beat=there.beat(), counts=1) == [1, 1]
     assert blamed(there.client) == {"two": 0}
 
 

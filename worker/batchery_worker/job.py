@@ -1,7 +1,7 @@
 """Jobs and batches as the scheduler sees them: plain values."""
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -11,6 +11,18 @@ TimeLimits = tuple[float | None, float | None]
 #: Maximum number of batches that a device holds: one runs, the next one is prepared. A third would
 #: only wait there, where it can neither grow nor go to another device.
 DEVICE_DEPTH = 2
+
+
+class Lane(NamedTuple):
+    """For whom a job runs: jobs of different lanes share the devices, by the shares of classes."""
+
+    priority_class: str = "high"
+    #: Tenants of one class have equal shares of it.
+    tenant: str = ""
+
+
+#: The lane of jobs that say nothing.
+USUAL_LANE = Lane()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +58,13 @@ class Job(Generic[T]):
     arrived_s: float
     #: Whatever the pool needs to run and settle it.
     payload: T
+    lane: Lane = USUAL_LANE
     #: Number of devices and workers that died while they ran only this job.
     deaths: int = 0
     #: Whether the job was on a device when an earlier worker died.
     recovered: bool = False
+    #: Maximum number of such jobs in its next batch: half of those that were on that device.
+    among: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +74,8 @@ class Batch(Generic[T]):
     jobs: tuple[Job[T], ...]
     #: Whether it has its device to itself, so that its only job can be blamed for a death.
     alone: bool = False
+    #: What lanes were charged for it, by `batching/shares.py`; nothing for suspects.
+    charges: tuple[Any, ...] = ()
 
     @property
     def items(self) -> int:

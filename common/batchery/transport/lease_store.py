@@ -148,7 +148,10 @@ class LeaseStore:
         return token in self.leases and not self.fenced
 
     def deaths(self, token: str) -> int | None:
-        """How many workers died while the job ran alone; None if it is no suspect."""
+        """How many workers died while the job ran alone; None if it is no suspect.
+
+        Below zero if only one died, while it ran among others: how many they were.
+        """
         lease = self.leases.get(token)
         return None if lease is None else lease.deaths
 
@@ -158,7 +161,7 @@ class LeaseStore:
         Args:
             token: Token of its lease.
             suspect: Its field in the HASH of suspects.
-            deaths: How many workers died while it ran alone.
+            deaths: As `deaths` returns it.
         """
         if lease := self.leases.get(token):
             lease.suspect, lease.deaths = suspect, deaths

@@ -16,6 +16,12 @@ from batchery.transport.worker_registry import expiry_of
 
 logger = logging.getLogger("batchery.transport")
 
+#: What becomes of jobs that may have killed a worker, for people.
+CAUTION = (
+    "they run with nothing next to them, first in halves of their batch,"
+    " and one by one if a worker dies again"
+)
+
 #: Heartbeats per expiry. On a loaded machine a worker may miss some before it counts as dead.
 BEATS_PER_EXPIRY = 5
 
@@ -174,10 +180,13 @@ class Heartbeat:
     def _recover(self, worker: str, beat: int, now_s: float) -> None:
         # Just after an outage many live workers look dead: like this one, they lost the connection.
         counts = self._detector.undisturbed_s(now_s) >= 2 * self._lease_store.expiry_s
-        count: Any = self._scripts.run(
+        answer: Any = self._scripts.run(
             "recover", self._lease_store.keys.of_recovery(worker), worker, beat, int(counts)
         )
-        if count is not None:
-            logger.warning(
-                "worker %s is dead: %d of its jobs are back in their queues", worker, count
-            )
+        if answer is None:
+            return
+        count, suspects = answer
+        why = f"; {suspects} were on a device and may have killed it: {CAUTION}" if suspects else ""
+        logger.warning(
+            "worker %s is dead: %d of its jobs are back in their queues%s", worker, count, why
+        )

@@ -320,3 +320,29 @@ def test_a_model_knows_its_aliases() -> None:
     assert tasks["embed"].model_aliases == "ada,text-embedding-3-small"
     assert tasks["plain"].model_aliases is None
     assert tasks["embed"].is_installed
+
+
+@pytest.mark.parametrize(
+    ("classes", "problem"),
+    [
+        ({}, "classes"),
+        ({"a": {"level": 0, "share": -1}}, "classes.a.share = -1"),
+        ({"a": {"level": 0, "share": 0}}, "classes.a.share = 0"),
+        ({"a": {"level": 10, "share": 1}}, "classes.a.level = 10"),
+        ({"a": {"level": 0}}, "classes.a.share"),
+        ({"a": {"level": 0, "share": 1, "weight": 2}}, "classes.a.weight"),
+        ({"a": {"level": 1, "share": 1}}, "no class has level 0"),
+        ({"a": {"level": 0, "share": 1}, "b": {"level": 0, "share": 1}}, "have the same level"),
+    ],
+)
+def test_impossible_classes_are_refused(classes: Any, problem: str) -> None:
+    with pytest.raises(SettingsError, match=problem):
+        Settings.load(classes=classes)
+
+
+def test_every_priority_has_a_class() -> None:
+    settings = Settings.load(
+        classes={"rest": {"level": 0, "share": 1}, "night": {"level": 9, "share": 0.5}}
+    )
+    assert settings.shares == {"rest": 1, "night": 0.5}
+    assert [settings.class_of(each) for each in range(10)] == ["rest"] * 9 + ["night"]

@@ -7,12 +7,13 @@ from kombu.utils import json
 
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.protocol import multi_item
-from batchery.settings import Settings
+from batchery.protocol.tenant import tenant_of
+from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
 from batchery_worker.ipc.commit_context import CachePolicy
 from batchery_worker.ipc.messages import dump_context
 from batchery_worker.ipc.values import check_portable
-from batchery_worker.job import BatchKey, Job, Limits, TimeLimits
+from batchery_worker.job import BatchKey, Job, Lane, Limits, TimeLimits
 from batchery_worker.task_call import TaskCall
 
 
@@ -22,6 +23,8 @@ class Admission:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._limits: dict[str, Limits] = {}
+        #: Class by priority.
+        self._classes = [settings.class_of(priority) for priority in range(LOWEST_PRIORITY + 1)]
 
     def limits(self, task: BatchTask) -> Limits:
         """The limits of a task: its own, or those of the settings."""
@@ -68,7 +71,7 @@ class Admission:
         Raises:
             BatchArgumentError: There is not exactly one positional argument, or the keywords
                 cannot be written as JSON.
-            InvalidItem: The packed header is malformed, or does not fit the argument; or the job
+            InvalidItem: A header of ours is malformed, or does not fit the argument; or the job
                 cannot be pickled.
         """
         message = call.message
@@ -85,6 +88,17 @@ class Admission:
             items=len(call.items),
             arrived_s=now_s,
             payload=call,
+            lane=self._lane(message),
+        )
+
+    def _lane(self, message: Mapping[str, Any]) -> Lane:
+        delivery: Any = message.get("delivery_info") or {}
+        priority = delivery.get("priority") or 0
+        if type(priority) is not int:
+            priority = 0
+        return Lane(
+            self._classes[max(0, min(priority, LOWEST_PRIORITY))],
+            tenant_of(message),
         )
 
 

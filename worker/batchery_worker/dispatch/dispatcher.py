@@ -9,6 +9,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from time import monotonic
 from typing import Any, cast
 
@@ -54,7 +55,7 @@ class Dispatcher:
         self._admission = Admission(settings)
         self._listeners = Listeners()
         self._eligibility = CommitEligibility(app, self._listeners)
-        self._scheduler: Scheduler[TaskCall] = Scheduler()
+        self._scheduler: Scheduler[TaskCall] = Scheduler(settings.shares)
         self._times = BatchTimes()
         self._supervisor = DeviceSupervisor(
             setups,
@@ -322,13 +323,12 @@ class Dispatcher:
 
     def _launch(self, device: DeviceProcess, batch: Batch[TaskCall]) -> None:
         jobs = tuple(job for job in batch.jobs if self._in_flight.wants(job.payload))
-        if not jobs:
-            return
-        task = cast(BatchTask, self._app.tasks[jobs[0].key.task])
-        if self._listeners.of(task).before:
+        task = cast(BatchTask, self._app.tasks[batch.jobs[0].key.task])
+        if jobs and self._listeners.of(task).before:
             jobs = self._begin(task, jobs, device.pid)
-            if not jobs:
-                return
+        if not jobs:
+            self._scheduler.ended(batch, run_s=0.0)
+            return
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
         dispatched_s = monotonic()
         work = Work(
@@ -343,7 +343,8 @@ class Dispatcher:
             commit=self._eligibility.context(task, jobs, dispatched_s),
             cache=self._admission.cache(task),
         )
-        dispatched = DispatchedBatch(Batch(jobs, batch.alone), dispatched_s, hard_limit_s)
+        sent = replace(batch, jobs=jobs)
+        dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s)
         dispatched.note = note_begin(jobs, alone=batch.alone)
         self._supervisor.send(device, work, dispatched)
         for job in jobs:
@@ -388,8 +389,9 @@ class Dispatcher:
         note_end(dispatched)
         jobs = dispatched.batch.jobs
         items = dispatched.batch.items
-        if dispatched.began_s is not None:
-            run_s = monotonic() - dispatched.began_s
+        run_s = None if dispatched.began_s is None else monotonic() - dispatched.began_s
+        self._scheduler.ended(dispatched.batch, run_s)
+        if run_s is not None:
             task = jobs[0].key.task
             self._times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
@@ -419,9 +421,9 @@ class Dispatcher:
         self._metrics.device_restarts += 1
         for dispatched in batches:
             note_end(dispatched)
+            self._scheduler.ended(dispatched.batch, run_s=None)
             trace_batch(dispatched, {}, error=how)
-            for job in self._settlement.left_by(dispatched):
-                self._poison.on_death(job, dispatched, how)
+            self._poison.on_death(dispatched, how)
         self._plan_dispatch()
 
     def _on_lost(self, why: str) -> None:

@@ -1,9 +1,11 @@
 """Poison detection: which job killed its device or its worker, and what becomes of it.
 
 Only a job that ran alone can be blamed for a death. So after a death the suspects are quarantined:
-each runs alone. A job that kills twice while alone becomes a dead letter.
+each runs alone. After the first death of a whole worker they run in halves first. A job that kills
+twice while alone becomes a dead letter.
 """
 
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -21,6 +23,8 @@ from batchery_worker.in_flight import InFlight
 from batchery_worker.job import Job
 from batchery_worker.request import lease_store_of
 from batchery_worker.task_call import DispatchedBatch, TaskCall
+
+logger = logging.getLogger(__name__)
 
 #: How often a job may kill its device process, or its worker, while it runs there alone.
 MAX_DEATHS = 2
@@ -50,19 +54,31 @@ class PoisonDetector:
         if deaths is None:
             self._scheduler.admit(job)
         elif deaths < MAX_DEATHS:
-            self._scheduler.quarantine_recovered(replace(job, deaths=deaths, recovered=True))
+            # Below zero it is how many they were.
+            among = max(1, -deaths // 2)
+            job = replace(job, deaths=max(0, deaths), recovered=True, among=among)
+            self._scheduler.quarantine_recovered(job)
         else:
             self._in_flight.add(job.payload, os.getpid())
             self._end(replace(job, deaths=deaths), "its worker died")
 
-    def on_death(self, job: Job[TaskCall], dispatched: DispatchedBatch, how: str) -> None:
-        """Handles a job whose device has died, or was killed because a time limit was over.
+    def on_death(self, dispatched: DispatchedBatch, how: str) -> None:
+        """Handles a batch whose device has died, or was killed because a time limit was over.
 
         Args:
-            job: Not committed; its message is still ours.
-            dispatched: Its batch.
+            dispatched: The batch. Jobs of it that the device had committed are only settled.
             how: How the device died, for people.
         """
+        jobs = self._settlement.left_by(dispatched)
+        for job in jobs:
+            self._on_death(job, dispatched, how)
+        if len(jobs) > 1:
+            logger.warning(
+                "%d jobs of %s run one by one, to find out whether one of them killed the device",
+                *(len(jobs), jobs[0].key.task),
+            )
+
+    def _on_death(self, job: Job[TaskCall], dispatched: DispatchedBatch, how: str) -> None:
         if not dispatched.batch.alone:
             self._scheduler.quarantine(job)
             return
@@ -111,9 +127,9 @@ def note_end(dispatched: DispatchedBatch) -> None:
 
 
 def is_reserved(devices: Iterable[DeviceProcess]) -> bool:
-    """Whether a job runs that may kill the worker: then no other job may run, on any device."""
+    """Whether jobs run that may kill the worker: then no other job may run, on any device."""
     return any(
-        dispatched.batch.alone and dispatched.batch.jobs[0].recovered
+        dispatched.batch.jobs[0].recovered
         for device in devices
         for dispatched in device.batches.values()
     )

@@ -8,28 +8,44 @@
 -- KEYS[4]  HASH  running:<worker>: batch id -> "shared" or "alone", then token and task id of each of
 --                its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
 --                removed when it ends; expires a day after the last one began.
--- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. Written here;
---                read after a drain; a field goes when its job is settled. Expires a day after the
---                last death: a job may also be settled by a worker that knows nothing of it.
+-- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. A job to which it
+--                happened once, among others, has their number instead, below zero: it may run in
+--                a half of them. Written here; read after a drain; a field goes when its job is
+--                settled. Expires a day after the last death: a job may also be settled by a worker
+--                that knows nothing of it.
 -- KEYS[6]  HASH  waiting, see drain.lua
 -- ARGV     worker id; the heartbeat that its observer saw, or nothing for a worker that ends itself;
 --          1 if deaths count
--- Returns  how many messages went back; nil if the worker has sent another heartbeat since.
+-- Returns  how many messages went back, and how many of them are suspects; nil if the worker has
+--          sent another heartbeat since.
 if ARGV[2] ~= '' and redis.call('ZSCORE', KEYS[1], ARGV[1]) ~= ARGV[2] then
   return false
 end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[6], ARGV[1])
+local suspects = 0
 if ARGV[3] == '1' then
   local running = redis.call('HVALS', KEYS[4])
   for _, batch in ipairs(running) do
     -- With a second one beside it on another device, it may be innocent.
     local alone = #running == 1 and string.sub(batch, 1, 6) == 'alone '
+    local ids = {}
     for token, id in string.gmatch(batch, ' (%d+) (%S+)') do
       if redis.call('HEXISTS', KEYS[3], token) == 1 then
-        redis.call('HINCRBY', KEYS[5], id, alone and 1 or 0)
+        ids[#ids + 1] = id
       end
+    end
+    suspects = suspects + #ids
+    for _, id in ipairs(ids) do
+      local known = tonumber(redis.call('HGET', KEYS[5], id) or nil)
+      local deaths = math.max(known or 0, 0)
+      if alone then
+        deaths = deaths + 1
+      elseif not known and #ids > 1 then
+        deaths = -#ids
+      end
+      redis.call('HSET', KEYS[5], id, deaths)
     end
   end
 end
@@ -41,4 +57,4 @@ for _, token in ipairs(tokens) do
   give_back(KEYS[3], token, 'RPUSH')
 end
 redis.call('DEL', KEYS[3], KEYS[4])
-return #tokens
+return {#tokens, suspects}

@@ -11,9 +11,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.job import DEVICE_DEPTH, Batch, BatchKey, Job, Limits
+from batchery_worker.job import DEVICE_DEPTH, Batch, BatchKey, Job, Lane, Limits
 
 KEYS = [BatchKey("shout"), BatchKey("shout", '{"tag":"x"}'), BatchKey("embed", "", (1.0, None))]
+
+
+LANES = [Lane("high"), Lane("low", "a"), Lane("low", "b")]
+
+SHARES = {"high": 3.0, "low": 1.0}
+
+#: Maximum items of a job in the state machine.
+MAX_ITEMS = 7
+
+#: Maximum number of batches of other keys before a due key's own. Its tag is at most a batch ahead,
+#: with the weight of one flow of many; the others catch up, an item at a time.
+MAX_OVERTAKEN = MAX_ITEMS * len(KEYS) * len(LANES) * 4
 
 
 def job(
@@ -136,6 +148,24 @@ def test_job_recovered_from_dead_worker_runs_alone_on_empty_devices() -> None:
     assert ids(scheduler.next_batch(0, False, 0.0, elsewhere=1)) == ["1", "2"]
 
 
+def test_jobs_recovered_from_dead_worker_run_in_halves_of_their_batch() -> None:
+    scheduler = admitted(job(1))
+    for number in range(2, 7):
+        scheduler.quarantine_recovered(replace(recovered(number), among=2))
+    scheduler.quarantine_recovered(recovered(7))
+    batches = [scheduler.next_batch(0, False, 0.0) for _ in range(5)]
+    assert [ids(batch) for batch in batches] == [["2", "3"], ["4", "5"], ["6"], ["7"], ["1"]]
+    assert [batch.alone for batch in batches if batch] == [False, False, True, True, False]
+
+
+def test_halves_share_key_and_maximum_size() -> None:
+    scheduler: Scheduler[None] = Scheduler()
+    for each in (job(1), job(2, KEYS[1]), job(3, KEYS[1], items=4), job(4, KEYS[1], items=1)):
+        scheduler.quarantine_recovered(replace(each, recovered=True, among=4))
+    batches = [scheduler.next_batch(0, False, 0.0) for _ in range(3)]
+    assert [ids(batch) for batch in batches] == [["1"], ["2"], ["3"]]
+
+
 def test_suspect_of_dead_device_runs_while_other_devices_work() -> None:
     scheduler = admitted()
     scheduler.quarantine(job(8))
@@ -197,15 +227,13 @@ class DeviceModel:
 class SchedulerMachine(RuleBasedStateMachine):
     """Jobs arrive, devices ask, finish and die, time passes, in any order.
 
-    The bound on waiting that is checked, in batches of other keys: once the oldest job of a key is
-    due, at most `queues ahead of it + 1` batches are formed before its own, whichever device asks.
-    A queue ahead moves behind with its batch, so it counts once; a queue behind is taken only while
-    this one is due, not full and not passed over, and that passes it over.
+    Once the oldest job of a key is due, a bounded number of batches is formed before its own,
+    whichever device asks. How fair the shares are is measured in `test_shares.py`.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.scheduler: Scheduler[None] = Scheduler()
+        self.scheduler: Scheduler[None] = Scheduler(SHARES)
         self.now_s = 0.0
         self.numbers = itertools.count()
         self.waiting: dict[BatchKey, list[Job[None]]] = {}
@@ -226,11 +254,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             key: Limits(size, wait) for key, size, wait in zip(KEYS, sizes, waits, strict=True)
         }
 
-    @rule(key=st.sampled_from(KEYS), sizes=st.lists(st.integers(1, 7), min_size=1, max_size=6))
-    def arrive(self, key: BatchKey, sizes: list[int]) -> None:
+    @rule(
+        key=st.sampled_from(KEYS),
+        lane=st.sampled_from(LANES),
+        sizes=st.lists(st.integers(1, MAX_ITEMS), min_size=1, max_size=6),
+    )
+    def arrive(self, key: BatchKey, lane: Lane, sizes: list[int]) -> None:
         for items in sizes:
             number = str(next(self.numbers))
-            arrived = Job(number, key, self.limits[key], items, self.now_s, None)
+            arrived = Job(number, key, self.limits[key], items, self.now_s, None, lane)
             self.scheduler.admit(arrived)
             self.waiting.setdefault(key, []).append(arrived)
 
@@ -284,10 +316,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         limits = self.limits[key]
         jobs = before[key]
         assert batch.items <= limits.max_batch_size or len(batch.jobs) == 1
-        # First come, first served; and as many as fit.
-        assert list(batch.jobs) == jobs[: len(batch.jobs)]
-        left = jobs[len(batch.jobs) :]
-        assert not left or batch.items + left[0].items > limits.max_batch_size
+        # First come, first served in each lane; and as many as fit.
+        gone = set(ids(batch))
+        left = [each for each in jobs if each.id not in gone]
+        for lane in LANES:
+            taken = [each for each in batch.jobs if each.lane == lane]
+            assert taken == [each for each in jobs if each.lane == lane][: len(taken)]
+        assert not left or batch.items + max(each.items for each in left) > limits.max_batch_size
         due = self.now_s >= jobs[0].arrived_s + limits.max_wait_s
         assert self.is_full(key, jobs) or due
         if device.batches and not self.is_full(key, jobs):
@@ -297,7 +332,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 waiting[0].arrived_s + self.limits[other].max_wait_s
             ):
                 self.overtaken[other] += 1
-                assert self.overtaken[other] <= len(KEYS)
+                assert self.overtaken[other] <= MAX_OVERTAKEN
         self.overtaken[key] = 0
         self.waiting[key] = left
 
@@ -308,12 +343,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish(self, number: int) -> None:
         device = self.devices[number % len(self.devices)]
         if device.batches:
-            self.done += ids(device.batches.pop(0))
+            batch = device.batches.pop(0)
+            self.scheduler.ended(batch, run_s=0.001 * batch.items)
+            self.done += ids(batch)
 
     @rule(number=st.integers(0, 2))
     def die(self, number: int) -> None:
         device = self.devices[number % len(self.devices)]
         for batch in device.batches:
+            self.scheduler.ended(batch, run_s=None)
             for each in batch.jobs:
                 suspect = replace(each, deaths=each.deaths + batch.alone)
                 self.scheduler.quarantine(suspect)

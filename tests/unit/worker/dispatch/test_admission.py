@@ -9,7 +9,7 @@ from celery import Celery
 from batchery import BatchArgumentError, BatchTask, InvalidItem, Settings
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.ipc.messages import Work, dump_message, load_context
-from batchery_worker.job import Job, Limits
+from batchery_worker.job import Job, Lane, Limits
 from batchery_worker.task_call import TaskCall
 
 app = Celery("admission", broker="memory://", set_as_current=False)
@@ -89,6 +89,36 @@ def test_different_keywords_never_share_a_batch(
 ) -> None:
     one = admit(admission, args=[1], kwargs={"a": 1})
     assert one.key != admit(admission, args=[1], kwargs=other).key
+
+
+@pytest.mark.parametrize(
+    ("priority", "name"),
+    [
+        (0, "high"),
+        (2, "high"),
+        (3, "normal"),
+        (6, "low"),
+        (9, "low"),
+        (255, "low"),
+        (-1, "high"),
+        (None, "high"),
+        ("7", "high"),
+    ],
+)
+def test_the_priority_says_the_class(admission: Admission, priority: Any, name: str) -> None:
+    job = admit(admission, args=[1], delivery_info={"priority": priority})
+    assert job.lane == Lane(name, "")
+
+
+def test_a_header_says_the_tenant(admission: Admission) -> None:
+    assert admit(admission, args=[1], batchery_tenant="acme").lane == Lane("high", "acme")
+    assert admit(admission, args=[1], delivery_info=None).lane == Lane("high", "")
+
+
+@pytest.mark.parametrize("tenant", [7, ["acme"], "x" * 201])
+def test_a_tenant_that_is_no_name_fails_its_job(admission: Admission, tenant: Any) -> None:
+    with pytest.raises(InvalidItem, match=r"header batchery_tenant is .*; expected a name"):
+        admit(admission, args=[1], batchery_tenant=tenant)
 
 
 @pytest.mark.parametrize("kwargs", [None, {}])

@@ -26,6 +26,9 @@ class Recorder:
         self.failures: dict[str, Exception] = {}
         self.in_flight: list[str] = []
 
+    def left_by(self, dispatched: DispatchedBatch) -> list[Job[TaskCall]]:
+        return list(dispatched.batch.jobs)
+
     def fail(self, call: TaskCall, error: Exception) -> None:
         self.failures[call.task_id] = error
 
@@ -87,6 +90,20 @@ def test_job_recovered_from_a_dead_worker_runs_alone(scene: Scene) -> None:
     assert [(job.id, job.recovered) for job in batch.jobs] == [("a", True)]
 
 
+def test_jobs_of_one_dead_worker_run_in_halves_with_nothing_next_to_them(scene: Scene) -> None:
+    jobs = [scene.job(task_id) for task_id in "abcd"]
+    for job in jobs:
+        scene.store.died[job.id] = -4
+        scene.detector.admit(job)
+    for half in ("ab", "cd"):
+        batch = scene.next_batch()
+        assert batch is not None
+        assert [(job.id, job.deaths) for job in batch.jobs] == [(each, 0) for each in half]
+        assert not batch.alone
+        device: Any = SimpleNamespace(batches={1: DispatchedBatch(batch, dispatched_s=0.0)})
+        assert is_reserved([device])
+
+
 def test_deaths_of_earlier_workers_are_kept_with_the_job(scene: Scene) -> None:
     scene.store.died["a"] = MAX_DEATHS - 1
     scene.detector.admit(scene.job("a"))
@@ -108,8 +125,7 @@ def test_job_that_killed_too_many_workers_becomes_a_dead_letter(scene: Scene) ->
 
 def test_death_of_a_shared_batch_is_blamed_on_nobody(scene: Scene) -> None:
     jobs = [scene.job("a"), scene.job("b")]
-    for job in jobs:
-        scene.detector.on_death(job, dispatched(*jobs, alone=False), HOW)
+    scene.detector.on_death(dispatched(*jobs, alone=False), HOW)
     for expected in jobs:
         batch = scene.next_batch()
         assert batch is not None
@@ -118,7 +134,7 @@ def test_death_of_a_shared_batch_is_blamed_on_nobody(scene: Scene) -> None:
 
 def test_first_death_alone_gives_the_job_another_try(scene: Scene) -> None:
     job = scene.job("a")
-    scene.detector.on_death(job, dispatched(job, alone=True), HOW)
+    scene.detector.on_death(dispatched(job, alone=True), HOW)
     batch = scene.next_batch()
     assert batch is not None
     assert (batch.jobs, batch.alone) == ((replace(job, deaths=1),), True)
@@ -127,7 +143,7 @@ def test_first_death_alone_gives_the_job_another_try(scene: Scene) -> None:
 
 def test_last_death_alone_makes_a_dead_letter_and_says_why(scene: Scene) -> None:
     job = scene.job("a", deaths=MAX_DEATHS - 1)
-    scene.detector.on_death(job, dispatched(job, alone=True), HOW)
+    scene.detector.on_death(dispatched(job, alone=True), HOW)
     assert scene.next_batch() is None
     assert scene.dead_letters == ["message of a"]
     assert HOW in str(scene.recorder.failures["a"])
@@ -135,7 +151,7 @@ def test_last_death_alone_makes_a_dead_letter_and_says_why(scene: Scene) -> None
 
 def test_poison_job_without_a_lease_only_fails(scene: Scene) -> None:
     job = scene.job("a", deaths=MAX_DEATHS - 1, is_leased=False)
-    scene.detector.on_death(job, dispatched(job, alone=True), HOW)
+    scene.detector.on_death(dispatched(job, alone=True), HOW)
     assert scene.dead_letters == []
     assert isinstance(scene.recorder.failures["a"], DeviceDied)
 
@@ -144,7 +160,7 @@ def test_job_that_reached_its_hard_limit_alone_fails_at_once(scene: Scene) -> No
     job = scene.job("a")
     batch = dispatched(job, alone=True)
     batch.expired, batch.hard_limit_s = True, 3.0
-    scene.detector.on_death(job, batch, HOW)
+    scene.detector.on_death(batch, HOW)
     assert isinstance(scene.recorder.failures["a"], TimeLimitExceeded)
     assert scene.next_batch() is None
     assert scene.dead_letters == []
@@ -164,7 +180,7 @@ def test_batch_without_leases_is_not_noted(scene: Scene) -> None:
 
 @pytest.mark.parametrize(
     ("alone", "recovered", "expected"),
-    [(True, True, True), (True, False, False), (False, True, False)],
+    [(True, True, True), (True, False, False), (False, True, True)],
 )
 def test_recovered_suspect_reserves_all_devices(
     scene: Scene, alone: bool, recovered: bool, expected: bool
