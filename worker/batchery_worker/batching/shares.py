@@ -5,8 +5,8 @@ weight. The lane with the lowest tag is next. A lane that was empty starts at th
 time, so it can save up nothing. Nobody has to know in advance how long a job takes: a batch is
 charged with an estimate when it leaves, and corrected when it is back.
 
-P. Goyal, H. M. Vin, H. Cheng: Start-time Fair Queueing, SIGCOMM 1996. Between two lanes that both
-wait, the shares differ at no time by more than one batch of each.
+P. Goyal, H. M. Vin, H. Cheng: Start-time Fair Queueing, SIGCOMM 1996. While two lanes both wait for
+one device, what they were given, divided by their weights, differs by a batch of each at most.
 """
 
 from collections import deque
