@@ -11,7 +11,7 @@ from celery import Celery
 from redis import Redis
 
 from conftest import StartWorker
-from support.harness import Worker, queue_length, unsettled, wait_for
+from support.harness import Worker, ask, queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
 
 TIMEOUT_S = 60
@@ -37,8 +37,7 @@ def has_results(url: str, ids: list[str], count: int) -> bool:
 def held(broker: str, worker: Worker) -> int | None:
     """Jobs that the worker has and has not settled; None while it is reconnecting."""
     with Celery("looker", broker=broker, set_as_current=False) as app:
-        inspect: Any = app.control.inspect([worker.name], timeout=2)
-        answers = [inspect.active(), inspect.reserved()]
+        answers = [ask(app, command, [worker.name]) for command in ("active", "reserved")]
     if not all(answers):
         return None
     return len({each["id"] for answer in answers for each in answer[worker.name]})

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import psutil
 from celery import Celery
 from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 T = TypeVar("T")
 
@@ -33,6 +34,17 @@ def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> 
         assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}"
         time.sleep(0.02)
     return value
+
+
+def ask(app: Celery, command: str, names: list[str]) -> Any:
+    """Asks workers by `celery inspect`; None if none answers.
+
+    kombu pools connections by URL, and an earlier test may have cut one of them.
+    """
+    try:
+        return getattr(app.control.inspect(names, timeout=5), command)()
+    except RedisConnectionError:
+        return None
 
 
 def queue_length(redis_url: str, queue: str = "celery") -> int:
@@ -113,9 +125,10 @@ class Worker:
 
     def inspect(self, app: Celery, command: str) -> Any:
         """This worker's answer to a `celery inspect` command."""
-        ask = getattr(app.control.inspect([self.name], timeout=5), command)
         # A worker that has just become ready may not listen yet, so it is asked again.
-        return wait_for(ask, f"an answer to {command}", 60)[self.name]
+        return wait_for(lambda: ask(app, command, [self.name]), f"an answer to {command}", 60)[
+            self.name
+        ]
 
     def batches_in_flight(self, app: Celery) -> int:
         """The number of batches on its only device."""
