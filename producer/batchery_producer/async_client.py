@@ -77,6 +77,9 @@ class AsyncClient:
                 `headers`. By default jobs go where the app routes them, or to a queue of the task's
                 name. Also `max_waiting` and `wait_s`, as for a `Publisher`; use `wait_s=0`, because
                 a call that waits for space in the queue delays all others.
+
+        Raises:
+            InvalidItem: The tenant is no name.
         """
         return AsyncTask(self, name, timeout_s, with_tenant(options, tenant))
 

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import psutil
@@ -18,7 +17,7 @@ import pytest
 from apps import ledger, stages
 from apps.ledger import executions
 from conftest import StartWorker
-from support.harness import Worker, queue_length, unsettled, wait_for
+from support.harness import Worker, ask, queue_length, unsettled, wait_for
 
 TIMEOUT_S = 60
 JOBS = 2000
@@ -158,15 +157,13 @@ def has_executed(book: Path, items: int) -> bool:
 
 def holds_any(worker: Worker) -> bool:
     """Whether the worker has jobs, running or waiting; or does not say, as it is reconnecting."""
-    inspect = ledger.app.control.inspect([worker.name], timeout=5)
-    answers = [inspect.active(), inspect.reserved()]
+    answers = [ask(ledger.app, command, [worker.name]) for command in ("active", "reserved")]
     return any(not answer or answer[worker.name] for answer in answers)
 
 
 def ids(worker: Worker, command: str) -> list[str]:
     """Jobs that an inspect command names; none while the worker is reconnecting."""
-    inspect: Any = stages.app.control.inspect([worker.name], timeout=2)
-    answer = getattr(inspect, command)() or {}
+    answer = ask(stages.app, command, [worker.name]) or {}
     return [each["id"] for each in answer.get(worker.name, [])]
 
 

@@ -114,8 +114,9 @@ class Scheduler(Generic[T]):
 
         Suspects stay: they were started, and the broker's messages are still theirs.
         """
-        dropped = [*self.held(), *self._recovered]
-        self.remove(self.held())
+        held = self.held()
+        dropped = [*held, *self._recovered]
+        self.remove(held)
         self._recovered.clear()
         return dropped
 
@@ -170,7 +171,7 @@ class Scheduler(Generic[T]):
         if self._recovered:
             return None if in_flight or elsewhere else self._take_recovered()
         skipped: list[_KeyQueue[T]] = []
-        for key, waiting in self._in_turn():
+        for key, waiting in sorted(self._queues.items(), key=lambda each: each[1].tag):
             due = now_s >= waiting.due_s
             if waiting.full or (due and (in_flight == 0 or waiting.passed_over)):
                 for each in skipped:
@@ -208,11 +209,6 @@ class Scheduler(Generic[T]):
             items += waiting[0].items
             jobs.append(waiting.popleft())
         return Batch(tuple(jobs), alone=len(jobs) == 1)
-
-    def _in_turn(self) -> Iterable[tuple[BatchKey, _KeyQueue[T]]]:
-        if len(self._queues) == 1:
-            return list(self._queues.items())
-        return sorted(self._queues.items(), key=lambda each: each[1].tag)
 
     def _take(self, key: BatchKey, waiting: _KeyQueue[T]) -> Batch[T]:
         flows = list(waiting.flows.values())

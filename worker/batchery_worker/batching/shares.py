@@ -37,6 +37,11 @@ class Flow(Generic[T]):
     tag: float = 0.0
     jobs: deque[Job[T]] = field(default_factory=deque)
 
+    @property
+    def group(self) -> tuple[str, str]:
+        """Task and tenant: flows that differ only in the rest of their keys are one group."""
+        return self.key.task, self.lane.tenant
+
 
 class Charge(NamedTuple):
     """What a flow was charged for its part of a batch."""
@@ -72,18 +77,16 @@ class Shares:
             self._asleep.clear()
         flow = self._asleep.pop((key, lane), None) or Flow(key, lane)
         flow.tag = max(flow.tag, self._now)
-        group = (key.task, lane.tenant)
         keys = self._awake[lane.priority_class]
-        keys[group] = keys.get(group, 0) + 1
+        keys[flow.group] = keys.get(flow.group, 0) + 1
         return flow
 
     def sleep(self, flow: Flow[Any]) -> None:
         """Notes that a flow has no waiting job left."""
-        group = (flow.key.task, flow.lane.tenant)
         keys = self._awake[flow.lane.priority_class]
-        keys[group] -= 1
-        if not keys[group]:
-            del keys[group]
+        keys[flow.group] -= 1
+        if not keys[flow.group]:
+            del keys[flow.group]
         self._asleep[flow.key, flow.lane] = flow
         if len(self._asleep) > MAX_ASLEEP:
             self._asleep = {
@@ -98,8 +101,7 @@ class Shares:
         A tenant or task with jobs of several keys has no more for it.
         """
         groups = self._awake[flow.lane.priority_class]
-        keys = groups[flow.key.task, flow.lane.tenant]
-        return self._shares[flow.lane.priority_class] / (len(groups) * keys)
+        return self._shares[flow.lane.priority_class] / (len(groups) * groups[flow.group])
 
     def item_s(self, task: str) -> float:
         """Expected device time of an item, in seconds."""

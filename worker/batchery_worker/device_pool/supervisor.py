@@ -210,7 +210,7 @@ class DeviceSupervisor:
 
     def _expire(self, device: DeviceProcess, work_id: int) -> None:
         # The loop may have stood still, as while it reconnects: the answer may be here already.
-        self._guard(self._on_readable)(device)
+        self.read()
         dispatched = device.batches.get(work_id)
         if dispatched is not None and dispatched.hard_limit_s is not None:
             logger.error(

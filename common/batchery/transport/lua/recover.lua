@@ -38,7 +38,7 @@ if ARGV[3] == '1' then
     end
     suspects = suspects + #ids
     for _, id in ipairs(ids) do
-      local known = tonumber(redis.call('HGET', KEYS[5], id) or nil)
+      local known = tonumber(redis.call('HGET', KEYS[5], id))
       local deaths = math.max(known or 0, 0)
       if alone then
         deaths = deaths + 1
