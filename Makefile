@@ -26,6 +26,9 @@ REDIS_SERVER ?=
 # bulk or chaos. `make bench BENCH=engine ARGS=--help` lists the options.
 BENCH ?= queue
 
+# Versions of transformers for `make matrix`: the oldest one that packs all models, and one between.
+MATRIX ?= 5.10.4 5.16.1
+
 # `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C.
 KEEP ?=
 
@@ -35,7 +38,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint docs bench gpu-check constraints clean
+.PHONY: help demo test matrix lint docs bench gpu-check constraints clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -45,6 +48,14 @@ demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 l
 
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
 	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS) $(TESTS)
+
+matrix: $(INSTALLED) ## run the tests of models with other versions of transformers (MATRIX=...)
+	for version in $(MATRIX); do \
+	  $(PY) -m pip install -q --upgrade --target build/transformers-$$version \
+	    transformers==$$version && \
+	  PYTHONPATH=build/transformers-$$version $(PY) -m pytest -n $(PROCESSES) -W default \
+	    tests/unit/worker/models tests/unit/worker/device $(ARGS) || exit 1; \
+	done
 
 lint: docs ## check style, format, types, imports and the links of the documentation
 	$(PY) -m ruff check

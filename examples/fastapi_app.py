@@ -39,9 +39,7 @@ app = FastAPI(lifespan=lifespan)
 async def embed(question: Question, request: Request) -> Any:
     """Embeds one text: one job, which nobody computes if nobody waits for it any more."""
     # Without room in the queue, callers are sent away at once, and told when to come again.
-    task = app.state.client.task(
-        "embed", timeout_s=question.timeout_s, max_waiting=10_000, wait_s=0
-    )
+    task = app.state.client.task("embed", timeout_s=question.timeout_s, max_waiting=10_000)
     try:
         return await unless_gone(request, task(question.text))
     except NoResult:

@@ -180,7 +180,7 @@ def default(field: FieldInfo) -> str:
     if field.default is None:
         return ""
     if isinstance(field.default, dict):
-        tables = {name: each.model_dump() for name, each in field.default.items()}
+        tables = {name: each.model_dump(exclude_unset=True) for name, each in field.default.items()}
         return f"`{tables!r}`"
     text = field.default if isinstance(field.default, str) else repr(field.default)
     return f"`{str(text).lower() if isinstance(field.default, bool) else text}`"

@@ -38,23 +38,23 @@ def job_of(message: Mapping[str, Any], task_id: str, queue: str, text: str) -> s
     return json.dumps({**message, "body": body, "headers": headers, "properties": properties})
 
 
-class Client:
-    """Calls one task."""
+class ResultListener:
+    """Hears of results by one subscription; an asynchronous context manager."""
 
-    def __init__(self, url: str, message: bytes) -> None:
+    def __init__(self, redis: Any, prefix: str = "") -> None:
         """Does not connect yet.
 
         Args:
-            url: Of the Redis that has the queues and the results.
-            message: A real one, as it stands in a queue; its ids and its item are replaced.
+            redis: Asynchronous client of the Redis that has the results; closed at the end.
+            prefix: What the ids of the jobs begin with.
         """
-        self._redis: Any = Redis.from_url(url, max_connections=MAX_CONNECTIONS)
-        self._message = json.loads(message)
-        self._pending: dict[bytes, asyncio.Future[bytes]] = {}
+        self._redis = redis
+        self._pattern = f"{RESULT}{prefix}*"
+        self._pending: dict[bytes, asyncio.Future[tuple[float, bytes]]] = {}
 
     async def __aenter__(self) -> Self:
         self._channel = self._redis.pubsub()
-        await self._channel.psubscribe(f"{RESULT}*")
+        await self._channel.psubscribe(self._pattern)
         self._reading = asyncio.create_task(self._read())
         return self
 
@@ -67,7 +67,27 @@ class Client:
         async for event in self._channel.listen():
             future = self._pending.pop(event["channel"], None)
             if future is not None and not future.done():
-                future.set_result(event["data"])
+                future.set_result((time.perf_counter(), event["data"]))
+
+    def expect(self, task_id: str) -> asyncio.Future[tuple[float, bytes]]:
+        """When the result of a job comes, on the clock of `time.perf_counter`, and the result."""
+        future = asyncio.get_running_loop().create_future()
+        self._pending[f"{RESULT}{task_id}".encode()] = future
+        return future
+
+
+class Client(ResultListener):
+    """Calls one task."""
+
+    def __init__(self, url: str, message: bytes) -> None:
+        """Does not connect yet.
+
+        Args:
+            url: Of the Redis that has the queues and the results.
+            message: A real one, as it stands in a queue; its ids and its item are replaced.
+        """
+        super().__init__(Redis.from_url(url, max_connections=MAX_CONNECTIONS))
+        self._message = json.loads(message)
 
     async def call(self, queue: str, text: str) -> None:
         """Sends a job and waits for its result.
@@ -77,10 +97,10 @@ class Client:
             TimeoutError: There is no answer.
         """
         task_id = str(uuid.uuid4())
-        future = asyncio.get_running_loop().create_future()
-        self._pending[f"{RESULT}{task_id}".encode()] = future
+        future = self.expect(task_id)
         await self._redis.lpush(queue, job_of(self._message, task_id, queue, text))
-        answer = json.loads(await asyncio.wait_for(future, TIMEOUT_S))
+        _, data = await asyncio.wait_for(future, TIMEOUT_S)
+        answer = json.loads(data)
         if answer["status"] != "SUCCESS":
             raise SystemExit(f"{queue}: {answer['result']}")
 

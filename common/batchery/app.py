@@ -9,7 +9,8 @@ from typing import Any
 from celery import Celery
 
 from batchery.announcement import find_announcement
-from batchery.install import install, installation_of
+from batchery.install import install
+from batchery.installation import installation_of
 
 
 def _config() -> dict[str, Any]:

@@ -20,6 +20,7 @@ BatcheryError
     ├── WrongLength             the function returned more or fewer outcomes than items
     ├── UnserialisableResult    the outcome cannot be written as JSON
     ├── OutOfMemory             the device has no memory for this item alone
+    ├── DeadlineExceeded        the job could not make its deadline, and was not begun
     └── DeviceDied              the job killed its device process or worker, each time alone
 ```
 
@@ -111,6 +112,10 @@ class UnserialisableResult(ItemError):
 
 class OutOfMemory(ItemError):
     """The device has no memory for this item, even alone."""
+
+
+class DeadlineExceeded(ItemError):
+    """The job could not make its deadline any more; with `shed_late` such jobs are not begun."""
 
 
 class DeviceDied(ItemError):

@@ -4,14 +4,14 @@ import logging
 import sys
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from celery import Celery
 from celery.app.defaults import DEFAULTS
 
-from batchery.errors import SettingsError, StartError
+from batchery.errors import StartError
+from batchery.installation import installation_of, remember
 from batchery.model import Model
-from batchery.settings import ModelSettings, Settings
+from batchery.settings import ModelSettings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
 from batchery.valkey import accept_valkey_urls
@@ -29,31 +29,6 @@ KINDS = {
 }
 
 
-class Installation:
-    """What `install` remembers of one app."""
-
-    def __init__(self, app: Celery, keywords: Mapping[str, Any]) -> None:
-        self._app = app
-        self._keywords = keywords
-        self._settings: Settings | None = None
-        #: Why the models of the settings could not be registered; a worker stops with it.
-        self.error: StartError | None = None
-
-    @property
-    def settings(self) -> Settings:
-        """The app's settings, read once, at first use.
-
-        Raises:
-            SettingsError: One of them is wrong.
-        """
-        if self._settings is None:
-            self._settings = Settings.load(self._app.conf, **self._keywords)
-        return self._settings
-
-
-_installations: WeakKeyDictionary[Celery, Installation] = WeakKeyDictionary()
-
-
 def install(app: Celery, **settings: Any) -> Celery:
     """Makes an app able to run batch tasks; ordinary tasks and clients notice nothing.
 
@@ -68,7 +43,7 @@ def install(app: Celery, **settings: Any) -> Celery:
     Returns:
         The same app.
     """
-    _installations[app] = Installation(app, settings)
+    remember(app, settings)
     # Celery ranks these defaults above the app's configuration, so its own choice is looked up.
     app.add_defaults(
         lambda: {
@@ -90,18 +65,6 @@ def _chosen(app: Celery, name: str) -> Any:
     """The value in the app's configuration; None if it is Celery's default."""
     chosen: Any = app.conf[name]
     return None if chosen == DEFAULTS[name] else chosen
-
-
-def installation_of(app: Celery) -> Installation:
-    """What `install` made of this app.
-
-    Raises:
-        SettingsError: `install` was never called with it.
-    """
-    try:
-        return _installations[app]
-    except KeyError:
-        raise SettingsError(f"app {app.main!r}: call batchery.install(app) first") from None
 
 
 def register(
@@ -168,6 +131,8 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         max_batch_size=settings.max_batch_size,
         max_batch_tokens=settings.max_batch_tokens,
         max_wait_ms=settings.max_wait_ms,
+        target_latency_ms=settings.target_latency_ms,
+        small_batch_threshold=settings.small_batch_threshold,
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
         cache_ttl_s=settings.cache_ttl_s,

@@ -132,6 +132,12 @@ class ModelSettings(BaseModel):
     max_wait_ms: Annotated[
         float | None, Field(ge=0, description="As the setting of that name, for this model alone.")
     ] = None
+    target_latency_ms: Annotated[
+        float | None, Field(gt=0, description="As the setting of that name, for this model alone.")
+    ] = None
+    small_batch_threshold: Annotated[
+        int | None, Field(gt=0, description="As the setting of that name, for this model alone.")
+    ] = None
     cache: Annotated[
         bool, Field(description="Compute equal texts once, and keep their results for a while.")
     ] = False
@@ -186,6 +192,30 @@ class PriorityClass(BaseModel):
         float,
         Field(gt=0, allow_inf_nan=False, description="Share of the devices' time; ratios count."),
     ]
+    max_waiting: Annotated[
+        int | None,
+        Field(gt=0, description="Maximum jobs of the class in a queue; with more, it is full."),
+    ] = None
+    max_wait_s: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="The class is full, too, while its oldest job in a queue waits for longer.",
+        ),
+    ] = None
+    when_full: Annotated[
+        Literal["refuse", "demote"],
+        Field(
+            description="`refuse` raises `QueueFull` at the call; `demote` sends a job in the"
+            " class below."
+        ),
+    ] = "refuse"
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it can be full."""
+        return self.max_waiting is not None or self.max_wait_s is not None
 
 
 class Settings(BaseSettings):
@@ -248,6 +278,32 @@ class Settings(BaseSettings):
         "normal": PriorityClass(level=3, share=30),
         "low": PriorityClass(level=6, share=20),
     }
+    class_order: Annotated[
+        Literal["shares", "strict"],
+        Field(
+            description="Whether classes share the devices, or the highest one goes first;"
+            " then jobs that wait rise by one class each `ageing_s`."
+        ),
+    ] = "shares"
+    ageing_s: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False, description="For `class_order = strict`, in seconds."),
+    ] = 30
+    target_latency_ms: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            description="How long jobs may take in a worker; batches are only as large as fits.",
+        ),
+    ] = None
+    small_batch_threshold: Annotated[
+        int | None,
+        Field(gt=0, description="Jobs with up to so many items do not wait behind larger ones."),
+    ] = None
+    shed_late: Annotated[
+        bool,
+        Field(description="Fail jobs with `DeadlineExceeded` that cannot make their deadline."),
+    ] = False
     prefetch_batches: Annotated[
         int,
         Field(
@@ -311,12 +367,16 @@ class Settings(BaseSettings):
             raise ValueError("two classes have the same level; each needs one of its own")
         if levels[0] != 0:
             raise ValueError("no class has level 0, which is the priority of most jobs; give one")
+        lowest, last = max(classes.items(), key=lambda each: each[1].level)
+        if last.when_full == "demote":
+            raise ValueError(f"no class is below {lowest!r}; its when_full must be 'refuse'")
         return classes
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of each class by its name."""
-        return {name: each.share for name, each in self.classes.items()}
+        """Share of each class by its name, highest class first."""
+        ordered = sorted(self.classes.items(), key=lambda each: each[1].level)
+        return {name: each.share for name, each in ordered}
 
     def class_of(self, priority: int) -> str:
         """Name of the class of a priority from 0 to `LOWEST_PRIORITY`."""

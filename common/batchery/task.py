@@ -21,9 +21,14 @@ from celery.utils.time import maybe_make_aware
 from batchery.completion import current_completion
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.execution.batch import compute, prepare, run_function
+from batchery.installation import queue_limits_of
 from batchery.model import Model
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import multi_item
+from batchery.protocol.deadline import deadline_header
+from batchery.protocol.sent_at import sent_now
+from batchery.protocol.tenant import with_tenant
+from batchery.queue_limits import QueueLimits, destination_of, place
 from batchery.request import BatchContext, JobContext, looking_at
 
 logger = logging.getLogger(__name__)
@@ -33,6 +38,10 @@ _loading = threading.Lock()
 
 #: Sends many jobs at once; an import path, because the producer's package imports this one.
 SEND_MANY = "batchery_producer.submit_many:send_many"
+
+#: Options that jobs of a chain, group or chord have, callbacks, and jobs that are tried again. They
+#: have room in every class: half a workflow would be worse than a long queue.
+WORKFLOW_OPTIONS = ("producer", "reply_to", "parent_id", "root_id", "group_id", "chord", "retries")
 
 #: Minimum number of items that are sent in bulk: fewer are not worth a connection of their own.
 MIN_BULK_ITEMS = 16
@@ -100,6 +109,10 @@ class BatchTask(_Task):
     max_batch_tokens: int | None = None
     #: How long an idle device waits for a batch to fill, in milliseconds.
     max_wait_ms: float | None = None
+    #: How long jobs may take in a worker, in milliseconds: batches are only so large.
+    target_latency_ms: float | None = None
+    #: Jobs with up to so many items do not wait behind those with more.
+    small_batch_threshold: int | None = None
     #: Version of its results. If it is set, equal items are computed once, and their results kept.
     #: Different versions share nothing.
     cache: str | None = None
@@ -239,16 +252,50 @@ class BatchTask(_Task):
         args: Iterable[Any] | None = None,
         kwargs: dict[str, Any] | None = None,
         *positional: Any,
+        tenant: str | None = None,
+        deadline_s: float | None = None,
         **options: Any,
     ) -> AsyncResult[Any]:
         """Sends one job, as `Task.apply_async` does.
 
+        Args:
+            args: The item, alone.
+            kwargs: The keyword arguments.
+            positional: As Celery has them.
+            tenant: For whom the job runs. Tenants of one priority class have equal shares of it.
+            deadline_s: In how many seconds the job should be answered. In its lane it goes before
+                jobs that have more time.
+            options: As Celery has them.
+
         Raises:
-            BatchArgumentError: There is not exactly one positional argument.
+            BatchArgumentError: There is not exactly one positional argument, or the deadline is no
+                number above 0.
+            InvalidItem: The tenant is no name.
+            QueueFull: The priority class of the job is full, and refuses it.
         """
         args = tuple(args or ())
         only_item(self.name, args)
+        limits = queue_limits_of(self.app)
+        if limits is not None and not positional:
+            options = self._placed(limits, options)
+        if tenant is not None and "tenant" in (options.get("stamped_headers") or ()):
+            # Celery gives the value of a stamp as an option of its name.
+            options, tenant = {**options, "tenant": tenant}, None
+        if tenant is not None:
+            options = with_tenant(options, tenant)
+        headers = {**(options.get("headers") or {}), **deadline_header(deadline_s)}
+        # A retry and the next step of a chain inherit headers, and are sent anew.
+        options["headers"] = {**headers, **sent_now()}
         return super().apply_async(args, kwargs, *positional, **options)
+
+    def _placed(self, limits: QueueLimits, options: dict[str, Any]) -> dict[str, Any]:
+        """The options of a job, with the priority that it may have."""
+        in_workflow = any(options.get(name) is not None for name in WORKFLOW_OPTIONS)
+        if in_workflow or self.app.conf.task_always_eager:
+            return options
+        where = destination_of(self.app, self.name, options)
+        priority = place(self.app, limits, where, 1)
+        return options if priority == where.priority else {**options, "priority": priority}
 
     def submit_many(
         self,
@@ -269,10 +316,13 @@ class BatchTask(_Task):
         Raises:
             OperationalError: No broker answers; kombu's error.
             BrokerRefused: The broker takes no jobs.
+            QueueFull: The priority class of the jobs is full, and refuses them. The first `sent`
+                are in the queue.
         """
         items = list(items)
         own = {"producer", "connection"} & set(options)
-        if len(items) >= MIN_BULK_ITEMS and not own and not self.app.conf.task_always_eager:
+        is_bulk = len(items) >= MIN_BULK_ITEMS or queue_limits_of(self.app) is not None
+        if is_bulk and not own and not self.app.conf.task_always_eager:
             send_many: Any = symbol_by_name(SEND_MANY)
             return cast(ResultSet, send_many(self, items, keywords or {}, options))
         with self.app.producer_or_acquire(options.pop("producer", None)) as producer:

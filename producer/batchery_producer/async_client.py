@@ -16,6 +16,7 @@ from typing import Any, Self
 from celery import Celery, uuid
 
 from batchery.errors import NoResult
+from batchery.protocol.deadline import deadline_header
 from batchery.protocol.tenant import with_tenant
 from batchery.tracing import trace_headers
 from batchery_producer.async_session import Call, Session
@@ -64,6 +65,7 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         tenant: str | None = None,
+        deadline_s: float | None = None,
         **options: Any,
     ) -> "AsyncTask":
         """A task by name. Costs nothing: make one per call where the options differ.
@@ -73,15 +75,19 @@ class AsyncClient:
             timeout_s: How long a call of one item waits, in seconds; None for ever. Its job expires
                 with it, by the clocks of both machines: a worker that begins later drops it.
             tenant: For whom the jobs run. Tenants of one priority class have equal shares of it.
+            deadline_s: In how many seconds from the call each job should be answered. In its lane
+                it goes before jobs that have more time.
             options: Options of `apply_async` for all jobs: `queue`, `priority`, `expires`,
                 `headers`. By default jobs go where the app routes them, or to a queue of the task's
-                name. Also `max_waiting` and `wait_s`, as for a `Publisher`; use `wait_s=0`, because
-                a call that waits for space in the queue delays all others.
+                name. Also `max_waiting` and `wait_s`, as for a `Publisher`. A call does not wait
+                for space in the queue unless `wait_s` says so, as it would delay all others.
 
         Raises:
             InvalidItem: The tenant is no name.
+            BatchArgumentError: The deadline is no number above 0.
         """
-        return AsyncTask(self, name, timeout_s, with_tenant(options, tenant))
+        deadline_header(deadline_s)
+        return AsyncTask(self, name, timeout_s, deadline_s, with_tenant(options, tenant))
 
     async def close(self) -> None:
         """Revokes jobs that no worker has begun, and closes all connections."""
@@ -98,6 +104,7 @@ class AsyncClient:
         count: int,
         keywords: Mapping[str, Any],
         options: Mapping[str, Any],
+        deadline_s: float | None = None,
     ) -> Answer:
         """Sends one job and waits for its end; a cancellation revokes the job.
 
@@ -108,7 +115,11 @@ class AsyncClient:
         future: asyncio.Future[Answer] = loop.create_future()
         self._futures[task_id] = future
         # The trace of this call, as jobs are sent from elsewhere.
-        headers = {**trace_headers(), **header_of(count, self._session.headers)}
+        headers = {
+            **trace_headers(),
+            **deadline_header(deadline_s),
+            **header_of(count, self._session.headers),
+        }
         if not self._calls:
             # Calls of the same turn of the event loop are sent together.
             loop.call_soon(self._flush)
@@ -160,15 +171,17 @@ class AsyncTask:
         client: AsyncClient,
         name: str,
         timeout_s: float | None,
+        deadline_s: float | None,
         options: Mapping[str, Any],
     ) -> None:
         self._client = client
         self.name = name
         self._timeout_s = timeout_s
+        self._deadline_s = deadline_s
         self._options = dict(options)
         # No worker may be there to be told of a cancelled call.
         expires = {} if timeout_s is None else {"expires": timeout_s}
-        self._call_options = {**expires, **options}
+        self._call_options = {"wait_s": 0, **expires, **options}
 
     async def __call__(self, item: Any, **keywords: Any) -> Any:
         """The result of one item. Cancelling the call revokes its job.
@@ -180,7 +193,9 @@ class AsyncTask:
         """
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._client.call(self.name, item, 0, keywords, self._call_options)
+                answer = await self._client.call(
+                    self.name, item, 0, keywords, self._call_options, self._deadline_s
+                )
         except TimeoutError:
             raise NoResult(
                 f"{self.name}: no result within {self._timeout_s:g} s, so its job is revoked;"
@@ -268,7 +283,9 @@ class AsyncTask:
         self, argument: list[Any], indexes: range, are_many: bool, keywords: Mapping[str, Any]
     ) -> list[Outcome]:
         item, count = (argument, len(argument)) if are_many else (argument[0], 0)
-        answer = await self._client.call(self.name, item, count, keywords, self._options)
+        answer = await self._client.call(
+            self.name, item, count, keywords, self._options, self._deadline_s
+        )
         return outcomes_of(answer, indexes, are_many, self._client.app.backend)
 
 

@@ -97,9 +97,10 @@ def send_many(
 
     Raises:
         OperationalError: kombu's; the broker stays away.
-        PublishError: The broker refuses.
+        PublishError: The broker refuses, or the class of the jobs is full.
     """
-    app, options = task.app, dict(options)
+    # A caller waits, and Celery has no words for how long; `wait_s` is the publisher's.
+    app, options = task.app, {"wait_s": 0, **options}
     ignored = options.get("ignore_result", task.ignore_result)
     trails = options.pop("add_to_parent", True)
     collector = None

@@ -119,7 +119,7 @@ def test_an_item_that_json_cannot_write_fails_alone(play: Scene) -> None:
 
 def test_a_full_queue_refuses_those_for_which_there_is_no_room(play: Scene, store: Any) -> None:
     async def scene(client: AsyncClient) -> Any:
-        nobody = client.task("nobody", max_waiting=3, wait_s=0)
+        nobody = client.task("nobody", max_waiting=3)
         calls = [asyncio.create_task(nobody(number)) for number in range(5)]
         refused = await asyncio.gather(*calls[3:], return_exceptions=True)
         assert not any(call.done() for call in calls[:3])

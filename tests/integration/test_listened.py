@@ -24,6 +24,8 @@ pytest.importorskip("sentry_sdk")
 #: What differs from message to message, and from worker to worker.
 VOLATILE = {"hostname", "delivery_info", "properties", "reply_to", "correlation_id", "root_id"}
 VOLATILE |= {"id", "eta", "headers", "baggage", "sentry-trace", "sentry-task-enqueued-time"}
+# Only our own tasks say when they were sent anew.
+VOLATILE |= {"batchery_sent_at"}
 
 #: Jobs that Sentry hears of, and all jobs beside them.
 FAILURES, JOBS = 20, 1_000

@@ -9,7 +9,7 @@ from celery import Celery
 from apps import tally
 from batchery import Client, InvalidItem
 from conftest import StartWorker
-from support.harness import wait_for
+from support.harness import unsettled, wait_for
 
 TIMEOUT_S = 60
 
@@ -37,15 +37,76 @@ def test_live_jobs_and_small_tenants_do_not_wait_behind_bulk(
         jobs += send(app, *(f"bulk {number}" for number in range(BULK)), priority=9)
         jobs += send(app, "live")
         jobs += send(app, "tenant", priority=9, headers={"batchery_tenant": "small"})
-        waiting = BULK - BATCH + 2
+        # The live job is on the device, to run as soon as it can.
+        waiting = BULK - BATCH + 1
         wait_for(lambda: worker.inspect(app, "stats")["pool"]["waiting"] == waiting, "all wait")
         gate.touch()
         assert len([job.get(timeout=TIMEOUT_S) for job in jobs]) == BULK + 3
     order = path.read_text().splitlines()
     assert len(order) == BULK + 3
-    # Nothing was ahead of them but what was on the device, and the lane whose turn it was.
-    assert order.index("live") <= 1 + BATCH + 2
+    # Nothing was ahead of them but what the device had begun, and the batch behind that.
+    assert order.index("live") == 1
     assert order.index("tenant") <= 1 + BATCH + 4
+
+
+def test_jobs_of_one_class_do_not_wait_in_redis_behind_those_taken_of_another(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    worker = start_worker("apps.tally")
+    path, gate = tmp_path / "computed", tmp_path / "go"
+    with Celery("caller", broker=redis_url, backend=redis_url, set_as_current=False) as app:
+
+        def send(text: str, priority: int) -> Any:
+            keywords = {"path": str(path)}
+            return app.send_task(tally.tally.name, [text], keywords, priority=priority)
+
+        def waiting() -> int:
+            found: int = worker.inspect(app, "stats")["pool"]["waiting"]
+            return found
+
+        jobs = [send(str(gate), 9)]
+        wait_for(path.exists, "a batch runs")
+        jobs += [send(f"bulk {number}", 9) for number in range(20 * BATCH)]
+        wait_for(lambda: waiting() >= BATCH, "the worker took what it may of bulk")
+        held = unsettled(redis_url)
+        jobs += [send("live", 0), send("soon", 4)]
+        wait_for(lambda: unsettled(redis_url) == held + 2, "it takes the others all the same")
+        gate.touch()
+        assert len([job.get(timeout=TIMEOUT_S) for job in jobs]) == 20 * BATCH + 3
+    order = path.read_text().splitlines()
+    assert order.index("live") == 1
+    # One batch at a time goes before others; this is the next, and batches are short here.
+    assert order.index("soon") <= 2 + 3 * BATCH
+
+
+def test_live_job_goes_between_two_calls_for_a_job_with_many_items(
+    start_worker: StartWorker, redis_url: str, tmp_path: Path
+) -> None:
+    start_worker("apps.tally")
+    path, gate = tmp_path / "computed", tmp_path / "go"
+    keywords = {"path": str(path)}
+    items = [str(gate), *(f"bulk {number}" for number in range(3 * BATCH - 1))]
+    with Celery("caller", broker=redis_url, backend=redis_url, set_as_current=False) as app:
+        bulk = app.send_task(
+            tally.tally.name,
+            [items],
+            keywords,
+            priority=9,
+            headers={"batchery": {"v": 1, "n": len(items)}},
+        )
+        wait_for(path.exists, "its first part runs")
+        behind = app.send_task(tally.tally.name, ["behind"], keywords, priority=9)
+        live = app.send_task(tally.tally.name, ["live"], keywords)
+        # The device has read it when it has been told of it: events say so of no other job.
+        wait_for(lambda: app.control.inspect().active(), "it is on the device")
+        wait_for(lambda: live.id in str(app.control.inspect().active()), "it is on the device")
+        gate.touch()
+        assert live.get(timeout=TIMEOUT_S) == "LIVE"
+        assert len(bulk.get(timeout=TIMEOUT_S)) == len(items)
+        assert behind.get(timeout=TIMEOUT_S) == "BEHIND"
+    order = path.read_text().splitlines()
+    assert order.index("live") == BATCH
+    assert order.index("behind") == 3 * BATCH + 1
 
 
 def test_the_client_names_a_tenant_and_a_wrong_name_fails_at_once(redis_url: str) -> None:

@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -16,12 +13,11 @@ from apps import shop
 from batchery.cli.explain import find
 from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 from conftest import StartWorker
-from support.harness import TESTS, Worker, wait_for
+from support.commands import TIMEOUT_S, run, start
+from support.harness import Worker, wait_for
 
 #: How long workers may take to answer, in seconds; the machine may be busy with other tests.
 LOOK_S = 2.0
-
-TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -36,29 +32,6 @@ def worker(
     (folder / "batchery.toml").write_text(model_toml)
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
     return start_module_worker("apps.shop", cwd=folder)
-
-
-def start(redis_url: str, *command: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(TESTS),
-            "PYTHONUNBUFFERED": "1",
-            "CELERY_BROKER_URL": redis_url,
-            "CELERY_RESULT_BACKEND": redis_url,
-            "COLUMNS": "150",
-        },
-    )
-
-
-def run(redis_url: str, *command: str) -> tuple[int, str, str]:
-    with start(redis_url, *command) as process:
-        out, err = process.communicate(timeout=TIMEOUT_S)
-        return process.returncode, out, err
 
 
 def explain(redis_url: str, task_id: str) -> tuple[int, dict[str, Any]]:

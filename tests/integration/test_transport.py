@@ -200,6 +200,26 @@ def test_a_queue_has_its_share_and_no_more(both: StartConsumer, url: str, bare: 
     assert consumer.get(4) == ["1", "2", "6", "3"]
 
 
+def test_each_class_has_its_part_and_no_more(both: StartConsumer, url: str, bare: Any) -> None:
+    send(url, "q", *"12345", priority=9)
+    send(url, "ordinary", *"67")
+    consumer = both(
+        "q", "ordinary", prefetch=6, class_levels=[0, 3, 6], ordinary_queues=["ordinary"]
+    )
+    assert sorted(consumer.get(4)) == ["1", "2", "6", "7"]
+    consumer.until_waiting()
+    # What was taken of one class does not keep out the others.
+    send(url, "q", "live")
+    send(url, "q", "soon", priority=4)
+    consumer.get(6)
+    assert sorted(consumer.texts[4:]) == ["live", "soon"]
+    for message in consumer.messages:
+        if message.payload == "1":
+            message.ack()
+    consumer.get(7)
+    assert consumer.texts[-1] == "3"
+
+
 def test_a_drain_leaves_something_to_others(both: StartConsumer, url: str, bare: Any) -> None:
     send(url, "q", *"12345")
     left: list[int] = []

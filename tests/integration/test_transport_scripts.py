@@ -36,6 +36,7 @@ class Redis:
         room: int = PLENTY,
         limits: list[int] | None = None,
         steps: int = 1,
+        parts: list[int] | None = None,
         at_once: list[int] | None = None,
         shared: int | None = None,
         entry: str = "",
@@ -43,11 +44,19 @@ class Redis:
         """Tokens, keys and messages; None if fenced."""
         fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
         count = len(queues) // steps
-        limits = limits or [wanted] * count
+        # Without a number for each list, all lists of a queue are one part.
+        parts = parts or [1 + at % count for at in range(len(queues))]
+        limits = limits or [wanted] * max(parts)
+        names = {part: queues[at % count] for at, part in enumerate(parts)}
+        told = [
+            each
+            for at, limit in enumerate(limits)
+            for each in (limit, (at_once or limits)[at], names[at + 1])
+        ]
         answer = self.scripts.run(
             "drain",
             [*fixed, *queues],
-            *[ME, wanted, room, count, *limits, *(at_once or limits), shared or 999, entry],
+            *[ME, wanted, room, entry, len(limits), *told, shared or 999, *parts],
         )
         if not answer:
             return answer
@@ -114,6 +123,15 @@ def test_drain_serves_all_queues_of_a_step_before_the_next(there: Redis) -> None
     assert not there.client.exists("a", "b", "a:3", "b:3")
 
 
+def test_drain_leaves_room_for_each_class(there: Redis) -> None:
+    for queue in ("a", "b", "a:3", "a:6", "a:9"):
+        push(there.client, queue, *(f"{queue} {number}" for number in range(9)))
+    lists = ("a", "b", "a:3", "b:3", "a:6", "b:6", "a:9", "b:9")
+    drained = there.drain(*lists, steps=4, parts=[1, 2, 3, 2, 4, 2, 4, 2], limits=[2, 3, 1, 10])
+    taken = [key for _, key, _ in drained]
+    assert taken == ["a"] * 2 + ["b"] * 3 + ["a:3"] + ["a:6"] * 9 + ["a:9"]
+
+
 def test_drain_of_empty_queues_gives_nothing(there: Redis) -> None:
     assert there.drain("a", "b") == []
     assert not there.client.exists(KEYS.token)
@@ -175,7 +193,7 @@ def test_drain_tells_how_many_suspects_there_are(there: Redis) -> None:
     push(there.client, "a", "1")
     there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-    answer = there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, 1, 1, 1, 1, "")
+    answer = there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, "", 1, 1, 1, "a", 1, 1)
     assert answer == [2, 1, 0, b"1"]
 
 
@@ -300,7 +318,7 @@ def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     message = bytes(range(256)) + b"\0\0 \n"
     there.client.lpush("a", message)
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-    there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, 1, 1, 1, 1, "")
+    there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, "", 1, 1, 1, "a", 1, 1)
     there.recover()
     assert there.client.rpop("a") == message
 

@@ -327,6 +327,18 @@ def test_flower_takes_the_next_port_and_may_ask_for_a_password(redis_url: str) -
 
 
 @pytest.mark.usefixtures("app_path")
+def test_flower_begins_again_if_its_port_is_taken_meanwhile(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ports = [free_port(), taken.getsockname()[1]]
+        monkeypatch.setattr(Stack, "_flower_port", lambda _: ports.pop())
+        with Stack("shop", redis_url=redis_url) as stack:
+            assert not ports
+            assert set(stack.pids) == {"worker", "flower"}
+
+
+@pytest.mark.usefixtures("app_path")
 def test_without_flower_installed_the_rest_runs(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,7 @@ class FakeDevice:
         self.setups: list[Setup] = []
         self.works: list[Work] = []
         self.told_to_leave = False
-        self._answered = 0
+        self._answered: set[int] = set()
         self._link = Link(socket.socket(fileno=os.dup(pass_fds[0])))
 
     def hear(self) -> list[Work]:
@@ -75,6 +75,8 @@ class FakeDevice:
 
     def say(self, reply: Reply) -> None:
         """Sends a message to the worker."""
+        if isinstance(reply, Done):
+            self._answered.add(reply.id)
         self._link.send(dump_reply(reply))
 
     def get_ready(self) -> None:
@@ -88,16 +90,18 @@ class FakeDevice:
 
     def answer(self, *jobs: tuple[str, tuple[Any, ...]]) -> None:
         """Answers its oldest batch; the outcome of each job is its item if none is given."""
-        work = self.hear()[self._answered]
-        self._answered += 1
+        work = self._waiting()[0]
         answers = jobs or tuple(("needs tracer", ("value", items[0])) for _, items, _ in work.jobs)
         self.say(Done(work.id, answers, FORWARD_MS, 0, 0))
+
+    def _waiting(self) -> list[Work]:
+        return [work for work in self.hear() if work.id not in self._answered]
 
     def work(self) -> bool:
         """Answers its oldest batch, or dies of it, or leaves; returns whether it did any of it."""
         if self.code is not None:
             return False
-        waiting = self.hear()[self._answered :]
+        waiting = self._waiting()
         if not waiting:
             return self.poll() is not None
         if any("kill" in items for _, items, _ in waiting[0].jobs):

@@ -14,7 +14,7 @@ from celery.worker import state as worker_state
 from kombu.message import Message
 
 from apps.batches import FOUR
-from batchery.install import installation_of
+from batchery.installation import installation_of
 from batchery.task import BatchTask
 from batchery.transport.redis_schema import Keys
 from batchery_worker.completion.ordinary import OrdinaryThreads
@@ -114,8 +114,8 @@ class FakeWorker:
         Args:
             args: Positional arguments of the job.
             task: Name of its task.
-            headers: Headers of the message; in addition `kwargs`, `redelivered`, and `deaths`: how
-                many workers died while the job ran alone.
+            headers: Headers of the message; in addition `kwargs`, `redelivered`, `priority`, and
+                `deaths`: how many workers died while the job ran alone.
         """
         keywords, deaths = headers.pop("kwargs", {}), headers.pop("deaths", None)
         tag = str(next(self._tags))
@@ -127,7 +127,7 @@ class FakeWorker:
             content_type="application/json",
             content_encoding="utf-8",
             delivery_info={"redelivered": headers.pop("redelivered", False)},
-            properties={},
+            properties={"priority": headers.pop("priority", 0)},
             headers={**known, **headers},
             accept={"application/json"},
         )

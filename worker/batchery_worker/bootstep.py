@@ -14,7 +14,7 @@ from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker import components
 
 from batchery.errors import SettingsError, StartError
-from batchery.install import installation_of
+from batchery.installation import installation_of
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery.transport.channel import LeasingChannel
@@ -89,7 +89,8 @@ class BatchStep(_Step):  # type: ignore[misc]
         devices = choose(settings.devices)
         _add_devices(worker, tasks, devices)
         ordinary = (worker.pool.limit or 1) * worker.prefetch_multiplier
-        _widen_prefetch(worker, prefetch_jobs(tasks, settings, len(devices)))
+        jobs = prefetch_jobs(tasks, settings, len(devices))
+        _widen_prefetch(worker, jobs, len(settings.classes))
         parts = ordinary_parts(worker.app, all_tasks, ordinary)
         _share_prefetch(worker.app, tasks, settings, len(devices), parts)
         _warn_of_memory_limit(worker)
@@ -226,6 +227,8 @@ def check_options(task: BatchTask) -> None:
         ("max_batch_size", (int,), 1),
         ("max_batch_tokens", (int,), 1),
         ("max_wait_ms", (int, float), 0),
+        ("target_latency_ms", (int, float), 0.001),
+        ("small_batch_threshold", (int,), 1),
         ("cache_ttl_s", (int, float), 1),
         ("cache_max_bytes", (int,), 1),
     ):
@@ -258,7 +261,7 @@ def _check_cache(task: BatchTask) -> None:
 
 
 def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
-    """How many unfinished jobs the worker must hold for full batches.
+    """How many unfinished jobs of one class the worker must hold for full batches.
 
     Every task may have its waiting batches on every device, whichever queue they come from.
     """
@@ -266,18 +269,26 @@ def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> i
     return sum((task.max_batch_size or settings.max_batch_size) * batches for task in tasks)
 
 
-def _widen_prefetch(worker: Any, jobs: int) -> None:
+def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
     """Raises the prefetch count, which Celery takes as concurrency times multiplier.
 
-    A multiplier of 0 means no limit: then there is nothing to raise.
+    Each class has a part of its own, so that no job waits behind those of another class that were
+    taken in advance. A multiplier of 0 means no limit: then there is nothing to raise.
+
+    Args:
+        worker: Celery's `WorkController`.
+        jobs: How many jobs of each class to hold at least.
+        classes: Number of priority classes.
     """
     multiplier = worker.prefetch_multiplier
+    if not multiplier:
+        return
     # The solo pool has one, whatever the concurrency says.
     processes = worker.pool.limit or 1
-    needed = math.ceil(jobs / processes)
-    if multiplier and needed > multiplier:
-        worker.prefetch_multiplier = needed
-        logger.info("prefetch raised to %d jobs, so that batches fill", needed * processes)
+    needed = max(multiplier, math.ceil(jobs / processes))
+    worker.prefetch_multiplier = needed * classes
+    if needed > multiplier:
+        logger.info("prefetch raised to %d jobs of a class, so batches fill", needed * processes)
 
 
 def _warn_of_memory_limit(worker: Any) -> None:
@@ -323,6 +334,8 @@ def _share_prefetch(
     app.conf.broker_transport_options = {
         "drain_messages": max(prefetch_jobs([task], settings, devices) for task in tasks),
         **options,
+        "class_levels": sorted(each.level for each in settings.classes.values()),
+        "ordinary_queues": list(ordinary),
         "queue_prefetch": {**ordinary, **parts, **options.get("queue_prefetch", {})},
     }
 

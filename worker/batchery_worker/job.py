@@ -1,6 +1,7 @@
 """Jobs and batches as the scheduler sees them: plain values."""
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -19,6 +20,8 @@ class Lane(NamedTuple):
     priority_class: str = "high"
     #: Tenants of one class have equal shares of it.
     tenant: str = ""
+    #: Whether its jobs have many items; those with few must not wait behind them.
+    is_large: bool = False
 
 
 #: The lane of jobs that say nothing.
@@ -37,12 +40,14 @@ class BatchKey:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Maximum size and waiting time of the batches of one key."""
+    """Limits of the batches of one task."""
 
     #: Maximum number of items in a batch; a job with more items is a batch of its own.
     max_batch_size: int
     #: How long an idle device waits for a batch to fill, in seconds from its oldest job's arrival.
     max_wait_s: float = 0.0
+    #: How long jobs may take from their arrival to their answer, in seconds; None for no target.
+    target_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,8 @@ class Job(Generic[T]):
     #: Whatever the pool needs to run and settle it.
     payload: T
     lane: Lane = USUAL_LANE
+    #: When it should be answered, on the same clock.
+    deadline_s: float = inf
     #: Number of devices and workers that died while they ran only this job.
     deaths: int = 0
     #: Whether the job was on a device when an earlier worker died.

@@ -50,8 +50,12 @@ class Backlog(Protocol):
 class BatchBacklog(Backlog, Protocol):
     """The jobs of batch tasks that wait in this worker."""
 
-    def limit(self, sizes: Mapping[str, int]) -> int | None:
-        """How many more jobs of tasks with these batch sizes to take; None for no limit."""
+    def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
+        """How many more jobs of a priority class and of tasks with these batch sizes to take.
+
+        Returns:
+            None for no limit.
+        """
 
 
 class QueueKinds(NamedTuple):
@@ -154,12 +158,16 @@ class LateBinding:
         kinds = [self._kinds_of(queue) for queue in self._channel.active_queues]
         return self._free(any(batch for batch, _ in kinds), any(ordinary for _, ordinary in kinds))
 
-    def limit_for(self, queue: str) -> int | None:
-        """How many more jobs of a queue to take; None for no other limit than the prefetch."""
+    def limit_for(self, queue: str, level: int) -> int | None:
+        """How many more jobs of a queue and of the class that begins at a priority to take.
+
+        Returns:
+            None for no other limit than the prefetch.
+        """
         kinds, (batch, _) = self._kinds.get(queue), self._backlogs()
         if kinds is None or kinds.ordinary or batch is None:
             return None
-        return batch.limit(kinds.batch)
+        return batch.limit(kinds.batch, level)
 
     def capacity_for(self, queue: str) -> Capacity:
         """The same for one queue."""

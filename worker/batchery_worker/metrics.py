@@ -62,6 +62,8 @@ class Metrics:
     committed_jobs: int = 0
     #: Jobs whose outcome was dropped, because another worker has taken them over.
     fenced_jobs: int = 0
+    #: Jobs that could not make their deadline, and were not begun.
+    shed_jobs: int = 0
     waited_ms: float = 0.0
     prepare_ms: float = 0.0
     queued_ms: float = 0.0
@@ -110,6 +112,7 @@ class Metrics:
             "failed_jobs": self.failed_jobs,
             "committed_jobs": self.committed_jobs,
             "fenced_jobs": self.fenced_jobs,
+            "shed_jobs": self.shed_jobs,
             "device_restarts": self.device_restarts,
             "waited_ms": round(self.waited_ms, 3),
             **{stage: round(getattr(self, stage), 3) for stage in STAGES},

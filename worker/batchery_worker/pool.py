@@ -10,7 +10,7 @@ from celery import Celery
 from kombu.asynchronous import Hub
 
 from batchery.errors import StartError
-from batchery.install import installation_of
+from batchery.installation import installation_of
 from batchery.task import BatchTask
 from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.completion.ordinary import OrdinaryThreads, run_in_child
@@ -63,9 +63,9 @@ class WaitingBatches(NamedTuple):
         """Offers the jobs that came before a time; returns how many may be offered later."""
         return self.dispatcher.offer(before_s, give)
 
-    def limit(self, sizes: Mapping[str, int]) -> int | None:
-        """How many more jobs of tasks with these batch sizes to take; None for no limit."""
-        return self.dispatcher.limit(sizes)
+    def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
+        """How many more jobs of a class and of tasks with these batch sizes to take."""
+        return self.dispatcher.limit(sizes, level)
 
 
 class HybridPool:
@@ -262,6 +262,16 @@ class HybridPool:
     def figures(self) -> dict[str, Any] | None:
         """Devices, waiting jobs and batches; None before the start and after the end."""
         return self._dispatcher.info() if self._dispatcher is not None else None
+
+    def record(self, recorder: str | None, after: int) -> dict[str, Any] | None:
+        """The jobs admitted since a recorder's last call; None before the start and after the end.
+
+        Args:
+            recorder: From its last answer; None at first.
+            after: The same.
+        """
+        dispatcher = self._dispatcher
+        return dispatcher.record(recorder, after) if dispatcher is not None else None
 
     @property
     def info(self) -> dict[str, Any]:

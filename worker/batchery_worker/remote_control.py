@@ -1,16 +1,22 @@
 """`celery inspect batchery`: figures of a worker's batches, over Celery's remote control.
 
-In a worker, this module registers the command that answers. Celery's command line asks only for
-commands that it knows by name; there, this module makes the name known, by the subcommand below.
+In a worker, this module registers the command that answers, and the one that records jobs. Celery's
+command line asks only for commands that it knows by name; there, this module makes the name known,
+by the subcommand below.
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 from celery.worker.control import inspect_command
 
+from batchery.protocol import recorded_job
+
 #: Name of the remote-control command.
 NAME = "batchery"
+
+NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it has no device"}
 
 
 @inspect_command(name=NAME)
@@ -18,11 +24,29 @@ def figures(state: Any, **_: Any) -> dict[str, Any]:
     """Devices, waiting jobs and batches of a worker."""
     ask = getattr(state.consumer.pool, "figures", None)
     if ask is None or (found := ask()) is None:
-        return {"error": "no batch task is routed to this worker's queues, so it has no device"}
+        return NO_DEVICE
+    return {**found, "queues": _queues(state)}
+
+
+@inspect_command(name=recorded_job.COMMAND)
+def record(
+    state: Any, cursors: Mapping[str, Sequence[Any]] | None = None, **_: Any
+) -> dict[str, Any]:
+    """The jobs that a worker took since it was last asked; it records for ten seconds more.
+
+    `cursors` has `recorder` and `after` of the last answer of each worker, by the worker's name.
+    """
+    ask = getattr(state.consumer.pool, "record", None)
+    recorder, after = (cursors or {}).get(state.hostname, (None, 0))
+    if ask is None or (found := ask(recorder, after)) is None:
+        return NO_DEVICE
+    return {**found, "queues": _queues(state)}
+
+
+def _queues(state: Any) -> list[str]:
     consumer = state.consumer.task_consumer
     # While the broker is away, nothing is consumed.
-    queues = sorted(queue.name for queue in consumer.queues) if consumer else []
-    return {**found, "queues": queues}
+    return sorted(queue.name for queue in consumer.queues) if consumer else []
 
 
 @click.command(NAME, short_help="Show what the batches of all workers look like.")

@@ -74,9 +74,22 @@ class DispatchedBatch:
     dispatched_s: float
     #: Maximum time that it may run, in seconds; then its process is killed.
     hard_limit_s: float | None = None
+    #: Whether it goes before what the device held already.
+    urgent: bool = False
     #: Whether it reached the hard limit.
     expired: bool = False
-    #: When it became the first batch of its device; then its time limit begins to count.
+    #: When it began, less the time of urgent batches since then; its time limit counts from here.
+    #: A batch begins when it is the first one of its device, an urgent one when the device says so.
     began_s: float | None = None
     #: The note of it in the broker, made by `dispatch/poison.py`.
     note: object | None = None
+
+    def left_s(self, now_s: float) -> float:
+        """How much of its hard limit is left; only for a batch that has one and has begun."""
+        assert self.began_s is not None
+        assert self.hard_limit_s is not None
+        return self.began_s + self.hard_limit_s - now_s
+
+    def interrupts(self, other: "DispatchedBatch") -> bool:
+        """Whether it runs between the passes of another batch of its device."""
+        return self.urgent and self is not other and self.began_s is not None

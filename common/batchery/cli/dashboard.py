@@ -75,7 +75,9 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         "failed jobs": f"{batches['failed_jobs']:,}",
         "device restarts": f"{batches['device_restarts']:,}",
     }
-    # A worker of an earlier version reports neither of these.
+    # A worker of an earlier version reports none of these.
+    for task, facts in figures.get("costs", {}).items():
+        rows[f"batch of {task}"] = _batch_costs(facts)
     if slow := batches.get("tracer_jobs"):
         rows["by the tracer"] = "\n".join(f"{jobs:,}: {reason}" for reason, jobs in slow.items())
     for task, cache in batches.get("caches", {}).items():
@@ -145,6 +147,14 @@ def _costs(facts: Mapping[str, Any]) -> str:
     return (
         f"{facts['token_us']:,.1f} µs per token, {facts['item_us']:,.1f} µs per item,"
         f" {facts['pass_ms']:,.2f} ms per pass, by {facts['fitted_batches']:,} batches{enough}"
+    )
+
+
+def _batch_costs(facts: Mapping[str, Any]) -> str:
+    """How long a batch has its device, learned from those that ran."""
+    return (
+        f"{facts['pass_ms']:,.2f} ms and {facts['item_us']:,.1f} µs per item,"
+        f" off by {percent(facts['error'])} on average, by {facts['batches']:,} batches"
     )
 
 

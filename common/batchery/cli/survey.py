@@ -85,10 +85,15 @@ class WorkerDirectory:
         self._found_s: float | None = None
         self._installed: Mapping[str, bool] = {}
 
-    def ask(self, timeout_s: float) -> dict[str, Any]:
-        """The figures of each of them, by name; after `DISCOVERY_S` it first looks for others.
+    def ask(self, timeout_s: float, command: str = COMMAND, **arguments: Any) -> dict[str, Any]:
+        """The answers of each of them, by name; after `DISCOVERY_S` it first looks for others.
 
         Looking for others takes the full time, as nobody knows how many there are.
+
+        Args:
+            timeout_s: How long answers are collected, in seconds.
+            command: What they are asked; by default, for their figures.
+            arguments: Of the command.
         """
         if self._found_s is None or self._clock() - self._found_s >= DISCOVERY_S:
             tasks = self._broadcast("registered", timeout_s, taskinfoitems=["is_installed"])
@@ -96,7 +101,7 @@ class WorkerDirectory:
             self._found_s = self._clock()
         wanted = [name for name, is_installed in self._installed.items() if is_installed]
         found = {name: {"error": NOT_INSTALLED} for name in self._installed if name not in wanted}
-        return found | (self._broadcast(COMMAND, timeout_s, wanted) if wanted else {})
+        return found | (self._broadcast(command, timeout_s, wanted, **arguments) if wanted else {})
 
     def _broadcast(
         self, command: str, timeout_s: float, names: list[str] | None = None, **arguments: Any

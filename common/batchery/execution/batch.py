@@ -96,6 +96,7 @@ def compute(
     memory: Memory | None = None,
     lookahead: Lookahead | None = None,
     start_next_batch: Callable[[], None] = lambda: None,
+    between_passes: Callable[[], None] = lambda: None,
 ) -> tuple[list[Any], int, int]:
     """Runs the forward passes of a prepared batch.
 
@@ -113,6 +114,7 @@ def compute(
         lookahead: Knows whether the first pass has started.
         start_next_batch: Called when one more pass may be started and none is left in this batch;
             starts the first pass of the next batch.
+        between_passes: Called before each pass but the first; may run something else first.
 
     Returns:
         One outcome per item, in order; then the number of tokens that were needed, and the number
@@ -135,6 +137,8 @@ def compute(
         computed_tokens += _computed(model, lengths, positions)
         if ahead and passes.failures > failures:
             ahead = _cut(plan, lengths, [position for part in ahead for position in part])
+        if ahead:
+            between_passes()
     return passes.outcomes, sum(lengths.values()), computed_tokens
 
 

@@ -1,7 +1,7 @@
 """A kombu channel that leases messages, many at a time, instead of popping them one by one."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from queue import Empty
 from time import monotonic
 from types import MappingProxyType
@@ -28,7 +28,14 @@ else:
 SOCKET_TIMEOUT_S = 10.0
 
 #: Transport options in addition to kombu's.
-OPTIONS = ("leases", "lease_expiry_s", "queue_prefetch", "drain_messages")
+OPTIONS = (
+    "leases",
+    "lease_expiry_s",
+    "queue_prefetch",
+    "drain_messages",
+    "class_levels",
+    "ordinary_queues",
+)
 
 
 class ConnectingChannel(_Channel):  # type: ignore[misc]
@@ -85,11 +92,15 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
     leases = True
     #: Transport option: silence of a worker, in seconds, after which others take its jobs.
     lease_expiry_s = 5.0
-    #: Transport option: how many unsettled messages of a queue this worker may hold, by queue name;
-    #: a queue without an entry has the whole prefetch.
+    #: Transport option: how many unsettled messages of a queue and priority class this worker may
+    #: hold, by queue name; a class of a queue without an entry has its part of the prefetch.
     queue_prefetch: Mapping[str, int] = MappingProxyType({})
     #: Transport option: maximum number of messages of one drain. Other workers drain in between.
     drain_messages = 1000
+    #: Transport option: first priority of each class, in order; without any there are no classes.
+    class_levels: Sequence[int] = ()
+    #: Transport option: queues whose messages are all of one class.
+    ordinary_queues: Collection[str] = ()
 
     #: None until the channel consumes with acknowledgements.
     lease_store: LeaseStore | None = None

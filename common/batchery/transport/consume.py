@@ -7,9 +7,11 @@ connection, and says when one of them changes.
 import contextlib
 import logging
 import sys
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from itertools import chain
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import redis
 from kombu.utils.encoding import bytes_to_str
@@ -48,6 +50,8 @@ class Consumer(Protocol):
     priority_steps: Sequence[int]
     drain_messages: int
     queue_prefetch: Mapping[str, int]
+    class_levels: Sequence[int]
+    ordinary_queues: Collection[str]
     workload: Workload | None
     _queue_cycle: Any
 
@@ -60,6 +64,14 @@ class Consumer(Protocol):
 
     def prepare_anew(self) -> None:
         """Compares leases with Redis before more messages are taken."""
+
+
+class Part(NamedTuple):
+    """The lists of one queue and priority class: a flood of one class keeps out no other."""
+
+    queue: str
+    #: First priority of the class.
+    level: int
 
 
 class Inbox:
@@ -105,9 +117,17 @@ class Inbox:
 
     def queue_of(self, key: str) -> str:
         """The queue of a key, which may be the key of one of its priorities."""
+        return self._queue_and_step(key)[0]
+
+    def part_of(self, key: str) -> Part:
+        """The part of a key."""
+        queue, step = self._queue_and_step(key)
+        return part_of(self._channel, queue, step)
+
+    def _queue_and_step(self, key: str) -> tuple[str, int]:
         name = key.removeprefix(self._channel.global_keyprefix)
         head, separator, step = name.rpartition(self._channel.sep)
-        return head if separator and step.isdigit() else name
+        return (head, int(step)) if separator and step.isdigit() else (name, 0)
 
     def _hand_over(self, taken: list[Taken], *, with_suspects: bool, again: bool = False) -> None:
         for token, key, _ in taken:
@@ -217,28 +237,32 @@ class Drain:
         """Sends the question, whose answer is the script's; False if no queue may give anything."""
         channel, keys = self._channel, self._lease_store.keys
         free = min(channel.qos.free, channel.drain_messages)
-        limits = self._limits(free)
-        queues = [queue for queue, limit in limits.items() if limit > 0]
-        if not queues:
+        all_limits = self._limits(free)
+        limits = {part: limit for part, limit in all_limits.items() if limit > 0}
+        if not limits:
             return False
         self._lease_store.flush()
         self._queues = frozenset(channel.active_queues)
-        self.left_some_out = len(queues) < len(self._queues)
-        self.keys = tuple(
-            keys.queue(channel._q_for_pri(queue, step))
+        self.left_some_out = len(limits) < len(all_limits)
+        numbers = {part: number for number, part in enumerate(limits, 1)}
+        queues = list(dict.fromkeys(part.queue for part in limits))
+        lists = [
+            (keys.queue(channel._q_for_pri(queue, step)), number)
             for step in channel.priority_steps
             for queue in queues
-        )
+            if (number := numbers.get(part_of(channel, queue, step)))
+        ]
+        self.keys = tuple(key for key, _ in lists)
         fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects, keys.waiting]
         script = (
             *("EVALSHA", self._sha, len(fixed) + len(self.keys)),
             *fixed,
             *self.keys,
-            *(self._lease_store.worker, free, MAX_DRAIN_BYTES, len(queues)),
-            *(limits[queue] for queue in queues),
-            *self._towards_others(queues, limits),
+            *(self._lease_store.worker, free, MAX_DRAIN_BYTES),
+            *self._arguments(limits, queues),
+            *(number for _, number in lists),
         )
-        self._wanted = min(free, sum(limits[queue] for queue in queues))
+        self._wanted = min(free, sum(limits.values()))
         self.watches = not self._brought_much
         # Both in one round trip: a lonely job's worker waits again before the job is on its device.
         commands = (script, *self._watching()) if self.watches else (script,)
@@ -248,19 +272,29 @@ class Drain:
         connection.send_packed_command(self._packed)
         return True
 
-    def _towards_others(self, queues: Sequence[str], limits: Mapping[str, int]) -> list[Any]:
-        """The script's last arguments: what each queue may give while others wait; the entry."""
-        workload, own = self._channel.workload, [limits[queue] for queue in queues]
-        if workload is None:
-            return [*own, sum(own), ""]
-        self._told_capacity = workload.capacity()
-        capacities = [workload.capacity_for(queue) for queue in queues]
-        by_key = dict(zip(self.keys[: len(queues)], capacities, strict=True))
-        self._entry = entry_of(self._told_capacity, by_key)
-        if workload.leaves_rest:
-            at_once = self._told_capacity.total
-            return [*(each.total for each in capacities), at_once, self._entry]
-        return [*own, sum(own), self._entry]
+    def _arguments(self, limits: Mapping[Part, int], queues: Sequence[str]) -> list[Any]:
+        """The script's arguments: the entry of this worker, and what each part may give.
+
+        Each part has two limits: the second one counts while others wait for its queue.
+        """
+        channel, workload = self._channel, self._channel.workload
+        first_step, name = channel.priority_steps[0], self._lease_store.keys.queue
+        first_keys = {queue: name(channel._q_for_pri(queue, first_step)) for queue in queues}
+        at_once, towards_others = sum(limits.values()), dict(limits)
+        self._entry = ""
+        if workload is not None:
+            self._told_capacity = workload.capacity()
+            capacities = {queue: workload.capacity_for(queue) for queue in queues}
+            self._entry = entry_of(
+                self._told_capacity, {first_keys[queue]: capacities[queue] for queue in queues}
+            )
+            if workload.leaves_rest:
+                at_once = self._told_capacity.total
+                towards_others = {part: capacities[part.queue].total for part in limits}
+        parts = [
+            (limit, towards_others[part], first_keys[part.queue]) for part, limit in limits.items()
+        ]
+        return [self._entry, len(parts), *chain.from_iterable(parts), at_once]
 
     def forget_entry(self) -> None:
         """Notes that this worker is not entered in Redis as waiting."""
@@ -317,26 +351,45 @@ class Drain:
     def _watching(self) -> list[tuple[str, ...]]:
         return [("CLIENT", "CACHING", "YES"), ("EXISTS", *self.keys)]
 
-    def _limits(self, free: int) -> dict[str, int]:
-        """How many messages each queue may give, in the order in which queues take turns."""
+    def _limits(self, free: int) -> dict[Part, int]:
+        """How many messages each part may give, in the order in which queues take turns."""
         channel = self._channel
-        held: Counter[str] = Counter()
-        if channel.queue_prefetch:
+        parts = [
+            part
+            for queue in channel._queue_cycle.consume(len(channel.active_queues))
+            for part in dict.fromkeys(
+                part_of(channel, queue, step) for step in channel.priority_steps
+            )
+        ]
+        held: Counter[Part] = Counter()
+        scheduled = 0
+        if channel.class_levels or channel.queue_prefetch:
             for key, count in self._lease_store.leases.by_key().items():
-                held[self._inbox.queue_of(key)] += count
+                held[self._inbox.part_of(key)] += count
             for token in scheduled_tokens():
                 # Celery raises its own count for these, as they may wait for days.
                 if lease := self._lease_store.leases.get(token):
-                    held[self._inbox.queue_of(lease.key)] -= 1
-        limits = {
-            queue: min(free, channel.queue_prefetch.get(queue, free + held[queue]) - held[queue])
-            for queue in channel._queue_cycle.consume(len(channel.active_queues))
-        }
+                    held[self._inbox.part_of(lease.key)] -= 1
+                    scheduled += 1
+        limits = dict.fromkeys(parts, free)
+        for part in parts:
+            if (maximum := self._maximum(part, scheduled)) is not None:
+                limits[part] = min(free, maximum - held[part])
         if (workload := channel.workload) is not None:
-            for queue, known in limits.items():
-                if (limit := workload.limit_for(queue)) is not None:
-                    limits[queue] = min(known, limit)
+            for part, known in limits.items():
+                if (limit := workload.limit_for(part.queue, part.level)) is not None:
+                    limits[part] = min(known, limit)
         return limits
+
+    def _maximum(self, part: Part, scheduled: int) -> int | None:
+        """How many unsettled messages of a part this worker may hold; None for no limit."""
+        channel = self._channel
+        if part.queue in channel.queue_prefetch:
+            return channel.queue_prefetch[part.queue]
+        prefetch = int(getattr(channel.qos, "prefetch_count", 0) or 0)
+        if not prefetch or not channel.class_levels or part.queue in channel.ordinary_queues:
+            return None
+        return -(-(prefetch - scheduled) // len(channel.class_levels))
 
     def _is_watched(self, connection: Any) -> bool:
         connection.read_response()
@@ -344,6 +397,17 @@ class Drain:
             return False
         # A push right behind the answer may be in the parser already: then no event would come.
         return not connection.can_read(timeout=0)
+
+
+def part_of(channel: Consumer, queue: str, step: int) -> Part:
+    """The part of a queue that a priority step belongs to.
+
+    Queues of ordinary tasks only, and channels that know of no classes, have one part per queue.
+    """
+    levels = channel.class_levels
+    if not levels or queue in channel.ordinary_queues:
+        return Part(queue, 0)
+    return Part(queue, levels[max(0, bisect_right(levels, step) - 1)])
 
 
 def leave_fenced(lease_store: LeaseStore) -> NoReturn:

@@ -43,8 +43,16 @@ class Workload(Protocol):
     def capacity_for(self, queue: str) -> Capacity:
         """The same, without the kind of jobs that do not come by this queue."""
 
-    def limit_for(self, queue: str) -> int | None:
-        """How many more jobs of this queue to take; None for no other limit than the prefetch."""
+    def limit_for(self, queue: str, level: int) -> int | None:
+        """How many more jobs of a queue and priority class to take.
+
+        Args:
+            queue: Name of the queue.
+            level: First priority of the class.
+
+        Returns:
+            None for no other limit than the prefetch.
+        """
 
     def on_turn(self) -> None:
         """Called in each turn of the loop."""

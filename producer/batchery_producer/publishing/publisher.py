@@ -10,8 +10,11 @@ from celery.exceptions import QueueNotFound
 from celery.utils.functional import chunks
 
 from batchery.errors import BatchArgumentError, PublishError, QueueFull, SettingsError
+from batchery.installation import queue_limits_of
+from batchery.protocol.sent_at import sent_now
+from batchery.queue_limits import Destination, Waiting, destination_of, look_into, queue_full
 from batchery_producer.publishing.connection import BrokerConnection
-from batchery_producer.publishing.redis_push import Command, send_as_celery_does, split
+from batchery_producer.publishing.redis_push import Command, Room, send_as_celery_does, split
 from batchery_producer.publishing.template import ITEM, Job, needs_celery, sent_events, template_of
 from batchery_producer.retry import RetryPolicy
 
@@ -91,8 +94,8 @@ class Publisher:
             app: Its broker, routes and options of the task apply.
             task: Name of the task; it need not be registered with the app.
             keywords: Keyword arguments of all jobs.
-            max_waiting: Maximum number of jobs in the queue, including those of other clients; 0 is
-                no limit. Only on Redis.
+            max_waiting: Maximum number of jobs in the queue, including those of other clients, in
+                place of the limits of the job's class; 0 is no other limit. Only on Redis.
             wait_s: How long to wait for space in the queue, in seconds; None waits for ever.
             outage_policy: How long to retry when the broker is away.
             persistent: Whether to retry, too, when the broker refuses jobs.
@@ -125,8 +128,10 @@ class Publisher:
         self._broker = broker or BrokerConnection(
             app, outage_policy or RetryPolicy(), persistent=persistent
         )
-        #: Name of the queue.
-        self.queue = _queue_name(app, task, options.get("queue"))
+        self._where = _destination(app, task, options)
+        # A limit of the caller takes the place of those of the classes.
+        self._limits = None if max_waiting else queue_limits_of(app)
+        self._room = Room(self._where.queue, max_waiting)
         #: Number of jobs sent so far.
         self.sent = 0
         self._backpressure = Backpressure()
@@ -136,6 +141,11 @@ class Publisher:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def queue(self) -> str:
+        """Name of the queue."""
+        return self._where.queue
 
     def close(self) -> None:
         """Closes the connection unless it is shared; the next job opens a new one."""
@@ -160,15 +170,50 @@ class Publisher:
             GaveUp: The broker stays away; some of the jobs may have been sent.
         """
         before = self.sent
-        options = {**self._options, "retry": False}
-        if headers:
-            options["headers"] = {**(options.get("headers") or {}), **headers}
+        headers = {**(self._options.get("headers") or {}), **(headers or {})}
         try:
-            for chunk in chunks(map(Job._make, jobs), CHUNK_JOBS):
-                self._send_chunk(chunk, options)
+            for chunk in chunks(map(Job._make, jobs), self._chunk_jobs()):
+                placed = self._placed({**self._options, "retry": False}, len(chunk))
+                # Here, as calls with other headers would not share a template.
+                own = {**headers, **sent_now()}
+                self._send_chunk(chunk, {**placed, "headers": own})
         except PublishError as error:
             error.sent = self.sent - before
             raise
+
+    def _chunk_jobs(self) -> int:
+        """How many jobs share a script; so few that they fit into a class that demotes."""
+        if self._limits is None:
+            return CHUNK_JOBS
+        limit = self._limits.at(self._where.priority)
+        if limit.when_full == "demote" and limit.max_waiting:
+            return min(CHUNK_JOBS, limit.max_waiting)
+        return CHUNK_JOBS
+
+    def _placed(self, options: Mapping[str, Any], jobs: int) -> Mapping[str, Any]:
+        """The options with the priority that a chunk may have; waits for space in its class."""
+        limits, where = self._limits, self._where
+        if limits is None:
+            return options
+        # A class that refuses takes as many of the chunk as fit: the script sees to it.
+        wanted = jobs if limits.at(where.priority).when_full == "demote" else 1
+        deadline_s = self._deadline_s()
+        while True:
+            try:
+                priority = limits.place(where, wanted, self._look)
+                break
+            except QueueFull as error:
+                self._wait(error, deadline_s)
+        limit = limits.at(priority)
+        most = (limit.max_waiting or 0) if limit.when_full == "refuse" else 0
+        self._room = Room(where.queue, most, limits.priorities(priority))
+        return options if priority == where.priority else {**options, "priority": priority}
+
+    def _look(self, queue: str, priorities: range) -> Waiting | None:
+        def look() -> Waiting | None:
+            return look_into(self._broker.producer.connection.default_channel, queue, priorities)
+
+        return self._broker.call(look, queue)
 
     def _send_chunk(self, jobs: Sequence[Job], options: Mapping[str, Any]) -> None:
         made = self._broker.call(partial(self._make, jobs, options), self.queue)
@@ -207,7 +252,7 @@ class Publisher:
         return split(commands)
 
     def _push(self, key: str, messages: Iterable[str]) -> None:
-        deadline_s = None if self._wait_s is None else time.monotonic() + self._wait_s
+        deadline_s = self._deadline_s()
         for part in _parts(messages):
             while part:
                 push = partial(self._push_chunk, self._broker.pusher.next_chunk(), key, part)
@@ -219,18 +264,24 @@ class Publisher:
                     self._wait_for_space(len(part), length, deadline_s)
 
     def _push_chunk(self, chunk: int, key: str, messages: Sequence[str]) -> tuple[int, int]:
-        return self._broker.pusher.push(chunk, key, messages, self.queue, self._max_waiting)
+        return self._broker.pusher.push(chunk, key, messages, self._room)
 
     def _wait_for_space(self, wanted: int, length: int, deadline_s: float | None) -> None:
         after_s = self._backpressure.retry_after_s(wanted)
+        most = self._room.max_waiting
+        problem = f"queue {self.queue!r} holds {length:,} jobs, and its maximum is {most:,}"
+        self._wait(queue_full(problem, after_s), deadline_s)
+
+    def _deadline_s(self) -> float | None:
+        """Until when to wait for space; None for ever."""
+        return None if self._wait_s is None else time.monotonic() + self._wait_s
+
+    def _wait(self, error: QueueFull, deadline_s: float | None) -> None:
+        """Waits for space in the queue, or raises the error if that took too long."""
+        after_s = error.retry_after_s
         if deadline_s is not None:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                error = QueueFull(
-                    f"queue {self.queue!r} holds {length:,} jobs, and its maximum is"
-                    f" {self._max_waiting:,}; try again in {after_s:.2g} s, or start more workers"
-                )
-                error.retry_after_s = after_s
                 raise error
             after_s = min(after_s, left_s)
         self._broker.retries.sleep(after_s)
@@ -266,15 +317,11 @@ def is_known(app: Celery, task: str) -> bool:
     return task in app.tasks or app.amqp.router.lookup_route(task, (), {}, {}) is not None
 
 
-def _queue_name(app: Celery, task: str, queue: Any) -> str:
-    known: Any = app.tasks.get(task)
-    queue = queue or getattr(known, "model_queue", None) or getattr(known, "queue", None)
+def _destination(app: Celery, task: str, options: Mapping[str, Any]) -> Destination:
     try:
-        route = app.amqp.router.route({"queue": queue} if queue else {}, task, (), {}, known)
+        return destination_of(app, task, options)
     except QueueNotFound as error:
         raise SettingsError(
-            f"queue {queue or task!r}: not among the app's task_queues, and the app creates no"
-            " others (task_create_missing_queues); name one of its queues"
+            f"queue {options.get('queue') or task!r}: not among the app's task_queues, and the app"
+            " creates no others (task_create_missing_queues); name one of its queues"
         ) from error
-    destination = route.get("queue")
-    return str(destination.name if destination is not None else route.get("routing_key", task))

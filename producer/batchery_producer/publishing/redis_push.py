@@ -10,6 +10,7 @@ from celery import Celery, uuid
 from celery.backends.redis import RedisBackend
 
 from batchery.errors import BrokerRefused
+from batchery.settings import LOWEST_PRIORITY
 
 PUSH_LUA = Path(__file__).parent / "lua" / "push.lua"
 
@@ -43,6 +44,19 @@ class Command(NamedTuple):
 
     name: str
     args: tuple[Any, ...]
+
+
+class Room(NamedTuple):
+    """How many messages may be in a queue."""
+
+    queue: str
+    #: Maximum number of them; 0 is no limit.
+    max_waiting: int = 0
+    #: Those that count.
+    priorities: range = range(LOWEST_PRIORITY + 1)
+
+
+NO_LIMIT = Room("")
 
 
 class Recording:
@@ -144,7 +158,7 @@ class Pusher:
         return self._number
 
     def push(
-        self, chunk: int, key: str, messages: Sequence[str], queue: str = "", max_waiting: int = 0
+        self, chunk: int, key: str, messages: Sequence[str], room: Room = NO_LIMIT
     ) -> tuple[int, int]:
         """Pushes a chunk, unless it is in the list already.
 
@@ -152,25 +166,25 @@ class Pusher:
             chunk: Number of the chunk.
             key: Key of the list, without kombu's prefix.
             messages: Workers take the first one first.
-            queue: Name of the queue, if it has a maximum.
-            max_waiting: Maximum number of messages of all priorities in it; 0 is no limit.
+            room: What may be in the queue with them.
 
         Returns:
-            How many of the messages were pushed, and how many the queue holds now (0 if there is no
-            limit).
+            How many of the messages were pushed, and how many messages that count are in the queue
+            now (0 if there is no limit).
 
         Raises:
             redis.ResponseError: Redis refuses, and nothing was pushed: see `refused`.
             redis.RedisError: It is unknown whether the chunk was pushed.
         """
         keys = [self._marker, key]
-        if max_waiting:
-            steps = self._channel.priority_steps
-            lists = {self._channel._q_for_pri(queue, step) for step in steps}
+        if room.max_waiting:
+            steps = [step for step in self._channel.priority_steps if step in room.priorities]
+            lists = {self._channel._q_for_pri(room.queue, step) for step in steps}
             keys += sorted(lists - {key})
         prefix = self._channel.global_keyprefix
         pushed, length = self._script(
-            keys=[prefix + each for each in keys], args=[chunk, MARKER_S, max_waiting, *messages]
+            keys=[prefix + each for each in keys],
+            args=[chunk, MARKER_S, room.max_waiting, *messages],
         )
         return int(pushed), int(length)
 

@@ -66,7 +66,7 @@ def test_the_app_of_the_settings_uses_it_unless_a_setting_names_a_redis(
 def default_configuration() -> dict[str, object]:
     """What the default app is configured with, read anew."""
     from batchery import app as module
-    from batchery.install import installation_of
+    from batchery.installation import installation_of
 
     installation_of(app)._settings = None
     try:

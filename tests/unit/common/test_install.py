@@ -9,7 +9,8 @@ import pytest
 from celery import Celery, Task
 
 from batchery import BatchTask, Model, SettingsError, install, register
-from batchery.install import CONSUMER, STEP, installation_of
+from batchery.install import CONSUMER, STEP
+from batchery.installation import installation_of
 from batchery.task import ModelTask
 
 MODELS = {

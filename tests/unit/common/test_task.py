@@ -1,6 +1,7 @@
 """Batch tasks as callers see them: directly, eagerly, and on their way into a queue."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -370,3 +371,22 @@ def test_celerys_own_primitives_build(app: Celery) -> None:
 def test_several_positionals_in_a_starmap_fail_clearly(app: Celery) -> None:
     with pytest.raises(BatchArgumentError):
         make(app, shout).starmap([("a", "b")]).apply().get()
+
+
+def test_every_message_says_when_it_was_sent(app: Celery) -> None:
+    task = make(app, shout)
+    before_s = time.time() - 0.001
+    task.delay("a")
+    task.apply_async(("b",), tenant="acme", deadline_s=5)
+    # As a retry has it, or the next step of a chain: sent anew.
+    task.apply_async(("c",), headers={"batchery_sent_at": 7.0, "mine": 1})
+    first, second, third = (message.headers for message in waiting(app))
+    for headers in (first, second, third):
+        assert before_s <= headers["batchery_sent_at"] <= time.time() + 0.001
+    assert (second["batchery_tenant"], third["mine"]) == ("acme", 1)
+
+
+def test_the_headers_of_the_caller_stay_as_they_are(app: Celery) -> None:
+    headers = {"mine": 1}
+    make(app, shout).apply_async(("a",), headers=headers)
+    assert headers == {"mine": 1}

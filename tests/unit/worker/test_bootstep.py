@@ -96,7 +96,8 @@ def test_the_prefetch_is_widened_as_far_as_needed_and_never_narrowed(
     if multiplier == 0:
         assert worker.prefetch_multiplier == 0
     else:
-        assert worker.prefetch_multiplier == max(multiplier, math.ceil(needed / concurrency))
+        needed_for_a_class = max(multiplier, math.ceil(needed / concurrency))
+        assert worker.prefetch_multiplier == 3 * needed_for_a_class
 
 
 def test_each_models_queue_has_its_part_of_the_prefetch() -> None:
@@ -109,6 +110,8 @@ def test_each_models_queue_has_its_part_of_the_prefetch() -> None:
     assert app.conf.broker_transport_options == {
         "drain_messages": 20,
         "queue_prefetch": {"celery": 8, "embed": 30, "gpu": 7},
+        "class_levels": [0, 3, 6],
+        "ordinary_queues": ["celery"],
         "lease_expiry_s": 2,
     }
 

@@ -109,7 +109,7 @@ class Backlog:
     def free(self) -> int:
         return self.room
 
-    def limit(self, sizes: Mapping[str, int]) -> int | None:
+    def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
         return sum(sizes.values())
 
     def oldest_s(self) -> float | None:
@@ -245,9 +245,9 @@ def test_capacity_counts_the_kinds_that_come_by_a_queue(house: House) -> None:
     assert house.binding.capacity() == Capacity(32, 0)
     assert house.binding.capacity_for("models") == Capacity(32, 0)
     # Nothing limits a queue by which ordinary jobs come, too, or by which anything may come.
-    assert house.binding.limit_for("models") == 32
-    assert house.binding.limit_for("mixed") is None
-    assert house.binding.limit_for("unnamed") is None
+    assert house.binding.limit_for("models", 0) == 32
+    assert house.binding.limit_for("mixed", 0) is None
+    assert house.binding.limit_for("unnamed", 0) is None
 
 
 def test_entry_names_only_queues_for_which_there_is_room() -> None:

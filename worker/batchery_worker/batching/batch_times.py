@@ -7,6 +7,9 @@ from statistics import median
 #: A batch of so many seconds is long: a job behind it would rather go to another worker.
 LONG_BATCH_S = 0.2
 
+#: Behind a batch of fewer seconds the next one is sent at once: the event loop is not that exact.
+SHORT_BATCH_S = 0.02
+
 #: How many batches of one kind are remembered.
 REMEMBERED = 8
 
@@ -69,7 +72,7 @@ class BatchTimes:
         """
         times = self._of(device, task, items)
         expected_s = min(times.run_s) if times else 0.0
-        if times is None or expected_s < LONG_BATCH_S:
+        if times is None or expected_s < SHORT_BATCH_S:
             return began_s
         lead_s = max(LEAD_SHARE * expected_s, LEAD_PREPARATIONS * max(times.prepare_s))
         return began_s + max(0.0, expected_s - lead_s)

@@ -1,18 +1,26 @@
 """What forward passes cost, learned from the batches that ran: pure."""
 
 import math
-from itertools import combinations
-from typing import Any, NamedTuple
+from operator import mul
+from typing import NamedTuple
 
-#: How often the costs are fitted anew, in batches; before the first time there are none.
+from batchery_worker.batching.least_squares import distinct_share, non_negative_fit
+
+#: How often the costs are fitted anew, in batches. Before the first time, what is believed is only
+#: scaled to the mean of the batches.
 REFRESH_BATCHES = 16
 
 #: Weight that is left of a batch at the next refresh: half of it after 176 batches.
 KEPT_SHARE = 15 / 16
 
 #: Weight of what is believed, in batches. Batches that are all alike cannot tell tokens from
-#: passes: then the belief decides. Otherwise it is outvoted, and drifts to what is found.
+#: passes: then the belief decides. Otherwise it is outvoted.
 BELIEF_WEIGHT = 0.05
+
+#: The belief drifts to what is found, if tokens and items leave this share of the passes
+#: unexplained. Batches of mixed sizes leave a fifth. Full ones leave a fiftieth: there a machine
+#: that is busier now and then passes for a cost.
+MIN_DISTINCT_SHARE = 0.05
 
 #: A batch that takes so many times as long as expected, or as little, says nothing about its shape.
 OUTLIER_FACTOR = 3.0
@@ -23,15 +31,19 @@ MAX_OUTLIERS = 8
 #: Range of a credible time of a batch: a nanosecond to eleven days. Beyond it the clock was set.
 MIN_MS, MAX_MS = 1e-6, 1e9
 
-#: Share of the error that one more cost must explain: between equals, fewer costs win.
-MIN_GAIN = 0.01
-
-#: Columns, and believed costs, that are smaller than this share of the others count as 0.
+#: Believed costs that are smaller than this share of the others count as 0.
 NEGLIGIBLE_SHARE = 1e-9
 
 #: Share of the highest throughput that a batch of `useful_items` gives away: a pass of 19 times
 #: what it costs besides its tokens reaches 95 %.
 SPARED_SHARE = 0.05
+
+#: Weight of the latest prediction in the mean error: half of it is of the last eleven batches.
+ERROR_WEIGHT = 1 / 16
+
+#: Mean relative error up to which predictions are believed, and from which they no longer are.
+#: Between the two nothing changes, so that plans do not change with every slow batch.
+GOOD_ERROR, BAD_ERROR = 0.25, 0.4
 
 
 class Costs(NamedTuple):
@@ -47,11 +59,11 @@ class Costs(NamedTuple):
 
 
 class CostModel:
-    """The costs of one model on one device.
+    """The costs of one model on one device, or of one batch function.
 
     A batch takes `token_ms * tokens + item_ms * items + pass_ms * passes`. The three costs are the
     non-negative ones with the smallest squares of relative errors, over all batches; older batches
-    count less and less.
+    count less and less. Whatever has no tokens counts each item as one.
     """
 
     def __init__(self, believed: Costs) -> None:
@@ -59,22 +71,33 @@ class CostModel:
 
         Args:
             believed: What is known beforehand. Only the ratios of the costs matter. A cost of 0
-                stands for no belief; at least one cost must be positive.
+                stands for no belief; the cost of a token or of a pass must be positive.
         """
         #: The costs as of the last refresh; None before the first.
         self.costs: Costs | None = None
         #: How many batches the costs were learned from.
         self.batches = 0
+        #: Mean of `abs(took - expected) / expected` of late, each expected before the batch ran.
+        #: None while there was no expectation.
+        self.error: float | None = None
+        #: Whether the costs were fitted, and the error is small.
+        self.is_believable = False
+        #: What the costs are thought to be beforehand. Only the ratios count.
         self._believed = believed
-        #: The costs by which a batch is an outlier; None while everything is new.
+        #: The costs that are expected of the next batch; None before the first batch.
         self._expected: Costs | None = None
+        #: Whether they were fitted. Until then, only the mean of the batches is known.
+        self._is_fitted = False
+        self._predictions = 0
         self._outliers = 0
-        self._is_first = True
-        #: Products of all rows (tokens, items, passes, ms) / ms: all that least squares need.
-        self._products: Any = 0.0
+        #: Sums of products of all rows (tokens, items, passes, ms) / ms with each other: all that
+        #: least squares need.
+        self._products = [[0.0] * 4 for _ in range(4)]
         self._new_rows: list[tuple[float, float, float, float]] = []
         self._count = 0
         self._tokens = self._items = 0.0
+        #: What the batches before the first fit took, and what they were believed to take.
+        self._took_ms = self._believed_ms = 0.0
 
     def ran(self, tokens: int, items: int, passes: int, ms: float) -> bool:
         """Adds a batch that ran without any trouble.
@@ -88,13 +111,17 @@ class CostModel:
         Returns:
             Whether `costs` are new.
         """
-        if min(tokens, items, passes) < 1 or not MIN_MS <= ms <= MAX_MS:
+        if tokens < 1 or items < 1 or passes < 1 or not MIN_MS <= ms <= MAX_MS:
             return False
-        if self._is_first:
-            # The first batch also chooses kernels and asks for memory.
-            self._is_first = False
+        if self._expected is None:
+            # The first batch also chooses kernels and asks for memory. It counts only until there
+            # is another one.
+            self._expected = self._scaled(ms / self._believed.expected_ms(tokens, items, passes))
             return False
-        if self._is_outlier(tokens, items, passes, ms):
+        ratio = ms / self._expected.expected_ms(tokens, items, passes)
+        if self._count or self._is_fitted:
+            self._judge(ratio)
+        if self._is_fitted and self._is_outlier(ratio):
             return False
         # A model that counts no tokens has one token per item: then the token's cost is enough.
         counted_items = items if items < tokens else 0
@@ -102,7 +129,53 @@ class CostModel:
         self._tokens += tokens
         self._items += items
         self._count += 1
+        if not self._is_fitted:
+            self._took_ms += ms
+            self._believed_ms += self._believed.expected_ms(tokens, items, passes)
+            self._expected = self._scaled(self._took_ms / self._believed_ms)
         return len(self._new_rows) == REFRESH_BATCHES and self._refresh()
+
+    def expected_ms(self, tokens: int, items: int, passes: int = 1) -> float | None:
+        """How long a batch will take; None before the first batch.
+
+        Args:
+            tokens: That are computed, padding included.
+            items: That are computed.
+            passes: Forward passes.
+        """
+        if self._expected is None:
+            return None
+        return self._expected.expected_ms(tokens, items, passes)
+
+    def max_items(self, budget_ms: float, *, tokens_per_item: float = 1.0, cap: int) -> int | None:
+        """How many items a pass may have; None before the first batch.
+
+        Args:
+            budget_ms: What the pass may take.
+            tokens_per_item: Tokens of each item.
+            cap: Maximum of the answer.
+
+        Returns:
+            0 to `cap`; 0 if the pass of one item takes longer.
+        """
+        if self._expected is None:
+            return None
+        token_ms, item_ms, pass_ms = self._expected
+        each_ms = token_ms * tokens_per_item + item_ms
+        left_ms = budget_ms - pass_ms
+        if left_ms >= each_ms * cap:
+            return cap
+        return int(left_ms / each_ms) if left_ms > 0 else 0
+
+    @property
+    def pass_tokens(self) -> float:
+        """What a pass costs besides its tokens, in tokens.
+
+        This is the ratio of the believed costs, which follow the fitted ones slowly, and only if
+        batches differ enough. So noise in the fitted costs hardly moves it.
+        """
+        token_ms, _, pass_ms = self._believed
+        return pass_ms / token_ms if token_ms > 0 else math.inf
 
     @property
     def useful_items(self) -> int | None:
@@ -114,73 +187,84 @@ class CostModel:
             return None
         return max(1, math.ceil(self.costs.pass_ms / each_ms * (1 - SPARED_SHARE) / SPARED_SHARE))
 
-    def _is_outlier(self, tokens: int, items: int, passes: int, ms: float) -> bool:
-        if self._expected is None:
-            return False
-        expected_ms = self._expected.expected_ms(tokens, items, passes)
-        if expected_ms / OUTLIER_FACTOR <= ms <= expected_ms * OUTLIER_FACTOR:
-            self._outliers = max(0, self._outliers - 1)
+    def _scaled(self, factor: float) -> Costs:
+        token_ms, item_ms, pass_ms = self._believed
+        return Costs(token_ms * factor, item_ms * factor, pass_ms * factor)
+
+    def _judge(self, ratio: float) -> None:
+        """Counts the error of a prediction; a batch took `ratio` times as long as expected."""
+        # How far an outlier is off says no more: it is rare, or its kind is soon expected.
+        error = min(abs(ratio - 1), OUTLIER_FACTOR - 1)
+        self._predictions += 1
+        # The first ones all count alike.
+        weight = max(ERROR_WEIGHT, 1 / self._predictions)
+        self.error = error if self.error is None else self.error + weight * (error - self.error)
+        limit = BAD_ERROR if self.is_believable else GOOD_ERROR
+        self.is_believable = self._is_fitted and self.error <= limit
+
+    def _is_outlier(self, ratio: float) -> bool:
+        if 1 / OUTLIER_FACTOR <= ratio <= OUTLIER_FACTOR:
+            if self._outliers:
+                self._outliers -= 1
             return False
         self._outliers += 1
         if self._outliers == MAX_OUTLIERS:
-            # What was learned is of another time. The costs stay until there are new ones.
-            self._products = 0.0
-            self._new_rows = []
-            self._count = self._outliers = 0
-            self._expected = None
+            self._begin_anew(ratio)
         return True
 
+    def _begin_anew(self, factor: float) -> None:
+        """Forgets what was learned, which is of another time, but for the ratios of the costs.
+
+        `costs` stay until there are new ones.
+
+        Args:
+            factor: How much longer the latest batch took. Until the next one, all are expected to.
+        """
+        assert self._expected is not None
+        self._expected = Costs(*(factor * cost for cost in self._expected))
+        self._products = [[0.0] * 4 for _ in range(4)]
+        self._new_rows = []
+        self._count = self._outliers = 0
+        self._took_ms = self._believed_ms = 0.0
+        self._is_fitted = self.is_believable = False
+
     def _refresh(self) -> bool:
-        new_rows, self._new_rows = self._new_rows, []
-        try:
-            # Imported late: it takes a tenth of a second, and a device without models has no use
-            # for it.
-            import numpy as np
-        except ImportError:
-            # A model of one's own may need neither torch nor numpy. Then nothing is learned.
-            return False
-        rows = np.array(new_rows)
-        self._products = KEPT_SHARE * self._products + rows.T @ rows
-        believed = np.array(self._believed, dtype=float)
-        products, totals = self._products[:3, :3], self._products[:3, 3]
-        believed *= believed @ totals / (believed @ products @ believed)
-        # A row for each believed cost: alone, that cost explains a batch.
-        trusted = believed > NEGLIGIBLE_SHARE * believed.max()
-        belief = np.diag(np.divide(1.0, believed, out=np.zeros(3), where=trusted))
-        belief = np.column_stack([belief, trusted])
-        costs = _non_negative_fit(self._products + BELIEF_WEIGHT * belief.T @ belief)
+        columns = list(zip(*self._new_rows, strict=True))
+        self._new_rows = []
+        for place, column in enumerate(columns):
+            for other in range(place, len(columns)):
+                product = KEPT_SHARE * self._products[place][other]
+                product += sum(map(mul, column, columns[other]))
+                self._products[place][other] = self._products[other][place] = product
+        believed = self._believed_at_this_level()
+        costs = non_negative_fit(self._with_belief(believed))
         if costs is None:
             return False
-        self.costs = self._expected = Costs(*costs.tolist())
-        self._believed = Costs(*(KEPT_SHARE * believed + (1 - KEPT_SHARE) * costs).tolist())
+        self.costs = self._expected = Costs(*costs)
+        self._is_fitted = True
+        if distinct_share(self._products, 2) >= MIN_DISTINCT_SHARE:
+            both = zip(believed, costs, strict=True)
+            believed = [KEPT_SHARE * old + (1 - KEPT_SHARE) * new for old, new in both]
+        self._believed = Costs(*believed)
         self.batches = self._count
         self._tokens *= KEPT_SHARE
         self._items *= KEPT_SHARE
         return True
 
+    def _believed_at_this_level(self) -> list[float]:
+        """The believed costs, multiplied by one factor so that they fit the batches best."""
+        towards = [sum(map(mul, self._believed, row)) for row in self._products]
+        squares = sum(map(mul, self._believed, towards))
+        return [cost * towards[-1] / squares for cost in self._believed]
 
-def _non_negative_fit(products: Any) -> Any:
-    """The non-negative costs with the smallest error; None if there are none.
-
-    Args:
-        products: Of all rows with each other; the last column is what the others must add up to.
-    """
-    import numpy as np
-
-    count = len(products) - 1
-    scales = np.sqrt(np.diag(products))
-    scales[scales == 0] = 1.0
-    scaled = products / np.outer(scales, scales)
-    best, least_error = None, math.inf
-    # A negative cost is noise that another cost should have had. So each set of costs is tried.
-    for size in range(1, count + 1):
-        for kept in map(list, combinations(range(count), size)):
-            signed = np.zeros(count + 1)
-            signed[kept] = np.linalg.lstsq(
-                scaled[np.ix_(kept, kept)], scaled[kept, count], rcond=NEGLIGIBLE_SHARE
-            )[0]
-            signed[count] = -1.0
-            error = signed @ scaled @ signed
-            if min(signed[kept]) >= 0 and error < (1 - MIN_GAIN) * least_error:
-                best, least_error = signed[:count] / scales[:count] * scales[count], error
-    return best if best is not None and np.isfinite(best).all() else None
+    def _with_belief(self, believed: list[float]) -> list[list[float]]:
+        """The products, with a row for each believed cost: alone, that cost explains a batch."""
+        products = [list(row) for row in self._products]
+        least = NEGLIGIBLE_SHARE * max(believed)
+        for place, cost in enumerate(believed):
+            if cost > least:
+                products[place][place] += BELIEF_WEIGHT / cost**2
+                products[place][-1] += BELIEF_WEIGHT / cost
+                products[-1][place] += BELIEF_WEIGHT / cost
+                products[-1][-1] += BELIEF_WEIGHT
+        return products

@@ -14,6 +14,11 @@ from itertools import pairwise
 #: matrices. A GPU computes thousands of tokens in the time in which its kernels are launched.
 PASS_TOKENS = {"cpu": 32, "mps": 1_024, "cuda": 4_096}
 
+#: A fixed cost that was learned is at most so many times the one above, and at least its part. At
+#: both ends it no longer matters: on CUDA 32,768 tokens are two whole budgets, so the widest passes
+#: always win, and 512 are a thirtieth of one.
+MAX_PASS_TOKENS_FACTOR = 8
+
 #: Minimum mean tokens of passes that a batch is cut into only to have one for each stream: smaller
 #: passes cost more besides their tokens than is won.
 MIN_STREAM_TOKENS = 128

@@ -8,20 +8,32 @@ The rules, in the order in which they are asked:
 2. An idle device takes what is there at once, unless `max_wait_ms` asks it to let the batch grow.
 3. A busy device takes a second batch only when that batch is full. Until then the batch keeps
    growing. Nothing is lost by waiting, because the device would only put the batch aside.
-4. Lanes share the time of the devices: see `shares.py`. The key of the lane that is owed most goes
+4. Between the passes of a batch that runs, a batch of a higher class may go first: see
+   `urgent_batch`.
+5. Lanes share the time of the devices: see `shares.py`. The key of the lane that is owed most goes
    next, and its batch has jobs of all lanes of that key. A key that was passed over because its
    batch was still growing goes next, full or not, so that a busy neighbour cannot starve it.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
+from math import inf
+from operator import itemgetter
 from typing import Generic
 
-from batchery_worker.batching.shares import Charge, Flow, Shares
+from batchery_worker.batching.flow import Flow
+from batchery_worker.batching.latency_target import LatencyTarget
+from batchery_worker.batching.shares import Charge, Shares
+from batchery_worker.batching.task_costs import TaskCosts
 from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, Lane, Limits, T
+
+#: Jobs of a higher class have a batch of their own if it saves them so many times its own time to
+#: wait: each such batch adds a pass, and costs the others a tenth of their throughput at most.
+MIN_SAVED_TIMES = 10.0
 
 #: The shares of a scheduler that knows of no classes.
 ONE_CLASS = {USUAL_LANE.priority_class: 1.0}
@@ -31,29 +43,21 @@ ONE_CLASS = {USUAL_LANE.priority_class: 1.0}
 class _KeyQueue(Generic[T]):
     """The waiting jobs of one key, in the flows of their lanes; never empty."""
 
+    key: BatchKey
+    limits: Limits
     flows: dict[Lane, Flow[T]] = field(default_factory=dict)
-    items: int = 0
     passed_over: bool = False
 
     def __iter__(self) -> Iterator[Job[T]]:
-        return chain.from_iterable(flow.jobs for flow in self.flows.values())
+        return chain.from_iterable(self.flows.values())
 
     @property
-    def limits(self) -> Limits:
-        return next(iter(self)).limits
-
-    @property
-    def tag(self) -> float:
-        """The lowest of its flows."""
-        return min(flow.tag for flow in self.flows.values())
+    def items(self) -> int:
+        return sum([flow.items for flow in self.flows.values()])
 
     @property
     def oldest_s(self) -> float:
-        return min(flow.jobs[0].arrived_s for flow in self.flows.values())
-
-    @property
-    def full(self) -> bool:
-        return self.items >= self.limits.max_batch_size
+        return min(flow.oldest_s for flow in self.flows.values())
 
     @property
     def due_s(self) -> float:
@@ -64,13 +68,33 @@ class _KeyQueue(Generic[T]):
 class Scheduler(Generic[T]):
     """Holds the jobs that wait in the worker and forms their batches as late as possible."""
 
-    def __init__(self, shares: Mapping[str, float] = ONE_CLASS) -> None:
+    def __init__(
+        self,
+        shares: Mapping[str, float] = ONE_CLASS,
+        costs: TaskCosts | None = None,
+        *,
+        ageing_s: float | None = None,
+        sheds_late: bool = False,
+    ) -> None:
         """Holds no jobs.
 
         Args:
-            shares: Share of each priority class, above 0; only their ratios matter.
+            shares: Share of each priority class, above 0, highest class first; only the ratios of
+                the shares matter.
+            costs: What batches cost, learned from `ended`; of its own by default.
+            ageing_s: None for shares. Otherwise the highest class goes first, and a job counts as
+                one class higher for each time that it has waited so long, in seconds.
+            sheds_late: Whether jobs that cannot make their deadline are given up, as `take_late`
+                says.
         """
-        self._shares = Shares(shares)
+        self.costs = costs or TaskCosts()
+        self._shares = Shares(shares, self.costs)
+        self._ageing_s = ageing_s
+        self._sheds_late = sheds_late
+        self._targets: dict[str, LatencyTarget] = {}
+        #: Jobs that were given up and not told yet.
+        self._late: list[Job[T]] = []
+        self._ranks = {name: rank for rank, name in enumerate(shares)}
         self._queues: dict[BatchKey, _KeyQueue[T]] = {}
         self._suspects: deque[Job[T]] = deque()
         #: Suspects of an earlier worker: they were not started here.
@@ -79,7 +103,7 @@ class Scheduler(Generic[T]):
     def __len__(self) -> int:
         """How many jobs wait, suspects included."""
         flows = chain.from_iterable(each.flows.values() for each in self._queues.values())
-        return sum(len(flow.jobs) for flow in flows) + len(self._suspects) + len(self._recovered)
+        return sum(map(len, flows)) + len(self._suspects) + len(self._recovered)
 
     def __iter__(self) -> Iterator[Job[T]]:
         yield from self._suspects
@@ -91,12 +115,11 @@ class Scheduler(Generic[T]):
         """Takes a job in; it waits behind those of its lane and key that came before."""
         waiting = self._queues.get(job.key)
         if waiting is None:
-            waiting = self._queues[job.key] = _KeyQueue()
+            waiting = self._queues[job.key] = _KeyQueue(job.key, job.limits)
         flow = waiting.flows.get(job.lane)
         if flow is None:
             flow = waiting.flows[job.lane] = self._shares.wake(job.key, job.lane)
-        flow.jobs.append(job)
-        waiting.items += job.items
+        flow.add(job)
 
     def quarantine(self, job: Job[T]) -> None:
         """Takes back a job that was on a device which died; it will run alone."""
@@ -138,26 +161,29 @@ class Scheduler(Generic[T]):
         """Forgets jobs that went to another worker."""
         # Two messages may have the same id.
         gone = set(map(id, jobs))
-        for key, waiting in list(self._queues.items()):
-            for flow in list(waiting.flows.values()):
-                kept = [job for job in flow.jobs if id(job) not in gone]
-                flow.jobs.clear()
-                flow.jobs.extend(kept)
-                self._end_if_empty(waiting, flow)
-            waiting.items = sum(job.items for job in waiting)
-            if not waiting.flows:
-                del self._queues[key]
+        for waiting in list(self._queues.values()):
+            self._take_out(waiting, waiting.flows.values(), lambda job: id(job) in gone)
 
     def next_batch(
-        self, in_flight: int, alone: bool, now_s: float, elsewhere: int = 0
+        self,
+        in_flight: int,
+        alone: bool,
+        now_s: float,
+        elsewhere: int = 0,
+        behind: Sequence[Batch[T]] = (),
+        left_s: float = 0.0,
     ) -> Batch[T] | None:
         """The batch that a device should get now.
 
         Args:
-            in_flight: Batches that the device holds already, 0 to `DEVICE_DEPTH`.
+            in_flight: Batches that the device holds already, 0 to `DEVICE_DEPTH`; urgent ones do
+                not count.
             alone: Whether one of them is a suspect, next to which nothing may run.
             now_s: The time, on the clock of `Job.arrived_s`.
             elsewhere: Batches that the worker's other devices hold.
+            behind: The batches of `in_flight`, where an urgent one waits before them: jobs that
+                may go before these are left to `urgent_batch`, and nothing goes before such jobs.
+            left_s: How long the device has to do with what it holds, in seconds.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if the device should get nothing now.
@@ -170,16 +196,231 @@ class Scheduler(Generic[T]):
             return Batch((self._suspects.popleft(),), alone=True)
         if self._recovered:
             return None if in_flight or elsewhere else self._take_recovered()
-        skipped: list[_KeyQueue[T]] = []
-        for key, waiting in sorted(self._queues.items(), key=lambda each: each[1].tag):
-            due = now_s >= waiting.due_s
-            if waiting.full or (due and (in_flight == 0 or waiting.passed_over)):
-                for each in skipped:
-                    each.passed_over = True
-                return self._take(key, waiting)
-            if due:
-                skipped.append(waiting)
-        return None
+        turn = self._turn_of(behind, now_s) if behind else None
+        return self._next_of(
+            lambda _, rank, place: not _goes_before(turn, rank, place),
+            now_s,
+            left_s,
+            is_idle=in_flight == 0,
+            least=inf if turn is None else self._urgent_place(turn, now_s),
+        )
+
+    def urgent_batch(
+        self, behind: Sequence[Batch[T]], now_s: float, left_s: float = inf
+    ) -> Batch[T] | None:
+        """A batch that should run before the rest of what a device holds.
+
+        Its jobs are of a higher class than all of those, and their lanes have had no more of their
+        shares: whoever has used up its share waits its turn. It costs a pass of its own, so there
+        must be enough to wait for.
+
+        Args:
+            behind: What the device holds.
+            now_s: The time, on the clock of `Job.arrived_s`.
+            left_s: How long the device has to do with that, in seconds.
+
+        Returns:
+            A batch, whose jobs no longer wait here; or None if nothing is that urgent.
+        """
+        if self.has_suspects or not self._queues:
+            return None
+        turn = self._turn_of(behind, now_s)
+
+        def wanted(waiting: _KeyQueue[T], rank: int, place: float) -> bool:
+            return _goes_before(turn, rank, place) and self._saves(waiting, rank, left_s)
+
+        return self._next_of(wanted, now_s, 0.0)
+
+    def _saves(self, waiting: _KeyQueue[T], rank: int, left_s: float) -> bool:
+        """Whether jobs of a class gain enough by a batch of their own.
+
+        Otherwise they would wait for what the device holds, and then for a batch with all others.
+        """
+        task, limit = waiting.key.task, self._max_items(waiting)
+        own = sum(flow.items for flow in waiting.flows.values() if self._rank(flow) == rank)
+        return not self.costs.knows(task) or self._is_long(
+            left_s, task, min(limit, waiting.items), min(limit, own)
+        )
+
+    def _is_long(self, left_s: float, task: str, items: int, own: int) -> bool:
+        """Whether some time and a batch of `items` are long for jobs with `own` items."""
+        wait_s = left_s + self.costs.expected_s(task, items)
+        return wait_s >= MIN_SAVED_TIMES * self.costs.expected_s(task, own)
+
+    def _turn_of(self, behind: Sequence[Batch[T]], now_s: float) -> tuple[int, float] | None:
+        """Highest class of batches and their place; None if nothing may go before them."""
+        if not all(batch.charges for batch in behind):
+            return None
+        flows = [charge.flow for batch in behind for charge in batch.charges]
+        rank = min(map(self._rank, flows))
+        if self._ageing_s is not None:
+            oldest_s = min(job.arrived_s for batch in behind for job in batch.jobs)
+            return rank, rank - (now_s - oldest_s) / self._ageing_s
+        return rank, min(flow.tag for flow in flows)
+
+    def _place(self, flow: Flow[T], now_s: float) -> float:
+        """The lowest one is next: the tag of a flow, or its class where that alone decides."""
+        if self._ageing_s is None:
+            return flow.tag
+        return self._rank(flow) - (now_s - flow.oldest_s) / self._ageing_s
+
+    def _next_of(
+        self,
+        wanted: Callable[[_KeyQueue[T], int, float], bool],
+        now_s: float,
+        left_s: float,
+        *,
+        is_idle: bool = True,
+        least: float = inf,
+    ) -> Batch[T] | None:
+        """A batch of flows whose class and place are wanted, to run in `left_s`.
+
+        Nothing if the place of the chosen ones is above `least`.
+        """
+        best, chosen = inf, None
+        for waiting in self._queues.values():
+            limit = self._max_items(waiting)
+            is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
+            if not is_due and waiting.items < limit:
+                continue
+            flows = [
+                (place, flow)
+                for flow in waiting.flows.values()
+                if wanted(waiting, self._rank(flow), place := self._place(flow, now_s))
+            ]
+            if not flows or not (is_due or sum(flow.items for _, flow in flows) >= limit):
+                continue
+            first = min(flows, key=itemgetter(0))[0]
+            if chosen is None or first < best:
+                best, chosen = first, (waiting, flows, limit)
+        if chosen is None or best > least:
+            return None
+        waiting, flows, limit = chosen
+        if self._sheds_late and self._shed_late(waiting, flows, limit, now_s + left_s):
+            return self._next_of(wanted, now_s, left_s, is_idle=is_idle, least=least)
+        if not is_idle and len(self._queues) > 1:
+            self._pass_over(waiting, best, now_s)
+        return self._take(waiting, self._apart(waiting.key.task, flows, limit), limit, now_s)
+
+    def _urgent_place(self, turn: tuple[int, float], now_s: float) -> float:
+        """The lowest place of the flows that may go before others; infinity for none."""
+        places = [
+            place
+            for waiting in self._queues.values()
+            if now_s >= waiting.due_s
+            for flow in waiting.flows.values()
+            if _goes_before(turn, self._rank(flow), place := self._place(flow, now_s))
+        ]
+        return min(places, default=inf)
+
+    def _apart(
+        self, task: str, flows: list[tuple[float, Flow[T]]], limit: int
+    ) -> list[tuple[float, Flow[T]]]:
+        """Leaves out the highest class or all others, if together they would take much longer.
+
+        A few live jobs in a batch full of bulk would be answered only with the whole batch.
+        """
+        highest = min(self._rank(flow) for _, flow in flows)
+        own = sum(flow.items for _, flow in flows if self._rank(flow) == highest)
+        items = sum(flow.items for _, flow in flows)
+        if own == items or not self.costs.knows(task):
+            return flows
+        if not self._is_long(0.0, task, min(limit, items), min(limit, own)):
+            return flows
+        is_first = self._rank(min(flows, key=itemgetter(0))[1]) == highest
+        return [each for each in flows if (self._rank(each[1]) == highest) == is_first]
+
+    def _rank(self, flow: Flow[T]) -> int:
+        return self._ranks[flow.lane.priority_class]
+
+    def _pass_over(self, chosen: _KeyQueue[T], best: float, now_s: float) -> None:
+        """Notes which keys were before the chosen one, but for the size of their batches."""
+        came_before = True
+        for waiting in self._queues.values():
+            if waiting is chosen:
+                came_before = False
+            elif now_s >= waiting.due_s:
+                first = min(self._place(flow, now_s) for flow in waiting.flows.values())
+                if first < best or (came_before and first == best):
+                    waiting.passed_over = True
+
+    def _max_items(self, waiting: _KeyQueue[T]) -> int:
+        task, limits = waiting.key.task, waiting.limits
+        if limits.target_s is None:
+            return limits.max_batch_size
+        target = self._targets.get(task)
+        if target is None:
+            target = self._targets[task] = LatencyTarget(limits)
+        return target.max_items(task, self.costs, self._others)
+
+    @property
+    def _others(self) -> int:
+        """Number of keys besides one whose batches may come in between."""
+        return max(0, len(self._queues) - 1)
+
+    def take_late(self, now_s: float) -> list[Job[T]]:
+        """Takes out the jobs that cannot make their deadline, if such jobs are to be given up.
+
+        Those that would be too late even alone, on a device that is idle now; and those that would
+        have been too late in the batch whose turn it was. Both as far as the costs of their task
+        can be believed: otherwise, those whose deadline is over.
+        """
+        if self._sheds_late:
+            for waiting in list(self._queues.values()):
+                is_late = self._is_late(waiting.key.task, now_s)
+                self._late += self._take_out(waiting, waiting.flows.values(), is_late)
+        late, self._late = self._late, []
+        return late
+
+    def _shed_late(
+        self,
+        waiting: _KeyQueue[T],
+        flows: list[tuple[float, Flow[T]]],
+        limit: int,
+        begin_s: float,
+    ) -> bool:
+        """Gives up the jobs that the next batch answers too late; returns whether there are any."""
+        task = waiting.key.task
+        if begin_s == inf or not self.costs.is_believable(task):
+            return False
+        end_s = begin_s + self.costs.expected_s(task, min(limit, waiting.items))
+        own = [flow for _, flow in flows]
+        late = self._take_out(waiting, own, lambda job: job.deadline_s < end_s)
+        self._late += late
+        return bool(late)
+
+    def _take_out(
+        self,
+        waiting: _KeyQueue[T],
+        flows: Iterable[Flow[T]],
+        is_wanted: Callable[[Job[T]], bool],
+    ) -> list[Job[T]]:
+        """Takes jobs out of some flows of a key."""
+        taken = [job for flow in flows for job in flow.take(is_wanted)]
+        self._end_empty(waiting)
+        return taken
+
+    def _is_late(self, task: str, now_s: float) -> Callable[[Job[T]], bool]:
+        """Says of a job of a task whether it cannot make its deadline any more."""
+        margin_s = self._margin_s(task)
+        return lambda job: job.deadline_s - margin_s(job.items) < now_s
+
+    def _margin_s(self, task: str) -> Callable[[int], float]:
+        """Says how long before its deadline a job with so many items must begin."""
+        if not self.costs.is_believable(task):
+            return lambda _: 0.0
+        # All waiting jobs are asked about at once, and few differ in their number of items.
+        return cache(partial(self.costs.expected_s, task))
+
+    def late_s(self) -> float | None:
+        """When `take_late` has something to do, if nothing else happens; None for never."""
+        if not self._sheds_late:
+            return None
+        latest_s = inf
+        for waiting in self._queues.values():
+            margin_s = self._margin_s(waiting.key.task)
+            latest_s = min(latest_s, *(job.deadline_s - margin_s(job.items) for job in waiting))
+        return None if latest_s == inf else latest_s
 
     def ended(self, batch: Batch[T], run_s: float | None) -> None:
         """Notes that a batch of `next_batch` is back.
@@ -188,8 +429,12 @@ class Scheduler(Generic[T]):
             batch: The batch, perhaps with fewer jobs than it had.
             run_s: How long it had its device, in seconds; None if the device died.
         """
-        if batch.charges:
-            self._shares.ended(batch.charges, run_s)
+        if not batch.charges:
+            return
+        self._shares.ended(batch.charges, run_s)
+        target = self._targets.get(batch.jobs[0].key.task) if batch.jobs else None
+        if target is not None and run_s is not None:
+            target.ended(batch.items, run_s, self._others)
 
     def wake_s(self) -> float | None:
         """When an idle device should ask again although nothing else happened; None for never."""
@@ -210,56 +455,75 @@ class Scheduler(Generic[T]):
             jobs.append(waiting.popleft())
         return Batch(tuple(jobs), alone=len(jobs) == 1)
 
-    def _take(self, key: BatchKey, waiting: _KeyQueue[T]) -> Batch[T]:
-        flows = list(waiting.flows.values())
-        self._shares.began(waiting.tag)
+    def _take(
+        self,
+        waiting: _KeyQueue[T],
+        flows: list[tuple[float, Flow[T]]],
+        limit: int,
+        now_s: float,
+    ) -> Batch[T]:
+        self._shares.began(min(flow.tag for _, flow in flows))
         if len(flows) == 1:
-            jobs, charges = self._take_from_one(flows[0], waiting.limits.max_batch_size)
+            jobs, charges = self._take_from_one(flows[0][1], limit)
         else:
-            jobs, charges = self._take_from_many(flows, waiting.limits.max_batch_size)
-        waiting.items -= sum(charge.items for charge in charges)
+            jobs, charges = self._take_from_many(flows, limit, now_s)
         waiting.passed_over = False
-        for charge in charges:
-            self._end_if_empty(waiting, charge.flow)
-        if not waiting.flows:
-            del self._queues[key]
+        self._end_empty(waiting)
         return Batch(tuple(jobs), charges=tuple(charges))
 
     def _take_from_one(self, flow: Flow[T], limit: int) -> tuple[list[Job[T]], list[Charge]]:
-        jobs = [flow.jobs.popleft()]
+        jobs = [flow.pop()]
         items = jobs[0].items
-        while flow.jobs and items + flow.jobs[0].items <= limit:
-            items += flow.jobs[0].items
-            jobs.append(flow.jobs.popleft())
-        return jobs, [self._shares.charge(flow, items)]
+        while flow and items + flow.first().items <= limit:
+            job = flow.pop()
+            items += job.items
+            jobs.append(job)
+        item_s = self._shares.item_s(flow.key.task, items)
+        return jobs, [self._shares.charge(flow, items, item_s)]
 
     def _take_from_many(
-        self, flows: list[Flow[T]], limit: int
+        self, flows: list[tuple[float, Flow[T]]], limit: int, now_s: float
     ) -> tuple[list[Job[T]], list[Charge]]:
-        """Takes the jobs in the order of their tags, as if each was charged by itself."""
-        item_s = self._shares.item_s(flows[0].key.task)
-        weights = [self._shares.weight(flow) for flow in flows]
-        turns = [(flow.tag, place) for place, flow in enumerate(flows)]
+        """Takes the jobs in the order of their places, as if each was charged by itself."""
+        task = flows[0][1].key.task
+        # As of a full batch: most are, where several lanes wait.
+        item_s = self._shares.item_s(task, limit)
+        weights = [self._shares.weight(flow) for _, flow in flows]
+        turns = [(place, number) for number, (place, _) in enumerate(flows)]
         heapify(turns)
         jobs: list[Job[T]] = []
         items, taken = 0, [0] * len(flows)
         while turns:
-            tag, place = turns[0]
-            waiting = flows[place].jobs
-            if jobs and items + waiting[0].items > limit:
+            place, number = turns[0]
+            flow = flows[number][1]
+            if jobs and items + flow.first().items > limit:
                 break
-            job = waiting.popleft()
+            job = flow.pop()
             jobs.append(job)
             items += job.items
-            taken[place] += job.items
-            if waiting:
-                heapreplace(turns, (tag + item_s * job.items / weights[place], place))
-            else:
+            taken[number] += job.items
+            if not flow:
                 heappop(turns)
+            elif self._ageing_s is None:
+                heapreplace(turns, (place + item_s * job.items / weights[number], number))
+            else:
+                heapreplace(turns, (self._place(flow, now_s), number))
+        item_s = self._shares.item_s(task, items)
         charged = zip(flows, taken, strict=True)
-        return jobs, [self._shares.charge(flow, count) for flow, count in charged if count]
+        return jobs, [
+            self._shares.charge(flow, count, item_s) for (_, flow), count in charged if count
+        ]
 
-    def _end_if_empty(self, waiting: _KeyQueue[T], flow: Flow[T]) -> None:
-        if not flow.jobs:
-            del waiting.flows[flow.lane]
-            self._shares.sleep(flow)
+    def _end_empty(self, waiting: _KeyQueue[T]) -> None:
+        """Forgets the flows without jobs, and the key if it has no other."""
+        for flow in list(waiting.flows.values()):
+            if not flow:
+                del waiting.flows[flow.lane]
+                self._shares.sleep(flow)
+        if not waiting.flows:
+            del self._queues[waiting.key]
+
+
+def _goes_before(turn: tuple[int, float] | None, rank: int, place: float) -> bool:
+    """Whether a flow may go before batches of this highest class and lowest place."""
+    return turn is not None and rank < turn[0] and place < turn[1]

@@ -9,38 +9,15 @@ P. Goyal, H. M. Vin, H. Cheng: Start-time Fair Queueing, SIGCOMM 1996. While two
 one device, what they were given, divided by their weights, differs by a batch of each at most.
 """
 
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple
+from typing import Any, NamedTuple
 
-from batchery_worker.job import BatchKey, Job, Lane, T
-
-#: Device time of an item of a task that never ran, in seconds. It is corrected after each batch.
-#: Until then too much only makes lanes take turns; too little would let one run ahead.
-UNKNOWN_ITEM_S = 1.0
-
-#: Weight of the latest batch in the learnt time of an item.
-NEW_SHARE = 0.25
+from batchery_worker.batching.flow import Flow
+from batchery_worker.batching.task_costs import TaskCosts
+from batchery_worker.job import BatchKey, Lane
 
 #: Number of empty lanes that are remembered; beyond it, those that owe nothing are forgotten.
 MAX_ASLEEP = 1024
-
-
-@dataclass(slots=True, eq=False)
-class Flow(Generic[T]):
-    """The waiting jobs of one lane and one key, oldest first."""
-
-    key: BatchKey
-    lane: Lane
-    #: Virtual time at which its oldest job begins.
-    tag: float = 0.0
-    jobs: deque[Job[T]] = field(default_factory=deque)
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """Task and tenant: flows that differ only in the rest of their keys are one group."""
-        return self.key.task, self.lane.tenant
 
 
 class Charge(NamedTuple):
@@ -55,31 +32,47 @@ class Charge(NamedTuple):
 class Shares:
     """The tags of all flows; decides nothing itself."""
 
-    def __init__(self, shares: Mapping[str, float]) -> None:
+    def __init__(self, shares: Mapping[str, float], costs: TaskCosts) -> None:
         """Starts with no flow.
 
         Args:
             shares: Share of each priority class, above 0; only their ratios matter.
+            costs: Expects how long batches take, and learns from those that are back.
         """
         self._shares = shares
+        self._costs = costs
         self._now = 0.0
-        self._item_s: dict[str, float] = {}
         self._asleep: dict[tuple[BatchKey, Lane], Flow[Any]] = {}
         #: Class -> task and tenant -> number of its keys that have waiting jobs.
         self._awake: dict[str, dict[tuple[str, str], int]] = {name: {} for name in shares}
-        #: Number of batches that are not back.
-        self._running = 0
 
     def wake(self, key: BatchKey, lane: Lane) -> Flow[Any]:
         """The flow of a lane and key that has its first waiting job."""
-        if not self._running and not any(self._awake.values()):
-            # Nobody had to wait, so nobody owes anything.
-            self._asleep.clear()
-        flow = self._asleep.pop((key, lane), None) or Flow(key, lane)
+        if not any(self._awake.values()):
+            self._forgive()
+        flow = self._asleep.pop((key, lane), None)
+        if flow is None:
+            flow = Flow(key, lane)
         flow.tag = max(flow.tag, self._now)
         keys = self._awake[lane.priority_class]
         keys[flow.group] = keys.get(flow.group, 0) + 1
         return flow
+
+    def _forgive(self) -> None:
+        """Lets flows owe nothing but the batches that run, as nobody waits.
+
+        Otherwise a lane that has long had more than its share, of devices with time to spare, would
+        pay for it when others come.
+        """
+        for flow in self._asleep.values():
+            flow.tag = min(flow.tag, self._now + flow.running)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the empty flows that owe nothing."""
+        self._asleep = {
+            (each.key, each.lane): each for each in self._asleep.values() if each.tag > self._now
+        }
 
     def sleep(self, flow: Flow[Any]) -> None:
         """Notes that a flow has no waiting job left."""
@@ -89,33 +82,41 @@ class Shares:
             del keys[flow.group]
         self._asleep[flow.key, flow.lane] = flow
         if len(self._asleep) > MAX_ASLEEP:
-            self._asleep = {
-                (each.key, each.lane): each
-                for each in self._asleep.values()
-                if each.tag > self._now
-            }
+            self._forget()
 
     def weight(self, flow: Flow[Any]) -> float:
         """The share of a flow: that of its class, divided by all tenants and tasks that wait in it.
 
         A tenant or task with jobs of several keys has no more for it.
         """
-        groups = self._awake[flow.lane.priority_class]
-        return self._shares[flow.lane.priority_class] / (len(groups) * groups[flow.group])
+        name = flow.lane.priority_class
+        groups = self._awake[name]
+        return self._shares[name] / (len(groups) * groups[flow.group])
 
-    def item_s(self, task: str) -> float:
-        """Expected device time of an item, in seconds."""
-        return self._item_s.get(task, UNKNOWN_ITEM_S)
+    def item_s(self, task: str, items: int) -> float:
+        """Expected device time of each item of a batch, in seconds.
+
+        Args:
+            task: Task of the batch.
+            items: Number of all its items.
+        """
+        return self._costs.expected_s(task, items) / items
 
     def began(self, tag: float) -> None:
-        """Moves the virtual time to the tag of a batch that leaves, and counts the batch."""
+        """Moves the virtual time to the tag of a batch that leaves."""
         self._now = max(self._now, tag)
-        self._running += 1
 
-    def charge(self, flow: Flow[Any], items: int) -> Charge:
-        """Charges a flow for items that leave in a batch. It must not be asleep yet."""
-        estimate_s, weight = self.item_s(flow.key.task) * items, self.weight(flow)
+    def charge(self, flow: Flow[Any], items: int, item_s: float) -> Charge:
+        """Charges a flow for its part of a batch that leaves. It must not be asleep yet.
+
+        Args:
+            flow: Whose items they are.
+            items: Number of its items.
+            item_s: Of `item_s`, for the whole batch.
+        """
+        estimate_s, weight = item_s * items, self.weight(flow)
         flow.tag += estimate_s / weight
+        flow.running += estimate_s / weight
         return Charge(flow, items, estimate_s, weight)
 
     def ended(self, charges: Sequence[Charge], run_s: float | None) -> None:
@@ -126,13 +127,11 @@ class Shares:
             run_s: How long it had its device, in seconds; None if that is not known, as its device
                 died.
         """
-        self._running -= 1
+        for charge in charges:
+            charge.flow.running -= charge.estimate_s / charge.weight
         if run_s is None:
             return
-        items = sum(charge.items for charge in charges)
+        items = sum([charge.items for charge in charges])
         for charge in charges:
             charge.flow.tag += (run_s * charge.items / items - charge.estimate_s) / charge.weight
-        task = charges[0].flow.key.task
-        found_s = run_s / items
-        known_s = self._item_s.get(task, found_s)
-        self._item_s[task] = known_s + NEW_SHARE * (found_s - known_s)
+        self._costs.ran(charges[0].flow.key.task, items, run_s)

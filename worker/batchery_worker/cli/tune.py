@@ -21,7 +21,7 @@ from batchery.cli.app import DEFAULT_APP, load_app
 from batchery.errors import SettingsError, StartError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.bisect_failures import NON_VALUES
-from batchery.install import installation_of
+from batchery.installation import installation_of
 from batchery.model import Model
 from batchery.task import ModelTask
 from batchery_worker.batching.planner import PASS_TOKENS, plan

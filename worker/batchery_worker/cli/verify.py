@@ -8,7 +8,7 @@ import click
 
 from batchery.cli.app import DEFAULT_APP, load_app
 from batchery.errors import SettingsError
-from batchery.install import installation_of
+from batchery.installation import installation_of
 from batchery.settings import ModelSettings, Settings
 from batchery_worker.device_pool.discovery import choose
 

@@ -1,8 +1,9 @@
 """The device process: one per device, spawned, and the only one that imports torch.
 
 Three threads work on three batches: `prepare` reads and tokenizes the next one, the main thread
-runs the forward pass, `commit` encodes and sends the last one. The process ends with its parent,
-and with any of its threads. The parent runs again what the process had not answered.
+runs the forward passes, `commit` encodes and sends the last one. Between two passes the main thread
+looks whether an urgent batch has come, and runs it first. The process ends with its parent, and
+with any of its threads. The parent runs again what the process had not answered.
 """
 
 import ctypes
@@ -14,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,6 +46,7 @@ from batchery_worker.device.reply import Computed, answer
 from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
+    Began,
     NotReady,
     Ready,
     Reply,
@@ -83,13 +86,15 @@ class Device:
 
     def __init__(self, end: socket.socket) -> None:
         self._end = end
+        #: Two threads may have something to tell at once.
+        self._telling = threading.Lock()
         #: The batch whose function runs.
         self.current: Work | None = None
-        # These queues have no limit: the parent sends at most `DEVICE_DEPTH` batches. With a limit,
-        # the reader of a queue wakes up after 20 us instead of 6.
+        # These queues have no limit: the parent sends at most `DEVICE_DEPTH` batches, and an urgent
+        # one. With a limit, the reader of a queue wakes up after 20 us instead of 6.
         self._prepared: queue.SimpleQueue[Prepared] = queue.SimpleQueue()
-        #: The batch whose first pass was started while the last batch was computed.
-        self._next: Prepared | None = None
+        #: Batches that the main thread has taken from that queue, in the order in which they run.
+        self._ahead: deque[Prepared] = deque()
         self._computed: queue.SimpleQueue[Computed] = queue.SimpleQueue()
         self._served: dict[str, ServedModel] = {}
         #: Number of batches given to the commit thread, and answered by it; one thread writes each.
@@ -127,12 +132,14 @@ class Device:
         return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
 
     def tell(self, reply: Reply) -> None:
-        """Writes a message to the parent; on one thread at a time.
+        """Writes a message to the parent.
 
         Raises:
             OSError: The parent is gone.
         """
-        write_frame(self._end, dump_reply(reply))
+        frame = dump_reply(reply)
+        with self._telling:
+            write_frame(self._end, frame)
 
     def run(self) -> None:
         """Works until the process is told to leave, which happens on the prepare thread."""
@@ -143,14 +150,36 @@ class Device:
             threading.Thread(target=_or_die, args=(stage,), daemon=True).start()
         loop = EventLoop()
         while True:
-            batch, self._next = self._next or self._prepared.get(), None
+            self._look_ahead()
+            batch = self._ahead.popleft() if self._ahead else self._prepared.get()
             computed = self._forward(batch, loop.run)
-            if self._given == self._answered and self._next is None and self._prepared.empty():
+            if self._given == self._answered and not self._ahead and self._prepared.empty():
                 # There is nothing else to do meanwhile, and another thread would start later.
                 self._answer(computed)
             else:
                 self._given += 1
                 self._computed.put(computed)
+
+    def _look_ahead(self) -> None:
+        """Takes all batches that are prepared; an urgent one goes to the front."""
+        with suppress(queue.Empty):
+            while True:
+                batch = self._prepared.get_nowait()
+                if batch.work.urgent:
+                    self._ahead.appendleft(batch)
+                else:
+                    self._ahead.append(batch)
+
+    def _run_urgent(self, resolve: Callable[[Any], Any]) -> None:
+        """Runs the urgent batches that have come, in the midst of another one."""
+        self._look_ahead()
+        while self._ahead and self._ahead[0].work.urgent:
+            interrupted = self.current
+            computed = self._forward(self._ahead.popleft(), resolve)
+            self.current = interrupted
+            self._given += 1
+            self._computed.put(computed)
+            self._look_ahead()
 
     def _prepare(self) -> None:
         while True:
@@ -180,6 +209,8 @@ class Device:
 
     def _forward(self, batch: Prepared, resolve: Callable[[Any], Any]) -> Computed:
         work, items, served, deduped = batch.work, batch.items, batch.served, batch.deduped
+        if work.urgent:
+            self.tell(Began(work.id))
         started_s = time.perf_counter()
         done = Computed(work, prepare_ms=batch.prepare_ms, computed_s=started_s)
         done.queued_ms = (started_s - batch.prepared_s) * 1e3
@@ -193,12 +224,24 @@ class Device:
             done.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
             return done
         started_s = time.perf_counter()
+        interrupted_s = 0.0
+
+        def run_urgent() -> None:
+            nonlocal interrupted_s
+            interrupted_s -= time.perf_counter()
+            if not work.urgent:
+                self._run_urgent(resolve)
+            interrupted_s += time.perf_counter()
 
         def run(part: list[Any]) -> list[Any]:
             if served is None:
-                return run_batch(task, work, part, resolve)
+                return run_batch(task, work, part, resolve, run_urgent)
             limit = partial(soft_time_limit, work.soft_time_limit_s)
-            outcomes, tokens, computed_tokens = served.compute(part, work, limit, self._start_next)
+            # Behind an urgent batch comes the rest of what it has interrupted.
+            start_next = _nothing if work.urgent else self._start_next
+            outcomes, tokens, computed_tokens = served.compute(
+                part, work, limit, start_next, run_urgent
+            )
             done.tokens += tokens
             done.computed_tokens += computed_tokens
             return outcomes
@@ -208,18 +251,20 @@ class Device:
         self.current = None
         done.deduped = deduped
         done.computed_s = time.perf_counter()
-        done.forward_ms = (done.computed_s - started_s) * 1e3
+        done.forward_ms = (done.computed_s - started_s - interrupted_s) * 1e3
         done.figures = self._news()
         return done
 
     def _start_next(self) -> None:
         """Starts the first pass of the next batch, if that batch is prepared."""
-        if self._next is None:
-            with suppress(queue.Empty):
-                self._next = self._prepared.get_nowait()
-        # Single flight: which items are left to compute depends on the batch before.
-        if self._next is not None and self._next.served and self._next.deduped is None:
-            self._next.served.start(self._next.items, self._next.work)
+        self._look_ahead()
+        if not self._ahead:
+            return
+        batch = self._ahead[0]
+        # An urgent one runs before the passes that were started. Single flight: which items are
+        # left to compute depends on the batch before.
+        if batch.served and batch.deduped is None and not batch.work.urgent:
+            batch.served.start(batch.items, batch.work)
 
     def _commit(self) -> None:
         while True:
@@ -259,6 +304,10 @@ class Device:
 
     def _models(self) -> dict[str, Any]:
         return {name: served.figures() for name, served in self._served.items()}
+
+
+def _nothing() -> None:
+    """Stands in for what need not be done."""
 
 
 def _or_die(stage: Callable[[], None]) -> None:

@@ -61,11 +61,21 @@ class EventLoop:
 
 
 def run_batch(
-    task: BatchTask, work: Work, items: Sequence[Any], resolve: Callable[[Any], Any]
+    task: BatchTask,
+    work: Work,
+    items: Sequence[Any],
+    resolve: Callable[[Any], Any],
+    between_calls: Callable[[], None],
 ) -> list[Any]:
-    """Runs the function of a task over the items of a batch; see `run_function`."""
+    """Runs the function of a task over the items of a batch; see `run_function`.
+
+    A batch of more than `max_batch_size` items takes several calls. Before each one but the first
+    `between_calls` is called, which may run something else first.
+    """
     outcomes: list[Any] = []
     for start in range(0, len(items), work.max_batch_size):
+        if start:
+            between_calls()
         part = items[start : start + work.max_batch_size]
         around = partial(_around, task, work, start)
         outcomes += run_function(task.run, part, work.keywords, resolve=resolve, around=around)

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from batchery.execution.lookahead import Lookahead
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery_worker.batching.cost_model import CostModel, Costs
-from batchery_worker.batching.planner import PASS_TOKENS, plan
+from batchery_worker.batching.planner import MAX_PASS_TOKENS_FACTOR, PASS_TOKENS, plan
 from batchery_worker.batching.token_budget import TokenBudget
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
@@ -22,6 +23,23 @@ logger = logging.getLogger("batchery.device")
 #: Tokens of one forward pass without a setting. On a CPU, longer passes cost no less per token
 #: (docs/benchmarks.md), and jobs wait for them. A GPU needs thousands of tokens to be busy.
 DEFAULT_MAX_BATCH_TOKENS = {"cpu": 1024, "mps": 8_192, "cuda": 16_384}
+
+
+@dataclass(slots=True)
+class _BatchPasses:
+    """The forward passes of one batch so far."""
+
+    #: Passes that were planned and that ran, and tokens of the latter.
+    planned: int = 0
+    ran: int = 0
+    tokens: int = 0
+    #: How long other batches have run between them, in seconds.
+    others_s: float = 0.0
+
+
+#: After so much time for other batches, in seconds, a batch says nothing about its costs: passes
+#: that had been started went on meanwhile. Without another batch it takes microseconds to look.
+MAX_INTERRUPTED_S = 1e-3
 
 
 class ServedModel:
@@ -56,7 +74,8 @@ class ServedModel:
         self._peak_bytes = 0
         kind = device.partition(":")[0]
         self._default_tokens = DEFAULT_MAX_BATCH_TOKENS[kind]
-        self._pass_tokens = PASS_TOKENS[kind]
+        self._pass_tokens = self._default_pass_tokens = PASS_TOKENS[kind]
+        self._streams = int(getattr(model, "cpu_streams", 1))
         self._source = "default"
         self._clock = clock
         self._cost_model = CostModel(Costs(1.0, 0.0, self._pass_tokens))
@@ -64,8 +83,7 @@ class ServedModel:
         self._lookahead = Lookahead(model)
         #: Forward passes that ran out of memory.
         self._failed_passes = 0
-        #: Passes of the current batch that were planned and that ran, and tokens of the latter.
-        self._planned_passes = self._passes = self._passed_tokens = 0
+        self._batch = _BatchPasses()
 
     def start(self, items: Sequence[Any], work: Work) -> None:
         """Starts the first passes of the batch that comes next, as many as the model allows.
@@ -84,13 +102,18 @@ class ServedModel:
         work: Work,
         limit: Limit,
         start_next_batch: Callable[[], None] = lambda: None,
+        between_passes: Callable[[], None] = lambda: None,
     ) -> tuple[list[Any], int, int]:
-        """Runs the forward passes of a prepared batch; see `batchery.execution.batch.compute`."""
+        """Runs the forward passes of a prepared batch; see `batchery.execution.batch.compute`.
+
+        A call of `between_passes` may compute another batch of this model.
+        """
         setting = work.max_batch_tokens
         self._budget.ceiling = setting or self._default_tokens
         self._source = "setting" if setting else "default"
         allowed, failed_passes = self._budget.allows(), self._failed_passes
-        self._planned_passes = self._passes = self._passed_tokens = 0
+        interrupted, self._batch = self._batch, _BatchPasses()
+        self._tell_urgent(work.urgent)
         self._memory.forget_peak()
         started_s = self._clock()
         done = compute(
@@ -100,14 +123,16 @@ class ServedModel:
             partial(self._plan, max_batch_size=work.max_batch_size),
             limit=limit,
             memory=self,
-            lookahead=self._lookahead,
+            # The passes that were started for other batches are theirs.
+            lookahead=Lookahead(self.model) if work.urgent else self._lookahead,
             start_next_batch=start_next_batch,
+            between_passes=partial(self._run_others, between_passes),
         )
         if any(_has_failed(*each) for each in zip(items, done[0], strict=True)):
             # Some errors of CUDA end its context, and with it all passes from now on. Those raise
             # here, outside of what isolates failures: the process ends, and its jobs run again.
             self._memory.wait()
-        took_ms = (self._clock() - started_s) * 1e3
+        took_ms = (self._clock() - started_s - self._batch.others_s) * 1e3
         self._peak_bytes = max(self._peak_bytes, self._memory.peak_bytes())
         if self._failed_passes == failed_passes:
             self._learn(items, done[2], took_ms)
@@ -115,12 +140,24 @@ class ServedModel:
             self._memory.release()
             if self._budget.allows() < allowed:
                 self._warn(allowed)
+        self._batch = interrupted
+        self._tell_urgent(False)
         return done
+
+    def _tell_urgent(self, is_urgent: bool) -> None:
+        """Tells a model that wants to know; between two passes of a batch, that is not urgent."""
+        if getattr(self.model, "is_urgent", is_urgent) is not is_urgent:
+            self.model.is_urgent = is_urgent  # type: ignore[attr-defined]
+
+    def _run_others(self, between_passes: Callable[[], None]) -> None:
+        started_s = self._clock()
+        between_passes()
+        self._batch.others_s += self._clock() - started_s
 
     def passed(self, tokens: int) -> None:
         """A forward pass fitted into memory."""
-        self._passes += 1
-        self._passed_tokens += tokens
+        self._batch.ran += 1
+        self._batch.tokens += tokens
         self._budget.passed(tokens)
 
     def failed(self, tokens: int) -> None:
@@ -155,15 +192,29 @@ class ServedModel:
 
     def _learn(self, items: Sequence[Any], computed_tokens: int, took_ms: float) -> None:
         """Learns from a batch, if all of it ran as planned."""
-        if (self._passes, self._passed_tokens) != (self._planned_passes, computed_tokens):
+        if (self._batch.ran, self._batch.tokens) != (self._batch.planned, computed_tokens):
             # A pass failed and ran again in parts.
             return
+        if self._batch.others_s > MAX_INTERRUPTED_S:
+            return
         fit = sum(not isinstance(each, NON_VALUES) for each in items)
-        self._cost_model.ran(computed_tokens, fit, self._passes, took_ms)
+        if self._cost_model.ran(computed_tokens, fit, self._batch.ran, took_ms):
+            self._choose_pass_tokens()
+
+    def _choose_pass_tokens(self) -> None:
+        """Lets plans count what a pass was found to cost.
+
+        Not for passes side by side: their times overlap. The time of such a batch tells what a pass
+        adds to it, which is next to nothing where a stream was free, and not what the pass costs.
+        """
+        if self._streams == 1 and self._cost_model.is_believable:
+            least = self._default_pass_tokens / MAX_PASS_TOKENS_FACTOR
+            largest = self._default_pass_tokens * MAX_PASS_TOKENS_FACTOR
+            self._pass_tokens = round(min(max(self._cost_model.pass_tokens, least), largest))
 
     def _plan(self, lengths: Sequence[int], max_batch_size: int) -> list[list[int]]:
         cuts = self._cuts(lengths, max_batch_size)
-        self._planned_passes += len(cuts)
+        self._batch.planned += len(cuts)
         return cuts
 
     def _cuts(self, lengths: Sequence[int], max_batch_size: int) -> list[list[int]]:
@@ -173,7 +224,7 @@ class ServedModel:
             max_batch_size,
             pads=self.model.pads,
             pass_tokens=self._pass_tokens,
-            streams=getattr(self.model, "cpu_streams", 1),
+            streams=self._streams,
         )
 
     def _warn(self, allowed: int) -> None:

@@ -119,9 +119,26 @@ class DeviceProcess:
         return any(dispatched.batch.alone for dispatched in self.batches.values())
 
     @property
+    def in_turn(self) -> list[DispatchedBatch]:
+        """The batches that run one after the other; an urgent one comes in between."""
+        return [each for each in self.batches.values() if not each.urgent]
+
+    @property
     def has_room(self) -> bool:
         """Whether the device can take one more batch."""
-        return self.state is State.READY and len(self.batches) < DEVICE_DEPTH and not self.alone
+        is_open = self.state is State.READY and not self.alone
+        return is_open and len(self.in_turn) < DEVICE_DEPTH
+
+    @property
+    def takes_urgent(self) -> bool:
+        """Whether the device runs batches, and no urgent one waits there to begin."""
+        is_open = self.state is State.READY and not self.alone
+        return is_open and bool(self.in_turn) and not self.holds_urgent
+
+    @property
+    def holds_urgent(self) -> bool:
+        """Whether an urgent batch is there that has not begun."""
+        return any(each.urgent and each.began_s is None for each in self.batches.values())
 
     @property
     def backoff_s(self) -> float:

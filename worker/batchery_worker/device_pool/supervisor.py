@@ -9,7 +9,7 @@ from typing import Any
 import batchery.errors
 from batchery.errors import ModelLoadError, StartError
 from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, ChildLimits, DeviceProcess, State
-from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Waiting
+from batchery_worker.ipc.messages import Began, Done, NotReady, Ready, Reply, Setup, Waiting
 from batchery_worker.task_call import DispatchedBatch
 
 logger = logging.getLogger("batchery.pool")
@@ -119,7 +119,7 @@ class DeviceSupervisor:
         """Hands a batch to a device."""
         if not device.send(work, dispatched):
             self._await_room(device)
-        if len(device.batches) == 1:
+        if device.in_turn == [dispatched]:
             self._watch(device)
 
     def recycle(self, modules: Sequence[str]) -> None:
@@ -200,24 +200,42 @@ class DeviceSupervisor:
     def _watch(self, device: DeviceProcess) -> None:
         """Starts the clock of the first batch, and its hard limit; the one behind has not begun."""
         for work_id, dispatched in device.batches.items():
-            # Set only once: this runs again after a reconnect, which must not extend the time.
-            if dispatched.began_s is None:
-                dispatched.began_s = monotonic()
-            if dispatched.hard_limit_s is not None:
-                left_s = max(0.0, dispatched.began_s + dispatched.hard_limit_s - monotonic())
-                self._hub.call_later(left_s, self._expire, device, work_id)
+            if dispatched.urgent:
+                # Its clock runs only once the device has said so.
+                if dispatched.began_s is not None:
+                    self._watch_limit(device, work_id, dispatched)
+                continue
+            self._begin(device, work_id, dispatched)
             break
+
+    def _begin(self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
+        # Set only once: this runs again after a reconnect, which must not extend the time.
+        if dispatched.began_s is None:
+            dispatched.began_s = monotonic()
+        self._watch_limit(device, work_id, dispatched)
+
+    def _watch_limit(
+        self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch
+    ) -> None:
+        if dispatched.hard_limit_s is not None:
+            left_s = max(0.0, dispatched.left_s(monotonic()))
+            self._hub.call_later(left_s, self._expire, device, work_id)
 
     def _expire(self, device: DeviceProcess, work_id: int) -> None:
         # The loop may have stood still, as while it reconnects: the answer may be here already.
         self.read()
         dispatched = device.batches.get(work_id)
-        if dispatched is not None and dispatched.hard_limit_s is not None:
-            logger.error(
-                "hard time limit (%ss) exceeded on %s", dispatched.hard_limit_s, device.name
-            )
-            dispatched.expired = True
-            device.kill()
+        if dispatched is None or dispatched.hard_limit_s is None:
+            return
+        if any(each.interrupts(dispatched) for each in device.batches.values()):
+            # The rest of the time counts after the urgent batch: then this is planned anew.
+            return
+        if dispatched.left_s(monotonic()) > 0:
+            self._watch_limit(device, work_id, dispatched)
+            return
+        logger.error("hard time limit (%ss) exceeded on %s", dispatched.hard_limit_s, device.name)
+        dispatched.expired = True
+        device.kill()
 
     def _on_writable(self, device: DeviceProcess) -> None:
         if device.link is not None and device.link.flush():
@@ -250,12 +268,25 @@ class DeviceSupervisor:
         elif isinstance(reply, Waiting):
             # The function has ended in time. The time that results wait for Redis must not count.
             device.batches[reply.id].hard_limit_s = None
+        elif isinstance(reply, Began):
+            self._begin(device, reply.id, device.batches[reply.id])
+            # The next urgent one can be prepared meanwhile.
+            self._on_ready()
         else:
             dispatched = device.take_reply(reply)
+            self._give_time_back(device, dispatched)
             device.recycle_due = device.recycle_due or self._limits.reached(device.jobs, device.pid)
             self._watch(device)
             self._recycle_next()
             self._on_done(dispatched, reply, device)
+
+    def _give_time_back(self, device: DeviceProcess, ended: DispatchedBatch) -> None:
+        """The time of an urgent batch does not count for the batch that it has interrupted."""
+        if not ended.urgent or ended.began_s is None:
+            return
+        for dispatched in device.in_turn:
+            if dispatched.began_s is not None:
+                dispatched.began_s += monotonic() - max(ended.began_s, dispatched.began_s)
 
     def _recycle_next(self) -> None:
         """Recycles the next process that is due, if all devices are ready."""

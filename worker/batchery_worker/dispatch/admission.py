@@ -1,12 +1,15 @@
 """From one of Celery's requests to a job of the scheduler, or to a clear refusal."""
 
-from collections.abc import Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kombu.utils import json
 
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.protocol import multi_item
+from batchery.protocol.deadline import deadline_of
 from batchery.protocol.tenant import tenant_of
 from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
@@ -20,8 +23,16 @@ from batchery_worker.task_call import TaskCall
 class Admission:
     """Reads calls; knows the limits of every task."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.time) -> None:
+        """Has read no call.
+
+        Args:
+            settings: Of the worker.
+            clock: Unix seconds, in which callers give deadlines.
+        """
         self._settings = settings
+        self._clock = clock
+        self._small_batch_threshold = settings.small_batch_threshold or math.inf
         self._limits: dict[str, Limits] = {}
         #: Class by priority.
         self._classes = [settings.class_of(priority) for priority in range(LOWEST_PRIORITY + 1)]
@@ -29,10 +40,12 @@ class Admission:
     def limits(self, task: BatchTask) -> Limits:
         """The limits of a task: its own, or those of the settings."""
         if task.name not in self._limits:
-            wait_ms = task.max_wait_ms
+            wait_ms, target_ms = task.max_wait_ms, task.target_latency_ms
+            target_ms = target_ms or self._settings.target_latency_ms
             self._limits[task.name] = Limits(
                 max_batch_size=task.max_batch_size or self._settings.max_batch_size,
                 max_wait_s=(self._settings.max_wait_ms if wait_ms is None else wait_ms) / 1e3,
+                target_s=target_ms and target_ms / 1e3,
             )
         return self._limits[task.name]
 
@@ -88,10 +101,11 @@ class Admission:
             items=len(call.items),
             arrived_s=now_s,
             payload=call,
-            lane=self._lane(message),
+            lane=self._lane(message, task, len(call.items)),
+            deadline_s=now_s + deadline_of(message) - self._clock(),
         )
 
-    def _lane(self, message: Mapping[str, Any]) -> Lane:
+    def _lane(self, message: Mapping[str, Any], task: BatchTask, items: int) -> Lane:
         delivery: Any = message.get("delivery_info") or {}
         priority = delivery.get("priority") or 0
         if type(priority) is not int:
@@ -99,6 +113,7 @@ class Admission:
         return Lane(
             self._classes[max(0, min(priority, LOWEST_PRIORITY))],
             tenant_of(message),
+            is_large=items > (task.small_batch_threshold or self._small_batch_threshold),
         )
 
 

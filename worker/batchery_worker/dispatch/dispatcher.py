@@ -10,6 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from math import inf
 from time import monotonic
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from celery import Celery
 from celery.worker import state as worker_state
 from kombu.asynchronous import Hub
 
-from batchery.errors import BatcheryError, InvalidItem, StartError
+from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem, StartError
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
@@ -34,6 +35,7 @@ from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
 from batchery_worker.ipc.messages import Done, Setup, Work, batch_facts
 from batchery_worker.job import Batch, Job, TimeLimits
+from batchery_worker.job_recorder import JobRecorder
 from batchery_worker.metrics import Metrics, log_batch
 from batchery_worker.task_call import DispatchedBatch, TaskCall
 
@@ -42,6 +44,11 @@ logger = logging.getLogger("batchery.pool")
 
 #: How long listeners may hold up the event loop before the log says so, in seconds.
 MAX_HELD_UP_S = 1.0
+
+
+#: How much later than it could be known a job is found to be too late, in seconds; then those are
+#: found with it that come next.
+LATE_GRAIN_S = 0.005
 
 
 class Dispatcher:
@@ -55,8 +62,13 @@ class Dispatcher:
         self._admission = Admission(settings)
         self._listeners = Listeners()
         self._eligibility = CommitEligibility(app, self._listeners)
-        self._scheduler: Scheduler[TaskCall] = Scheduler(settings.shares)
+        self._scheduler: Scheduler[TaskCall] = Scheduler(
+            settings.shares,
+            ageing_s=settings.ageing_s if settings.class_order == "strict" else None,
+            sheds_late=settings.shed_late,
+        )
         self._times = BatchTimes()
+        self._recorder = JobRecorder(monotonic())
         self._supervisor = DeviceSupervisor(
             setups,
             limits,
@@ -83,8 +95,9 @@ class Dispatcher:
         self._dispatch_planned = False
         self._wake_planned_s = float("inf")
         self._draining = False
-        #: Tasks whose listeners have held up the loop.
+        #: Tasks whose listeners have held up the loop, and those that cannot keep their target.
         self._told_slow: set[str] = set()
+        self._told_target: set[str] = set()
 
     @property
     def hub(self) -> Any:
@@ -144,6 +157,7 @@ class Dispatcher:
             problem = f"the message cannot be understood: {type(error).__name__}: {error}"
             self._settlement.fail(call, error if known else InvalidItem(problem))
             return
+        self._recorder.note(job, job.payload.message)
         self._poison.admit(job)
         self._plan_dispatch()
 
@@ -182,10 +196,24 @@ class Dispatcher:
         oldest_s = min((job.arrived_s for job in self._scheduler), default=None)
         return {
             "devices": {device.name: device.figures() for device in self._supervisor},
+            "costs": self._scheduler.costs.figures(),
             "clock_s": round(now_s, 3),
             "waiting": len(self._scheduler),
             "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
             "batches": self._metrics.snapshot(),
+        }
+
+    def record(self, recorder: str | None, after: int) -> dict[str, Any]:
+        """The jobs that were admitted since the last call, for `batchery stats --record`.
+
+        Args:
+            recorder: From the caller's last answer; None at first.
+            after: The same.
+        """
+        return {
+            **self._recorder.poll(recorder, after, monotonic()),
+            "devices": len(self._supervisor.devices),
+            "costs": self._scheduler.costs.figures(),
         }
 
     # Late binding
@@ -228,32 +256,37 @@ class Dispatcher:
         self._scheduler.remove(job for job in old if job.payload.request in given)
         return len(held) - len(old)
 
-    def limit(self, sizes: Mapping[str, int]) -> int | None:
-        """How many more jobs of some tasks to take: a batch to run and one to prepare per device.
+    def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
+        """How many more jobs to take: a batch to run and one to prepare per device and class.
 
         Args:
-            sizes: Maximum batch size by name of the task.
+            sizes: Maximum batch size of each task whose jobs count, by its name.
+            level: First priority of the class.
 
         Returns:
             None for no other limit than the prefetch, where batches are short.
         """
         if not self._times.are_long:
             return None
-        held = Counter(job.key.task for job in self._scheduler)
+        name = self._settings.class_of(level)
+        waiting = Counter(
+            job.key.task for job in self._scheduler if job.lane.priority_class == name
+        )
         for device in self._supervisor:
-            for prepared in list(device.batches.values())[1:]:
-                held[prepared.batch.jobs[0].key.task] += len(prepared.batch.jobs)
+            for prepared in device.in_turn[1:]:
+                jobs = prepared.batch.jobs
+                waiting[jobs[0].key.task] += sum(job.lane.priority_class == name for job in jobs)
         batches = len(self._supervisor.devices) + self._idle_devices()
-        return sum(max(0, batches * size - held[task]) for task, size in sizes.items())
+        return sum(max(0, batches * size - waiting[task]) for task, size in sizes.items())
 
     def _idle_devices(self) -> int:
         return sum(each.state is State.READY and not each.batches for each in self._supervisor)
 
     def _ends_soon(self, device: DeviceProcess) -> bool:
         """Whether a device will soon need a batch that is not there yet."""
-        if len(device.batches) != 1:
+        if len(device.in_turn) != 1:
             return False
-        (dispatched,) = device.batches.values()
+        (dispatched,) = device.in_turn
         batch, began_s = dispatched.batch, dispatched.began_s or dispatched.dispatched_s
         task = batch.jobs[0].key.task
         return self._times.ends_soon(device.name, task, batch.items, began_s, monotonic())
@@ -272,26 +305,72 @@ class Dispatcher:
         if self._draining:
             return
         now_s = monotonic()
+        self._give_up_late(now_s)
+        # First those that have nothing to do, then what is urgent, then what is prepared meanwhile.
+        self._dispatch_to(lambda device: not device.batches, now_s)
+        self._dispatch_urgent(now_s)
+        self._dispatch_to(lambda device: self._next_batch_s(device) <= now_s, now_s)
+        self._give_up_late(now_s)
+        self._plan_wake(now_s)
+
+    def _give_up_late(self, now_s: float) -> None:
+        """Fails the jobs that cannot make their deadline, before they cost anything."""
+        for job in self._scheduler.take_late(now_s):
+            self._metrics.shed_jobs += 1
+            call = job.payload
+            if self._in_flight.wants(call):
+                self._in_flight.add(call, os.getpid())
+                late_s = now_s - job.deadline_s
+                when = f"was {late_s:.3f} s ago" if late_s >= 0 else f"is in only {-late_s:.3f} s"
+                text = f"{job.key.task}[{job.id}] was not begun: its deadline {when}"
+                self._settlement.fail(call, DeadlineExceeded(text))
+
+    def _dispatch_to(self, wants: Callable[[DeviceProcess], bool], now_s: float) -> None:
         while devices := [
-            device
-            for device in self._supervisor
-            if device.has_room and self._next_batch_s(device) <= now_s
+            device for device in self._supervisor if device.has_room and wants(device)
         ]:
             if is_reserved(self._supervisor):
-                break
-            device = min(devices, key=lambda each: len(each.batches))
-            held = len(device.batches)
+                return
+            device = min(devices, key=_began)
+            held = [dispatched.batch for dispatched in device.in_turn]
+            elsewhere = self._supervisor.dispatched - len(device.batches)
             batch = self._scheduler.next_batch(
-                held, device.alone, now_s, self._supervisor.dispatched - held
+                len(held),
+                device.alone,
+                now_s,
+                elsewhere,
+                # Otherwise what is urgent has been sent by now.
+                held if device.holds_urgent else (),
+                self._left_s(device, now_s) if held else 0.0,
             )
             if batch is None:
-                break
+                return
             self._launch(device, batch)
-        self._plan_wake(now_s)
+
+    def _dispatch_urgent(self, now_s: float) -> None:
+        """Sends what is urgent to devices that are busy with something else."""
+        for device in self._supervisor:
+            if device.takes_urgent and not is_reserved(self._supervisor):
+                behind = [dispatched.batch for dispatched in device.in_turn]
+                left_s = self._left_s(device, now_s)
+                batch = self._scheduler.urgent_batch(behind, now_s, left_s)
+                if batch is not None:
+                    self._launch(device, batch, urgent=True)
+
+    def _left_s(self, device: DeviceProcess, now_s: float) -> float:
+        """How long a device has to do with what it holds, in seconds, as far as that is known."""
+        left_s, costs = 0.0, self._scheduler.costs
+        for dispatched in device.in_turn:
+            task = dispatched.batch.jobs[0].key.task
+            if not costs.knows(task):
+                return inf
+            ran_s = 0.0 if dispatched.began_s is None else now_s - dispatched.began_s
+            left_s += max(0.0, costs.expected_s(task, dispatched.batch.items) - ran_s)
+        return left_s
 
     def _next_batch_s(self, device: DeviceProcess) -> float:
         """When a device should get its next batch: as late as possible, but in time."""
-        for dispatched in device.batches.values():
+        for dispatched in device.in_turn:
             batch = dispatched.batch
             began_s = dispatched.began_s or dispatched.dispatched_s
             return self._times.next_s(device.name, batch.jobs[0].key.task, batch.items, began_s)
@@ -300,7 +379,7 @@ class Dispatcher:
     def _plan_wake(self, now_s: float) -> None:
         """Plans to come back when the oldest waiting job has waited long enough for an idle device.
 
-        Or when a busy device should get its next batch.
+        Or when a busy device should get its next batch, or a job can no longer make its deadline.
 
         A job that has waited long enough by now waits for something else, such as the end of a job
         that must run alone. Coming back for it would mean coming back at once, for ever.
@@ -310,8 +389,10 @@ class Dispatcher:
             return
         open_devices = [device for device in self._supervisor if device.has_room]
         times_s = [
-            self._next_batch_s(device) if device.batches else due_s for device in open_devices
+            self._next_batch_s(device) if device.in_turn else due_s for device in open_devices
         ]
+        if (late_s := self._scheduler.late_s()) is not None:
+            times_s.append(late_s + LATE_GRAIN_S)
         wake_s = min((time_s for time_s in times_s if time_s > now_s), default=None)
         if wake_s is not None and wake_s < self._wake_planned_s:
             self._wake_planned_s = wake_s
@@ -321,7 +402,9 @@ class Dispatcher:
         self._wake_planned_s = float("inf")
         self._dispatch()
 
-    def _launch(self, device: DeviceProcess, batch: Batch[TaskCall]) -> None:
+    def _launch(
+        self, device: DeviceProcess, batch: Batch[TaskCall], *, urgent: bool = False
+    ) -> None:
         jobs = tuple(job for job in batch.jobs if self._in_flight.wants(job.payload))
         task = cast(BatchTask, self._app.tasks[batch.jobs[0].key.task])
         if jobs and self._listeners.of(task).before:
@@ -342,9 +425,10 @@ class Dispatcher:
             contexts=[job.payload.context for job in jobs] if task.sees_request else (),
             commit=self._eligibility.context(task, jobs, dispatched_s),
             cache=self._admission.cache(task),
+            urgent=urgent,
         )
         sent = replace(batch, jobs=jobs)
-        dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s)
+        dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent)
         dispatched.note = note_begin(jobs, alone=batch.alone)
         self._supervisor.send(device, work, dispatched)
         for job in jobs:
@@ -394,6 +478,7 @@ class Dispatcher:
         if run_s is not None:
             task = jobs[0].key.task
             self._times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
+            self._check_target(task, jobs[0].limits.target_s)
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
         self._metrics.batch_done(done, items=items, waited_ms=sum(waited_ms))
         if done.reused is not None:
@@ -417,6 +502,20 @@ class Dispatcher:
         if len(self._scheduler):
             self._plan_dispatch()
 
+    def _check_target(self, task: str, target_s: float | None) -> None:
+        """Says once that no batch of a task can keep its target, if that can be believed."""
+        costs = self._scheduler.costs
+        if target_s is None or task in self._told_target or not costs.is_believable(task):
+            return
+        alone_s = costs.expected_s(task, 1)
+        if alone_s > target_s:
+            self._told_target.add(task)
+            logger.warning(
+                "task %s: target_latency_ms = %g cannot be kept, as one item alone takes %.1f ms;"
+                " raise it, or use a smaller model",
+                *(task, target_s * 1e3, alone_s * 1e3),
+            )
+
     def _on_death(self, batches: Sequence[DispatchedBatch], how: str) -> None:
         self._metrics.device_restarts += 1
         for dispatched in batches:
@@ -429,6 +528,13 @@ class Dispatcher:
     def _on_lost(self, why: str) -> None:
         logger.critical("%s: the worker stops, its jobs go back to the queue", why)
         setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
+
+
+def _began(device: DeviceProcess) -> tuple[int, float]:
+    """Devices with less to do come first, then those whose batch began before."""
+    return len(device.in_turn), min(
+        (each.began_s or each.dispatched_s for each in device.in_turn), default=0.0
+    )
 
 
 def trace_batch(dispatched: DispatchedBatch, facts: Mapping[str, Any], *, error: str = "") -> None:

@@ -67,6 +67,8 @@ class Work:
     commit: CommitContext | None = None
     #: None for a task without a cache.
     cache: CachePolicy | None = None
+    #: Whether it goes before the rest of what the device holds, between two forward passes.
+    urgent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,13 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class Began:
+    """An urgent batch has begun; what ran before goes on after it."""
+
+    id: int
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """A batch that a device has finished."""
 
@@ -117,8 +126,8 @@ class Done:
     reused: Mapping[str, Any] | None = None
 
 
-Reply = Ready | NotReady | Waiting | Done
-_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Done)}
+Reply = Ready | NotReady | Waiting | Began | Done
+_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Began, Done)}
 
 
 def dump_message(message: Setup | Work) -> bytes:

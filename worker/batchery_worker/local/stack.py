@@ -1,5 +1,6 @@
 """Redis, a worker and Flower as child processes, for `batchery up`."""
 
+import errno
 import importlib.util
 import json
 import os
@@ -13,7 +14,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -53,6 +53,9 @@ POLL_S = 0.2
 
 #: Number of ports that are tried for Flower, from the one asked for.
 FLOWER_PORTS = 100
+
+#: What Flower says when its port is not free any more.
+PORT_TAKEN = os.strerror(errno.EADDRINUSE)
 
 
 def flower_sees(url: str, worker: str) -> bool:
@@ -263,9 +266,11 @@ class Stack:
         remote, said = self.remote, self._said_ready
         self._wait_for("worker", lambda: said.is_set() or remote.answers(), deadline)
         if self.flower_url is not None:
-            is_ready = partial(flower_sees, self.flower_url, self.worker_name)
-            self._wait_for("flower", is_ready, deadline)
+            self._wait_for("flower", self._flower_is_ready, deadline)
         self._ready = True
+
+    def _flower_is_ready(self) -> bool:
+        return flower_sees(str(self.flower_url), self.worker_name)
 
     def _start_flower(self) -> None:
         if importlib.util.find_spec("flower") is None:
@@ -338,9 +343,14 @@ class Stack:
     def _check_alive(self) -> None:
         if self._redis is not None and (code := self._redis.poll()) is not None:
             raise _ended("redis", code, self._redis.log)
-        for name, process in self._processes.items():
+        for name, process in list(self._processes.items()):
             if process.poll() is not None:
-                raise _ended(name, process.wait(), process.tail())
+                code, tail = process.wait(), process.tail()
+                # Somebody else took the port between our look at it and Flower's.
+                if name == "flower" and not self._ready and PORT_TAKEN in tail:
+                    self._start_flower()
+                else:
+                    raise _ended(name, code, tail)
 
 
 def _ended(name: str, code: int, log: str) -> StartError:

@@ -79,6 +79,9 @@ class TextModel(Model):
     #: How many forward passes the CPU computes side by side. Batches are cut into as many.
     cpu_streams = 1
 
+    #: Whether passes are of an urgent batch, for which those of other batches must not be waited.
+    is_urgent = False
+
     #: How many passes may be started before `postprocess` of the current one.
     passes_ahead = 0
 
@@ -306,7 +309,8 @@ class TextModel(Model):
         """Starts a pass over a batch, and the copy of its values to the CPU."""
         heads = [_head(prepared) for prepared in batch]
         if self._streams is not None:
-            return Outputs(heads, self._streams.submit(compute))
+            take = self._streams.run_now if self.is_urgent else self._streams.submit
+            return Outputs(heads, take(compute))
         started_s = time.perf_counter()
         with torch.inference_mode():
             pending = self._to_host.start(compute())

@@ -13,43 +13,45 @@
 --                   Written here; read by workers that hold jobs which they cannot begin. A field
 --                   goes when its worker takes something, or could begin nothing; with release or
 --                   recovery.
--- KEYS[6..] LIST    queues, in the order in which they are served: all queues of one priority step,
+-- KEYS[6..] LIST    the lists of queues, in the order in which they are served: those of one priority step,
 --                   then those of the next. Written by producers, read by every worker.
--- ARGV      worker id, messages wanted, bytes wanted, number of queues, then for each queue how many
---           messages it may give; for each queue how many it may give while others wait for it,
---           and how many all such queues may give together; the entry in `waiting` if all queues are empty, or nothing
+-- ARGV      worker id, messages wanted, bytes wanted, the entry in `waiting` if all lists are empty, or nothing;
+--           number of parts, which are lists of one queue and priority class; for each part how many messages
+--           it may give, how many while others wait for its queue, and the key of the queue's
+--           first step; how many all parts for which others wait may give together; then for each list the number
+--           of its part
 -- Returns   {number of suspects, first token, index of queue key, message, index, message, ...};
---           {} if all queues are empty; nil if the worker is fenced.
+--           {} if all lists are empty; nil if the worker is fenced.
 --
 -- At maxmemory a script may write once it has popped, which frees memory, so pops come first.
 -- A key of another type than list must not stop the script, as what was popped would be lost: pcall.
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
   return false
 end
-local wanted, room, queues = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local left = {}
-for i = 1, queues do
-  left[i] = tonumber(ARGV[4 + i])
+local wanted, room, parts = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[5])
+local left, part_of = {}, 6 + 3 * parts
+for part = 1, parts do
+  left[part] = tonumber(ARGV[3 + 3 * part])
 end
-local shared, shares = tonumber(ARGV[5 + 2 * queues]), {}
+local shared, shares = tonumber(ARGV[part_of]), {}
 if redis.call('HLEN', KEYS[5]) > 0 then
   -- Who could begin a job at once goes before those that would only hold it.
   each_waiting(KEYS[5], ARGV[1], function(entry)
-    for i = 1, queues do
-      if entry[3][KEYS[5 + i]] then
-        left[i] = math.min(left[i], tonumber(ARGV[4 + queues + i]))
-        shares[i] = true
+    for part = 1, parts do
+      if entry[3][ARGV[5 + 3 * part]] then
+        left[part] = math.min(left[part], tonumber(ARGV[4 + 3 * part]))
+        shares[part] = true
       end
     end
   end)
 end
 local answer, fields = {0, 0}, {}
 for i = 6, #KEYS do
-  local queue = (i - 6) % queues + 1
+  local part = tonumber(ARGV[part_of + i - 5])
   local asked, got
   repeat
     -- A few at a time: their size is known only afterwards.
-    asked = math.min(wanted, left[queue], 16, shares[queue] and shared or wanted)
+    asked = math.min(wanted, left[part], 16, shares[part] and shared or wanted)
     got = 0
     if asked > 0 and room > 0 then
       local messages = redis.pcall('RPOP', KEYS[i], asked)
@@ -62,13 +64,13 @@ for i = 6, #KEYS do
         end
         got = #messages
         wanted = wanted - got
-        left[queue] = left[queue] - got
-        shared = shares[queue] and shared - got or shared
+        left[part] = left[part] - got
+        shared = shares[part] and shared - got or shared
       end
     end
   until got == 0 or got < asked
 end
-local entry = ARGV[6 + 2 * queues]
+local entry = ARGV[4]
 if #fields > 0 or entry == '' then
   redis.call('HDEL', KEYS[5], ARGV[1])
 elseif redis.call('HGET', KEYS[5], ARGV[1]) ~= entry then

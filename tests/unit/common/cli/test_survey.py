@@ -145,6 +145,14 @@ def test_costs_of_a_forward_pass_are_shown_if_they_are_known() -> None:
     assert text.count("per token") == 1
 
 
+def test_costs_of_a_batch_are_shown_for_each_task() -> None:
+    costs = {"item_us": 512.25, "pass_ms": 3.125, "error": 0.0821, "batches": 2048}
+    text = drawn(survey(one={**figures(clock_s=1.0, jobs=1, items=1), "costs": {"embed": costs}}))
+    assert "batch of embed" in text
+    known = "3.12 ms and 512.2 µs per item, off by 8 % on average, by 2,048 batches"
+    assert known in text, text
+
+
 def test_a_worker_before_its_first_batch_shows_dashes() -> None:
     means = dict.fromkeys(("mean_batch_size", "mean_waited_ms", "mean_forward_ms", "padding_waste"))
     fresh = figures(clock_s=1.0, jobs=0, items=0, batch_sizes={}, **means)

@@ -1,5 +1,6 @@
 """Where the bulk producer sends its jobs."""
 
+import time
 from typing import Any
 
 import pytest
@@ -15,6 +16,16 @@ def make_app(**conf: Any) -> Celery:
     app = install(Celery("producer", broker="memory://", set_as_current=False))
     app.conf.update(conf)
     return app
+
+
+def sent_headers(app: Celery, queue: str) -> list[Any]:
+    """The headers of the messages that wait in a queue, oldest first."""
+    headers = []
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        while (message := channel.basic_get(queue, no_ack=True)) is not None:
+            headers.append(message.headers)
+    return headers
 
 
 def queue_of(app: Celery, task: str, queue: str | None = None) -> str:
@@ -72,3 +83,20 @@ def test_publisher_of_an_eager_app_is_refused() -> None:
 def test_collector_of_an_app_without_backend_is_refused() -> None:
     with pytest.raises(SettingsError, match="has no result backend"):
         collector_for(make_app(), RetryPolicy())
+
+
+def test_jobs_in_bulk_say_when_they_were_sent() -> None:
+    app = make_app()
+    outage_policy = RetryPolicy(lambda: False)
+    before_s = time.time() - 0.001
+    with Publisher(app, "timed", headers={"mine": 1}, outage_policy=outage_policy) as publisher:
+        publisher.send([("a", "one"), ("b", "two")], {"call": 2, "batchery_sent_at": 7.0})
+        publisher.send([("c", "three")])
+    headers = sent_headers(app, "timed")
+    assert [(each["id"], each["mine"], each.get("call")) for each in headers] == [
+        ("a", 1, 2),
+        ("b", 1, 2),
+        ("c", 1, None),
+    ]
+    for each in headers:
+        assert before_s <= each["batchery_sent_at"] <= time.time() + 0.001

@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchery_worker.batching.cost_model import MAX_OUTLIERS, REFRESH_BATCHES, CostModel, Costs
+from batchery_worker.batching.cost_model import (
+    BAD_ERROR,
+    GOOD_ERROR,
+    MAX_OUTLIERS,
+    REFRESH_BATCHES,
+    CostModel,
+    Costs,
+)
 
 #: As of a CPU where nothing was measured: a pass costs as much as 32 tokens.
 GUESS = Costs(1.0, 0.0, 32.0)
@@ -181,11 +188,150 @@ def test_useful_items_spend_one_twentieth_on_the_pass() -> None:
     assert 10.0 / costs.expected_ms(20 * useful, useful) == pytest.approx(0.05, rel=0.02)
 
 
-def test_without_numpy_nothing_is_learned_and_nothing_fails(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_numpy_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
+    costs = Costs(0.05, 0.5, 4.0)
     model = CostModel(GUESS)
-    feed(model, Costs(0.05, 0.5, 4.0), 3 * REFRESH_BATCHES)
+    feed(model, costs, 640)
+    assert error(model, costs) < 0.05
+
+
+def test_a_batch_is_expected_after_the_first_one() -> None:
+    model = CostModel(Costs(1.0, 0.0, 8.0))
+    assert model.expected_ms(10, 10) is None
+    assert model.max_items(100.0, cap=64) is None
+    # It may have taken long for other reasons, so it counts until there is another.
+    model.ran(10, 10, 1, 18_000.0)
+    assert model.expected_ms(2, 2) == pytest.approx(10_000.0)
+    model.ran(10, 10, 1, 18.0)
+    assert model.expected_ms(2, 2) == pytest.approx(10.0)
+    # From now on, the mean.
+    model.ran(4, 4, 1, 18.0)
+    assert model.expected_ms(2, 2) == pytest.approx(36 / 30 * 10)
+    assert model.error == pytest.approx(18 / 12 - 1)
     assert model.costs is None
-    assert model.useful_items is None
+    assert not model.is_believable
+
+
+@FEW
+@given(costs_of, st.integers(0, 1000), st.floats(0, 0.2))
+def test_predictions_are_believed_once_they_come_true(
+    costs: Costs, seed: int, noise: float
+) -> None:
+    model = CostModel(GUESS)
+    assert model.error is None
+    feed(model, costs, 640, seed=seed, noise=noise)
+    assert model.error is not None
+    assert model.error < 0.05 + noise / 2
+    assert model.is_believable
+    shape = next(shapes(seed))
+    assert model.expected_ms(*shape) == pytest.approx(costs.expected_ms(*shape), rel=0.1 + noise)
+
+
+def test_error_is_of_predictions_before_they_were_learned() -> None:
+    model = CostModel(GUESS)
+    draw = random.Random(1)
+    wrong = []
+    for _ in range(400):
+        ms = 10 * draw.uniform(1, 1.5)
+        expected_ms = model.expected_ms(100, 10)
+        if expected_ms is not None:
+            wrong.append(abs(ms - expected_ms) / expected_ms)
+        model.ran(100, 10, 1, ms)
+    assert model.error == pytest.approx(fmean(wrong[-64:]), abs=0.03)
+
+
+def test_times_that_follow_no_rule_are_not_believed() -> None:
+    model = CostModel(GUESS)
+    draw = random.Random(1)
+    for _ in range(400):
+        model.ran(100, 10, 1, 10 ** draw.uniform(0, 2))
+        assert not model.is_believable
+    assert model.error is not None
+    assert model.error > BAD_ERROR
+
+
+def test_one_slow_batch_ends_no_trust_and_many_do() -> None:
+    costs = Costs(0.05, 0.1, 2.0)
+    model = CostModel(costs)
+    feed(model, costs, 100)
+    model.ran(200, 10, 1, 50 * costs.expected_ms(200, 10))
+    assert model.is_believable
+    for _ in range(MAX_OUTLIERS):
+        model.ran(200, 10, 1, 50 * costs.expected_ms(200, 10))
+    assert not model.is_believable
+    # What is expected follows at once, and is believed again when it has come true for a while.
+    assert model.expected_ms(200, 10) == pytest.approx(50 * costs.expected_ms(200, 10))
+    feed(model, Costs(2.5, 5.0, 100.0), 50)
+    assert model.is_believable
+
+
+def test_trust_does_not_change_between_two_limits() -> None:
+    fresh, known = CostModel(GUESS), CostModel(GUESS)
+    feed(known, GUESS, 100)
+    for number in range(400):
+        for model in (fresh, known):
+            model.ran(100, 10, 1, GUESS.expected_ms(100, 10) * (1 + 0.27 * (-1) ** number))
+    for model, trusted in ((fresh, False), (known, True)):
+        assert model.error is not None
+        assert GOOD_ERROR < model.error < BAD_ERROR
+        assert model.is_believable == trusted
+
+
+@FEW
+@given(
+    costs_of,
+    st.floats(0, 1000),
+    st.floats(1, 100),
+    st.integers(1, 512),
+    st.integers(1, 3 * REFRESH_BATCHES),
+)
+def test_max_items_are_the_most_that_a_budget_allows(
+    costs: Costs, budget_ms: float, tokens_per_item: float, cap: int, batches: int
+) -> None:
+    model = CostModel(GUESS)
+    feed(model, costs, batches)
+    most = model.max_items(budget_ms, tokens_per_item=tokens_per_item, cap=cap)
+    assert most is not None
+    assert 0 <= most <= cap
+
+    def expected_ms(items: int) -> float:
+        # Tokens are whole, so ask for a thousand times as many of both.
+        many = model.expected_ms(round(1000 * items * tokens_per_item), 1000 * items, 1000)
+        assert many is not None
+        return many / 1000
+
+    if most:
+        assert expected_ms(most) <= budget_ms * 1.001
+    if most < cap:
+        assert expected_ms(most + 1) > budget_ms * 0.999
+
+
+def test_a_batch_that_took_no_time_teaches_nothing() -> None:
+    model = CostModel(GUESS)
+    assert not model.ran(10, 10, 1, 0.0)
+    assert model.expected_ms(10, 10) is None
+
+
+def test_what_a_pass_costs_in_tokens_is_believed_first_and_then_found() -> None:
+    model = CostModel(GUESS)
+    assert model.pass_tokens == 32
+    # Alike batches tell nothing about it.
+    for _ in range(200):
+        model.ran(512, 16, 1, 20.0)
+    assert model.pass_tokens == pytest.approx(32, rel=0.01)
+    feed(model, Costs(0.05, 0.5, 0.05 * 256), 2000)
+    assert model.pass_tokens == pytest.approx(256, rel=0.05)
+    assert CostModel(Costs(0.0, 1.0, 1.0)).pass_tokens == math.inf
+
+
+def test_full_batches_on_a_busy_machine_change_no_belief() -> None:
+    model = CostModel(GUESS)
+    draw = random.Random(1)
+    level = 1.0
+    for _ in range(1000):
+        level = min(2.0, max(0.5, level * (1 + draw.gauss(0, 0.02))))
+        tokens = 2000 + draw.randint(-100, 100)
+        model.ran(tokens, 64, 4, level * GUESS.expected_ms(tokens, 64, 4))
+    assert model.costs is not None
+    assert model.pass_tokens == pytest.approx(32)

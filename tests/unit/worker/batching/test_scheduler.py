@@ -4,6 +4,7 @@ import heapq
 import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.batching.task_costs import TaskCosts
 from batchery_worker.job import DEVICE_DEPTH, Batch, BatchKey, Job, Lane, Limits
 
 KEYS = [BatchKey("shout"), BatchKey("shout", '{"tag":"x"}'), BatchKey("embed", "", (1.0, None))]
@@ -463,3 +465,134 @@ def simulate(
             assert wake_s > now_s, "an idle device was left with a job that is due"
             heapq.heappush(events, (wake_s, next(order), "wake", 0))
     return served
+
+
+# Deadlines, classes that alone decide, small calls
+
+
+def dated(name: str, deadline_s: float, arrived_s: float = 0.0, items: int = 1) -> Job[None]:
+    return Job(name, BatchKey("a"), Limits(4), items, arrived_s, None, deadline_s=deadline_s)
+
+
+def late(scheduler: Scheduler[None], now_s: float) -> list[str]:
+    return [each.id for each in scheduler.take_late(now_s)]
+
+
+def test_jobs_are_not_given_up_unless_somebody_wants_that() -> None:
+    scheduler = admitted(dated("a", 1.0))
+    assert scheduler.late_s() is None
+    assert late(scheduler, 9.0) == []
+    assert ids(scheduler.next_batch(0, False, 9.0)) == ["a"]
+
+
+def test_without_known_costs_a_job_is_late_when_its_deadline_is_over() -> None:
+    scheduler: Scheduler[None] = Scheduler(sheds_late=True)
+    for each in (dated("a", 1.0), dated("b", 2.0), dated("c", inf)):
+        scheduler.admit(each)
+    assert scheduler.late_s() == 1.0
+    assert late(scheduler, 1.0) == []
+    assert late(scheduler, 1.1) == ["a"]
+    assert len(scheduler) == 2
+    assert scheduler.late_s() == 2.0
+    assert late(scheduler, 5.0) == ["b"]
+    assert scheduler.late_s() is None
+    assert ids(scheduler.next_batch(0, False, 5.0)) == ["c"]
+
+
+def test_a_job_is_late_when_it_would_be_too_late_even_alone() -> None:
+    costs = TaskCosts()
+    for number in range(100):
+        costs.ran("a", 1 + number % 4, 0.1 * (1 + number % 4))
+    scheduler: Scheduler[None] = Scheduler(costs=costs, sheds_late=True)
+    scheduler.admit(dated("small", 1.0, items=1))
+    scheduler.admit(dated("large", 1.0, items=4))
+    assert late(scheduler, 0.5) == []
+    assert late(scheduler, 0.7) == ["large"]
+    assert late(scheduler, 0.95) == ["small"]
+    assert not len(scheduler)
+
+
+def strict(*jobs: tuple[str, str, float]) -> Scheduler[None]:
+    """A scheduler with jobs: name, class and arrival. A job rises by a class each 10 s."""
+    scheduler: Scheduler[None] = Scheduler(SHARES, ageing_s=10.0)
+    for name, priority_class, arrived_s in jobs:
+        lane = Lane(priority_class)
+        scheduler.admit(Job(name, BatchKey("a"), Limits(2), 1, arrived_s, None, lane))
+    return scheduler
+
+
+def test_the_highest_class_goes_first_where_classes_are_strict() -> None:
+    scheduler = strict(*(("low", "low", 0.0),) * 4, *(("high", "high", 1.0),) * 4)
+    assert [ids(scheduler.next_batch(0, False, 1.0)) for _ in range(4)] == [
+        ["high", "high"],
+        ["high", "high"],
+        ["low", "low"],
+        ["low", "low"],
+    ]
+
+
+def test_a_job_that_waits_rises_so_that_no_class_starves() -> None:
+    scheduler = strict(("old", "low", 0.0), ("low", "low", 5.0), *(("high", "high", 11.0),) * 4)
+    # The old one counts as high since 10 s, and is the oldest there.
+    assert ids(scheduler.next_batch(0, False, 11.0)) == ["old", "high"]
+
+
+def test_strict_classes_interrupt_lower_ones() -> None:
+    scheduler = strict(*(("low", "low", 0.0),) * 2)
+    running = scheduler.next_batch(0, False, 0.0)
+    assert running is not None
+    scheduler.admit(Job("high", BatchKey("a"), Limits(2), 1, 1.0, None, Lane("high")))
+    assert ids(scheduler.urgent_batch([running], 1.0)) == ["high"]
+
+
+def test_small_calls_overtake_large_ones_and_cannot_starve_them() -> None:
+    scheduler: Scheduler[None] = Scheduler(SHARES)
+    large, small = Lane("high", is_large=True), Lane("high")
+    for number in range(6):
+        scheduler.admit(Job(f"large {number}", BatchKey("a"), Limits(8), 8, 0.0, None, large))
+    order = []
+    for number in range(40):
+        scheduler.admit(Job(f"small {number}", BatchKey("a"), Limits(8), 1, 0.0, None, small))
+        if number % 2:
+            batch = scheduler.next_batch(0, False, 0.0)
+            assert batch is not None
+            scheduler.ended(batch, 0.01 * batch.items)
+            order.append(ids(batch)[0].split()[0])
+    # The first batch has both; from then on each kind has half of the time.
+    assert "small" in order[:2]
+    assert order.count("large") >= 4
+    assert order.count("small") >= 10
+
+
+def test_jobs_that_the_next_batch_would_answer_too_late_are_given_up_for_others() -> None:
+    costs = TaskCosts()
+    for number in range(100):
+        costs.ran("a", 1 + number % 4, 0.1 * (1 + number % 4))
+    scheduler: Scheduler[None] = Scheduler(costs=costs, sheds_late=True)
+    for number in range(4):
+        scheduler.admit(dated(f"early {number}", 0.35))
+    for number in range(4):
+        scheduler.admit(dated(f"late {number}", 0.45))
+    # A batch of four takes 0.4 s.
+    assert ids(scheduler.next_batch(0, False, 0.0)) == [f"late {number}" for number in range(4)]
+    assert sorted(late(scheduler, 0.0)) == [f"early {number}" for number in range(4)]
+    assert not len(scheduler)
+
+
+def test_time_that_a_device_is_busy_counts_for_the_batch_behind() -> None:
+    costs = TaskCosts()
+    for number in range(100):
+        costs.ran("a", 1 + number % 4, 0.1 * (1 + number % 4))
+    scheduler: Scheduler[None] = Scheduler(costs=costs, sheds_late=True)
+    for number in range(4):
+        scheduler.admit(dated(str(number), 0.6))
+    assert scheduler.next_batch(1, False, 0.0, left_s=0.3) is None
+    assert len(late(scheduler, 0.0)) == 4
+
+
+def test_a_deadline_far_away_is_a_deadline_all_the_same() -> None:
+    scheduler: Scheduler[None] = Scheduler(sheds_late=True)
+    scheduler.admit(dated("far", 500.0))
+    assert late(scheduler, 499.0) == []
+    assert late(scheduler, 501.0) == ["far"]
+    assert not len(scheduler)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from batchery_worker.batching import shares as module
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.batching.shares import Shares
-from batchery_worker.job import BatchKey, Job, Lane, Limits
+from batchery_worker.batching.task_costs import UNKNOWN_ITEM_S, TaskCosts
+from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
 SHARES = {"high": 50.0, "normal": 30.0, "low": 20.0}
 HIGH, NORMAL, LOW = (Lane(name) for name in SHARES)
@@ -23,12 +24,15 @@ Who = tuple[BatchKey, Lane]
 class Device:
     """One device that is never idle: it runs batch after batch, and says for whom."""
 
-    def __init__(self, item_s: Callable[[str], float], max_batch_size: int = 16) -> None:
+    def __init__(
+        self, item_s: Callable[[str], float], max_batch_size: int = 16, batch_s: float = 0.0
+    ) -> None:
         self.scheduler: Scheduler[None] = Scheduler(SHARES)
         self.given_s: dict[Who, float] = defaultdict(float)
         #: Lanes in the order in which their jobs ran, by batch.
         self.batches: list[Counter[Who]] = []
         self._item_s = item_s
+        self._batch_s = batch_s
         self._limits = Limits(max_batch_size)
         self._numbers = itertools.count()
 
@@ -43,7 +47,7 @@ class Device:
             batch = self.scheduler.next_batch(0, False, 0.0)
             assert batch is not None
             key = batch.jobs[0].key
-            run_s = self._item_s(key.task) * batch.items
+            run_s = self._batch_s + self._item_s(key.task) * batch.items
             who: Counter[Who] = Counter()
             for job in batch.jobs:
                 who[job.key, job.lane] += job.items
@@ -79,6 +83,14 @@ def test_a_slow_model_has_its_share_of_the_time_not_of_the_turns() -> None:
     device.send(EMBED, HIGH, 2000)
     device.send(LABEL, HIGH, 100_000)
     device.run(1500)
+    assert device.share((EMBED, HIGH)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_what_a_batch_costs_besides_its_items_is_shared_too() -> None:
+    device = Device(lambda _: 0.001, batch_s=0.05)
+    device.send(EMBED, HIGH, 10_000, items=3)
+    device.send(LABEL, HIGH, 10_000, items=16)
+    device.run(500)
     assert device.share((EMBED, HIGH)) == pytest.approx(0.5, abs=0.02)
 
 
@@ -124,14 +136,76 @@ def test_who_was_silent_has_saved_up_nothing() -> None:
     assert low_s / (low_s + device.given_s[EMBED, HIGH]) == pytest.approx(2 / 7, abs=0.02)
 
 
+def test_who_took_what_nobody_else_wanted_does_not_pay_for_it_later() -> None:
+    device = Device(lambda _: 0.001)
+    running = None
+    # `low` asks for more than its share, but each batch takes all that waits, and the next jobs
+    # come while it runs: the device is always busy, and nobody is ever held up.
+    for _ in range(200):
+        device.send(EMBED, HIGH, 1)
+        device.send(EMBED, LOW, 10)
+        batch = device.scheduler.next_batch(0, False, 0.0)
+        assert batch is not None
+        assert batch.items == 11
+        if running is not None:
+            device.scheduler.ended(running, 0.011)
+        running = batch
+    device.send(EMBED, HIGH, 1000)
+    device.send(EMBED, LOW, 1000)
+    assert running is not None
+    device.scheduler.ended(running, 0.011)
+    device.run(20)
+    assert device.share((EMBED, LOW)) == pytest.approx(2 / 7, abs=0.03)
+
+
+def test_who_has_a_batch_running_is_behind_one_who_has_none() -> None:
+    device = Device(lambda _: 0.001)
+    device.send(EMBED, HIGH, 16)
+    running = device.scheduler.next_batch(0, False, 0.0)
+    assert running is not None
+    device.send(EMBED, HIGH, 16)
+    device.send(LABEL, HIGH, 16)
+    batch = device.scheduler.next_batch(0, False, 0.0)
+    assert batch is not None
+    assert batch.jobs[0].key == LABEL
+
+
 def test_a_batch_whose_device_died_keeps_its_estimate() -> None:
-    shares = Shares(SHARES)
+    shares = Shares(SHARES, TaskCosts())
     flow = shares.wake(EMBED, HIGH)
     shares.began(flow.tag)
-    charge = shares.charge(flow, 4)
+    charge = shares.charge(flow, 4, shares.item_s("embed", 4))
     tag = flow.tag
     shares.ended([charge], None)
-    assert flow.tag == tag == pytest.approx(4 * module.UNKNOWN_ITEM_S / 50)
+    assert flow.tag == tag == pytest.approx(4 * UNKNOWN_ITEM_S / 50)
+
+
+def test_a_lane_is_charged_its_items_share_of_the_whole_batch() -> None:
+    costs = TaskCosts()
+    for items in (1, 31) * 100:
+        costs.ran("embed", items, 0.1 + 0.01 * items)
+    scheduler: Scheduler[None] = Scheduler(SHARES, costs)
+    for number, lane in enumerate([HIGH] * 9 + [LOW]):
+        scheduler.admit(Job(str(number), EMBED, Limits(10), 1, 0.0, None, lane))
+    batch = scheduler.next_batch(0, False, 0.0)
+    assert batch is not None
+    # A batch of one would take 0.11 s, and this one takes no ten times as long.
+    estimates_s = {charge.flow.lane: charge.estimate_s for charge in batch.charges}
+    assert estimates_s == pytest.approx({HIGH: 0.9 * 0.2, LOW: 0.1 * 0.2}, rel=0.02)
+
+
+def test_a_correction_is_right_however_wrong_the_estimate_was() -> None:
+    costs = TaskCosts()
+    costs.ran("embed", 4, 40.0)
+    shares = Shares(SHARES, costs)
+    flow = shares.wake(EMBED, HIGH)
+    shares.began(flow.tag)
+    charge = shares.charge(flow, 4, shares.item_s("embed", 4))
+    assert flow.tag == pytest.approx(40.0 / 50)
+    shares.ended([charge], 0.5)
+    assert flow.tag == pytest.approx(0.5 / 50)
+    # And it was learned.
+    assert shares.item_s("embed", 4) == pytest.approx(0.5 / 4)
 
 
 def test_lanes_that_owe_nothing_are_forgotten() -> None:
@@ -169,3 +243,134 @@ def test_two_that_both_wait_never_differ_by_more_than_two_batches_of_each(
         device.run(1)
         first, second = (device.given_s[who] / SHARES[who[1].priority_class] for who in both)
         assert abs(first - second) <= bound
+
+
+def urgent_scene(bulk: int = 100) -> tuple[Scheduler[None], Batch[None]]:
+    """A scheduler whose device runs a batch of low jobs, with more of them behind."""
+    costs = TaskCosts()
+    for items in range(1, 40):
+        # An item takes a second.
+        costs.ran(EMBED.task, items, float(items))
+    scheduler: Scheduler[None] = Scheduler(SHARES, costs)
+    for number in range(bulk):
+        scheduler.admit(Job(str(number), EMBED, Limits(10), 1, 0.0, None, LOW))
+    running = scheduler.next_batch(0, False, 0.0) or Batch(())
+    return scheduler, running
+
+
+def live(scheduler: Scheduler[None], *names: str, lane: Lane = HIGH) -> None:
+    for name in names:
+        scheduler.admit(Job(name, EMBED, Limits(10), 1, 0.0, None, lane))
+
+
+def names_of(batch: Batch[None] | None) -> list[str]:
+    return [] if batch is None else [job.id for job in batch.jobs]
+
+
+def test_a_higher_class_goes_before_the_rest_of_a_batch_that_runs() -> None:
+    scheduler, running = urgent_scene()
+    assert scheduler.urgent_batch([running], 0.0) is None
+    live(scheduler, "one", "two")
+    live(scheduler, "three", lane=NORMAL)
+    assert sorted(names_of(scheduler.urgent_batch([running], 0.0))) == ["one", "three", "two"]
+    assert scheduler.urgent_batch([running], 0.0) is None
+
+
+def test_nothing_is_prepared_before_what_waits_to_be_urgent() -> None:
+    scheduler, running = urgent_scene()
+    live(scheduler, "live")
+    # An urgent batch is on the device, so this one waits for its turn; low must not overtake it.
+    assert scheduler.next_batch(1, False, 0.0, 0, [running]) is None
+    assert names_of(scheduler.urgent_batch([running], 0.0)) == ["live"]
+    assert len(names_of(scheduler.next_batch(1, False, 0.0, 0, [running]))) == 10
+
+
+def test_classes_that_share_no_batches_have_their_shares_of_a_device_that_is_interrupted() -> None:
+    costs, given_s = TaskCosts(), Counter[str]()
+    for items in range(1, 40):
+        costs.ran("task", items, 0.1 * items)
+    scheduler: Scheduler[None] = Scheduler(SHARES, costs)
+    keys = {lane: BatchKey("task", lane.priority_class) for lane in (HIGH, NORMAL, LOW)}
+    for lane, key in keys.items():
+        for number in range(3000):
+            scheduler.admit(Job(str(number), key, Limits(10), 1, 0.0, None, lane))
+    held: list[Batch[None]] = []
+    for _ in range(500):
+        # As a device does: what is urgent first, then the batches in turn, one behind the other.
+        batch = scheduler.urgent_batch(held, 0.0) if held else None
+        if batch is None and len(held) < 2:
+            batch = scheduler.next_batch(len(held), False, 0.0, 0, ())
+            if batch is not None:
+                held.append(batch)
+                continue
+        if batch is None:
+            batch = held.pop(0)
+        given_s[batch.jobs[0].lane.priority_class] += batch.items
+        scheduler.ended(batch, 0.1 * batch.items)
+    for name, share in SHARES.items():
+        assert given_s[name] / sum(given_s.values()) == pytest.approx(share / 100, abs=0.03)
+
+
+def test_few_live_jobs_are_not_put_into_a_long_batch_of_bulk() -> None:
+    scheduler, running = urgent_scene(25)
+    scheduler.ended(running, 10.0)
+    live(scheduler, "live")
+    # A batch of ten takes ten passes of one; more would be worth a pass of its own.
+    first = scheduler.next_batch(0, False, 0.0)
+    assert "live" in names_of(first)
+    long, _ = urgent_scene(0)
+    for number in range(100):
+        long.admit(Job(str(number), EMBED, Limits(40), 1, 0.0, None, LOW))
+    long.admit(Job("live", EMBED, Limits(40), 1, 0.0, None, HIGH))
+    sizes = [names_of(long.next_batch(0, False, 0.0)) for _ in range(2)]
+    assert ["live"] in sizes
+    assert {len(each) for each in sizes} == {1, 40}
+
+
+def test_a_batch_goes_before_others_only_if_that_saves_more_than_it_costs() -> None:
+    scheduler, running = urgent_scene(10)
+    live(scheduler, "live")
+    # A pass of one item takes a second, and nothing else waits.
+    assert scheduler.urgent_batch([running], 0.0, left_s=9.0) is None
+    assert names_of(scheduler.urgent_batch([running], 0.0, left_s=20.0)) == ["live"]
+
+
+def test_the_same_class_and_a_batch_with_jobs_of_it_are_not_interrupted() -> None:
+    scheduler, running = urgent_scene()
+    live(scheduler, "same", lane=LOW)
+    assert scheduler.urgent_batch([running], 0.0) is None
+    live(scheduler, "live")
+    mixed = scheduler.next_batch(0, False, 0.0)
+    assert "live" in names_of(mixed)
+    assert mixed is not None
+    live(scheduler, "next")
+    assert scheduler.urgent_batch([running, mixed], 0.0) is None
+
+
+def test_a_suspect_is_never_interrupted() -> None:
+    scheduler, running = urgent_scene()
+    live(scheduler, "live")
+    assert scheduler.urgent_batch([Batch(running.jobs, alone=True)], 0.0) is None
+    scheduler.quarantine(Job("suspect", EMBED, Limits(10), 1, 0.0, None, LOW))
+    assert scheduler.urgent_batch([running], 0.0) is None
+
+
+def test_urgent_jobs_wait_until_their_batch_may_leave() -> None:
+    scheduler, running = urgent_scene()
+    scheduler.admit(Job("live", BatchKey("other"), Limits(10, 0.5), 1, 1.0, None, HIGH))
+    assert scheduler.urgent_batch([running], 1.4) is None
+    assert names_of(scheduler.urgent_batch([running], 1.5)) == ["live"]
+
+
+def test_who_has_used_up_its_share_is_not_urgent_any_more() -> None:
+    scheduler, running = urgent_scene()
+    given = 0
+    # Ten items of low, with a share of 20, are worth 25 of high, with a share of 50.
+    for _ in range(20):
+        live(scheduler, *map(str, range(5)))
+        batch = scheduler.urgent_batch([running], 0.0)
+        if batch is None:
+            break
+        scheduler.ended(batch, 5.0)
+        given += batch.items
+    assert 20 <= given <= 30

@@ -26,4 +26,4 @@ def test_django_that_some_library_has_imported_is_left_alone() -> None:
     jobs: Any = [("a", [1], False), ("b", [2], False)]
     work = Work(1, "double", {}, jobs, 8, None)
     task: Any = app.tasks["double"]
-    assert run_batch(task, work, [1, 2], lambda outcomes: outcomes) == [2, 4]
+    assert run_batch(task, work, [1, 2], lambda outcomes: outcomes, lambda: None) == [2, 4]

@@ -11,7 +11,8 @@ from batchery_worker.cache.single_flight import DedupedBatch
 from batchery_worker.device import __main__ as device_module
 from batchery_worker.device.__main__ import Device, Prepared
 from batchery_worker.device.served_model import ServedModel
-from batchery_worker.ipc.messages import Work
+from batchery_worker.ipc.framing import read_frame
+from batchery_worker.ipc.messages import Began, Work, load_reply
 from batchery_worker.memory import Memory
 
 
@@ -47,7 +48,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     one, other = socket.socketpair()
     with one, other:
         made: Any = Device(one)
-        made._app, made._reuse = None, NoReuse()
+        made._app, made._reuse, made.parent = None, NoReuse(), other
         monkeypatch.setattr(device_module, "find_task", lambda *_: None)
         yield made
 
@@ -57,8 +58,11 @@ def model() -> Launched:
     return Launched()
 
 
-def batch(model: Model, items: list[int], deduped: Any = None, size: int = 2) -> Prepared:
-    work = Work(1, "launched", {}, [(str(each), [each], False) for each in items], size, None)
+def batch(
+    model: Model, items: list[int], deduped: Any = None, size: int = 2, *, urgent: bool = False
+) -> Prepared:
+    jobs = [(str(each), [each], False) for each in items]
+    work = Work(1, "launched", {}, jobs, size, None, urgent=urgent)
     return Prepared(work, items, ServedModel("launched", model, "cpu", Memory()), deduped, 0.0, 0.0)
 
 
@@ -75,21 +79,20 @@ def test_next_batch_is_started_behind_the_last_pass(device: Any, model: Launched
         *("forward [9, 9]", "results [4, 4]"),
     ]
     model.log.clear()
-    next_batch, device._next = device._next, None
-    assert forward(device, next_batch) == [90, 90, 10]
+    assert forward(device, device._ahead.popleft()) == [90, 90, 10]
     # The pass that was started is not computed again.
     assert model.log == ["forward [1]", "results [9, 9]", "results [1]"]
 
 
 def test_device_does_not_wait_for_a_next_batch(device: Any, model: Launched) -> None:
     assert forward(device, batch(model, [5])) == [50]
-    assert device._next is None
+    assert not device._ahead
 
 
 def test_batch_with_single_flight_is_not_started_early(device: Any, model: Launched) -> None:
     device._prepared.put(batch(model, [9], deduped=DedupedBatch([None], {})))
     assert forward(device, batch(model, [5])) == [50]
-    assert device._next.items == [9]
+    assert device._ahead[0].items == [9]
     assert model.log == ["forward [5]", "results [5]"]
 
 
@@ -97,7 +100,7 @@ def test_model_without_lookahead_takes_turns(device: Any, model: Launched) -> No
     model.passes_ahead = 0
     device._prepared.put(batch(model, [9]))
     assert forward(device, batch(model, [5])) == [50]
-    assert device._next is None
+    assert not device._ahead
     assert model.log == ["forward [5]", "results [5]"]
 
 
@@ -108,3 +111,37 @@ def test_first_started_pass_is_the_first_of_the_plan(model: Launched) -> None:
     assert model.log == ["forward [7, 7]"]
     served.start([], one.work)
     assert model.log == ["forward [7, 7]"]
+
+
+def test_urgent_batch_runs_between_two_passes(device: Any, model: Launched) -> None:
+    bulk, behind = batch(model, [5, 5, 4, 4, 3, 3]), batch(model, [9])
+    urgent = batch(model, [1], urgent=True)
+    urgent.served = bulk.served
+    device._prepared.put(behind)
+
+    def forward_and_hear(*args: Any) -> list[int]:
+        if len(model.log) == 1:
+            # It comes while the first pass runs.
+            device._prepared.put(urgent)
+        return Launched.forward(model, *args)
+
+    model.forward = forward_and_hear  # type: ignore[method-assign, assignment]
+    assert forward(device, bulk) == [50, 50, 40, 40, 30, 30]
+    assert model.log == [
+        *("forward [5, 5]", "forward [4, 4]", "results [5, 5]"),
+        *("forward [1]", "results [1]"),
+        # What had been started for the bulk is still its own, and is not computed again.
+        *("forward [3, 3]", "results [4, 4]", "forward [9]", "results [3, 3]"),
+    ]
+    # Its results are on their way while the rest is computed.
+    assert device._computed.get().outcomes == [10]
+    assert [each.items for each in device._ahead] == [[9]]
+    assert device.current is None
+    assert load_reply(read_frame(device.parent)) == Began(1)
+
+
+def test_urgent_batch_goes_before_those_that_are_prepared(device: Any, model: Launched) -> None:
+    for prepared in (batch(model, [9]), batch(model, [8], urgent=True)):
+        device._prepared.put(prepared)
+    device._look_ahead()
+    assert [each.items for each in device._ahead] == [[8], [9]]

@@ -1,5 +1,6 @@
 """From calls to jobs, and to refusals that fail one job."""
 
+import math
 from datetime import UTC, datetime
 from typing import Any
 
@@ -214,3 +215,31 @@ def test_a_cache_has_the_limits_of_its_task_or_else_those_of_the_settings() -> N
     assert admission.cache(own) is None
     assert admission.cache(kept) == ("7", 60, 1_000)
     assert admission.cache(briefly) == ("8", 5, 99)
+
+
+def test_a_deadline_is_converted_to_the_clock_of_the_worker() -> None:
+    admission = Admission(Settings(), clock=lambda: 1_790_000_000.0)
+    job = admit(admission, args=[1], batchery_deadline=1_790_000_002.5)
+    assert job.deadline_s == pytest.approx(3.5)
+    assert admit(admission, args=[1]).deadline_s == math.inf
+
+
+@pytest.mark.parametrize("deadline", ["soon", True, math.nan, [1]])
+def test_a_deadline_that_is_no_time_fails_its_job_alone(
+    admission: Admission, deadline: Any
+) -> None:
+    with pytest.raises(InvalidItem, match=r"batchery_deadline is .*; expected a time in Unix"):
+        admit(admission, args=[1], batchery_deadline=deadline)
+
+
+def test_jobs_with_many_items_have_a_lane_of_their_own() -> None:
+    admission = Admission(Settings(small_batch_threshold=2))
+    many = admit(admission, args=[[1, 2, 3]], batchery={"v": 1, "n": 3})
+    assert many.lane.is_large
+    assert not admit(admission, args=[[1, 2]], batchery={"v": 1, "n": 2}).lane.is_large
+    assert not admit(Admission(Settings()), args=[[1] * 9], batchery={"v": 1, "n": 9}).lane.is_large
+
+
+def test_a_target_is_that_of_the_task_or_of_the_settings() -> None:
+    assert Admission(Settings(target_latency_ms=200)).limits(own).target_s == 0.2
+    assert Admission(Settings()).limits(own).target_s is None

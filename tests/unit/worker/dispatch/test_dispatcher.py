@@ -1,5 +1,6 @@
 """What becomes of jobs between Celery and the devices; seen by their callers and on the queue."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -7,7 +8,8 @@ from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from celery.worker import state as worker_state
 
 from apps.batches import FOUR, LIMITED, PATIENT, TRACKED, app
-from batchery import BatchArgumentError, DeviceDied
+from batchery import BatchArgumentError, DeadlineExceeded, DeviceDied
+from batchery_worker.ipc.messages import Began, Done
 from batchery_worker.request import BatchRequest
 from support.fake_devices import FORWARD_MS
 from support.fake_worker import FakeChannel, FakeLeaseStore, StartPool
@@ -63,6 +65,38 @@ def test_the_batch_behind_a_long_one_is_sent_when_that_is_almost_done(
     assert worker.works()[2:] == [[9, 10, 11, 12]]
 
 
+def test_what_a_batch_of_a_task_costs_is_learned_and_shown(start_pool: StartPool) -> None:
+    worker = start_pool()
+    assert worker.info()["costs"] == {}
+    for number in range(18):
+        items = range(1 + number % 4)
+        worker.receive_each(*items)
+        worker.works()
+        worker.loop.sleep(0.1 + 0.02 * len(items))
+        worker.device.answer()
+        worker.loop.settle()
+    costs = worker.info()["costs"][FOUR]
+    assert costs["item_us"] == pytest.approx(20_000, rel=0.2)
+    assert costs["pass_ms"] == pytest.approx(100, rel=0.1)
+    assert costs["batches"] == 16
+
+
+def test_admitted_jobs_are_recorded_for_those_who_ask(start_pool: StartPool) -> None:
+    worker = start_pool()
+    first = worker.pool.record(None, 0)
+    assert first is not None
+    assert (first["rows"], first["devices"], first["costs"]) == ([], 1, {})
+    worker.receive_each("a", priority=6, batchery_tenant="acme", batchery_deadline=9e9)
+    worker.receive("one", "too many")
+    worker.work_off()
+    answer = worker.pool.record(first["recorder"], first["after"])
+    assert answer is not None
+    ((_, task, name, tenant, items, deadline_s, _),) = answer["rows"]
+    assert (task, name, tenant, items) == (FOUR, "low", "acme", 1)
+    assert deadline_s == pytest.approx(9e9 - time.time(), abs=60)
+    assert answer["max_batch_sizes"] == {FOUR: 4}
+
+
 def test_jobs_behind_a_long_batch_may_go_to_another_worker(start_pool: StartPool) -> None:
     worker = start_pool()
     assert worker.pool.batch_backlog is not None
@@ -77,7 +111,9 @@ def test_jobs_behind_a_long_batch_may_go_to_another_worker(start_pool: StartPool
     backlog = worker.pool.batch_backlog
     assert (backlog.free(), backlog.oldest_s()) == (0, came_s)
     # One batch runs, and there is one more to prepare.
-    assert backlog.limit({FOUR: 4}) == 0
+    assert backlog.limit({FOUR: 4}, 0) == 0
+    # Jobs of another class are not kept out by these.
+    assert backlog.limit({FOUR: 4}, 6) == 4
     offered: list[BatchRequest] = []
 
     def give(held: Sequence[BatchRequest]) -> Sequence[BatchRequest]:
@@ -307,6 +343,92 @@ def test_a_job_that_reaches_its_time_limit_alone_fails_and_its_mates_run_again(
     worker.work_off()
     assert worker.result(mate.id) == "mate"
     assert worker.results(behind) == [1, 2, 3, 4]
+
+
+def test_a_job_of_a_higher_class_goes_before_the_rest_of_a_batch(start_pool: StartPool) -> None:
+    worker = start_pool()
+    bulk = worker.receive_each(*range(9), priority=9)
+    assert worker.works() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    live = worker.receive_each("live")
+    assert worker.works()[2:] == [["live"]]
+    assert [work.urgent for work in worker.device.works] == [False, False, True]
+    # One at a time.
+    live += worker.receive_each("next", "after")
+    assert len(worker.works()) == 3
+    urgent = worker.device.works[2]
+    worker.device.say(Began(urgent.id))
+    answers = [("needs tracer", ("value", "live"))]
+    worker.device.say(Done(urgent.id, answers, FORWARD_MS, 0, 0))
+    worker.work_off()
+    assert worker.works()[3] == ["next", "after"]
+    assert worker.results([*bulk, *live]) == [*range(9), "live", "next", "after"]
+
+
+def test_time_of_an_urgent_batch_does_not_count_for_the_one_that_it_interrupts(
+    start_pool: StartPool,
+) -> None:
+    worker = start_pool()
+    worker.receive_each("bulk", task=LIMITED, priority=9)
+    worker.works()
+    worker.loop.sleep(2)
+    worker.receive_each("live", task=LIMITED)
+    assert worker.works() == [["bulk"], ["live"]]
+    worker.loop.sleep(1)
+    urgent = worker.device.works[1]
+    worker.device.say(Began(urgent.id))
+    # Five seconds of bulk are over, of which it had three; the limit of live counts from here.
+    worker.loop.sleep(4)
+    assert worker.device.code is None
+    answers = [("needs tracer", ("value", "live"))]
+    worker.device.say(Done(urgent.id, answers, FORWARD_MS, 0, 0))
+    worker.loop.sleep(1.8)
+    assert worker.device.code is None
+    worker.loop.sleep(0.4)
+    assert worker.devices.started[0].code == -9
+
+
+def test_an_urgent_batch_has_its_own_time_limit(start_pool: StartPool) -> None:
+    worker = start_pool()
+    bulk = worker.receive_each("bulk", priority=9)
+    worker.works()
+    live = worker.receive_each("live", task=LIMITED)
+    worker.works()
+    worker.loop.sleep(60)
+    assert worker.device.code is None
+    worker.device.say(Began(worker.device.works[1].id))
+    worker.loop.sleep(5.1)
+    assert worker.devices.started[0].code == -9
+    # Nobody knows which of them it was: each runs alone.
+    worker.work_off()
+    assert worker.results([*bulk, *live]) == ["bulk", "live"]
+
+
+def test_jobs_that_cannot_make_their_deadline_fail_before_they_cost_anything(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATCHERY_SHED_LATE", "true")
+    worker = start_pool()
+    worker.receive_each("runs")
+    assert worker.works() == [["runs"]]
+    (late,) = worker.receive_each("late", batchery_deadline=time.time() + 1)
+    (good,) = worker.receive_each("good", batchery_deadline=time.time() + 60)
+    worker.loop.sleep(0.9)
+    assert worker.info()["waiting"] == 2
+    # Nothing else happens, and the device is still busy.
+    worker.loop.sleep(0.3)
+    with pytest.raises(DeadlineExceeded, match=r"was not begun: its deadline was .* s ago"):
+        worker.result(late.id)
+    worker.work_off()
+    assert worker.result(good.id) == "good"
+    assert worker.works() == [["runs"], ["good"]]
+    assert worker.info()["batches"]["shed_jobs"] == 1
+
+
+def test_without_shedding_a_late_job_runs_all_the_same(start_pool: StartPool) -> None:
+    worker = start_pool()
+    (late,) = worker.receive_each("late", batchery_deadline=time.time() - 9)
+    worker.work_off()
+    assert worker.result(late.id) == "late"
 
 
 def test_worker_without_devices_exits_with_code_of_a_failed_start(

@@ -46,6 +46,16 @@ class CpuStreams:
             self.start()
         return PendingPass(self, future)
 
+    def run_now(self, compute: Callable[[], Tensor]) -> "PendingPass":
+        """Runs a pass on this thread, beside those of the streams: it waits for none of them.
+
+        Args:
+            compute: As for `submit`.
+        """
+        future: Future[Tensor] = Future()
+        _run(future, compute, 1)
+        return PendingPass(self, future)
+
     def start(self) -> None:
         """Starts all passes that were taken; a lone pass has ended when this returns."""
         lone = None

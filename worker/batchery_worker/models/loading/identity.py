@@ -13,6 +13,7 @@ from batchery_worker.models.loading.source import ModelSource
 NEUTRAL = {
     *("model", "revision", "queue"),
     *("max_batch_size", "max_batch_tokens", "max_wait_ms"),
+    *("target_latency_ms", "small_batch_threshold"),
     *("cache", "cache_ttl_s", "cache_max_bytes"),
 }
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from batchery_worker.models.forward.masks import mask_forms
 from batchery_worker.models.forward.padded import MaskForms, Padded
@@ -16,6 +17,8 @@ TOLERANCE = 2e-6
 
 #: Masks that are ready suit only encoders: what is causal or has a window is lost with them.
 READY = ("bert", "bert-left", "roberta", "roberta-left", "distilbert", "t5")
+
+TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 LABELS = ("animal", "weather", "trade")
 
@@ -32,7 +35,10 @@ def test_each_architecture_gets_the_masks_that_it_takes(
     model = embedder(build(architecture), forward="padded")
     usual = [run(model, some) for some in (texts, texts[:1], texts[2:3] * 3)]
     masks = model._pass.masks = forms(model)
-    assert masks == MaskForms(none=True, ready=architecture in READY)
+    assert masks.none
+    # T5 of transformers before 5.16 takes none that is ready.
+    if architecture != "t5" or TRANSFORMERS >= (5, 16):
+        assert masks.ready == (architecture in READY)
     for some, expected in zip((texts, texts[:1], texts[2:3] * 3), usual, strict=True):
         for one, other in zip(run(model, some), expected, strict=True):
             difference = torch.tensor(one["vector"]) - torch.tensor(other["vector"])

@@ -1,0 +1,70 @@
+"""What `install(app)` remembers of an app: its settings, and what is made of them once."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from celery import Celery
+
+from batchery.errors import SettingsError, StartError
+from batchery.queue_limits import QueueLimits
+from batchery.settings import Settings
+
+
+class Installation:
+    """What `install` remembers of one app."""
+
+    def __init__(self, app: Celery, keywords: Mapping[str, Any]) -> None:
+        self._app = app
+        self._keywords = keywords
+        self._settings: Settings | None = None
+        #: Why the models of the settings could not be registered; a worker stops with it.
+        self.error: StartError | None = None
+
+    @property
+    def settings(self) -> Settings:
+        """The app's settings, read once, at first use.
+
+        Raises:
+            SettingsError: One of them is wrong.
+        """
+        if self._settings is None:
+            self._settings = Settings.load(self._app.conf, **self._keywords)
+        return self._settings
+
+    @cached_property
+    def queue_limits(self) -> QueueLimits | None:
+        """The limits of the priority classes; None if no class has any."""
+        try:
+            limits = QueueLimits(self.settings.classes)
+        except SettingsError:
+            # A worker stops with it. A producer sends its jobs nevertheless.
+            return None
+        return limits if limits.exist else None
+
+
+_installations: WeakKeyDictionary[Celery, Installation] = WeakKeyDictionary()
+
+
+def remember(app: Celery, keywords: Mapping[str, Any]) -> None:
+    """Remembers that `install` was called with an app and these settings."""
+    _installations[app] = Installation(app, keywords)
+
+
+def installation_of(app: Celery) -> Installation:
+    """What `install` made of this app.
+
+    Raises:
+        SettingsError: `install` was never called with it.
+    """
+    try:
+        return _installations[app]
+    except KeyError:
+        raise SettingsError(f"app {app.main!r}: call batchery.install(app) first") from None
+
+
+def queue_limits_of(app: Celery) -> QueueLimits | None:
+    """The limits of an app's priority classes; None if it has none, or `install` never saw it."""
+    found = _installations.get(app)
+    return None if found is None else found.queue_limits

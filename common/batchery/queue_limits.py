@@ -1,0 +1,203 @@
+"""Limits of priority classes: how many jobs of one may wait in a queue, and for how long.
+
+They are kept where jobs are sent: a job that finds its class full is refused before it costs
+anything, or sent as one of the next class. What was accepted is never given up.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import redis
+from celery import Celery
+from kombu.exceptions import OperationalError
+from kombu.transport import redis as kombu_redis
+
+from batchery.errors import BrokerRefused, QueueFull
+from batchery.settings import LOWEST_PRIORITY, PriorityClass
+from batchery.transport.redis_schema import transport_scripts
+
+__all__ = [
+    "Destination",
+    "QueueLimits",
+    "Waiting",
+    "destination_of",
+    "look_into",
+    "place",
+    "queue_full",
+]
+
+#: Limits of `retry_after_s`, in seconds: a worker takes a few milliseconds for a batch, and a
+#: caller should not stay away for longer than a queue may take to recover.
+MIN_RETRY_AFTER_S = 0.01
+MAX_RETRY_AFTER_S = 60.0
+
+#: `retry_after_s` where nothing says how long jobs wait, in seconds.
+UNKNOWN_WAIT_S = 1.0
+
+
+class Waiting(NamedTuple):
+    """The jobs of one class that wait in a queue."""
+
+    jobs: int
+    #: How long the oldest has waited, in seconds; None if there is none, or it does not say.
+    oldest_s: float | None = None
+
+
+class Destination(NamedTuple):
+    """Where jobs of a task go."""
+
+    queue: str
+    priority: int
+
+
+class QueueLimits:
+    """Which class a job is sent in, by what waits already. Pure."""
+
+    def __init__(self, classes: Mapping[str, PriorityClass]) -> None:
+        """The classes of the settings; the lowest one cannot demote."""
+        #: Highest class first.
+        self._classes = sorted(classes.items(), key=lambda each: each[1].level)
+
+    @property
+    def exist(self) -> bool:
+        """Whether any class has a limit."""
+        return any(each.is_limited for _, each in self._classes)
+
+    def at(self, priority: int) -> PriorityClass:
+        """The class of a priority."""
+        return self._classes[self._place_of(priority)][1]
+
+    def priorities(self, priority: int) -> range:
+        """All priorities of the class of this one."""
+        place = self._place_of(priority)
+        ends = [each.level for _, each in self._classes[place + 1 : place + 2]]
+        return range(self._classes[place][1].level, *(ends or [LOWEST_PRIORITY + 1]))
+
+    def place(
+        self, where: Destination, jobs: int, look: Callable[[str, range], Waiting | None]
+    ) -> int:
+        """The priority with which jobs may be sent: their own, or that of a lower class.
+
+        Args:
+            where: Where they should go.
+            jobs: How many; they are sent together.
+            look: Says what waits in a queue with priorities of a range; None if that is unknown.
+
+        Raises:
+            QueueFull: Their class is full and refuses them, or the class to which they fall does.
+        """
+        for name, limit in self._classes[self._place_of(where.priority) :]:
+            priority = max(where.priority, limit.level)
+            if not limit.is_limited:
+                return priority
+            waiting = look(where.queue, self.priorities(priority))
+            if waiting is None:
+                return priority
+            problem = _problem(limit, waiting, jobs)
+            if problem is None:
+                return priority
+            if limit.when_full == "refuse":
+                raise _refusal(where.queue, name, problem, waiting)
+        raise AssertionError("the lowest class refuses; the settings see to it")
+
+    def _place_of(self, priority: int) -> int:
+        return max(n for n, (_, each) in enumerate(self._classes) if each.level <= priority)
+
+
+def _problem(limit: PriorityClass, waiting: Waiting, jobs: int) -> str | None:
+    """Why a class has no room; None if it has."""
+    if limit.max_waiting is not None and waiting.jobs + jobs > limit.max_waiting:
+        return f"holds {waiting.jobs:,} jobs, and max_waiting is {limit.max_waiting:,}"
+    oldest_s = waiting.oldest_s or 0.0
+    if limit.max_wait_s is not None and oldest_s > limit.max_wait_s:
+        return f"has a job that has waited {oldest_s:.1f} s, and max_wait_s is {limit.max_wait_s:g}"
+    return None
+
+
+def _refusal(queue: str, name: str, problem: str, waiting: Waiting) -> QueueFull:
+    # A job that comes now would wait about as long as the oldest one has.
+    wait_s = UNKNOWN_WAIT_S if waiting.oldest_s is None else waiting.oldest_s
+    after_s = min(max(wait_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+    return queue_full(f"queue {queue!r}: class {name!r} {problem}", after_s)
+
+
+def queue_full(problem: str, after_s: float) -> QueueFull:
+    """The error of a queue or class without room.
+
+    Args:
+        problem: Which one, and how many jobs it holds.
+        after_s: When to try again, in seconds from now.
+    """
+    error = QueueFull(f"{problem}; try again in {after_s:.2g} s, or start more workers")
+    error.retry_after_s = after_s
+    return error
+
+
+def destination_of(app: Celery, task: str, options: Mapping[str, Any]) -> Destination:
+    """Where Celery would send a job.
+
+    Args:
+        app: Its routes and options of the task apply.
+        task: Name of the task; it need not be registered.
+        options: Of `apply_async`.
+
+    Raises:
+        QueueNotFound: Celery's, for a queue that the app does not allow.
+    """
+    known: Any = app.tasks.get(task)
+    own = known._get_exec_options() if known is not None else {}
+    given = {name: value for name, value in options.items() if value is not None}
+    route = app.amqp.router.route({**own, **given}, task, (), {}, known)
+    priority = route.get("priority") or 0
+    parent: Any = app.current_worker_task
+    if parent is not None and app.conf.task_inherit_parent_priority and "priority" not in given:
+        priority = parent.request.delivery_info.get("priority") or 0
+    queue = route.get("queue")
+    name = queue.name if queue is not None else route.get("routing_key", task)
+    return Destination(str(name), max(0, min(int(priority), LOWEST_PRIORITY)))
+
+
+def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
+    """What waits in a queue with some priorities; None if the broker is no Redis, or is away.
+
+    Args:
+        channel: Of kombu.
+        queue: Name of the queue.
+        priorities: Those of one class.
+    """
+    if not isinstance(channel, kombu_redis.Channel):
+        return None
+    steps: Any = channel
+    keys = [
+        channel.global_keyprefix + steps._q_for_pri(queue, step)
+        for step in steps.priority_steps
+        if step in priorities
+    ]
+    # Not kombu's own client, which adds its key prefix only to a script's first key.
+    client = redis.Redis(connection_pool=steps.pool)
+    jobs, sent_at = transport_scripts(client).run("count_waiting", keys)
+    return Waiting(int(jobs), max(0.0, time.time() - float(sent_at)) if sent_at else None)
+
+
+def place(app: Celery, limits: QueueLimits, where: Destination, jobs: int) -> int:
+    """The priority with which an app may send jobs; asks Redis.
+
+    Raises:
+        QueueFull: As `QueueLimits.place`.
+        BrokerRefused: Redis does not allow this user to count the jobs.
+    """
+
+    def look(queue: str, priorities: range) -> Waiting | None:
+        try:
+            with app.producer_or_acquire() as producer:
+                return look_into(producer.channel, queue, priorities)
+        except (OperationalError, OSError, redis.ConnectionError, redis.TimeoutError):
+            # Sending will find out, and knows how often to try again.
+            return None
+        except redis.ResponseError as error:
+            raise BrokerRefused(
+                f"queue {queue!r}: its jobs cannot be counted: {error}; allow EVALSHA, and its keys"
+            ) from error
+
+    return limits.place(where, jobs, look)

@@ -1,0 +1,160 @@
+"""Classes that can be full: jobs are refused or demoted where they are sent."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group, uuid
+
+from batchery import AsyncClient, BatchTask, BrokerRefused, QueueFull, install
+from batchery_producer.publishing.publisher import Publisher
+
+LOW = "celery\x06\x166"
+CLASSES = {
+    "high": {"level": 0, "share": 5, "max_waiting": 3},
+    "normal": {"level": 3, "share": 3, "max_waiting": 20, "when_full": "demote"},
+    "low": {"level": 6, "share": 2, "max_wait_s": 60},
+}
+NORMAL = "celery\x06\x163"
+
+
+@pytest.fixture
+def app(url: str) -> Iterator[Celery]:
+    made = Celery("limited", broker=url, backend=url, set_as_current=False)
+    install(made, classes=CLASSES)
+
+    @made.task(shared=False, base=BatchTask, name="echo")
+    def echo(items: list[Any]) -> list[Any]:
+        return items
+
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def echo(app: Celery) -> Any:
+    return app.tasks["echo"]
+
+
+def test_a_call_is_refused_while_its_class_is_full(echo: Any, bare: Any) -> None:
+    for number in range(3):
+        echo.delay(number)
+    with pytest.raises(QueueFull, match="class 'high' holds 3 jobs") as caught:
+        echo.delay("one too many")
+    assert caught.value.retry_after_s > 0
+    # The other classes have room of their own.
+    echo.apply_async(("other",), priority=4)
+    assert (bare.llen("celery"), bare.llen(NORMAL)) == (3, 1)
+    bare.rpop("celery")
+    echo.delay("room again")
+    assert bare.llen("celery") == 3
+
+
+def test_a_call_is_demoted_while_its_class_is_full(echo: Any, bare: Any) -> None:
+    for number in range(22):
+        echo.apply_async((number,), priority=3)
+    assert (bare.llen(NORMAL), bare.llen(LOW)) == (20, 2)
+
+
+def test_a_class_is_full_while_its_oldest_job_waits_for_too_long(
+    app: Celery, echo: Any, bare: Any
+) -> None:
+    app.send_task("plain", ("of a client that says nothing",), priority=6)
+    echo.apply_async(("new",), priority=6)
+    bare.delete(LOW)
+    sent_at = time.time() - 61
+    app.send_task("plain", ("old",), priority=9, headers={"batchery_sent_at": sent_at})
+    bare.rename("celery\x06\x169", LOW)
+    with pytest.raises(QueueFull, match=r"class 'low' has a job that has waited 6\d\.\d s"):
+        echo.apply_async(("new",), priority=6)
+
+
+def test_jobs_of_workflows_have_room(app: Celery, echo: Any, bare: Any) -> None:
+    for number in range(3):
+        echo.delay(number)
+    group(echo.s(number) for number in range(5)).apply_async()
+    chain(echo.s("first"), echo.s()).apply_async()
+    chord([echo.s("a"), echo.s("b")], echo.s()).apply_async()
+    echo.signature(("again",)).apply_async(retries=1, parent_id=uuid())
+    assert bare.llen("celery") == 3 + 5 + 1 + 2 + 1
+
+
+def test_many_jobs_fill_a_class_to_the_last(echo: Any, bare: Any) -> None:
+    with pytest.raises(QueueFull, match="its maximum is 3") as caught:
+        echo.submit_many(range(5))
+    assert caught.value.sent == 3
+    assert bare.llen("celery") == 3
+    with pytest.raises(QueueFull) as caught:
+        echo.submit_many(range(2))
+    assert caught.value.sent == 0
+    echo.submit_many(range(47), priority=5)
+    assert (bare.llen(NORMAL), bare.llen(LOW)) == (20, 27)
+
+
+def test_a_publisher_waits_for_room(
+    app: Celery, bare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = [(uuid(), number) for number in range(5)]
+    with Publisher(app, "echo") as publisher:
+        publisher.send(jobs[:3])
+        pauses: list[float] = []
+
+        def make_room(pause_s: float) -> None:
+            pauses.append(pause_s)
+            bare.rpop("celery")
+
+        monkeypatch.setattr(publisher._broker.retries, "sleep", make_room)
+        publisher.send(jobs[3:])
+    assert len(pauses) >= 2
+    assert publisher.sent == 5
+    assert bare.llen("celery") == 3
+
+
+def test_a_publishers_own_limit_takes_the_place_of_the_classes(app: Celery, bare: Any) -> None:
+    with Publisher(app, "echo", max_waiting=5, wait_s=0) as publisher:
+        publisher.send([(uuid(), number) for number in range(5)])
+    assert bare.llen("celery") == 5
+
+
+def test_a_coroutine_is_refused_at_once(app: Celery, bare: Any) -> None:
+    async def scene() -> list[Any]:
+        async with AsyncClient(app=app) as client:
+            echo = client.task("echo")
+            calls = [asyncio.create_task(echo(number)) for number in range(5)]
+            return await asyncio.gather(*calls[3:], return_exceptions=True)
+
+    refused = asyncio.run(asyncio.wait_for(scene(), 30))
+    assert [type(each) for each in refused] == [QueueFull, QueueFull]
+
+
+def test_without_limits_no_script_runs(url: str, bare: Any) -> None:
+    app = Celery("free", broker=url, backend=url, set_as_current=False)
+    install(app)
+
+    @app.task(shared=False, base=BatchTask)
+    def echo(items: list[Any]) -> list[Any]:
+        return items
+
+    bare.config_resetstat()
+    echo.delay(1)
+    commands = {name for name, each in bare.info("commandstats").items() if each["calls"]}
+    assert "cmdstat_lpush" in commands
+    assert "cmdstat_evalsha" not in commands
+    app.close()
+
+
+def test_a_user_who_may_not_count_is_told_so(app: Celery, echo: Any, bare: Any, url: str) -> None:
+    bare.acl_setuser(
+        "poor",
+        enabled=True,
+        nopass=True,
+        keys=["*"],
+        channels=["*"],
+        commands=["+@all", "-evalsha"],
+    )
+    app.conf.update(broker_url=url.replace("redis://", "redis://poor:x@"))
+    with pytest.raises(BrokerRefused, match=r"cannot be counted.*allow EVALSHA"):
+        echo.delay(1)
+    bare.acl_deluser("poor")

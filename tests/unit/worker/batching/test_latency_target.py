@@ -1,0 +1,97 @@
+"""The size of batches under a target: by the cost model, or by what happens while that is new."""
+
+import pytest
+
+from batchery_worker.batching.latency_target import LatencyTarget
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.batching.task_costs import TaskCosts
+from batchery_worker.job import BatchKey, Job, Limits
+
+TASK = "embed"
+LIMITS = Limits(64, target_s=0.1)
+
+
+def learnt(pass_s: float = 0.005, item_s: float = 0.001) -> TaskCosts:
+    """Costs of a task whose batches always took what they cost."""
+    costs = TaskCosts()
+    for number in range(200):
+        items = 1 + number * 7 % 64
+        costs.ran(TASK, items, pass_s + item_s * items)
+    assert costs.is_believable(TASK)
+    return costs
+
+
+def test_a_batch_takes_less_than_half_of_the_target() -> None:
+    # 5 ms and 39 items of 1 ms are 44 ms: so long may each of 2.25 batches take.
+    assert LatencyTarget(LIMITS).max_items(TASK, learnt(), others=0) == pytest.approx(39, abs=1)
+
+
+def test_short_batches_are_three_as_the_next_one_is_sent_at_once() -> None:
+    # A third of 30 ms are 5 ms and 5 items of 1 ms.
+    target = LatencyTarget(Limits(64, target_s=0.03))
+    assert target.max_items(TASK, learnt(), others=0) == pytest.approx(5, abs=1)
+
+
+def test_batches_of_other_tasks_take_their_part_of_the_target() -> None:
+    assert LatencyTarget(LIMITS).max_items(TASK, learnt(), others=2) == pytest.approx(18, abs=1)
+
+
+def test_one_item_runs_whatever_the_target() -> None:
+    target = LatencyTarget(Limits(64, target_s=0.001))
+    assert target.max_items(TASK, learnt(), others=0) == 1
+
+
+def test_a_large_target_leaves_the_maximum_size() -> None:
+    target = LatencyTarget(Limits(64, target_s=10.0))
+    assert target.max_items(TASK, learnt(), others=0) == 64
+
+
+def test_the_size_follows_what_happens_while_costs_are_unknown() -> None:
+    target, costs = LatencyTarget(LIMITS), TaskCosts()
+    assert target.max_items(TASK, costs, others=0) == 4
+    for size in (4, 8, 12, 16, 20):
+        target.ended(size, 0.02, others=0)
+    assert target.max_items(TASK, costs, others=0) == 24
+    # Between 80 % of what a batch may take and all of that nothing changes.
+    target.ended(24, 0.04, others=0)
+    assert target.max_items(TASK, costs, others=0) == 24
+    # A batch far below the size says nothing about one of that size.
+    target.ended(11, 0.001, others=0)
+    assert target.max_items(TASK, costs, others=0) == 24
+    target.ended(24, 0.055, others=0)
+    assert target.max_items(TASK, costs, others=0) == 21
+    # With two other tasks a batch may take half of that.
+    target.ended(21, 0.03, others=2)
+    assert target.max_items(TASK, costs, others=0) == 19
+    for _ in range(100):
+        target.ended(64, 0.2, others=0)
+    assert target.max_items(TASK, costs, others=0) == 1
+    for _ in range(100):
+        target.ended(64, 0.0, others=0)
+    assert target.max_items(TASK, costs, others=0) == 64
+
+
+def test_a_full_batch_is_one_of_the_size_that_the_target_allows() -> None:
+    scheduler: Scheduler[None] = Scheduler(costs=learnt())
+    for number in range(100):
+        scheduler.admit(Job(str(number), BatchKey(TASK), LIMITS, 1, 0.0, None))
+    sizes = []
+    # A busy device gets full batches only, and this is as full as they may be.
+    while (batch := scheduler.next_batch(1, False, 0.0)) is not None:
+        sizes.append(batch.items)
+    assert sizes == [pytest.approx(39, abs=1)] * 2
+
+
+def test_the_scheduler_learns_from_batches_that_are_back() -> None:
+    scheduler: Scheduler[None] = Scheduler()
+
+    def run(took_s: float) -> int:
+        for number in range(64):
+            scheduler.admit(Job(str(number), BatchKey(TASK), LIMITS, 1, 0.0, None))
+        batch = scheduler.next_batch(0, False, 0.0)
+        assert batch is not None
+        scheduler.ended(batch, took_s)
+        scheduler.clear()
+        return batch.items
+
+    assert [run(0.01), run(0.01), run(0.5), run(0.5)] == [4, 8, 12, 10]

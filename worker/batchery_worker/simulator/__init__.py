@@ -1,0 +1,1 @@
+"""The scheduler in virtual time, beside rival policies. No Redis, no Celery, no torch."""

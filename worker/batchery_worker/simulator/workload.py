@@ -1,0 +1,235 @@
+"""What comes, and when: streams of jobs with a seed, which give the same jobs each time. Pure."""
+
+import math
+from bisect import bisect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import accumulate, count
+from operator import attrgetter
+from random import Random
+from typing import NamedTuple
+
+from batchery.settings import Settings
+from batchery_worker.job import USUAL_LANE, Lane
+
+#: Task of the jobs that are made here.
+TASK = "task"
+
+#: A burst has so many times the mean rate, ...
+BURST_FACTOR = 2.5
+
+#: ... lasts so many seconds on average, ...
+BURST_S = 0.5
+
+#: ... and so much of the time is a burst. What comes between them makes up the mean.
+BURST_SHARE = 0.2
+
+#: How far the rate of a day is above its mean at noon, and below it at midnight, as a share of it.
+DAY_SWING = 0.5
+
+#: Items of each job of the bulk, unless a batch has fewer.
+BULK_ITEMS = 16
+
+#: Batches of the bulk that are there for each device at the start.
+BULK_HEAD_BATCHES = 4
+
+#: Number of tenants beside the one that sends half of everything.
+SMALL_TENANTS = 9
+
+
+class Arrival(NamedTuple):
+    """A job that comes."""
+
+    time_s: float
+    task: str
+    lane: Lane
+    #: At least 1.
+    items: int = 1
+    #: Of all its items together; 0 where they do not matter.
+    tokens: int = 0
+    #: After how many seconds from its arrival nobody wants the result any more; None for never.
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A log-normal number of at least 1, as of items or tokens."""
+
+    mean: float = 1.0
+    #: Standard deviation of the logarithm; 0 for the mean itself each time.
+    sigma: float = 0.0
+
+    def draw(self, random: Random) -> int:
+        """The next number."""
+        if not self.sigma:
+            return max(1, round(self.mean))
+        centre = math.log(self.mean) - self.sigma**2 / 2
+        return max(1, round(random.lognormvariate(centre, self.sigma)))
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the jobs of one stream are like."""
+
+    #: Lane -> how often its jobs come; only the ratios matter.
+    lanes: Mapping[Lane, float] = field(default_factory=lambda: {USUAL_LANE: 1.0})
+    items: Amount = Amount()
+    #: Of each item; None where they do not matter.
+    tokens: Amount | None = None
+    deadline_s: float | None = None
+    task: str = TASK
+
+
+def arrivals(times_s: Iterator[float], kind: Kind, random: Random) -> Iterator[Arrival]:
+    """Makes a job for each time."""
+    lanes = list(kind.lanes)
+    bounds = list(accumulate(kind.lanes.values()))
+    total = bounds.pop()
+    for time_s in times_s:
+        lane = lanes[bisect(bounds, random.random() * total)] if bounds else lanes[0]
+        items = kind.items.draw(random)
+        tokens = kind.tokens.draw(random) * items if kind.tokens else 0
+        yield Arrival(time_s, kind.task, lane, items, tokens, kind.deadline_s)
+
+
+def together(*streams: Iterator[Arrival]) -> Iterator[Arrival]:
+    """Several streams as one, in the order of time."""
+    return merge(*streams, key=attrgetter("time_s"))
+
+
+def poisson_times(rate_per_s: float, random: Random) -> Iterator[float]:
+    """Times in seconds, independent of each other, without end."""
+    now_s = 0.0
+    while True:
+        now_s += random.expovariate(rate_per_s)
+        yield now_s
+
+
+def bursty_times(rate_per_s: float, random: Random) -> Iterator[float]:
+    """Times of a stream that is in a burst or between two, by chance: a Markov-modulated Poisson.
+
+    Args:
+        rate_per_s: Mean over bursts and the time between them.
+        random: Source of chance.
+    """
+    low_rate_per_s = rate_per_s * (1 - BURST_FACTOR * BURST_SHARE) / (1 - BURST_SHARE)
+    calm_s = BURST_S * (1 - BURST_SHARE) / BURST_SHARE
+    now_s = 0.0
+    in_burst = False
+    while True:
+        end_s = now_s + random.expovariate(1 / (BURST_S if in_burst else calm_s))
+        rate = rate_per_s * BURST_FACTOR if in_burst else low_rate_per_s
+        while (now_s := now_s + random.expovariate(rate)) < end_s:
+            yield now_s
+        # The exponential law has no memory, so the rest of the last pause counts for nothing.
+        now_s, in_burst = end_s, not in_burst
+
+
+def day_times(rate_per_s: float, day_s: float, random: Random) -> Iterator[float]:
+    """Times of a stream whose rate is a sine, lowest at 0 seconds and highest half a day later.
+
+    Args:
+        rate_per_s: Mean over the day.
+        day_s: Length of the day.
+        random: Source of chance.
+    """
+    highest_per_s = rate_per_s * (1 + DAY_SWING)
+    for now_s in poisson_times(highest_per_s, random):
+        wanted_per_s = rate_per_s * (1 - DAY_SWING * math.cos(2 * math.pi * now_s / day_s))
+        if random.random() * highest_per_s < wanted_per_s:
+            yield now_s
+
+
+def steady_times(rate_per_s: float, head: int) -> Iterator[float]:
+    """Times at equal distances; so many of them at the start."""
+    yield from (0.0 for _ in range(head))
+    for number in count(1):
+        yield number / rate_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """How much comes, for the workloads of `WORKLOADS`."""
+
+    #: Jobs per second, without those of the bulk.
+    rate_per_s: float
+    #: Items per second that all devices together compute in full batches.
+    capacity_per_s: float
+    #: Length of the whole run.
+    seconds: float
+    devices: int = 1
+    max_batch_size: int = 64
+    items: Amount = Amount()
+    tokens: Amount | None = None
+    deadline_s: float | None = None
+    seed: int = 0
+
+    def kind(self, lanes: Mapping[Lane, float]) -> Kind:
+        """Jobs of these lanes."""
+        return Kind(lanes, self.items, self.tokens, self.deadline_s)
+
+
+#: Share of each class that there is by default, highest class first: the workloads are made for
+#: these classes.
+DEFAULT_SHARES: Mapping[str, float] = {
+    name: each.share for name, each in Settings.model_fields["classes"].default.items()
+}
+
+#: Two live classes, of which the higher one is the smaller one.
+LIVE = {Lane("high"): 0.3, Lane("normal"): 0.7}
+
+#: Who waits for nothing: these jobs fill what the others leave.
+BULK = Lane("low", "bulk")
+
+
+def _poisson(demand: Demand) -> Iterator[Arrival]:
+    random = Random(demand.seed)
+    return arrivals(poisson_times(demand.rate_per_s, random), demand.kind(LIVE), random)
+
+
+def _bursty(demand: Demand) -> Iterator[Arrival]:
+    random = Random(demand.seed)
+    return arrivals(bursty_times(demand.rate_per_s, random), demand.kind(LIVE), random)
+
+
+def _day(demand: Demand) -> Iterator[Arrival]:
+    random = Random(demand.seed)
+    times_s = day_times(demand.rate_per_s, demand.seconds, random)
+    return arrivals(times_s, demand.kind(LIVE), random)
+
+
+def _bulk(demand: Demand) -> Iterator[Arrival]:
+    """Half of the live jobs, beside a bulk that would keep all devices busy by itself."""
+    random = Random(demand.seed)
+    live = arrivals(poisson_times(demand.rate_per_s / 2, random), demand.kind(LIVE), random)
+    items = min(BULK_ITEMS, demand.max_batch_size)
+    head = BULK_HEAD_BATCHES * demand.devices * math.ceil(demand.max_batch_size / items)
+    # A bulk has no deadline, and a generator of its own: live jobs are the same without it.
+    bulk = Kind({BULK: 1.0}, Amount(items), demand.tokens)
+    times_s = steady_times(demand.capacity_per_s / items, head)
+    return together(live, arrivals(times_s, bulk, Random(demand.seed + 1)))
+
+
+def _tenants(demand: Demand) -> Iterator[Arrival]:
+    """One tenant sends half of all jobs, in bursts; the others share the other half."""
+    random, others = Random(demand.seed), Random(demand.seed + 1)
+    large = demand.kind({Lane("normal", "large"): 1.0})
+    small = demand.kind({Lane("normal", f"small{n}"): 1.0 for n in range(1, SMALL_TENANTS + 1)})
+    return together(
+        arrivals(bursty_times(demand.rate_per_s / 2, random), large, random),
+        arrivals(poisson_times(demand.rate_per_s / 2, others), small, others),
+    )
+
+
+#: Name -> endless stream of jobs.
+WORKLOADS: Mapping[str, Callable[[Demand], Iterator[Arrival]]] = {
+    "poisson": _poisson,
+    "bursty": _bursty,
+    "day": _day,
+    "bulk": _bulk,
+    "tenants": _tenants,
+}
+
+#: Name of a workload -> classes for which nobody waits, so that no target is missed by them.
+PATIENT: Mapping[str, frozenset[str]] = {"bulk": frozenset({BULK.priority_class})}
