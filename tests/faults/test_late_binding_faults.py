@@ -15,6 +15,7 @@ from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
+from support.own_redis import OwnRedis
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
@@ -24,6 +25,15 @@ JOBS = 3 * BATCH_SIZE
 KEYS = Keys()
 
 TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Redis of this module's own: a test cuts connections, also those in the client's pools."""
+    server = OwnRedis(tmp_path_factory.mktemp("own") / "redis")
+    server.start()
+    yield server.url
+    server.kill()
 
 
 @pytest.fixture

@@ -39,6 +39,8 @@ def is_ready(log: Path) -> bool:
 
 def test_the_worker_is_shut_down_by_remote_control(start_worker: StartWorker) -> None:
     worker = start_worker("apps.more")
+    # Once it has answered, it hears commands that ask for no answer.
+    worker.inspect(more.app, "ping")
     more.app.control.shutdown([worker.name])
     assert worker.wait_exit() == 0, worker.log
 
@@ -60,8 +62,13 @@ def test_beat_runs_in_the_same_worker(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
     worker = start_worker("apps.more", "-B", "-s", str(tmp_path / "schedule"))
-    wait_for(lambda: len(trace(redis_url)) >= 2, "two ticks")
-    assert trace(redis_url)[0] == {"kind": "tick", "id": None, "items": ["tick"]}
+
+    def ticks() -> list[str]:
+        assert {line["kind"] for line in trace(redis_url)} <= {"tick"}
+        return [item for line in trace(redis_url) for item in line["items"]]
+
+    wait_for(lambda: len(ticks()) >= 2, "two ticks")
+    assert set(ticks()) == {"tick"}
     assert worker.stop() == 0
 
 
@@ -73,9 +80,8 @@ def test_jobs_of_a_higher_priority_go_first(start_worker: StartWorker, redis_url
         job.get(timeout=TIMEOUT_S)
     received = re.findall(r"\[([\w-]+)\] received", worker.log)
     assert received == [job.id for job in [*high, *low]]
-    # In the worker they share the device.
-    order = [line["items"][0].split()[0] for line in trace(redis_url)]
-    assert (order[0], order[-1]) == ("high", "low")
+    # In the worker they share the device, by the time that each has taken.
+    assert trace(redis_url)[0]["items"][0].startswith("high")
 
 
 @pytest.mark.usefixtures("start_worker")

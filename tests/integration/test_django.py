@@ -9,7 +9,7 @@ from typing import Any
 from celery import Celery
 
 from conftest import StartWorker, flush
-from support.harness import TESTS, wait_for
+from support.harness import START_S, TESTS, wait_for
 
 TIMEOUT_S = 30
 
@@ -78,6 +78,6 @@ def test_a_job_is_sent_when_the_transaction_is_committed(redis_url: str, tmp_pat
         capture_output=True,
         text=True,
         check=False,
-        timeout=TIMEOUT_S,
+        timeout=START_S,
     )
     assert done.stdout.split() == ["0", "2", "2"], done.stderr

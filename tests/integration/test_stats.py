@@ -123,6 +123,7 @@ def test_worker_without_devices_says_why_it_has_no_figures(
     worker: Worker, redis_url: str, start_module_worker: StartWorker
 ) -> None:
     other = start_module_worker("apps.hybrid", "-c", "1", "-Q", "elsewhere")
+    other.inspect(shop.app, "ping")
     answer: Any = shop.app.control.broadcast(
         "batchery", destination=[other.name], reply=True, timeout=TIMEOUT_S, limit=1
     )

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -162,12 +162,16 @@ class Worker:
         return self.wait_exit()
 
     def kill(self) -> None:
-        """Kills the worker and its child processes."""
+        """Kills the worker; its child processes end by themselves, or are killed as well."""
         if self.process.poll() is None:
             children = psutil.Process(self.pid).children(recursive=True)
             self.process.kill()
             self.process.wait()
-            psutil.wait_procs(children, timeout=20)
+            # Celery's beat would go on, and send its ticks into the tests that follow.
+            _, alive = psutil.wait_procs(children, timeout=20)
+            for each in alive:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 def _command_line(process: psutil.Process) -> str:
