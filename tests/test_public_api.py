@@ -79,12 +79,12 @@ def test_every_public_object_has_a_docstring_of_its_own(path: Path) -> None:
 def test_lazy_names_are_those_that_type_checkers_see() -> None:
     body = ast.parse(DOORS[0].read_text(encoding="utf-8")).body
     seen = bound_names([node for node in body if is_type_checking(node)])
-    assert seen == set(batchery._LAZY_MODULES)
+    assert seen == set(batchery._MODULES)
     assert seen <= set(dir(batchery))
 
 
 def test_the_door_has_every_name_of_the_producer() -> None:
-    assert set(batchery_producer.__all__) <= set(batchery._LAZY_MODULES)
+    assert set(batchery_producer.__all__) <= set(batchery._MODULES)
 
 
 def test_an_unknown_name_of_the_door_is_an_attribute_error() -> None:

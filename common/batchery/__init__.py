@@ -11,44 +11,44 @@ def shout(texts: list[str]) -> list[str]:
     return [text.upper() for text in texts]
 ```
 
-A client's names (`Client`, `Publisher`, `submit_file` and the rest) load when they are first used:
-an app that only declares tasks does not pay for them.
+Each name loads its module when it is first used: an app that only declares tasks does not pay for
+the clients, and a program that only batches its own calls loads no Celery.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from batchery.errors import (
-    AppNotImportable,
-    BatchArgumentError,
-    BatcheryError,
-    BrokerRefused,
-    DatasetError,
-    DeadlineExceeded,
-    DeviceDied,
-    DeviceUnavailable,
-    InvalidItem,
-    ItemError,
-    ItemFailed,
-    ModelLoadError,
-    NoResult,
-    OutOfMemory,
-    PublishError,
-    QueueFull,
-    RedisUnavailable,
-    SettingsError,
-    StartError,
-    UnserialisableResult,
-    WrongLength,
-)
-from batchery.install import install, register
-from batchery.model import Model
-from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
-from batchery.results import Classification, Embedding, to_numpy
-from batchery.settings import ModelSettings, Settings
-from batchery.task import BatchTask
-
 if TYPE_CHECKING:
+    from batchery.errors import (
+        AppNotImportable,
+        BatchArgumentError,
+        BatcherClosed,
+        BatcheryError,
+        BrokerRefused,
+        DatasetError,
+        DeadlineExceeded,
+        DeviceDied,
+        DeviceUnavailable,
+        InvalidItem,
+        ItemError,
+        ItemFailed,
+        ModelLoadError,
+        NoResult,
+        OutOfMemory,
+        PublishError,
+        QueueFull,
+        RedisUnavailable,
+        SettingsError,
+        StartError,
+        UnserialisableResult,
+        WrongLength,
+    )
+    from batchery.installer import install, register
+    from batchery.model import Model
+    from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+    from batchery.results import Classification, Embedding, to_numpy
+    from batchery.settings import ModelSettings, Settings
+    from batchery.task import BatchTask
     from batchery.transport.dead_letters import DeadLetter, DeadLetters
     from batchery_producer import (
         AsyncClient,
@@ -65,6 +65,7 @@ if TYPE_CHECKING:
         TaskClient,
         submit_file,
     )
+    from batchery_worker.inprocess.batcher import Batcher, batched
 
 __all__ = [
     "AppNotImportable",
@@ -72,6 +73,8 @@ __all__ = [
     "AsyncTask",
     "BatchArgumentError",
     "BatchTask",
+    "Batcher",
+    "BatcherClosed",
     "BatcheryError",
     "BrokerRefused",
     "Classification",
@@ -113,21 +116,56 @@ __all__ = [
     "TaskClient",
     "UnserialisableResult",
     "WrongLength",
+    "batched",
     "install",
     "register",
     "submit_file",
     "to_numpy",
 ]
 
-#: Modules of the names that load when they are first used.
-_LAZY_MODULES = {
-    **dict.fromkeys(set(__all__) - set(globals()), "batchery_producer"),
+#: Modules of the names, which load when they are first used.
+_MODULES = {
+    **dict.fromkeys(__all__, "batchery_producer"),
+    **dict.fromkeys(
+        (
+            "AppNotImportable",
+            "BatchArgumentError",
+            "BatcherClosed",
+            "BatcheryError",
+            "BrokerRefused",
+            "DatasetError",
+            "DeadlineExceeded",
+            "DeviceDied",
+            "DeviceUnavailable",
+            "InvalidItem",
+            "ItemError",
+            "ItemFailed",
+            "ModelLoadError",
+            "NoResult",
+            "OutOfMemory",
+            "PublishError",
+            "QueueFull",
+            "RedisUnavailable",
+            "SettingsError",
+            "StartError",
+            "UnserialisableResult",
+            "WrongLength",
+        ),
+        "batchery.errors",
+    ),
+    **dict.fromkeys(("Failed", "Ignore", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"),
+    **dict.fromkeys(("Classification", "Embedding", "to_numpy"), "batchery.results"),
     **dict.fromkeys(("DeadLetter", "DeadLetters"), "batchery.transport.dead_letters"),
+    **dict.fromkeys(("ModelSettings", "Settings"), "batchery.settings"),
+    **dict.fromkeys(("install", "register"), "batchery.installer"),
+    **dict.fromkeys(("Batcher", "batched"), "batchery_worker.inprocess.batcher"),
+    "BatchTask": "batchery.task",
+    "Model": "batchery.model",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if (module := _LAZY_MODULES.get(name)) is None:
+    if (module := _MODULES.get(name)) is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(importlib.import_module(module), name)
     return value

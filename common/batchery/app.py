@@ -9,8 +9,8 @@ from typing import Any
 from celery import Celery
 
 from batchery.announcement import find_announcement
-from batchery.install import install
 from batchery.installation import installation_of
+from batchery.installer import install
 
 
 def _config() -> dict[str, Any]:

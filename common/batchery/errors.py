@@ -12,6 +12,7 @@ BatcheryError
 ├── PublishError                jobs were not sent; `sent` says how many of them were
 │   ├── QueueFull               the queue holds as many jobs as it may; `retry_after_s` is a hint
 │   └── BrokerRefused           the broker is full, read-only, or forbids it
+├── BatcherClosed               a batcher of this process takes no calls any more
 ├── NoResult                    no result has come for as long as the caller waits
 ├── BatchArgumentError          a call that is not `task(item, **keywords)`; also a TypeError
 └── ItemError                   why one job failed; stored as its result, raised by `get()`
@@ -80,6 +81,10 @@ class QueueFull(PublishError):
 
 class BrokerRefused(PublishError):
     """The broker answers, but takes no jobs: no memory, a replica, no permission."""
+
+
+class BatcherClosed(BatcheryError, RuntimeError):
+    """The batcher is closed, or its thread is in another process; the text says which."""
 
 
 class NoResult(BatcheryError):

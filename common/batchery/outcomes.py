@@ -6,13 +6,14 @@ or Celery's `Ignore` and `Reject`. Anything else is a value.
 
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any
-
-from celery.canvas import Signature
-from celery.exceptions import Ignore, Reject
+from typing import TYPE_CHECKING, Any
 
 from batchery.errors import ItemFailed
 from batchery.tracebacks import Frame
+
+if TYPE_CHECKING:
+    from celery.canvas import Signature
+    from celery.exceptions import Ignore, Reject
 
 __all__ = ["Failed", "Ignore", "Reject", "Replace", "RetryAfter"]
 
@@ -69,9 +70,11 @@ class Replace:
         signature: What to run instead: `other.s(item)`, a chain, a group or a chord.
     """
 
-    signature: Signature[Any]
+    signature: "Signature[Any]"
 
     def __post_init__(self) -> None:
+        from celery.canvas import Signature
+
         if not isinstance(self.signature, Signature):
             raise TypeError(
                 f"Replace({self.signature!r:.80}): give task.s(...), a chain or a group"
@@ -84,3 +87,12 @@ class Answered(Exception):
     def __init__(self, outcome: RetryAfter | Replace) -> None:
         super().__init__(f"the outcome of one item, not an error: {outcome!r:.200}")
         self.outcome = outcome
+
+
+def __getattr__(name: str) -> Any:
+    # A program without tasks uses the other outcomes, and loads no Celery for these two.
+    if name not in ("Ignore", "Reject"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from celery import exceptions
+
+    return getattr(exceptions, name)

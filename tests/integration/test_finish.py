@@ -13,7 +13,7 @@ from celery.app.task import Context
 from celery.exceptions import BackendStoreError
 
 from batchery.completion import JobCompletion, completing
-from batchery.install import install
+from batchery.installer import install
 from batchery.outbox import HeldMessage, Outbox
 from batchery.transport.redis_schema import Keys
 from batchery_worker.commit.committer import CommitStatus

@@ -1,5 +1,6 @@
 """Keeps one bad item from failing its batch mates: after an exception each half runs by itself."""
 
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -7,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from batchery.errors import OutOfMemory, WrongLength
-from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.outcomes import Answered, Failed, Replace, RetryAfter
 from batchery.tracebacks import frames_of
 
-#: Outcomes that are not values. An item with one of them needs no forward pass.
-NON_VALUES = (Failed, RetryAfter, Replace, Ignore, Reject)
+#: Outcomes that are not values. An item with one of them needs no forward pass. Exceptions are
+#: Celery's `Ignore` and `Reject`: any other one has become a `Failed`.
+NON_VALUES = (Failed, RetryAfter, Replace, BaseException)
 
 
 #: What errors of torch say, in small letters, where memory ran out.
@@ -81,7 +83,7 @@ def _outcomes(answer: Any, expected: int, name: str) -> list[Any]:
 
 def as_failed(outcome: Any) -> Any:
     """Treats an exception that was returned like one that was raised."""
-    if isinstance(outcome, BaseException) and not isinstance(outcome, Ignore | Reject):
+    if isinstance(outcome, BaseException) and not _is_celerys(outcome):
         outcome = Failed(outcome)
     if isinstance(outcome, Failed) and isinstance(outcome.error, BaseException):
         return replace(outcome, error=_safe(outcome.error, "the batch function"))
@@ -98,7 +100,7 @@ def _plain(outcome: Any) -> Any:
 
 
 def _failed(error: BaseException, name: str) -> Any:
-    if isinstance(error, Ignore | Reject):
+    if _is_celerys(error):
         return error
     if isinstance(error, Answered):
         return error.outcome
@@ -112,6 +114,12 @@ def _failed(error: BaseException, name: str) -> Any:
     trace = "".join(traceback.format_exception(error))
     frames = frames_of(error)
     return Failed(_safe(error, name).with_traceback(None), trace, frames)
+
+
+def _is_celerys(error: BaseException) -> bool:
+    """Whether it is Celery's `Ignore` or `Reject`; then Celery is loaded."""
+    loaded = sys.modules.get("celery.exceptions")
+    return loaded is not None and isinstance(error, (loaded.Ignore, loaded.Reject))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,8 +9,8 @@ import pytest
 from celery import Celery, Task
 
 from batchery import BatchTask, Model, SettingsError, install, register
-from batchery.install import CONSUMER, STEP
 from batchery.installation import installation_of
+from batchery.installer import CONSUMER, STEP
 from batchery.task import ModelTask
 
 MODELS = {

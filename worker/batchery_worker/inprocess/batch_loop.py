@@ -1,0 +1,317 @@
+"""Which items run next, and how a batch of them is run: everything but the thread.
+
+Time is an argument, so that a test can turn the loop by hand.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+from time import monotonic
+from typing import Any
+
+from batchery.errors import DeadlineExceeded, ItemFailed
+from batchery.execution.bisect_failures import as_failed, isolate
+from batchery.outcomes import Failed, Replace, RetryAfter
+from batchery_worker.batching.cost_model import CostModel, Costs
+from batchery_worker.batching.planner import PASS_TOKENS, plan
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.inprocess.calls import Call, LoopCall, tell
+from batchery_worker.inprocess.options import BatcherOptions
+from batchery_worker.inprocess.tensors import Collator
+from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
+
+#: An item: its call, and its place there.
+Item = tuple[Call, int]
+
+#: Without `max_batch_tokens`, calls of the function are only cut where that saves padding.
+ANY_TOKENS = 2**31
+
+
+@dataclass(frozen=True, slots=True)
+class BatcherStats:
+    """What the batches of a batcher looked like so far.
+
+    Attributes:
+        items: Items that were answered by the function, failures included.
+        batches: Batches; where there is a `length`, one may be several calls of the function.
+        calls_of_function: How often the function was called, halves after an exception included.
+        failed: Items whose outcome was a failure.
+        dropped: Items that nobody waited for any more when their turn came, or too late.
+        waiting: Items that wait now.
+        mean_batch_size: Items per batch; 0 before the first.
+        mean_wait_ms: How long an item waited for its batch, on average.
+        mean_run_ms: How long a batch ran, on average.
+        padding_waste: Share of all computed tokens that were padding; 0 without `length`.
+    """
+
+    items: int
+    batches: int
+    calls_of_function: int
+    failed: int
+    dropped: int
+    waiting: int
+    mean_batch_size: float
+    mean_wait_ms: float
+    mean_run_ms: float
+    padding_waste: float
+
+
+@dataclass(slots=True)
+class _Counts:
+    items: int = 0
+    batches: int = 0
+    calls: int = 0
+    failed: int = 0
+    dropped: int = 0
+    wait_s: float = 0.0
+    run_s: float = 0.0
+    tokens: int = 0
+    computed_tokens: int = 0
+
+
+class BatchLoop:
+    """Takes calls in, forms their batches and runs them; used by one thread at a time."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        options: BatcherOptions,
+        collator: Collator | None = None,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Has no calls.
+
+        Args:
+            function: Takes the list of items, after the owner if there is one, and the keywords;
+                returns one outcome per item. Plain or `async def`.
+            name: Its name in errors.
+            options: How batches are formed.
+            collator: Makes arrays of items, and items of the arrays that the function returns.
+            clock: The time, in seconds.
+        """
+        self._function = function
+        self.name = name
+        self._collator = collator
+        self._clock = clock
+        self._max_tokens = options.max_batch_tokens or ANY_TOKENS
+        self._is_sorted = options.length is not None or collator is not None
+        target_ms = options.target_latency_ms
+        self._limits = Limits(
+            options.max_batch_size,
+            options.max_wait_ms / 1e3,
+            None if target_ms is None else target_ms / 1e3,
+        )
+        self._scheduler: Scheduler[Item] = Scheduler(options.classes, sheds_late=options.shed_late)
+        self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=PASS_TOKENS["cpu"]))
+        self._runner: asyncio.Runner | None = None
+        self._counts = _Counts()
+        #: Number of items whose turn has come, so that there is space for others.
+        self.taken = 0
+
+    def admit(self, call: Call) -> None:
+        """Takes a call in; its items wait for their turn."""
+        arrived_s = call.sent_s
+        key = BatchKey(self.name, call.key, (None, None))
+        for index in range(len(call.items)):
+            self._scheduler.admit(
+                Job("", key, self._limits, 1, arrived_s, (call, index), call.lane, call.deadline_s)
+            )
+
+    @property
+    def waiting(self) -> int:
+        """How many items wait here."""
+        return len(self._scheduler)
+
+    def wake_s(self) -> float | None:
+        """When `turn` has something to do if no call comes before; None for never."""
+        times = [self._scheduler.wake_s(), self._scheduler.late_s()]
+        return min((each for each in times if each is not None), default=None)
+
+    def turn(self, *, draining: bool = False) -> bool:
+        """Runs the next batch; returns False if nothing is due.
+
+        Args:
+            draining: Whether no more calls come, so that no batch waits for them.
+        """
+        now_s = self._clock()
+        self._give_up_late(now_s)
+        due_s = now_s + self._limits.max_wait_s if draining else now_s
+        batch = self._scheduler.next_batch(0, False, due_s)
+        if batch is None:
+            return False
+        self.taken += len(batch.jobs)
+        wanted = [job for job in batch.jobs if not job.payload[0].is_abandoned]
+        self._counts.dropped += len(batch.jobs) - len(wanted)
+        if wanted:
+            self._run(batch, wanted, now_s)
+        else:
+            self._scheduler.ended(batch, None)
+        return True
+
+    def fail_all(self, error: BaseException) -> None:
+        """Fails every call that waits."""
+        jobs = self._scheduler.held()
+        self._scheduler.remove(jobs)
+        self.taken += len(jobs)
+        for call in dict.fromkeys(job.payload[0] for job in jobs):
+            call.fail(error)
+
+    def close(self) -> None:
+        """Ends the event loop of an `async def` function."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def stats(self, waiting: int) -> BatcherStats:
+        """The figures so far."""
+        counts = self._counts
+        batches, items = max(1, counts.batches), max(1, counts.items)
+        waste = 1 - counts.tokens / counts.computed_tokens if counts.computed_tokens else 0.0
+        return BatcherStats(
+            counts.items,
+            counts.batches,
+            counts.calls,
+            counts.failed,
+            counts.dropped,
+            waiting,
+            counts.items / batches,
+            counts.wait_s / items * 1e3,
+            counts.run_s / batches * 1e3,
+            waste,
+        )
+
+    def _give_up_late(self, now_s: float) -> None:
+        late = self._scheduler.take_late(now_s)
+        if late:
+            error = DeadlineExceeded(f"{self.name}: it could not make its deadline any more")
+            self.taken += len(late)
+            self._counts.dropped += len(late)
+            self._answer(late, [Failed(error) for _ in late])
+
+    def _run(self, batch: Batch[Item], jobs: Sequence[Job[Item]], now_s: float) -> None:
+        counts = self._counts
+        began_s = self._clock()
+        outcomes: list[Any] = [None] * len(jobs)
+        for part in self._parts(jobs):
+            chosen = [jobs[place] for place in part]
+            for place, outcome in zip(part, self._outcomes_of(chosen), strict=True):
+                outcomes[place] = outcome
+        run_s = self._clock() - began_s
+        self._scheduler.ended(batch, run_s)
+        counts.batches += 1
+        counts.items += len(jobs)
+        counts.run_s += run_s
+        counts.wait_s += sum([now_s - job.arrived_s for job in jobs])
+        self._answer(jobs, outcomes)
+
+    def _parts(self, jobs: Sequence[Job[Item]]) -> list[list[int]]:
+        """Cuts a batch into calls of the function: places of jobs, by length."""
+        if not self._is_sorted or len(jobs) == 1:
+            return [list(range(len(jobs)))]
+        costs = self._cost_model.costs
+        pass_tokens = PASS_TOKENS["cpu"]
+        if costs is not None and costs.token_ms > 0:
+            pass_tokens = max(1, min(ANY_TOKENS, round(costs.pass_ms / costs.token_ms)))
+        return plan(
+            [_length(job) for job in jobs], self._max_tokens, len(jobs), pass_tokens=pass_tokens
+        )
+
+    def _outcomes_of(self, jobs: Sequence[Job[Item]]) -> list[Any]:
+        """Calls the function, in halves after an exception until the culprit is alone."""
+        raised: dict[int, BaseException] = {}
+        failures = 0
+
+        def run(part: Sequence[int]) -> Any:
+            nonlocal failures
+            try:
+                return self._call([jobs[place] for place in part])
+            except BaseException as error:
+                failures += 1
+                if len(part) == 1:
+                    raised[part[0]] = error
+                raise
+
+        began_s = self._clock()
+        outcomes = isolate(run, range(len(jobs)), name=self.name, convert=self._outcome)
+        if self._is_sorted:
+            lengths = [_length(job) for job in jobs]
+            computed = max(lengths) * len(jobs)
+            self._counts.tokens += sum(lengths)
+            self._counts.computed_tokens += computed
+            if not failures:
+                self._cost_model.ran(computed, len(jobs), 1, (self._clock() - began_s) * 1e3)
+        for place, error in raised.items():
+            outcome = outcomes[place]
+            if isinstance(outcome, Failed) and isinstance(error, Exception):
+                # As it was raised, with its traceback: it crosses no process.
+                if outcome.exception is not error and type(outcome.exception) is not type(error):
+                    outcome.exception.__cause__ = error
+                else:
+                    outcomes[place] = Failed(error)
+        return outcomes
+
+    def _call(self, jobs: Sequence[Job[Item]]) -> Any:
+        """Calls the function with the items of these jobs."""
+        self._counts.calls += 1
+        first = jobs[0].payload[0]
+        given: Any = [call.items[index] for call, index in (job.payload for job in jobs)]
+        if self._collator is not None:
+            given = self._collator.stack(given)
+        owner = () if first.owner is None else (first.owner,)
+        answer = self._function(*owner, given, **first.keywords)
+        if inspect.iscoroutine(answer):
+            answer = self._resolve(answer)
+        if self._collator is not None:
+            return self._collator.rows(answer, [_length(job) for job in jobs])
+        return answer
+
+    def _resolve(self, coroutine: Any) -> Any:
+        if self._runner is None:
+            self._runner = asyncio.Runner()
+        return self._runner.run(coroutine)
+
+    def _outcome(self, outcome: Any) -> Any:
+        """Makes failures of outcomes that only a worker can serve."""
+        outcome = as_failed(outcome)
+        if isinstance(outcome, RetryAfter | Replace):
+            text = f"{self.name} answered {type(outcome).__name__}, which takes a Celery worker"
+            error = ItemFailed(text)
+            error.__cause__ = getattr(outcome, "error", None)
+            return Failed(error)
+        if isinstance(outcome, BaseException):
+            return Failed(outcome)  # Celery's Ignore and Reject.
+        return outcome
+
+    def _answer(self, jobs: Sequence[Job[Item]], outcomes: Sequence[Any]) -> None:
+        """Hands outcomes to their callers; coroutines of one event loop in one turn."""
+        ended: dict[Any, list[LoopCall]] = {}
+        failed = 0
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            call, index = job.payload
+            failed += isinstance(outcome, Failed)
+            if call.answer(index, outcome):
+                if isinstance(call, LoopCall):
+                    ended.setdefault(call.loop, []).append(call)
+                else:
+                    call.finish()
+        self._counts.failed += failed
+        for loop, calls in ended.items():
+            tell(loop, calls)
+
+
+def lane_of(name: str, tenant: str, items: int, small_batch_threshold: int | None) -> Lane:
+    """For whom the items of a call run."""
+    is_large = small_batch_threshold is not None and items > small_batch_threshold
+    return Lane(name, tenant, is_large)
+
+
+def deadline_of(now_s: float, deadline_s: float | None) -> float:
+    """When a call should be answered, on the batcher's clock."""
+    return inf if deadline_s is None else now_s + deadline_s
+
+
+def _length(job: Job[Item]) -> int:
+    call, index = job.payload
+    return 1 if call.lengths is None else max(1, call.lengths[index])

@@ -1,0 +1,242 @@
+"""The thread that runs the batches of one function, and how calls get there.
+
+While nothing is called, the thread sleeps; nothing wakes it up.
+"""
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
+from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
+from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall
+from batchery_worker.inprocess.options import BatcherOptions
+from batchery_worker.inprocess.space import Space
+from batchery_worker.job import Lane
+
+#: Put behind the last call.
+END = None
+
+#: `QueueFull.retry_after_s` before the first batch, in seconds.
+UNKNOWN_WAIT_S = 1.0
+
+#: Those that have a thread: they are drained at exit, and of no use after a fork.
+_started: "weakref.WeakSet[BatcherThread]" = weakref.WeakSet()
+
+
+class BatcherThread:
+    """Takes calls from all threads and event loops, and runs their batches on its own."""
+
+    def __init__(self, loop: BatchLoop, options: BatcherOptions) -> None:
+        """Starts with the first call.
+
+        Args:
+            loop: Forms and runs the batches.
+            options: Those of the loop.
+        """
+        self.options = options
+        #: Whose items they are where the call does not say.
+        self.usual_lane = Lane(next(iter(options.classes)))
+        self._loop = loop
+        self._incoming: SimpleQueue[Call | None] = SimpleQueue()
+        self._space = None if options.max_waiting is None else Space(options.max_waiting)
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        #: What is called before the first batch; until it has succeeded, every batch fails.
+        self.load: Callable[[], object] | None = None
+        #: Why no call is taken any more.
+        self._problem: str | None = None
+        self._has_ended = False
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return self._loop.name
+
+    @property
+    def stats(self) -> BatcherStats:
+        """What the batches looked like so far."""
+        return self._loop.stats(self._loop.waiting + self._incoming.qsize())
+
+    def check(self) -> None:
+        """Makes sure that a call would be answered.
+
+        Raises:
+            BatcherClosed: It would not.
+            BatchArgumentError: The batch function itself calls, and would wait for itself.
+        """
+        if self._problem is not None:
+            raise BatcherClosed(f"{self.name}: {self._problem}")
+        if self._thread is threading.current_thread():
+            raise BatchArgumentError(
+                f"{self.name}: its function calls the batcher that runs it, and would wait for"
+                " itself; call the bare function"
+            )
+
+    def has_space(self, items: int) -> bool:
+        """Takes space for items; False if the caller must wait for it.
+
+        Raises:
+            QueueFull: There is none, and callers are refused.
+        """
+        if self._space is None or self._space.take(items):
+            return True
+        if self.options.when_full == "refuse":
+            stats = self.stats
+            error = QueueFull(
+                f"{self.name}: {stats.waiting} items wait, and max_waiting is"
+                f" {self.options.max_waiting}; try again later"
+            )
+            rate = stats.mean_batch_size / stats.mean_run_ms if stats.mean_run_ms else 0.0
+            error.retry_after_s = stats.waiting / rate / 1e3 if rate else UNKNOWN_WAIT_S
+            raise error
+        return False
+
+    def wait_for_space(self, items: int, timeout_s: float | None) -> bool:
+        """Waits until there is space for items, and takes it; False if there was none in time."""
+        assert self._space is not None
+        return self._space.wait(items, timeout_s)
+
+    async def wait_for_space_async(self, items: int) -> None:
+        """The same, without blocking the event loop."""
+        assert self._space is not None
+        await self._space.wait_async(items)
+
+    def send(self, call: Call) -> None:
+        """Queues a call, for which there is space."""
+        if self._thread is None:
+            self._start()
+        call.sent_s = monotonic()
+        self._incoming.put(call)
+        if self._has_ended:
+            self._refuse_rest()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Takes no more calls, and answers those that are there.
+
+        Args:
+            wait: Whether to wait until that is done.
+        """
+        with self._lock:
+            thread = self._thread
+            if self._problem is None:
+                self._problem = "it is closed"
+                if thread is not None:
+                    self._incoming.put(END)
+        if wait and thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def forked(self) -> None:
+        """Notes that this process is a copy of the one that has the thread."""
+        self._problem = "it was used before this process was forked; make it after the fork"
+        self._thread = None
+        # The parent's threads may have held its locks.
+        self._lock = threading.Lock()
+        self._incoming = SimpleQueue()
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None and self._problem is None:
+                self._thread = threading.Thread(
+                    target=self._main, name=f"batchery-{self.name}", daemon=True
+                )
+                _started.add(self)
+                self._thread.start()
+
+    def _main(self) -> None:
+        try:
+            while self._take_in():
+                self._turn()
+            while self._loop.waiting:
+                self._turn(draining=True)
+        finally:
+            self._has_ended = True
+            self._refuse_rest()
+            self._loop.close()
+
+    def _turn(self, *, draining: bool = False) -> None:
+        before = self._loop.taken
+        try:
+            if self.load is not None:
+                self.load()
+                self.load = None
+            self._loop.turn(draining=draining)
+        except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
+            self._loop.fail_all(error)
+        if self._space is not None and self._loop.taken > before:
+            self._space.free(self._loop.taken - before)
+
+    def _take_in(self) -> bool:
+        """Takes in what was called; waits if nothing is due. Returns False at the end."""
+        incoming = self._incoming
+        try:
+            call = incoming.get(timeout=self._timeout_s())
+            while call is not END:
+                self._loop.admit(call)
+                call = incoming.get_nowait()
+        except Empty:
+            return True
+        return False
+
+    def _timeout_s(self) -> float | None:
+        """How long to wait for calls, in seconds; None for as long as it takes."""
+        wake_s = self._loop.wake_s()
+        return None if wake_s is None else max(0.0, wake_s - monotonic())
+
+    def _refuse_rest(self) -> None:
+        """Fails the calls that came behind the end."""
+        error = BatcherClosed(f"{self.name}: {self._problem or 'its thread has ended'}")
+        try:
+            while True:
+                call = self._incoming.get_nowait()
+                if call is not END:
+                    call.fail(error)
+        except Empty:
+            pass
+
+
+def send_and_wait(thread: BatcherThread, call: ThreadCall, timeout_s: float | None) -> bool:
+    """Sends a call and waits for its answer; False if there is none in time."""
+    end_s = None if timeout_s is None else monotonic() + timeout_s
+    items = len(call.items)
+    if not thread.has_space(items) and not thread.wait_for_space(items, timeout_s):
+        return False
+    thread.send(call)
+    try:
+        is_answered = call.wait(None if end_s is None else end_s - monotonic())
+    except BaseException:
+        call.is_abandoned = True
+        raise
+    call.is_abandoned = not is_answered
+    return is_answered
+
+
+async def send_and_await(thread: BatcherThread, call: LoopCall) -> None:
+    """Sends a call and waits for its answer, without blocking the event loop."""
+    items = len(call.items)
+    if not thread.has_space(items):
+        await thread.wait_for_space_async(items)
+    thread.send(call)
+    try:
+        await call.wait()
+    except BaseException:
+        call.is_abandoned = True
+        raise
+
+
+def _forked() -> None:
+    for thread in list(_started):
+        thread.forked()
+
+
+def _drain_all() -> None:
+    for thread in list(_started):
+        thread.close()
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_drain_all)

@@ -1,0 +1,128 @@
+"""Options of a batcher and of its calls, checked where they are given."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import Any, Literal
+
+from batchery.errors import BatchArgumentError
+
+#: Shares of the priority classes unless others are given, highest class first: the worker's own.
+USUAL_CLASSES: Mapping[str, float] = {"high": 50.0, "normal": 30.0, "low": 20.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatcherOptions:
+    """How batches are formed. The names are those of a batch task, where it has them.
+
+    Attributes:
+        max_batch_size: Maximum number of items in a batch, at least 1.
+        max_batch_tokens: Maximum number of tokens of one call of the function, padding counted.
+            Needs `length`. A longer item still runs, alone.
+        length: The number of tokens of an item. Items are then sorted by length, and a batch is
+            cut into calls of the function that pad little.
+        max_wait_ms: How long an idle batcher waits for a batch to fill, from its oldest item, in
+            milliseconds.
+        target_latency_ms: How long calls may take: batches are only so large. In milliseconds.
+        small_batch_threshold: Calls with up to so many items do not wait behind those with more.
+        classes: Share of each priority class, above 0, highest class first. Calls that name no
+            class are of the first one.
+        shed_late: Whether calls fail with `DeadlineExceeded` that cannot make their deadline.
+        max_waiting: Maximum number of items that wait; None for no limit. A single call with more
+            items than that goes in when nothing else waits.
+        when_full: What a call does that finds no space: wait for it, or raise `QueueFull`.
+    """
+
+    max_batch_size: int = 64
+    max_batch_tokens: int | None = None
+    length: Callable[[Any], int] | None = None
+    max_wait_ms: float = 0.0
+    target_latency_ms: float | None = None
+    small_batch_threshold: int | None = None
+    classes: Mapping[str, float] = field(default_factory=lambda: USUAL_CLASSES)
+    shed_late: bool = False
+    max_waiting: int | None = None
+    when_full: Literal["wait", "refuse"] = "wait"
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_size", "max_batch_tokens", "small_batch_threshold", "max_waiting"):
+            _check(name, getattr(self, name), whole=True, optional=name != "max_batch_size")
+        _check("target_latency_ms", self.target_latency_ms, optional=True)
+        if not (_is_number(self.max_wait_ms) and 0 <= self.max_wait_ms < inf):
+            raise BatchArgumentError(f"max_wait_ms={self.max_wait_ms!r}: give 0 or more")
+        if self.when_full not in ("wait", "refuse"):
+            raise BatchArgumentError(f"when_full={self.when_full!r}: give 'wait' or 'refuse'")
+        if self.max_batch_tokens is not None and self.length is None:
+            raise BatchArgumentError(
+                "max_batch_tokens needs length=, a function that counts the tokens of an item"
+            )
+        if not self.classes:
+            raise BatchArgumentError("classes={}: give at least one, such as {'usual': 1}")
+        for name, share in self.classes.items():
+            _check(f"classes[{name!r}]", share)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """How one call is served.
+
+    Attributes:
+        timeout_s: How long the caller waits, in seconds; then `NoResult` is raised, and what has
+            not begun is dropped. None waits without end.
+        deadline_s: In how many seconds the call should be answered. In its lane it goes before
+            calls that have more time.
+        priority_class: A name of `classes`; the first one where unset.
+        tenant: For whom it runs. Tenants of one class have equal shares of it.
+        return_exceptions: Whether a call with a list gets exceptions in the places of items that
+            failed, as from `asyncio.gather`. Otherwise the first one is raised.
+    """
+
+    timeout_s: float | None = None
+    deadline_s: float | None = None
+    priority_class: str | None = None
+    tenant: str = ""
+    return_exceptions: bool = False
+
+    def check(self, classes: Mapping[str, float]) -> None:
+        """Checks them for a batcher with these classes.
+
+        Raises:
+            BatchArgumentError: One of them is impossible.
+        """
+        _check("timeout_s", self.timeout_s, optional=True)
+        _check("deadline_s", self.deadline_s, optional=True)
+        if self.priority_class is not None and self.priority_class not in classes:
+            raise BatchArgumentError(
+                f"priority_class={self.priority_class!r}: there are {', '.join(classes)}"
+            )
+        if not isinstance(self.tenant, str):
+            raise BatchArgumentError(f"tenant={self.tenant!r}: give a name")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check(name: str, value: Any, *, whole: bool = False, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if whole and not (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        raise BatchArgumentError(f"{name}={value!r}: give a whole number above 0")
+    if not (_is_number(value) and isfinite(value) and value > 0):
+        raise BatchArgumentError(f"{name}={value!r}: give a number above 0")
+
+
+def spell(name: str, keywords: Mapping[str, Any]) -> str:
+    """Spells keywords so that equal ones are spelled equally: only those share a batch.
+
+    Raises:
+        BatchArgumentError: They are not plain data.
+    """
+    try:
+        return json.dumps(keywords, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise BatchArgumentError(
+            f"{name}: keywords say which items may share a batch, so they must be plain data"
+            f" that JSON can write ({error})"
+        ) from None
