@@ -12,7 +12,7 @@ BatcheryError
 ├── PublishError                jobs were not sent; `sent` says how many of them were
 │   ├── QueueFull               the queue holds as many jobs as it may; `retry_after_s` is a hint
 │   └── BrokerRefused           the broker is full, read-only, or forbids it
-├── BatcherClosed               a batcher of this process takes no calls any more
+├── BatcherClosed               a batcher takes no calls any more; also a RuntimeError
 ├── NoResult                    no result has come for as long as the caller waits
 ├── BatchArgumentError          a call that is not `task(item, **keywords)`; also a TypeError
 └── ItemError                   why one job failed; stored as its result, raised by `get()`

@@ -7,12 +7,12 @@ import asyncio
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from time import monotonic
+from types import TracebackType
 from typing import Any
 
 from batchery.errors import DeadlineExceeded, ItemFailed
-from batchery.execution.bisect_failures import as_failed, isolate
+from batchery.execution.bisect_failures import as_failed, is_out_of_memory, isolate
 from batchery.outcomes import Failed, Replace, RetryAfter
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
@@ -94,6 +94,7 @@ class BatchLoop:
         """
         self._function = function
         self.name = name
+        self.options = options
         self._collator = collator
         self._clock = clock
         self._max_tokens = options.max_batch_tokens or ANY_TOKENS
@@ -108,16 +109,16 @@ class BatchLoop:
         self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=PASS_TOKENS["cpu"]))
         self._runner: asyncio.Runner | None = None
         self._counts = _Counts()
-        #: Number of items whose turn has come, so that there is space for others.
-        self.taken = 0
+        #: Called with a number of items that no longer wait, so that there is space for others.
+        self.on_taken: Callable[[int], object] = lambda _: None
 
     def admit(self, call: Call) -> None:
         """Takes a call in; its items wait for their turn."""
-        arrived_s = call.sent_s
+        arrived_s, deadline_s = call.sent_s, call.sent_s + call.deadline_s
         key = BatchKey(self.name, call.key, (None, None))
         for index in range(len(call.items)):
             self._scheduler.admit(
-                Job("", key, self._limits, 1, arrived_s, (call, index), call.lane, call.deadline_s)
+                Job("", key, self._limits, 1, arrived_s, (call, index), call.lane, deadline_s)
             )
 
     @property
@@ -142,7 +143,7 @@ class BatchLoop:
         batch = self._scheduler.next_batch(0, False, due_s)
         if batch is None:
             return False
-        self.taken += len(batch.jobs)
+        self.on_taken(len(batch.jobs))
         wanted = [job for job in batch.jobs if not job.payload[0].is_abandoned]
         self._counts.dropped += len(batch.jobs) - len(wanted)
         if wanted:
@@ -155,7 +156,7 @@ class BatchLoop:
         """Fails every call that waits."""
         jobs = self._scheduler.held()
         self._scheduler.remove(jobs)
-        self.taken += len(jobs)
+        self.on_taken(len(jobs))
         for call in dict.fromkeys(job.payload[0] for job in jobs):
             call.fail(error)
 
@@ -186,7 +187,7 @@ class BatchLoop:
         late = self._scheduler.take_late(now_s)
         if late:
             error = DeadlineExceeded(f"{self.name}: it could not make its deadline any more")
-            self.taken += len(late)
+            self.on_taken(len(late))
             self._counts.dropped += len(late)
             self._answer(late, [Failed(error) for _ in late])
 
@@ -194,10 +195,13 @@ class BatchLoop:
         counts = self._counts
         began_s = self._clock()
         outcomes: list[Any] = [None] * len(jobs)
-        for part in self._parts(jobs):
-            chosen = [jobs[place] for place in part]
-            for place, outcome in zip(part, self._outcomes_of(chosen), strict=True):
-                outcomes[place] = outcome
+        try:
+            for part in self._parts(jobs):
+                chosen = [jobs[place] for place in part]
+                for place, outcome in zip(part, self._outcomes_of(chosen), strict=True):
+                    outcomes[place] = outcome
+        except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
+            outcomes = [Failed(as_exception(error, self.name)) for _ in jobs]
         run_s = self._clock() - began_s
         self._scheduler.ended(batch, run_s)
         counts.batches += 1
@@ -220,17 +224,17 @@ class BatchLoop:
 
     def _outcomes_of(self, jobs: Sequence[Job[Item]]) -> list[Any]:
         """Calls the function, in halves after an exception until the culprit is alone."""
-        raised: dict[int, BaseException] = {}
+        raised: dict[int, TracebackType | None] = {}
         failures = 0
 
         def run(part: Sequence[int]) -> Any:
             nonlocal failures
             try:
                 return self._call([jobs[place] for place in part])
-            except BaseException as error:
+            except Exception as error:
                 failures += 1
-                if len(part) == 1:
-                    raised[part[0]] = error
+                if len(part) == 1 and not is_out_of_memory(error):
+                    raised[part[0]] = error.__traceback__
                 raise
 
         began_s = self._clock()
@@ -242,14 +246,11 @@ class BatchLoop:
             self._counts.computed_tokens += computed
             if not failures:
                 self._cost_model.ran(computed, len(jobs), 1, (self._clock() - began_s) * 1e3)
-        for place, error in raised.items():
-            outcome = outcomes[place]
-            if isinstance(outcome, Failed) and isinstance(error, Exception):
-                # As it was raised, with its traceback: it crosses no process.
-                if outcome.exception is not error and type(outcome.exception) is not type(error):
-                    outcome.exception.__cause__ = error
-                else:
-                    outcomes[place] = Failed(error)
+        # Nothing crosses a process here, so callers see where it was raised.
+        for place, trace in raised.items():
+            if isinstance(outcomes[place], Failed):
+                outcomes[place].exception.__traceback__ = trace
+        raised.clear()  # The traces lead to it.
         return outcomes
 
     def _call(self, jobs: Sequence[Job[Item]]) -> Any:
@@ -301,15 +302,17 @@ class BatchLoop:
             tell(loop, calls)
 
 
+def as_exception(error: BaseException, name: str) -> Exception:
+    """What callers get instead of an error that would end their threads."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"{name} raised {type(error).__name__}: {error}")
+
+
 def lane_of(name: str, tenant: str, items: int, small_batch_threshold: int | None) -> Lane:
     """For whom the items of a call run."""
     is_large = small_batch_threshold is not None and items > small_batch_threshold
     return Lane(name, tenant, is_large)
-
-
-def deadline_of(now_s: float, deadline_s: float | None) -> float:
-    """When a call should be answered, on the batcher's clock."""
-    return inf if deadline_s is None else now_s + deadline_s
 
 
 def _length(job: Job[Item]) -> int:

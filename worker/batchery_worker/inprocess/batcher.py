@@ -4,20 +4,28 @@ import asyncio
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from time import monotonic
-from typing import Any, Self, TypeVar
+from math import inf
+from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
 from batchery.errors import BatchArgumentError, NoResult
-from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, deadline_of, lane_of
+from batchery.outcomes import Failed
+from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, lane_of
 from batchery_worker.inprocess.batcher_thread import BatcherThread, send_and_await, send_and_wait
 from batchery_worker.inprocess.calls import Call, FutureCall, LoopCall, ThreadCall
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, spell
 from batchery_worker.inprocess.tensors import Collator
 
 C = TypeVar("C", bound=Call)
+
+#: An item, and its result.
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: What the function returns: one outcome per item.
+Outcomes = Iterable[R | Failed]
 
 USUAL_CALL = CallOptions()
 
@@ -28,7 +36,7 @@ COLLATOR_OPTIONS = ("pad", "mask", "trim")
 _binding = threading.Lock()
 
 
-class BatchedCall:
+class BatchedCall(Generic[T, R]):
     """A batch function that is called with single items, or lists of items, from anywhere.
 
     Calls wait together and run in batches, on one thread. Each gets its own result.
@@ -40,22 +48,31 @@ class BatchedCall:
         self._thread = thread
         self._owner = owner
         self._call_options = call_options
+        #: What the thread lives as long as.
+        self._anchor: Any = owner
 
-    def __call__(self, item: Any, /, **keywords: Any) -> Any:
+    @overload
+    def __call__(self, item: list[T], /, *others: Any, **keywords: Any) -> list[R]: ...
+    @overload
+    def __call__(self, item: T, /, *others: Any, **keywords: Any) -> R: ...
+    def __call__(self, item: Any, /, *others: Any, **keywords: Any) -> Any:
         """The result of one item; of a list of items, the list of results.
 
         Args:
             item: What the function gets in its list. A list counts as many items: an item that is
-                a list goes through `submit`.
+                a list goes through `submit` or `submit_many`.
+            others: None: one positional argument, and the rest as keywords.
             keywords: For the function. Only calls with equal keywords share a batch.
 
         Raises:
+            BatchArgumentError: There is more than one positional argument, or keywords are no plain
+                data, or the batch function itself calls.
             NoResult: None came within `timeout_s`.
             QueueFull: `max_waiting` items wait already, and callers are refused.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
-        call = self._make(ThreadCall, item, isinstance(item, list), keywords)
+        call = self._make(ThreadCall, item, isinstance(item, list), others, keywords)
         if call is None:
             return []
         timeout_s = self._call_options.timeout_s
@@ -63,7 +80,11 @@ class BatchedCall:
             raise self._no_result()
         return call.result()
 
-    async def acall(self, item: Any, /, **keywords: Any) -> Any:
+    @overload
+    async def acall(self, item: list[T], /, *others: Any, **keywords: Any) -> list[R]: ...
+    @overload
+    async def acall(self, item: T, /, *others: Any, **keywords: Any) -> R: ...
+    async def acall(self, item: Any, /, *others: Any, **keywords: Any) -> Any:
         """The same for coroutines, on any event loop. A cancelled call is dropped.
 
         Raises:
@@ -72,7 +93,7 @@ class BatchedCall:
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
-        call = self._make(LoopCall, item, isinstance(item, list), keywords)
+        call = self._make(LoopCall, item, isinstance(item, list), others, keywords)
         if call is None:
             return []
         if self._call_options.timeout_s is None:
@@ -85,7 +106,7 @@ class BatchedCall:
             raise self._no_result() from None
         return call.result()
 
-    def submit(self, item: Any, /, **keywords: Any) -> "Future[Any]":
+    def submit(self, item: T, /, *others: Any, **keywords: Any) -> "Future[R]":
         """The future result of one item. If it is cancelled before its batch, it never runs.
 
         Raises:
@@ -93,29 +114,44 @@ class BatchedCall:
             QueueFull: `max_waiting` items wait already, and callers are refused.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
-        call = self._make(FutureCall, item, False, keywords)
-        assert call is not None
-        thread, timeout_s = self._thread, self._call_options.timeout_s
-        if not thread.has_space(1) and not thread.wait_for_space(1, timeout_s):
+        return self._submit(item, False, others, keywords)
+
+    def submit_many(self, items: Iterable[T], /, **keywords: Any) -> "Future[list[R]]":
+        """The future results of many items, in their order; the items may be lists themselves.
+
+        Raises:
+            NoResult: There was no space within `timeout_s`.
+            QueueFull: `max_waiting` items wait already, and callers are refused.
+            BatcherClosed: It is closed, or belongs to the parent of this process.
+        """
+        return self._submit(list(items), True, (), keywords)
+
+    def _submit(
+        self, item: Any, many: bool, others: tuple[Any, ...], keywords: Mapping[str, Any]
+    ) -> "Future[Any]":
+        call = self._make(FutureCall, item, many, others, keywords)
+        if call is None:
+            nothing: Future[Any] = Future()
+            nothing.set_result([])
+            return nothing
+        thread, timeout_s, items = self._thread, self._call_options.timeout_s, len(call.items)
+        if not thread.has_space(items) and not thread.wait_for_space(items, timeout_s):
             raise self._no_result()
         thread.send(call)
         return call.future
 
-    def options(self, **options: Any) -> "BatchedCall":
+    def options(self, **options: Any) -> "BatchedCall[T, R]":
         """The same function, called with other options: those of `CallOptions`.
 
         Raises:
             BatchArgumentError: There is no such option, or its value is impossible.
         """
-        try:
-            chosen = replace(self._call_options, **options)
-        except TypeError:
-            known = ", ".join(CallOptions.__dataclass_fields__)
-            raise BatchArgumentError(
-                f"{self._thread.name}.options({', '.join(options)}): there are {known}"
-            ) from None
+        _check_names(self._thread.name, options, CallOptions.__dataclass_fields__)
+        chosen = replace(self._call_options, **options)
         chosen.check(self._thread.options.classes)
-        return BatchedCall(self._thread, self._owner, chosen)
+        made = BatchedCall[T, R](self._thread, self._owner, chosen)
+        made._anchor = self
+        return made
 
     @property
     def stats(self) -> BatcherStats:
@@ -138,11 +174,23 @@ class BatchedCall:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.to_thread(self.close)
 
-    def _make(self, kind: type[C], item: Any, many: bool, keywords: Mapping[str, Any]) -> C | None:
+    def _make(
+        self,
+        kind: type[C],
+        item: Any,
+        many: bool,
+        others: tuple[Any, ...],
+        keywords: Mapping[str, Any],
+    ) -> C | None:
         """A call that is ready to be sent; None if it has no items."""
         thread, wanted = self._thread, self._call_options
         thread.check()
-        items = item if many else (item,)
+        if others:
+            raise BatchArgumentError(
+                f"{thread.name} takes exactly one positional argument, the item, but got"
+                f" {1 + len(others)}; pass options as keywords, and several items as a list"
+            )
+        items = tuple(item) if many else (item,)
         if not items:
             return None
         key = spell(thread.name, keywords) if keywords else ""
@@ -157,7 +205,7 @@ class BatchedCall:
                 len(items),
                 options.small_batch_threshold,
             )
-            call.deadline_s = deadline_of(monotonic(), wanted.deadline_s)
+            call.deadline_s = inf if wanted.deadline_s is None else wanted.deadline_s
             call.returns_exceptions = wanted.return_exceptions
         else:
             call.lane = thread.usual_lane
@@ -170,29 +218,38 @@ class BatchedCall:
         )
 
 
-class BatchedFunction(BatchedCall):
+class BatchedFunction(BatchedCall[T, R]):
     """A function with a batcher, or a method with one batcher per instance; made by `batched`."""
 
-    def __init__(
-        self, function: Callable[..., Any], options: BatcherOptions, collator: Collator | None
-    ) -> None:
+    __name__: str
+
+    def __init__(self, function: Callable[..., Any], given_options: Mapping[str, Any]) -> None:
         #: The bare function: takes a list, returns a list. It becomes a Celery task by
         #: `app.task(base=BatchTask)(embed.function)`.
         self.function = function
-        self._options = options
-        self._collator = collator
-        #: The name of its batcher in the instances of its class.
-        self._slot = f"_batcher_of_{getattr(function, '__name__', 'function')}"
-        super().__init__(_thread_of(self, function, options, collator))
+        self.given_options = given_options
+        self._slot = f"_batcher_of_{name_of(function)}"
+        super().__init__(self._make_thread(self))
         functools.update_wrapper(self, function)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._slot = f"_batcher_of_{name}"
+    def _make_thread(self, anchor: Any) -> BatcherThread:
+        """A batcher of the function, which ends with its anchor."""
+        name = name_of(self.function)
+        options, collator = choose(name, self.given_options)
+        return make_thread(anchor, BatchLoop(self.function, name, options, collator))
 
-    def __get__(self, instance: Any, owner: type | None = None) -> BatchedCall:
+    def __set_name__(self, owner: type, name: str) -> None:
+        # A method of the same name may be inherited, and called by `super()`.
+        self._slot = f"_batcher_of_{owner.__qualname__}.{name}"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type | None = None) -> BatchedCall[T, R]: ...
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        held = vars(instance).get(self._slot)
+        held = getattr(instance, "__dict__", {}).get(self._slot)
         # A copy of an object has all that the object has, and needs a batcher of its own.
         if held is None or held.owner() is not instance:
             held = self._bind(instance)
@@ -204,10 +261,15 @@ class BatchedFunction(BatchedCall):
 
     def _bind(self, instance: Any) -> "_Held":
         held: _Held | None
+        if not hasattr(instance, "__dict__"):
+            raise BatchArgumentError(
+                f"{self._thread.name}: instances of {type(instance).__name__} have no __dict__,"
+                ' where their batcher would be; add "__dict__" to __slots__'
+            )
         with _binding:
             held = vars(instance).get(self._slot)
             if held is None or held.owner() is not instance:
-                thread = _thread_of(instance, self.function, self._options, self._collator)
+                thread = self._make_thread(instance)
                 held = vars(instance)[self._slot] = _Held(weakref.ref(instance), thread)
         return held
 
@@ -226,7 +288,7 @@ class _Held:
         return type(None), ()
 
 
-class Batcher(BatchedCall):
+class Batcher(BatchedCall[Any, Any]):
     """A batcher with a state of its own: subclass it, and define `infer`.
 
     ```python
@@ -252,8 +314,8 @@ class Batcher(BatchedCall):
             BatchArgumentError: There is no such option, or its value is impossible.
         """
         name = type(self).__name__
-        chosen, collator = _chosen(name, options)
-        thread = _thread_of(self, type(self).infer, chosen, collator, name=name)
+        chosen, collator = choose(name, options)
+        thread = make_thread(self, BatchLoop(type(self).infer, name, chosen, collator))
         super().__init__(thread, self)
         # The thread must not keep the batcher alive, and there is a call whenever it loads.
         myself = weakref.ref(self)
@@ -272,6 +334,51 @@ def _load(batcher: Batcher | None) -> None:
         batcher.load()
 
 
+class _Decorator(Protocol):
+    """Decorates a function, or a method; plain or `async def`."""
+
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[list[T], ...], Outcomes[R]], /
+    ) -> BatchedFunction[T, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[list[T], ...], Awaitable[Outcomes[R]]], /
+    ) -> BatchedFunction[T, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, list[T], ...], Outcomes[R]], /
+    ) -> BatchedFunction[T, R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Any, list[T], ...], Awaitable[Outcomes[R]]], /
+    ) -> BatchedFunction[T, R]: ...
+    @overload
+    def __call__(self, function: Callable[..., Any], /) -> BatchedFunction[Any, Any]: ...
+
+
+@overload
+def batched(
+    function: Callable[Concatenate[list[T], ...], Outcomes[R]], /, **options: Any
+) -> BatchedFunction[T, R]: ...
+@overload
+def batched(
+    function: Callable[Concatenate[list[T], ...], Awaitable[Outcomes[R]]], /, **options: Any
+) -> BatchedFunction[T, R]: ...
+@overload
+def batched(
+    function: Callable[Concatenate[Any, list[T], ...], Outcomes[R]], /, **options: Any
+) -> BatchedFunction[T, R]: ...
+@overload
+def batched(
+    function: Callable[Concatenate[Any, list[T], ...], Awaitable[Outcomes[R]]],
+    /,
+    **options: Any,
+) -> BatchedFunction[T, R]: ...
+@overload
+def batched(function: Callable[..., Any], /, **options: Any) -> BatchedFunction[Any, Any]: ...
+@overload
+def batched(**options: Any) -> _Decorator: ...
 def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Makes a function over lists one that is called with single items, which run in batches.
 
@@ -299,48 +406,51 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
             is impossible.
     """
     if function is None:
-        _chosen("batched", options)  # A wrong option is found where it was written.
+        choose("batched", options)  # A wrong option is found where it was written.
         return functools.partial(_decorate, options)
     return _decorate(options, function)
 
 
-def _decorate(options: Mapping[str, Any], function: Any) -> BatchedFunction:
+def _decorate(options: Mapping[str, Any], function: Any) -> BatchedFunction[Any, Any]:
     if isinstance(function, staticmethod | classmethod):
-        function = function.__func__
+        kind = type(function).__name__
+        raise BatchArgumentError(f"batched({function!r:.80}): put @{kind} above @batched")
     if not callable(function) or isinstance(function, type):
         raise BatchArgumentError(f"batched({function!r:.80}): decorate a function or a method")
-    chosen, collator = _chosen(_name_of(function), options)
-    return BatchedFunction(function, chosen, collator)
+    return BatchedFunction(function, options)
 
 
-def _chosen(name: str, options: Mapping[str, Any]) -> tuple[BatcherOptions, Collator | None]:
-    """The options of a batcher, and what makes arrays of its items."""
+def choose(name: str, options: Mapping[str, Any]) -> tuple[BatcherOptions, Collator | None]:
+    """The options of a batcher, and what makes arrays of its items.
+
+    Raises:
+        BatchArgumentError: There is no such option, or its value is impossible.
+    """
     own = {each: options[each] for each in options if each not in COLLATOR_OPTIONS}
     arrays = {each: options[each] for each in options if each in COLLATOR_OPTIONS}
     collator = Collator(**arrays) if arrays else None
     if collator is not None:
         own.setdefault("length", collator.length)
-    try:
-        return BatcherOptions(**own), collator
-    except TypeError:
-        known = ", ".join([*BatcherOptions.__dataclass_fields__, *COLLATOR_OPTIONS])
-        raise BatchArgumentError(f"{name}: options {', '.join(own)}: there are {known}") from None
+    _check_names(name, own, [*BatcherOptions.__dataclass_fields__, *COLLATOR_OPTIONS])
+    return BatcherOptions(**own), collator
 
 
-def _name_of(function: Any) -> str:
+def _check_names(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    unknown = [each for each in given if each not in known]
+    if unknown:
+        raise BatchArgumentError(
+            f"{name}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
+        )
+
+
+def name_of(function: Any) -> str:
+    """The name of a function in errors."""
     return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 
 
-def _thread_of(
-    anchor: Any,
-    function: Callable[..., Any],
-    options: BatcherOptions,
-    collator: Collator | None,
-    name: str = "",
-) -> BatcherThread:
+def make_thread(anchor: Any, loop: BatchLoop) -> BatcherThread:
     """A batcher that ends with its anchor."""
-    loop = BatchLoop(function, name or _name_of(function), options, collator)
-    thread = BatcherThread(loop, options)
+    thread = BatcherThread(loop)
     try:
         end = weakref.finalize(anchor, thread.close, wait=False)
     except TypeError:

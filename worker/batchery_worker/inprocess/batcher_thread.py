@@ -12,9 +12,8 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 
 from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
-from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
+from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, as_exception
 from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall
-from batchery_worker.inprocess.options import BatcherOptions
 from batchery_worker.inprocess.space import Space
 from batchery_worker.job import Lane
 
@@ -31,19 +30,21 @@ _started: "weakref.WeakSet[BatcherThread]" = weakref.WeakSet()
 class BatcherThread:
     """Takes calls from all threads and event loops, and runs their batches on its own."""
 
-    def __init__(self, loop: BatchLoop, options: BatcherOptions) -> None:
+    def __init__(self, loop: BatchLoop) -> None:
         """Starts with the first call.
 
         Args:
             loop: Forms and runs the batches.
-            options: Those of the loop.
         """
-        self.options = options
+        self.options = options = loop.options
         #: Whose items they are where the call does not say.
         self.usual_lane = Lane(next(iter(options.classes)))
         self._loop = loop
         self._incoming: SimpleQueue[Call | None] = SimpleQueue()
-        self._space = None if options.max_waiting is None else Space(options.max_waiting)
+        self._space: Space | None = None
+        if options.max_waiting is not None:
+            self._space = Space(options.max_waiting)
+            loop.on_taken = self._space.free
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         #: What is called before the first batch; until it has succeeded, every batch fails.
@@ -159,16 +160,13 @@ class BatcherThread:
             self._loop.close()
 
     def _turn(self, *, draining: bool = False) -> None:
-        before = self._loop.taken
         try:
             if self.load is not None:
                 self.load()
                 self.load = None
             self._loop.turn(draining=draining)
         except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
-            self._loop.fail_all(error)
-        if self._space is not None and self._loop.taken > before:
-            self._space.free(self._loop.taken - before)
+            self._loop.fail_all(as_exception(error, self.name))
 
     def _take_in(self) -> bool:
         """Takes in what was called; waits if nothing is due. Returns False at the end."""

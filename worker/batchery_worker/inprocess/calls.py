@@ -62,6 +62,7 @@ class Call:
         #: Whether nobody waits any more; what has not begun is dropped.
         self.is_abandoned = False
         self.lane: Lane = USUAL_LANE
+        #: In how many seconds it should be answered.
         self.deadline_s = inf
         self.lengths: Sequence[int] | None = None
         self.returns_exceptions = False

@@ -1,0 +1,575 @@
+"""`batched` and `Batcher`: calls from threads and event loops, each with its own result."""
+
+import asyncio
+import copy
+import gc
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from batchery import (
+    BatchArgumentError,
+    Batcher,
+    BatcherClosed,
+    Failed,
+    ItemFailed,
+    NoResult,
+    QueueFull,
+    RetryAfter,
+    WrongLength,
+    batched,
+)
+from support.harness import wait_for
+
+WAIT_S = 30
+
+
+class Gate:
+    """A batch function that waits until it may go on, and remembers its batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+        self.opened = threading.Event()
+        self.begun = threading.Event()
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        self.batches.append(items)
+        self.begun.set()
+        assert self.opened.wait(WAIT_S)
+        return [f"{item}!" for item in items]
+
+    def hold(self, batcher: Any) -> "Future[Any]":
+        """Keeps the batcher busy."""
+        held: Future[Any] = batcher.submit("held")
+        assert self.begun.wait(WAIT_S)
+        return held
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    made = Gate()
+    yield made
+    made.opened.set()
+
+
+def of_batcher() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name.startswith("batchery-")]
+
+
+@batched(max_batch_size=8)
+def shout(texts: list[str], mark: str = "") -> list[Any]:
+    """Makes texts loud."""
+    return [Failed("quiet") if text == "quiet" else text.upper() + mark for text in texts]
+
+
+def test_one_item_has_one_result_and_a_list_has_a_list() -> None:
+    assert shout("a") == "A"
+    assert shout(["a", "b"]) == ["A", "B"]
+    assert shout([]) == []
+    assert shout(list(map(str, range(100)))) == [str(number) for number in range(100)]
+    assert shout.submit("c").result(WAIT_S) == "C"
+    assert (shout.__name__, shout.__doc__) == ("shout", "Makes texts loud.")
+    assert shout.function(["a"]) == ["A"]
+
+
+def test_coroutines_of_any_event_loop_call_it() -> None:
+    async def main() -> Any:
+        return await asyncio.gather(shout.acall("a"), shout.acall(["b", "c"]), shout.acall([]))
+
+    for _ in range(2):
+        assert asyncio.run(main()) == ["A", ["B", "C"], []]
+
+
+def test_an_item_that_is_a_list_is_submitted() -> None:
+    total = batched(lambda items: [sum(item) for item in items])
+    assert total.submit([1, 2]).result(WAIT_S) == 3
+    assert total([[1, 2], [3]]) == [3, 3]
+    assert total.submit_many(iter([[1, 2], [3]])).result(WAIT_S) == [3, 3]
+    assert total.submit_many([]).result(0) == []
+
+
+def test_what_waits_while_a_batch_runs_is_the_next_batch(gate: Gate) -> None:
+    function = batched(gate, max_batch_size=4)
+    held = gate.hold(function)
+    futures = [function.submit(number) for number in range(6)]
+    wait_for(lambda: function.stats.waiting == 6, "all wait")
+    gate.opened.set()
+    assert [each.result(WAIT_S) for each in futures] == [f"{number}!" for number in range(6)]
+    assert held.result(WAIT_S) == "held!"
+    assert gate.batches == [["held"], [0, 1, 2, 3], [4, 5]]
+    stats = function.stats
+    assert (stats.items, stats.batches, stats.calls_of_function, stats.waiting) == (7, 3, 3, 0)
+    assert stats.mean_batch_size == pytest.approx(7 / 3)
+    assert stats.mean_run_ms > 0
+
+
+def test_calls_with_other_keywords_are_other_batches(gate: Gate) -> None:
+    seen: list[tuple[list[str], dict[str, Any]]] = []
+
+    def note(texts: list[str], **keywords: Any) -> list[str]:
+        if texts == ["held"]:
+            return gate(texts)
+        seen.append((texts, keywords))
+        return texts
+
+    function = batched(note)
+    gate.hold(function)
+    sent: list[tuple[str, dict[str, Any]]] = [
+        ("a", {"n": 1}),
+        ("b", {"n": True}),
+        ("c", {"n": 1}),
+        ("d", {"n": 1.0}),
+    ]
+    futures = [function.submit(text, **keywords) for text, keywords in sent]
+    gate.opened.set()
+    assert [each.result(WAIT_S) for each in futures] == ["a", "b", "c", "d"]
+    assert [texts for texts, _ in seen] == [["a", "c"], ["b"], ["d"]]
+    assert [repr(keywords) for _, keywords in seen] == ["{'n': 1}", "{'n': True}", "{'n': 1.0}"]
+
+
+def test_one_bad_item_fails_alone() -> None:
+    calls: list[list[int]] = []
+
+    def invert(numbers: list[int]) -> list[float]:
+        calls.append(numbers)
+        return [1 / number for number in numbers]
+
+    function = batched(invert, max_batch_size=8)
+    found = function.options(return_exceptions=True)([1, 2, 0, 4])
+    assert [found[place] for place in (0, 1, 3)] == [1.0, 0.5, 0.25]
+    assert isinstance(found[2], ZeroDivisionError)
+    assert calls == [[1, 2, 0, 4], [1, 2], [0, 4], [0], [4]]
+    with pytest.raises(ZeroDivisionError) as caught:
+        function([1, 0])
+    # The trace ends where it was raised.
+    assert caught.traceback[-1].name == "<listcomp>" or "invert" in str(caught.traceback[-1])
+    stats = function.stats
+    assert (stats.items, stats.failed) == (6, 2)
+
+
+def test_a_failed_outcome_is_raised() -> None:
+    with pytest.raises(ItemFailed, match=r"^quiet$"):
+        shout("quiet")
+    assert shout("loud") == "LOUD"
+
+
+class Odd(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), Odd("odd"), KeyboardInterrupt()])
+def test_what_would_end_a_thread_is_an_error_of_the_item(raised: BaseException) -> None:
+    def end(items: list[str]) -> list[str]:
+        if "end" in items:
+            raise raised
+        return items
+
+    function = batched(end)
+    with pytest.raises(RuntimeError, match=r"called sys.exit\(3\)|raised Odd|KeyboardInterrupt"):
+        function("end")
+    assert function("go on") == "go on"
+
+
+def test_a_wrong_number_of_outcomes_is_an_error_of_all() -> None:
+    function = batched(lambda items: items[1:])
+    with pytest.raises(WrongLength, match="returned 1 outcomes for 2 items"):
+        function(["a", "b"])
+    with pytest.raises(WrongLength, match="returned a str for 1 items"):
+        batched("".join)("a")
+
+
+def test_outcomes_that_take_a_worker_are_refused() -> None:
+    function = batched(lambda items: [RetryAfter(1.0) for _ in items])
+    with pytest.raises(ItemFailed, match="answered RetryAfter, which takes a Celery worker"):
+        function("a")
+
+
+def test_results_stay_what_the_function_returned() -> None:
+    value = object()
+    assert batched(lambda items: [value for _ in items])("a") is value
+    # A generator runs while its answers are taken.
+    assert batched(lambda items: (item * 2 for item in items))(["a", "b"]) == ["aa", "bb"]
+
+
+def test_a_coroutine_function_runs_on_one_event_loop_of_its_own() -> None:
+    loops: set[Any] = set()
+
+    @batched
+    async def double(numbers: list[int]) -> list[int]:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return [2 * number for number in numbers]
+
+    async def main() -> Any:
+        return await double.acall(2)
+
+    assert (double(1), asyncio.run(main()), double([3])) == (2, 4, [6])
+    assert len(loops) == 1
+    double.close()
+    assert loops.pop().is_closed()
+
+
+class Embedder:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    @batched(max_batch_size=4)
+    def embed(self, numbers: list[int], plus: int = 0) -> list[int]:
+        return [self.factor * number + plus for number in numbers]
+
+    @batched
+    def other(self, numbers: list[int]) -> list[int]:
+        return numbers
+
+
+class Child(Embedder):
+    @batched
+    def embed(self, numbers: list[int], plus: int = 0) -> list[int]:
+        return [-number for number in super().embed(numbers, plus=plus)]
+
+
+def test_each_instance_has_a_batcher_of_its_own() -> None:
+    two, three = Embedder(2), Embedder(3)
+    assert (two.embed(1), three.embed(1), two.embed([1, 2], plus=1)) == (2, 3, [3, 5])
+    assert (two.embed.stats.items, three.embed.stats.items, two.other.stats.items) == (3, 1, 0)
+    assert Child(2).embed([1, 2]) == [-2, -4]
+    assert Embedder.embed.function(two, [5]) == [10]
+    with pytest.raises(AttributeError, match="is a batched method"):
+        two.embed = None
+
+
+def test_a_copy_of_an_instance_has_a_batcher_of_its_own() -> None:
+    two = Embedder(2)
+    assert two.embed(1) == 2
+    for made in (copy.copy(two), copy.deepcopy(two), pickle.loads(pickle.dumps(two))):
+        made.factor = 5
+        assert (made.embed(1), two.embed(1)) == (5, 2)
+
+
+def test_a_batcher_goes_with_its_instance() -> None:
+    before = set(of_batcher())
+    two = Embedder(2)
+    assert two.embed(1) == 2
+    (thread,) = set(of_batcher()) - before
+    bound = two.embed
+    gone = weakref.ref(two)
+    gc.disable()
+    try:
+        del two
+        assert bound(2) == 4
+        del bound
+        # No cycle keeps the model's memory until somebody looks for cycles.
+        assert gone() is None
+    finally:
+        gc.enable()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_calls_are_answered_although_nobody_holds_the_instance() -> None:
+    assert Embedder(2).embed.submit(3).result(WAIT_S) == 6
+    assert batched(lambda items: items).options(tenant="a")("x") == "x"
+
+
+def test_instances_without_a_dict_are_refused() -> None:
+    class Slim:
+        __slots__ = ()
+
+        @batched
+        def embed(self, items: list[Any]) -> list[Any]:
+            return items
+
+    with pytest.raises(BatchArgumentError, match="Slim have no __dict__"):
+        Slim().embed("a")
+
+
+@dataclass
+class Loaded(Batcher):
+    """Comes from a proxy with `load` and `infer`."""
+
+    attempts: int = 0
+    fails: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__(max_batch_size=2)
+
+    def load(self) -> None:
+        self.attempts += 1
+        self.thread = threading.current_thread()
+        if self.attempts <= self.fails:
+            raise OSError("no such model")
+
+    def infer(self, items: list[str], /, **_: Any) -> list[str]:
+        assert threading.current_thread() is self.thread
+        return [item.upper() for item in items]
+
+
+def test_a_subclass_loads_once_on_the_thread_of_its_batches() -> None:
+    with Loaded() as loaded:
+        assert (loaded("a"), loaded(["b", "c", "d"])) == ("A", ["B", "C", "D"])
+        assert loaded.attempts == 1
+    assert not loaded.thread.is_alive()
+
+
+def test_a_load_that_fails_fails_the_calls_and_is_tried_again() -> None:
+    with Loaded(fails=1) as loaded:
+        with pytest.raises(OSError, match="no such model"):
+            loaded("a")
+        assert loaded("a") == "A"
+
+
+def test_a_subclass_without_infer_says_so() -> None:
+    with Batcher() as batcher, pytest.raises(NotImplementedError, match="needs infer"):
+        batcher("a")
+
+
+def test_a_closed_batcher_answers_what_is_there_and_takes_no_more(gate: Gate) -> None:
+    function = batched(gate, max_batch_size=1, max_wait_ms=3_600_000)
+    gate.hold(function)
+    futures = [function.submit(number) for number in range(3)]
+    closing = threading.Thread(target=function.close)
+    closing.start()
+    wait_for(lambda: _is_closed(function), "it takes no more")
+    gate.opened.set()
+    closing.join(WAIT_S)
+    assert [each.result(WAIT_S) for each in futures] == ["0!", "1!", "2!"]
+    for call in (function, function.submit):
+        with pytest.raises(BatcherClosed, match="it is closed"):
+            call("late")
+    function.close()
+
+
+def _is_closed(function: Any) -> bool:
+    try:
+        function([])
+    except BatcherClosed:
+        return True
+    return False
+
+
+def test_a_batcher_is_closed_by_async_with() -> None:
+    async def main() -> Any:
+        async with batched(lambda items: items) as function:
+            return function, await function.acall("a")
+
+    function, answer = asyncio.run(main())
+    assert answer == "a"
+    with pytest.raises(BatcherClosed):
+        function("b")
+
+
+def test_an_incomplete_batch_does_not_wait_for_a_batcher_that_is_closed() -> None:
+    function = batched(lambda items: items, max_wait_ms=3_600_000)
+    future = function.submit("a")
+    function.close()
+    assert future.result(0) == "a"
+
+
+def test_a_cancelled_future_is_dropped_and_its_neighbours_are_not(gate: Gate) -> None:
+    function = batched(gate)
+    held = gate.hold(function)
+    futures = [function.submit(number) for number in range(3)]
+    assert futures[1].cancel()
+    assert wait([futures[1]], WAIT_S).done
+    gate.opened.set()
+    assert [futures[0].result(WAIT_S), futures[2].result(WAIT_S)] == ["0!", "2!"]
+    with pytest.raises(CancelledError):
+        futures[1].result(0)
+    assert held.result(WAIT_S) == "held!"
+    assert gate.batches == [["held"], [0, 2]]
+    assert function.stats.dropped == 1
+
+
+def test_a_cancelled_coroutine_and_one_that_is_too_late_are_dropped(gate: Gate) -> None:
+    function = batched(gate)
+    gate.hold(function)
+
+    async def main() -> Any:
+        leaver = asyncio.create_task(function.acall("leaver"))
+        stayer = asyncio.create_task(function.acall("stayer"))
+        with pytest.raises(NoResult, match=r"no result within 0\.05 s"):
+            await function.options(timeout_s=0.05).acall("late")
+        leaver.cancel()
+        await asyncio.wait([leaver])
+        gate.opened.set()
+        return await stayer
+
+    assert asyncio.run(main()) == "stayer!"
+    assert gate.batches == [["held"], ["stayer"]]
+
+
+def test_a_thread_waits_no_longer_than_it_wants(gate: Gate) -> None:
+    function = batched(gate)
+    gate.hold(function)
+    with pytest.raises(NoResult, match=r"no result within 0\.05 s"):
+        function.options(timeout_s=0.05)("late")
+    gate.opened.set()
+    assert function("next") == "next!"
+    assert ["late"] not in gate.batches
+
+
+def test_a_call_whose_event_loop_has_ended_hurts_nobody(gate: Gate) -> None:
+    function = batched(gate)
+    gate.hold(function)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(function.acall("orphan"))
+    loop.run_until_complete(asyncio.sleep(0))
+    wait_for(lambda: function.stats.waiting == 1, "it waits")
+    loop.close()
+    gate.opened.set()
+    assert function("next") == "next!"
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_a_full_queue_refuses(gate: Gate) -> None:
+    function = batched(gate, max_waiting=2, when_full="refuse")
+    gate.hold(function)
+    futures = [function.submit(number) for number in range(2)]
+    with pytest.raises(QueueFull, match="2 items wait, and max_waiting is 2") as caught:
+        function.submit(2)
+    assert caught.value.retry_after_s > 0
+    gate.opened.set()
+    assert [each.result(WAIT_S) for each in futures] == ["0!", "1!"]
+    assert function(["more", "than", "fits"]) == ["more!", "than!", "fits!"]
+
+
+def test_a_full_queue_makes_callers_wait_in_their_order(gate: Gate) -> None:
+    function = batched(gate, max_batch_size=1, max_waiting=1)
+    gate.hold(function)
+    first = function.submit("first")
+    with pytest.raises(NoResult):
+        function.options(timeout_s=0.05)("late")
+    results: list[str] = []
+
+    def call(name: str) -> None:
+        results.append(function(name))
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in ("a", "b")]
+
+    async def main() -> Any:
+        leaver = asyncio.create_task(function.acall("leaver"))
+        stayer = asyncio.create_task(function.acall("stayer"))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        for thread in threads:
+            thread.start()
+        gate.opened.set()
+        return await stayer
+
+    assert asyncio.run(main()) == "stayer!"
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert (first.result(WAIT_S), sorted(results)) == ("first!", ["a!", "b!"])
+    assert [item for batch in gate.batches for item in batch][:3] == ["held", "first", "stayer"]
+
+
+def test_a_function_that_calls_its_own_batcher_is_told() -> None:
+    @batched
+    def deep(items: list[int]) -> list[int]:
+        return [deep(item - 1) if item else item for item in items]
+
+    assert deep(0) == 0
+    with pytest.raises(BatchArgumentError, match="would wait for itself"):
+        deep(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_batch_size": 0}, "max_batch_size=0: give a whole number above 0"),
+        ({"max_batch_size": None}, "max_batch_size=None"),
+        ({"max_batch_size": True}, "max_batch_size=True"),
+        ({"max_batch_size": 2.5}, r"max_batch_size=2\.5"),
+        ({"max_wait_ms": -1}, "max_wait_ms=-1: give 0 or more"),
+        ({"max_wait_ms": float("nan")}, "max_wait_ms=nan"),
+        ({"target_latency_ms": 0}, "target_latency_ms=0"),
+        ({"max_batch_tokens": 5}, "max_batch_tokens needs length="),
+        ({"small_batch_threshold": "2"}, "small_batch_threshold='2'"),
+        ({"classes": {}}, "give at least one"),
+        ({"classes": {"a": -1}}, r"classes\['a'\]=-1"),
+        ({"max_waiting": 0}, "max_waiting=0"),
+        ({"when_full": "drop"}, "when_full='drop': give 'wait' or 'refuse'"),
+        ({"batch_size": 2}, "there is no option batch_size; there are max_batch_size, "),
+    ],
+)
+def test_a_wrong_option_is_found_where_it_is_written(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(BatchArgumentError, match=text):
+        batched(**options)
+    with pytest.raises(BatchArgumentError, match=text):
+        Batcher(**options)
+
+
+@pytest.mark.parametrize("what", [3, "embed", Embedder, staticmethod(len), classmethod(print)])
+def test_only_functions_are_decorated(what: Any) -> None:
+    with pytest.raises(BatchArgumentError, match=r"decorate a function|above @batched"):
+        batched(what)
+
+
+def test_a_wrong_call_is_told() -> None:
+    with pytest.raises(BatchArgumentError, match="takes exactly one positional argument"):
+        shout("a", "b")
+    with pytest.raises(BatchArgumentError, match="must be plain data"):
+        shout("a", mark=object())
+    for options, text in [
+        ({"timeout_s": 0}, "timeout_s=0"),
+        ({"deadline_s": -1}, "deadline_s=-1"),
+        ({"priority_class": "live"}, "priority_class='live': there are high, normal, low"),
+        ({"tenant": 3}, "tenant=3"),
+        ({"timeout": 3}, "shout: there is no option timeout; there are timeout_s"),
+    ]:
+        with pytest.raises(BatchArgumentError, match=text):
+            shout.options(**options)  # type: ignore[arg-type]
+
+
+def test_a_forked_process_is_told(gate: Gate) -> None:
+    used, unused = batched(lambda items: items), batched(lambda items: items)
+    assert used("a") == "a"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            used("a")
+        except BatcherClosed as error:
+            os.write(writer, f"{error} {unused('b')}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    assert (status, text.endswith("make it after the fork b")) == (0, True), text
+    assert used("a") == "a"
+
+
+def test_nothing_wakes_up_while_nothing_is_called() -> None:
+    function = batched(lambda items: items)
+    assert function("a") == "a"
+    (thread,) = [each for each in of_batcher() if each.ident == _ident(function)]
+    switches = f"/proc/self/task/{thread.native_id}/status"
+
+    def count() -> list[str]:
+        with open(switches) as status:
+            return [line for line in status if "ctxt_switches" in line]
+
+    def is_asleep() -> bool:
+        before = count()
+        time.sleep(0.05)
+        return count() == before
+
+    wait_for(is_asleep, "it sleeps")
+    before = count()
+    time.sleep(0.5)  # What must not happen takes a while not to happen.
+    assert count() == before
+
+
+def _ident(function: Any) -> int | None:
+    thread = function._thread._thread
+    return thread.ident if thread else None
