@@ -1,0 +1,1 @@
+"""In-process batchers, side by side."""
