@@ -83,6 +83,22 @@ def test_importing_a_package_loads_nothing_heavy_and_not_the_other_side(package:
     assert done.returncode == 0, done.stderr
 
 
+# Uses the batcher without a broker, and prints which of the modules in its argument are loaded.
+USE_BATCHED = """
+import sys
+from batchery import Batcher, Failed, batched
+from batchery.testing import ManualBatcher
+assert batched(lambda items: items)(["a"]) == ManualBatcher(list)(["a"]) == ["a"]
+print(*set(sys.argv[1].split(",")) & set(sys.modules))
+"""
+
+
+def test_what_runs_without_a_broker_loads_no_celery_and_nothing_heavy() -> None:
+    unwanted = {*HEAVY, "celery", "kombu", "redis", "pydantic", "batchery_producer"}
+    done = run_python(USE_BATCHED, ",".join(unwanted))
+    assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
+
+
 # Imports the modules named in its arguments and prints what ours do meanwhile, besides importing.
 WATCH_IMPORTS = """
 import importlib, os, sys

@@ -87,6 +87,12 @@ def expected(items: list[int], error: BaseException | None, value: Any) -> bool:
     return not bad and value == [2 * item for item in items]
 
 
+def count_calls() -> int:
+    """How many calls are in memory, of all batchers."""
+    gc.collect()
+    return sum(isinstance(each, Call) for each in gc.get_objects())
+
+
 class Storm:
     """Calls of one batcher, from threads and coroutines."""
 
@@ -99,7 +105,7 @@ class Storm:
 
     def run(self) -> Report:
         """Makes all calls, and closes the batcher."""
-        before = {each.ident for each in threading.enumerate()}
+        before, calls_before = {each.ident for each in threading.enumerate()}, count_calls()
         began_s = monotonic()
         threads = [
             threading.Thread(
@@ -116,8 +122,7 @@ class Storm:
         stats = asdict(self._function.stats)
         seconds = monotonic() - began_s
         left = {each.ident for each in threading.enumerate()} - before
-        gc.collect()
-        calls_left = sum(isinstance(each, Call) for each in gc.get_objects())
+        calls_left = max(0, count_calls() - calls_before)
         ends = dict(self.ends)
         wrong = ends.get("wrong", 0)
         return Report(

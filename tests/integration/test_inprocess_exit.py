@@ -1,0 +1,59 @@
+"""What a program's end, and Ctrl-C, do to a batcher: what waits is answered."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from support.harness import START_S, wait_for
+
+ENDS = """
+import time
+from batchery import batched
+
+@batched(max_batch_size=8, max_wait_ms=3_600_000)
+def slow(numbers):
+    time.sleep(0.05)
+    return numbers
+
+for number in range(20):
+    slow.submit(number).add_done_callback(lambda future: print(future.result(), flush=True))
+"""
+
+HANGS = """
+import time
+from batchery import batched
+
+@batched(max_batch_size=1)
+def slow(numbers):
+    print("begun", flush=True)
+    time.sleep(1)
+    return numbers
+
+slow.submit("runs").add_done_callback(lambda future: print(future.result(), flush=True))
+slow("never")
+"""
+
+
+def test_what_waits_is_answered_when_the_program_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS], capture_output=True, text=True, check=False, timeout=START_S
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [int(line) for line in done.stdout.split()] == list(range(20))
+
+
+def test_ctrl_c_ends_the_wait_and_drops_the_call(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    with said.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-c", HANGS], stdout=out, stderr=out)
+    try:
+        wait_for(lambda: "begun" in said.read_text(), "the first batch runs", START_S)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(START_S) == -signal.SIGINT
+    finally:
+        process.kill()
+    lines = said.read_text().splitlines()
+    assert lines.count("begun") == 1
+    assert "runs" in lines
+    assert lines[-1] == "runs" or "KeyboardInterrupt" in lines
