@@ -71,7 +71,7 @@ class BatcherThread:
             BatchArgumentError: The batch function itself calls, and would wait for itself.
         """
         if self._problem is not None:
-            raise BatcherClosed(f"{self.name}: {self._problem}")
+            raise self._closed()
         if self._thread is threading.current_thread():
             raise BatchArgumentError(
                 f"{self.name}: its function calls the batcher that runs it, and would wait for"
@@ -108,7 +108,11 @@ class BatcherThread:
         await self._space.wait_async(items)
 
     def send(self, call: Call) -> None:
-        """Queues a call, for which there is space."""
+        """Queues a call, for which there is space.
+
+        Raises:
+            BatcherClosed: It was closed before its first call.
+        """
         if self._thread is None:
             self._start()
         call.sent_s = monotonic()
@@ -141,7 +145,9 @@ class BatcherThread:
 
     def _start(self) -> None:
         with self._lock:
-            if self._thread is None and self._problem is None:
+            if self._problem is not None:
+                raise self._closed()
+            if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._main, name=f"batchery-{self.name}", daemon=True
                 )
@@ -185,9 +191,12 @@ class BatcherThread:
         wake_s = self._loop.wake_s()
         return None if wake_s is None else max(0.0, wake_s - monotonic())
 
+    def _closed(self) -> BatcherClosed:
+        return BatcherClosed(f"{self.name}: {self._problem or 'its thread has ended'}")
+
     def _refuse_rest(self) -> None:
         """Fails the calls that came behind the end."""
-        error = BatcherClosed(f"{self.name}: {self._problem or 'its thread has ended'}")
+        error = self._closed()
         try:
             while True:
                 call = self._incoming.get_nowait()

@@ -27,6 +27,8 @@ from batchery import (
     WrongLength,
     batched,
 )
+from batchery_worker.inprocess.batcher_thread import send_and_wait
+from batchery_worker.inprocess.calls import ThreadCall
 from support.harness import wait_for
 
 WAIT_S = 30
@@ -345,6 +347,18 @@ def test_a_closed_batcher_answers_what_is_there_and_takes_no_more(gate: Gate) ->
         with pytest.raises(BatcherClosed, match="it is closed"):
             call("late")
     function.close()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_call_that_comes_while_a_batcher_is_closed_is_refused(is_used: bool) -> None:
+    function = batched(lambda items: items)
+    if is_used:
+        function("a")
+    call = ThreadCall(["late"], False)
+    function.close()
+    with pytest.raises(BatcherClosed, match="it is closed"):
+        send_and_wait(function._thread, call, None)
+        call.result()
 
 
 def _is_closed(function: Any) -> bool:
