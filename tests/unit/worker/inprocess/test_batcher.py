@@ -356,9 +356,13 @@ def test_a_call_that_comes_while_a_batcher_is_closed_is_refused(is_used: bool) -
         function("a")
     call = ThreadCall(["late"], False)
     function.close()
-    with pytest.raises(BatcherClosed, match="it is closed"):
+
+    def send_late() -> None:
         send_and_wait(function._thread, call, None)
         call.result()
+
+    with pytest.raises(BatcherClosed, match="it is closed"):
+        send_late()
 
 
 def _is_closed(function: Any) -> bool:
