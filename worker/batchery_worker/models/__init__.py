@@ -1,6 +1,27 @@
-"""The built-in kinds of model. Only this package and `device.py` import torch."""
+"""The built-in kinds of model. Only this package and `device.py` import torch.
 
-from batchery_worker.models.classification import ClassificationModel
-from batchery_worker.models.embedding import EmbeddingModel
+Each kind loads its module when it is first used: transformers takes seconds, and whoever needs only
+copies to a device needs none of it.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from batchery_worker.models.classification import ClassificationModel
+    from batchery_worker.models.embedding import EmbeddingModel
 
 __all__ = ["ClassificationModel", "EmbeddingModel"]
+
+#: Name -> the module that it comes from.
+_MODULES = {
+    "ClassificationModel": "batchery_worker.models.classification",
+    "EmbeddingModel": "batchery_worker.models.embedding",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if (module := _MODULES.get(name)) is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(module), name)
+    return value

@@ -1,8 +1,8 @@
 """Transfers between host and device, one each way per forward pass, that nobody waits for."""
 
 import time
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,16 +30,17 @@ class HostToDevice:
         # A stream of its own: behind the last pass, the copy would come too late.
         self._stream = copy_stream(device)
 
-    def send(self, numbers: NDArray[np.int64]) -> Tensor:
+    def send(self, numbers: NDArray[Any] | Tensor) -> Tensor:
         """Copies numbers to the device, without waiting for the end of the copy.
 
         Args:
-            numbers: All inputs of a forward pass in one piece, of any shape.
+            numbers: Inputs of a forward pass, on the host and of any shape; in one piece, where
+                that is possible.
 
         Returns:
             The same on the device, ready for what is queued on its current stream from now on.
         """
-        there = torch.from_numpy(numbers)
+        there = numbers if isinstance(numbers, Tensor) else torch.from_numpy(numbers)
         if self._stream is None:
             return there.to(self._device)
         pinned = there.pin_memory()
