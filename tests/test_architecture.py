@@ -99,6 +99,11 @@ def test_what_runs_without_a_broker_loads_no_celery_and_nothing_heavy() -> None:
     assert (done.returncode, done.stdout.split()) == (0, []), done.stderr
 
 
+def test_copies_to_a_device_take_torch_and_no_transformers() -> None:
+    done = run_python(IMPORT_EACH, "transformers", "batchery_worker.models.hardware.transfers")
+    assert done.returncode == 0, done.stderr
+
+
 # Imports the modules named in its arguments and prints what ours do meanwhile, besides importing.
 WATCH_IMPORTS = """
 import importlib, os, sys

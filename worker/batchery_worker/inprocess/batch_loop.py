@@ -95,7 +95,7 @@ class BatchLoop:
         self._function = function
         self.name = name
         self.options = options
-        self._collator = collator
+        self.collator = collator
         self._clock = clock
         self._max_tokens = options.max_batch_tokens or ANY_TOKENS
         self._is_sorted = options.length is not None or collator is not None
@@ -106,7 +106,9 @@ class BatchLoop:
             None if target_ms is None else target_ms / 1e3,
         )
         self._scheduler: Scheduler[Item] = Scheduler(options.classes, sheds_late=options.shed_late)
-        self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=PASS_TOKENS["cpu"]))
+        device_type = "cpu" if collator is None else collator.device_type
+        self._pass_tokens = PASS_TOKENS.get(device_type, PASS_TOKENS["cpu"])
+        self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=self._pass_tokens))
         self._runner: asyncio.Runner | None = None
         self._counts = _Counts()
         #: Called with a number of items that no longer wait, so that there is space for others.
@@ -115,10 +117,26 @@ class BatchLoop:
     def admit(self, call: Call) -> None:
         """Takes a call in; its items wait for their turn."""
         arrived_s, deadline_s = call.sent_s, call.sent_s + call.deadline_s
+        if call.keys is not None:
+            self._admit_each(call, call.keys, deadline_s)
+            return
         key = BatchKey(self.name, call.key, (None, None))
         for index in range(len(call.items)):
             self._scheduler.admit(
                 Job("", key, self._limits, 1, arrived_s, (call, index), call.lane, deadline_s)
+            )
+
+    def _admit_each(self, call: Call, keys: Sequence[str | None], deadline_s: float) -> None:
+        """Takes items in that have keys of their own; those without a key were refused."""
+        made: dict[str, BatchKey] = {}
+        for index, own in enumerate(keys):
+            if own is None:
+                continue
+            key = made.get(own)
+            if key is None:
+                key = made[own] = BatchKey(self.name, f"{call.key} {own}", (None, None))
+            self._scheduler.admit(
+                Job("", key, self._limits, 1, call.sent_s, (call, index), call.lane, deadline_s)
             )
 
     @property
@@ -215,7 +233,7 @@ class BatchLoop:
         if not self._is_sorted or len(jobs) == 1:
             return [list(range(len(jobs)))]
         costs = self._cost_model.costs
-        pass_tokens = PASS_TOKENS["cpu"]
+        pass_tokens = self._pass_tokens
         if costs is not None and costs.token_ms > 0:
             pass_tokens = max(1, min(ANY_TOKENS, round(costs.pass_ms / costs.token_ms)))
         return plan(
@@ -258,14 +276,16 @@ class BatchLoop:
         self._counts.calls += 1
         first = jobs[0].payload[0]
         given: Any = [call.items[index] for call, index in (job.payload for job in jobs)]
-        if self._collator is not None:
-            given = self._collator.stack(given)
+        lengths: list[int] = []
+        if self.collator is not None:
+            lengths = [each.length for each in given]
+            given = self.collator.stack(given)
         owner = () if first.owner is None else (first.owner,)
         answer = self._function(*owner, given, **first.keywords)
         if inspect.iscoroutine(answer):
             answer = self._resolve(answer)
-        if self._collator is not None:
-            return self._collator.rows(answer, [_length(job) for job in jobs])
+        if self.collator is not None:
+            return self.collator.rows(answer, lengths, self.name)
         return answer
 
     def _resolve(self, coroutine: Any) -> Any:

@@ -10,13 +10,13 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
-from batchery.errors import BatchArgumentError, NoResult
+from batchery.errors import BatchArgumentError, InvalidItem, NoResult
 from batchery.outcomes import Failed
 from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, lane_of
 from batchery_worker.inprocess.batcher_thread import BatcherThread, send_and_await, send_and_wait
 from batchery_worker.inprocess.calls import Call, FutureCall, LoopCall, ThreadCall
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, spell
-from batchery_worker.inprocess.tensors import Collator
+from batchery_worker.inprocess.tensors import Collator, Features
 
 C = TypeVar("C", bound=Call)
 
@@ -30,7 +30,7 @@ Outcomes = Iterable[R | Failed]
 USUAL_CALL = CallOptions()
 
 #: Options of `batched` that are arguments of `Collator`.
-COLLATOR_OPTIONS = ("pad", "mask", "trim")
+COLLATOR_OPTIONS = ("pad", "mask", "trim", "device")
 
 #: Instances get their batchers one by one: their first calls may come from several threads.
 _binding = threading.Lock()
@@ -69,6 +69,7 @@ class BatchedCall(Generic[T, R]):
                 data, or the batch function itself calls.
             NoResult: None came within `timeout_s`.
             QueueFull: `max_waiting` items wait already, and callers are refused.
+            InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
@@ -90,6 +91,7 @@ class BatchedCall(Generic[T, R]):
         Raises:
             NoResult: None came within `timeout_s`.
             QueueFull: `max_waiting` items wait already, and callers are refused.
+            InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
             Exception: What the function raised, or answered as `Failed`, for this item.
         """
@@ -112,6 +114,7 @@ class BatchedCall(Generic[T, R]):
         Raises:
             NoResult: There was no space within `timeout_s`.
             QueueFull: `max_waiting` items wait already, and callers are refused.
+            InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
         return self._submit(item, False, others, keywords)
@@ -122,6 +125,7 @@ class BatchedCall(Generic[T, R]):
         Raises:
             NoResult: There was no space within `timeout_s`.
             QueueFull: `max_waiting` items wait already, and callers are refused.
+            InvalidItem: An item is no dict of the arrays that the function wants; none is run.
             BatcherClosed: It is closed, or belongs to the parent of this process.
         """
         return self._submit(list(items), True, (), keywords)
@@ -134,7 +138,10 @@ class BatchedCall(Generic[T, R]):
             nothing: Future[Any] = Future()
             nothing.set_result([])
             return nothing
-        thread, timeout_s, items = self._thread, self._call_options.timeout_s, len(call.items)
+        thread, timeout_s, items = self._thread, self._call_options.timeout_s, call.left
+        if not items:
+            call.finish()  # Every item was refused.
+            return call.future
         if not thread.has_space(items) and not thread.wait_for_space(items, timeout_s):
             raise self._no_result()
         thread.send(call)
@@ -196,7 +203,9 @@ class BatchedCall(Generic[T, R]):
         key = spell(thread.name, keywords) if keywords else ""
         call = kind(items, many, self._owner, keywords, key)
         options = thread.options
-        if options.length is not None:
+        if thread.collator is not None:
+            _check_items(call, thread.collator, options.length, wanted.return_exceptions)
+        elif options.length is not None:
             call.lengths = [options.length(each) for each in items]
         if wanted is not USUAL_CALL or options.small_batch_threshold is not None:
             call.lane = lane_of(
@@ -398,8 +407,8 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
         function: Takes a list of items and keywords, and returns one outcome per item, in order: a
             value, or `Failed`. Plain or `async def`. It runs on one thread of its own. If it
             raises, the batch is split until the culprit is alone.
-        options: Those of `BatcherOptions`; and, for items that are dicts of arrays, `pad`, `mask`
-            and `trim`, which are the arguments of `Collator`.
+        options: Those of `BatcherOptions`; and, for items that are dicts of arrays, `pad`, `mask`,
+            `trim` and `device`, which are the arguments of `Collator`.
 
     Raises:
         BatchArgumentError: What is decorated is no function; there is no such option, or its value
@@ -429,7 +438,7 @@ def choose(name: str, options: Mapping[str, Any]) -> tuple[BatcherOptions, Colla
     own = {each: options[each] for each in options if each not in COLLATOR_OPTIONS}
     arrays = {each: options[each] for each in options if each in COLLATOR_OPTIONS}
     collator = Collator(**arrays) if arrays else None
-    if collator is not None:
+    if collator is not None and collator.pads:
         own.setdefault("length", collator.length)
     _check_names(name, own, [*BatcherOptions.__dataclass_fields__, *COLLATOR_OPTIONS])
     return BatcherOptions(**own), collator
@@ -441,6 +450,39 @@ def _check_names(name: str, given: Iterable[str], known: Iterable[str]) -> None:
         raise BatchArgumentError(
             f"{name}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
         )
+
+
+def _check_items(
+    call: Call, collator: Collator, length: Callable[[Any], int] | None, keeps_errors: bool
+) -> None:
+    """Checks items that are dicts of arrays, and notes what may share a batch.
+
+    Args:
+        call: Gets the features of its items; nobody else has it yet.
+        collator: Checks them.
+        length: Counts the tokens of an item, if they are counted.
+        keeps_errors: Whether an item that is wrong is answered with its error, and others run.
+
+    Raises:
+        InvalidItem: An item is wrong.
+    """
+    checked: list[Features | None] = [None] * len(call.items)
+    lengths = [1] * len(call.items)
+    for index, item in enumerate(call.items):
+        try:
+            features = checked[index] = collator.features(item)
+        except InvalidItem as error:
+            if call.many:
+                error = InvalidItem(f"items[{index}]: {error}")
+            if not keeps_errors:
+                raise error from None
+            call.answer(index, Failed(error))
+            continue
+        if length is not None:
+            is_usual = length == collator.length
+            lengths[index] = features.length if is_usual else length(item)
+    call.items, call.lengths = checked, lengths
+    call.keys = [None if each is None else each.key for each in checked]
 
 
 def name_of(function: Any) -> str:

@@ -37,6 +37,8 @@ class BatcherThread:
             loop: Forms and runs the batches.
         """
         self.options = options = loop.options
+        #: What items are checked by, in their caller's thread.
+        self.collator = loop.collator
         #: Whose items they are where the call does not say.
         self.usual_lane = Lane(next(iter(options.classes)))
         self._loop = loop
@@ -209,7 +211,9 @@ class BatcherThread:
 def send_and_wait(thread: BatcherThread, call: ThreadCall, timeout_s: float | None) -> bool:
     """Sends a call and waits for its answer; False if there is none in time."""
     end_s = None if timeout_s is None else monotonic() + timeout_s
-    items = len(call.items)
+    items = call.left
+    if not items:
+        return True
     if not thread.has_space(items) and not thread.wait_for_space(items, timeout_s):
         return False
     thread.send(call)
@@ -224,7 +228,9 @@ def send_and_wait(thread: BatcherThread, call: ThreadCall, timeout_s: float | No
 
 async def send_and_await(thread: BatcherThread, call: LoopCall) -> None:
     """Sends a call and waits for its answer, without blocking the event loop."""
-    items = len(call.items)
+    items = call.left
+    if not items:
+        return
     if not thread.has_space(items):
         await thread.wait_for_space_async(items)
     thread.send(call)

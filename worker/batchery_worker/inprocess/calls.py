@@ -24,6 +24,7 @@ class Call:
         "is_abandoned",
         "items",
         "key",
+        "keys",
         "keywords",
         "lane",
         "left",
@@ -64,7 +65,10 @@ class Call:
         self.lane: Lane = USUAL_LANE
         #: In how many seconds it should be answered.
         self.deadline_s = inf
+        #: The number of tokens of each item; None where they are not counted.
         self.lengths: Sequence[int] | None = None
+        #: Where items have keys, too: that of each, or None for an item that was refused.
+        self.keys: Sequence[str | None] | None = None
         self.returns_exceptions = False
         self.sent_s = 0.0
 

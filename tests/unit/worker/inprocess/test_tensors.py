@@ -1,0 +1,515 @@
+"""Dicts of arrays in, one result per item out: what batches hold, and what is refused."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchery.errors import BatchArgumentError, DeviceUnavailable, InvalidItem, WrongLength
+from batchery.outcomes import Failed
+from batchery.testing import ManualBatcher
+from batchery_worker.inprocess.batcher import BatchedFunction, batched
+from batchery_worker.inprocess.tensors import Collator
+from support import fake_cuda
+from support.fake_cuda import FakeCuda
+
+#: How an item's numbers become an array of each kind.
+KINDS: dict[str, Callable[..., Any]] = {"numpy": np.array, "torch": torch.tensor}
+
+PAD = {"ids": 0, "types": -1}
+
+
+@contextmanager
+def batching(function: Callable[..., Any], **options: Any) -> Iterator[BatchedFunction[Any, Any]]:
+    """A batcher that ends with the test."""
+    with batched(function, **options) as made:
+        yield made
+
+
+def stacked(collator: Collator, *items: Mapping[str, Any]) -> dict[str, Any]:
+    """What the function gets for these items."""
+    return collator.stack([collator.features(each) for each in items])
+
+
+def plain(value: Any) -> Any:
+    """Numbers in lists, whatever they were in."""
+    if isinstance(value, tuple):
+        return tuple(map(plain, value))
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return value.tolist()
+
+
+# What a batch holds.
+
+
+def test_features_in_pad_are_padded_at_the_end_to_the_longest() -> None:
+    batch = stacked(
+        Collator(PAD), {"ids": [1, 2, 3], "types": [4, 5, 6]}, {"ids": [7], "types": [8]}
+    )
+    assert plain(batch) == {"ids": [[1, 2, 3], [7, 0, 0]], "types": [[4, 5, 6], [8, -1, -1]]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padded_features_may_have_further_dimensions(kind: str) -> None:
+    items = [{"frames": KINDS[kind]([[1.0, 2.0]] * length)} for length in (2, 1)]
+    batch = stacked(Collator({"frames": 0.5}), *items)
+    assert plain(batch["frames"]) == [[[1, 2], [1, 2]], [[1, 2], [0.5, 0.5]]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fill", [0, -100])
+def test_dtypes_and_kinds_stay_as_they_are(kind: str, fill: int) -> None:
+    for dtype in ("int32", "int64", "float32", "complex64"):
+        own = getattr(np if kind == "numpy" else torch, dtype)
+        items = [{"ids": KINDS[kind]([1] * length, dtype=own)} for length in (3, 2)]
+        column = stacked(Collator({"ids": fill}), *items)["ids"]
+        assert type(column) is type(items[0]["ids"])
+        assert column.dtype == own
+        assert plain(column) == [[1, 1, 1], [1, 1, fill]]
+
+
+def test_dtypes_that_numpy_does_not_know_are_padded() -> None:
+    items = [{"x": torch.ones(length, dtype=torch.bfloat16)} for length in (2, 1)]
+    assert stacked(Collator({"x": 0}), *items)["x"].dtype == torch.bfloat16
+
+
+def test_features_outside_pad_are_stacked_even_scalars() -> None:
+    batch = stacked(Collator(), {"x": [1, 2], "weight": 0.5}, {"x": [3, 4], "weight": 0.25})
+    assert plain(batch) == {"x": [[1, 2], [3, 4]], "weight": [0.5, 0.25]}
+
+
+def test_a_batch_shares_no_memory_with_its_items() -> None:
+    item = {"ids": np.ones(3)}
+    batch = stacked(Collator({"ids": 0}), item)
+    batch["ids"][:] = 7
+    assert plain(item["ids"]) == [1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_is_made_where_items_bring_none(kind: str) -> None:
+    items = [{"ids": KINDS[kind]([1.0] * length)} for length in (3, 1)]
+    mask = stacked(Collator({"ids": 0}, "mask"), *items)["mask"]
+    assert type(mask) is type(items[0]["ids"])
+    assert str(mask.dtype).endswith("int64")
+    assert plain(mask) == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_a_mask_that_items_bring_is_padded_with_0() -> None:
+    items = [
+        {"ids": [1, 2], "mask": np.array([True, False])},
+        {"ids": [3], "mask": np.array([True])},
+    ]
+    mask = stacked(Collator({"ids": 9}, "mask"), *items)["mask"]
+    assert mask.dtype == np.bool_
+    assert plain(mask) == [[True, False], [True, False]]
+
+
+# What comes back.
+
+OUTPUTS: dict[str, Callable[[Any], Any]] = {
+    "one": lambda x: x * 2,
+    "tuple": lambda x: (x * 2, x + 1),
+    "dict": lambda x: {"double": x * 2, "next": x + 1},
+    "nested": lambda x: {"double": (x * 2, [x + 1])},
+    "list of outputs": lambda x: [x * 2, x + 1, x],
+    "list of outcomes": lambda x: [row * 2 for row in x],
+}
+
+
+@pytest.mark.parametrize("trim", [False, True])
+@pytest.mark.parametrize("way", OUTPUTS)
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_batches_answer_what_single_items_do(
+    kind: str, way: str, trim: bool, data: st.DataObject
+) -> None:
+    numbers = data.draw(
+        st.lists(st.lists(st.integers(-99, 99), min_size=1, max_size=12), min_size=1)
+    )
+
+    def compute(batch: dict[str, Any]) -> Any:
+        x = batch["ids"] * batch["mask"]
+        # Without trimming, an output has no tokens: every item has its sum.
+        return OUTPUTS[way](x if trim else x.sum(1))
+
+    def alone(ids: list[int]) -> Any:
+        given = KINDS[kind]([ids])
+        answer = compute({"ids": given, "mask": given * 0 + 1})
+        return plain(answer[0] if way == "list of outcomes" else first_row(answer))
+
+    options = {"pad": {"ids": 5}, "mask": "mask", "trim": trim, "max_batch_tokens": 60}
+    with batching(compute, **options) as function:
+        results = function([{"ids": KINDS[kind](ids)} for ids in numbers])
+    seen = [
+        trimmed(plain(each), ids, way, trim) for each, ids in zip(results, numbers, strict=True)
+    ]
+    assert seen == [alone(ids) for ids in numbers]
+    if way != "list of outcomes":
+        assert all(is_of(kind, each) for each in results)
+
+
+def first_row(output: Any) -> Any:
+    """The first row of each array."""
+    if isinstance(output, dict):
+        return {name: first_row(each) for name, each in output.items()}
+    if isinstance(output, tuple | list):
+        return tuple(map(first_row, output))
+    return output[0]
+
+
+def trimmed(result: Any, ids: list[int], way: str, trim: bool) -> Any:
+    """Outcomes of a list are the function's own: they are not cut back."""
+    return result[: len(ids)] if way == "list of outcomes" and trim else result
+
+
+def is_of(kind: str, result: Any) -> bool:
+    """Whether a result is made of arrays of this kind."""
+    if isinstance(result, tuple | dict):
+        parts = result.values() if isinstance(result, dict) else result
+        return all(is_of(kind, each) for each in parts)
+    return isinstance(result, torch.Tensor if kind == "torch" else (np.ndarray, np.generic))
+
+
+def test_an_array_of_objects_is_a_list_of_outcomes() -> None:
+    with batching(lambda _: np.array(["a", Failed("b")], dtype=object), pad={}) as function:
+        seen = function.options(return_exceptions=True)([{"x": 1}, {"x": 2}])
+    assert (seen[0], str(seen[1])) == ("a", "b")
+
+
+def test_a_list_of_outcomes_may_hold_failures() -> None:
+    def compute(batch: dict[str, Any]) -> list[Any]:
+        return [Failed("odd") if row.sum() % 2 else int(row.sum()) for row in batch["ids"]]
+
+    with batching(compute, pad={"ids": 0}) as function:
+        seen = function.options(return_exceptions=True)(
+            [{"ids": [2]}, {"ids": [3]}, {"ids": [1, 3]}]
+        )
+    assert (seen[0], str(seen[1]), seen[2]) == (2, "odd", 4)
+
+
+@pytest.mark.parametrize("items", [1, 2, 3, 4])
+@pytest.mark.parametrize("outputs", [2, 3])
+def test_a_list_of_outputs_is_understood_whatever_the_batch_size(items: int, outputs: int) -> None:
+    def compute(batch: dict[str, Any]) -> list[Any]:
+        return [batch["x"] + number for number in range(outputs)]
+
+    with batching(compute, pad={}) as function:
+        seen = function([{"x": [10.0 * item]} for item in range(items)])
+    assert [[each.tolist() for each in result] for result in seen] == [
+        [[10.0 * item + number] for number in range(outputs)] for item in range(items)
+    ]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_list_of_rows_as_wide_as_the_batch_is_a_list_of_outcomes(width: int) -> None:
+    with batching(lambda batch: list(batch["x"]), pad={}) as function:
+        for items in (width, width + 1, width):
+            rows = [[float(item)] * width for item in range(items)]
+            assert [row.tolist() for row in function([{"x": row} for row in rows])] == rows
+
+
+def test_a_function_that_lists_outcomes_never_lists_outputs() -> None:
+    answers = iter([["a", "b"], [np.ones(2)] * 3])
+    with batching(lambda _: next(answers), pad={}) as function:
+        assert function([{"x": 1}, {"x": 2}]) == ["a", "b"]
+        with pytest.raises(WrongLength, match="returned 3 outcomes for 2 items"):
+            function([{"x": 1}, {"x": 2}])
+
+
+def test_a_small_row_does_not_keep_its_batch_alive() -> None:
+    x = np.arange(12.0).reshape(3, 4)
+    collator = Collator()
+    assert all(row.base is None for row in collator.rows(x, [1, 1, 1], "f"))
+    tensors = collator.rows(torch.from_numpy(x), [1, 1, 1], "f")
+    assert [row.untyped_storage().nbytes() for row in tensors] == [32, 32, 32]
+    # The array is a view itself: what counts is the memory behind it.
+    assert collator.rows(np.ones((2, 9, 4))[:, 0], [1, 1], "f")[0].base is None
+
+
+def test_a_large_row_is_a_view() -> None:
+    x = np.ones((2, 4))
+    assert all(np.shares_memory(row, x) for row in Collator().rows(x, [1, 1], "f"))
+    tensor = torch.ones(1, 4)
+    assert Collator().rows(tensor, [1], "f")[0].data_ptr() == tensor.data_ptr()
+
+
+WRONG_ANSWERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "too few rows": (lambda x: x[:-1], "the output has 1 rows for 2 items"),
+    "too many rows": (lambda x: {"out": (x, x.repeat(2, 0))}, r"\['out'\]\[1\] has 4 rows for 2"),
+    "no rows": (lambda x: x.sum(), "the output has no dimension for 2 items"),
+    "too few outcomes": (lambda x: [x[0]], "returned 1 outcomes for 2 items"),
+    "no array": (lambda x: (x, None), r"the output\[1\] is of the type NoneType"),
+    "nothing": (lambda _: None, "returned a NoneType for 2 items"),
+    "no outputs": (lambda _: {}, "the output is empty"),
+}
+
+
+@pytest.mark.parametrize("way", WRONG_ANSWERS)
+def test_wrong_number_of_rows_is_named(way: str) -> None:
+    answer, text = WRONG_ANSWERS[way]
+    with (
+        batching(lambda batch: answer(batch["ids"]), pad={"ids": 0}) as function,
+        pytest.raises(WrongLength, match=text),
+    ):
+        function([{"ids": [1, 2]}, {"ids": [1]}])
+
+
+def test_trim_needs_the_tokens_of_the_batch() -> None:
+    with batching(lambda batch: batch["ids"][:, :-1], pad={"ids": 0}, trim=True) as function:
+        text = r"shape \[2, 1\]; its second dimension must be the 2 tokens"
+        with pytest.raises(WrongLength, match=text):
+            function([{"ids": [1, 2]}, {"ids": [1]}])
+
+
+# What is refused.
+
+WRONG_ITEMS: dict[str, tuple[Any, str]] = {
+    "no dict": ([1, 2], "an item is of the type list; give a dict"),
+    "nothing": ({}, "an item is an empty dict"),
+    "no padded feature": ({"x": [1]}, "features x, and none that is padded: ids, types, no, max"),
+    "mask only": ({"mask": [1]}, "none that is padded"),
+    "lengths differ": ({"ids": [1, 2], "types": [1]}, "types has 1 tokens, and those before it 2"),
+    "mask differs": ({"ids": [1, 2], "mask": [1]}, "mask has 1 tokens"),
+    "scalar": ({"ids": 3}, "ids is a scalar"),
+    "tensor scalar": ({"ids": torch.tensor(3)}, "ids is a scalar"),
+    "empty": ({"ids": []}, "ids is empty"),
+    "empty tensor": ({"ids": torch.ones(0, 4)}, "ids is empty"),
+    "text": ({"ids": "abc"}, "ids is no array of numbers, but of <U3"),
+    "ragged": ({"ids": [[1], [2, 3]]}, "ids is no array of numbers"),
+    "none": ({"ids": None}, "ids is no array of numbers, but of object"),
+    "no name": ({"ids": [1], 3: [1]}, "feature 3: the name of a feature is a text"),
+    "cannot hold": ({"types": np.ones(2, dtype=np.uint8)}, "types is uint8, and cannot be padded"),
+    "nan": ({"no": np.ones(2, dtype=np.int8)}, "no is int8, and cannot be padded with nan"),
+    "too large": ({"max": torch.ones(2, dtype=torch.int64)}, "max is torch.int64, and cannot"),
+    "tensor cannot hold": ({"types": torch.ones(2, dtype=torch.bool)}, "types is torch.bool"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ITEMS)
+def test_wrong_item_is_refused_in_its_caller_s_thread(what: str) -> None:
+    item, text = WRONG_ITEMS[what]
+    fill = {**PAD, "no": float("nan"), "max": 2**63 - 1}
+    with batching(len, pad=fill, mask="mask") as function:
+        with pytest.raises(InvalidItem, match=text):
+            function.submit(item)
+        assert function.stats.batches == 0
+
+
+def test_wrong_item_of_a_list_is_named_and_none_runs() -> None:
+    with batching(lambda batch: batch["ids"], pad={"ids": 0}) as function:
+        with pytest.raises(InvalidItem, match=r"items\[1\]: feature ids is empty"):
+            function([{"ids": [1]}, {"ids": []}])
+        assert function.stats.batches == 0
+
+
+def test_others_of_a_list_run_where_exceptions_are_returned() -> None:
+    with batching(lambda batch: batch["ids"], pad={"ids": 0}, max_waiting=2) as function:
+        wanted = function.options(return_exceptions=True, timeout_s=60)
+        for _ in range(3):  # No space is lost.
+            seen = wanted([{"ids": []}, {"ids": [1]}, None, {"ids": [2, 3]}])
+            assert [isinstance(each, InvalidItem) for each in seen] == [True, False, True, False]
+            assert [plain(each) for each in (seen[1], seen[3])] == [[1, 0], [2, 3]]
+        assert all(isinstance(each, InvalidItem) for each in wanted([None, {"ids": []}]))
+        future = wanted.submit_many([None])
+        assert isinstance(future.result(60)[0], InvalidItem)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"pad": ["ids"]}, "pad="),
+        ({"pad": {"ids": "0"}}, "pad="),
+        ({"pad": {"ids": 0, "mask": 1}, "mask": "mask"}, "mask='mask'"),
+        ({"mask": "mask"}, "need pad"),
+        ({"trim": True}, "need pad"),
+        ({"pad": {}, "device": 0}, "device=0"),
+        ({"pad": {}, "max_batch_tokens": 10}, "max_batch_tokens needs length"),
+    ],
+)
+def test_impossible_option_is_refused_where_it_is_written(
+    options: dict[str, Any], text: str
+) -> None:
+    with pytest.raises(BatchArgumentError, match=text):
+        batched(**options)
+
+
+# Who shares a batch.
+
+
+def shapes_of_batches(*items: Mapping[str, Any], **options: Any) -> list[tuple[int, ...]]:
+    """The shapes of the calls of a function that gets all these items at once."""
+    seen: list[tuple[int, ...]] = []
+
+    def compute(batch: dict[str, Any]) -> Any:
+        first = next(iter(batch.values()))
+        seen.append(tuple(first.shape))
+        return first
+
+    with batching(compute, pad={"ids": 0}, **options) as function:
+        results = function(list(items))
+    for item, result in zip(items, results, strict=True):
+        own = plain(np.asarray(item["ids"]))
+        assert plain(result)[: len(own)] == own, "each caller has its own"
+    return sorted(seen)
+
+
+def test_items_that_cannot_be_stacked_have_batches_of_their_own() -> None:
+    ids = [1, 2]
+    items: list[dict[str, Any]] = [
+        {"ids": ids},
+        {"ids": np.array(ids, dtype=np.int32)},
+        {"ids": torch.tensor(ids)},
+        {"ids": ids, "x": [1.0]},
+        {"ids": ids, "x": [1.0, 2.0]},
+        {"ids": [[1], [2]]},
+    ]
+    assert len(shapes_of_batches(*items)) == len(items)
+    assert shapes_of_batches(*items, *items) == sorted([(2, 2, 1), *[(2, 2)] * 5])
+
+
+def test_order_of_features_does_not_matter() -> None:
+    ids, x = np.array([1, 2]), np.array([1.0])
+    collator = Collator({"ids": 0})
+    one, other = collator.features({"ids": ids, "x": x}), collator.features({"x": x, "ids": ids})
+    assert one.key == other.key
+    batch = collator.stack([one, other])
+    assert plain(batch) == {"ids": [[1, 2], [1, 2]], "x": [[1], [1]]}
+
+
+def test_callers_of_many_threads_get_their_own() -> None:
+    def compute(batch: dict[str, Any]) -> Any:
+        return batch["ids"] + 1, batch["ids"].sum(1)
+
+    wrong: list[Any] = []
+
+    def call(function: BatchedFunction[Any, Any], number: int) -> None:
+        make = KINDS["torch" if number % 2 else "numpy"]
+        for length in range(1, 20):
+            row, total = function({"ids": make([number] * length)})
+            if plain(row)[:length] != [number + 1] * length or int(total) != number * length:
+                wrong.append((number, length))
+
+    with batching(compute, pad={"ids": 0}, max_wait_ms=1) as function:
+        threads = [threading.Thread(target=call, args=(function, number)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert not wrong
+
+
+def test_calls_with_other_keywords_never_share_a_batch() -> None:
+    gate, sizes = threading.Event(), []
+
+    def compute(batch: dict[str, Any], by: int = 1) -> Any:
+        gate.wait(60)
+        sizes.append(len(batch["ids"]))
+        return batch["ids"] * by
+
+    with batching(compute, pad={"ids": 0}) as function:
+        futures = [function.submit({"ids": [3]}, by=by) for by in (1, 2, 1, 2)]
+        gate.set()
+        assert [plain(future.result(60)) for future in futures] == [[3], [6], [3], [6]]
+    assert sorted(sizes) in ([1, 1, 2], [1, 1, 1, 1], [2, 2])
+
+
+def test_an_item_at_which_the_function_raises_fails_alone() -> None:
+    def compute(batch: dict[str, Any]) -> Any:
+        if (batch["ids"] == 13).any():
+            raise ValueError("13")
+        return batch["ids"].sum(1)
+
+    with batching(compute, pad={"ids": 0}) as function:
+        items = [{"ids": [number] * (1 + number % 3)} for number in range(20)]
+        seen = function.options(return_exceptions=True)(items)
+    assert [str(each) for each in seen] == [
+        "13" if number == 13 else str(number * (1 + number % 3)) for number in range(20)
+    ]
+
+
+def test_padding_is_counted() -> None:
+    with batching(lambda batch: batch["ids"], pad={"ids": 0}) as function:
+        function([{"ids": [1, 2, 3]}, {"ids": [1]}])
+        assert function.stats.padding_waste == pytest.approx(2 / 6)
+
+
+def test_a_batch_is_cut_where_that_saves_padding() -> None:
+    short, long = {"ids": [1]}, {"ids": [1] * 200}
+    assert shapes_of_batches(short, long, short, long, max_batch_tokens=400) == [(2, 1), (2, 200)]
+
+
+def test_a_length_of_one_s_own_decides_about_batches_and_not_about_rows() -> None:
+    options = {"pad": {"ids": 0}, "trim": True, "length": lambda _: 10, "max_batch_tokens": 10}
+    with batching(lambda batch: batch["ids"], **options) as function:
+        results = function([{"ids": [1, 2]}, {"ids": [3]}])
+        assert [plain(each) for each in results] == [[1, 2], [3]]
+        assert function.stats.calls_of_function == 2
+
+
+def test_length_is_that_of_the_padded_features() -> None:
+    collator = Collator(PAD)
+    assert collator.length({"x": [[1, 2, 3]], "ids": [[1], [2]]}) == 2
+
+
+# Devices.
+
+
+def test_a_device_makes_tensors_of_arrays_and_copies_nothing_on_a_cpu() -> None:
+    batch = stacked(Collator({"ids": 0}, "mask", device="cpu"), {"ids": [1, 2]}, {"ids": [3]})
+    assert all(isinstance(each, torch.Tensor) for each in batch.values())
+    assert plain(batch) == {"ids": [[1, 2], [3, 0]], "mask": [[1, 1], [1, 0]]}
+    collator, tensor = Collator(device="cpu"), torch.ones(2)
+    made = collator.stack([collator.features({"x": tensor})])["x"]
+    assert made.device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("cuda", "torch finds no CUDA device"), ("cude", "cude")]
+)
+def test_unknown_device_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(DeviceUnavailable, match=text):
+        stacked(Collator(device=name), {"x": [1]})
+
+
+@pytest.mark.parametrize("first", ["compute", "copies"])
+def test_copies_to_a_device_are_whole_whichever_stream_is_ahead(
+    monkeypatch: pytest.MonkeyPatch, first: str
+) -> None:
+    cuda: FakeCuda = fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    collator = Collator({"ids": 0}, device="cuda:0")
+    seen = []
+    for number in range(1, 4):
+        sent = stacked(collator, {"ids": [number] * 3}, {"ids": [number]})["ids"]
+        found = torch.zeros(2, 3, dtype=torch.int64)
+        cuda.current.launch(partial(found.add_, sent.detach().view_as(sent)))
+        seen.append(found)
+        del sent
+    cuda.first = next(stream for stream in cuda.streams if stream.name == first)
+    cuda.finish()
+    assert [each.tolist() for each in seen] == [[[n, n, n], [n, 0, 0]] for n in range(1, 4)]
+    assert cuda.waits == 0
+
+
+def calls_of_mixed_lengths(**options: Any) -> int:
+    """How often a function is called for two short and two long items, at first."""
+    batcher = ManualBatcher(lambda batch: [0] * len(batch["ids"]), pad={"ids": 0}, **options)
+    batcher([{"ids": [1] * length} for length in (1, 200, 1, 200)])
+    return len(batcher.batches)
+
+
+def test_a_gpu_pads_rather_than_being_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert calls_of_mixed_lengths() == 2
+    fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert calls_of_mixed_lengths(device="cuda:0") == 1
