@@ -17,6 +17,7 @@ from batchery.outcomes import Failed
 from batchery.testing import ManualBatcher
 from batchery_worker.inprocess.batcher import BatchedFunction, batched
 from batchery_worker.inprocess.tensors import Collator
+from batchery_worker.models.hardware import transfers  # noqa: F401 - before CUDA is a fake
 from support import fake_cuda
 from support.fake_cuda import FakeCuda
 
