@@ -1,0 +1,1 @@
+"""Batchers without a broker, in the process of their callers: ours beside others."""

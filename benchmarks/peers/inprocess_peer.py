@@ -1,0 +1,288 @@
+"""What all in-process batchers share: callers in a closed loop, their answers checked, and idling.
+
+Each caller sends its next item when it has its answer. Nothing but the standard library.
+"""
+
+import argparse
+import asyncio
+import os
+import platform
+import resource
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Protocol
+
+from benchmarks.peers.inprocess_workloads import Workload, workload_of
+from benchmarks.peers.text_peer import serve
+
+THREADS, ASYNCIO = "threads", "asyncio"
+
+#: Longest wait for the callers' last answers, in seconds; then the system hangs.
+PATIENCE_S = 120.0
+
+#: How long the bare function is called for comparison, in seconds.
+DIRECT_S = 0.2
+
+#: Callers of the run that warms a system up: enough to fill a batch.
+WARM_CALLERS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """How items get into a system; None where it has no such door."""
+
+    call: Callable[[Any], Any] | None = None
+    acall: Callable[[Any], Awaitable[Any]] | None = None
+
+
+class Make(Protocol):
+    """Starts a system on the event loop that its coroutines are called on."""
+
+    async def __call__(self, workload: Workload, batch_size: int) -> Entrance:
+        """Starts it."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """The calls of one caller."""
+
+    calls: list[tuple[Any, Any, float]] = field(default_factory=list)
+    ended_s: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How long callers go on: both must be reached."""
+
+    callers: int
+    seconds: float
+    #: Answers of each caller.
+    answers: int = 2
+
+
+def main(package: str, systems: Mapping[str, Make]) -> None:
+    """Serves requests on the systems of a script.
+
+    Args:
+        package: Whose version is told.
+        systems: By the name that the command line chooses.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--system", choices=list(systems), required=True)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--model", help="folder of MiniLM")
+    parser.add_argument("--texts", help="file with a JSON list of texts")
+    parser.add_argument("--vectors", help="file with an array of their right vectors")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    options = parser.parse_args()
+    serve(Peer(systems[options.system], package, options).answer)
+
+
+class Peer:
+    """One system, with all its workloads, on one event loop."""
+
+    def __init__(self, make: Make, package: str, options: argparse.Namespace) -> None:
+        self._make = make
+        self._package = package
+        self._options = options
+        # Some batchers belong to the loop of their first call.
+        self._loop = asyncio.new_event_loop()
+        self._ready: dict[str, tuple[Workload, Entrance]] = {}
+
+    def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Answers one request: `load`, `warm_up`, `run` or `idle`."""
+        try:
+            answer: Mapping[str, Any] = getattr(self, request["do"])(request)
+        except TimeoutError as error:
+            # Threads that hang would keep the process alive.
+            print(f"{self._options.system}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        return answer
+
+    def load(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Loads workloads, and starts the system for each."""
+        for name in request["workloads"]:
+            workload = workload_of(name, self._options)
+            entrance = self._loop.run_until_complete(
+                self._make(workload, self._options.batch_size)
+            )
+            self._ready[name] = workload, entrance
+        return self._versions()
+
+    def warm_up(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Runs single items and full batches of everything that is loaded."""
+        for name, (_, entrance) in self._ready.items():
+            for mode in [THREADS] * bool(entrance.call) + [ASYNCIO] * bool(entrance.acall):
+                for callers in (1, WARM_CALLERS):
+                    self._callers(name, mode, Plan(callers, 0.0, 1))
+        return {}
+
+    def run(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Measures callers in a closed loop."""
+        workload, _ = self._ready[request["workload"]]
+        plan = Plan(request["callers"], request["seconds"], request["answers"])
+        used_s, began_s = time.process_time(), time.perf_counter()
+        tallies = self._callers(workload.name, request["mode"], plan)
+        used_s = time.process_time() - used_s
+        seconds = max((tally.ended_s for tally in tallies), default=began_s) - began_s
+        figures = figures_of(tallies, workload, seconds, used_s)
+        if plan.callers == 1:
+            figures["direct_p50_ms"] = direct_ms(workload)
+        return figures
+
+    def idle(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Measures what the system does while nobody calls; its event loop runs."""
+        self._loop.run_until_complete(asyncio.sleep(request["settle_s"]))
+        used_s, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF)
+        self._loop.run_until_complete(asyncio.sleep(request["seconds"]))
+        used_s = time.process_time() - used_s
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "seconds": request["seconds"],
+            "cpu_ms_per_s": used_s / request["seconds"] * 1e3,
+            "wakeups_per_s": (after.ru_nvcsw - before.ru_nvcsw) / request["seconds"],
+        }
+
+    def _versions(self) -> dict[str, str]:
+        found = {"python": platform.python_version()}
+        for name in (self._package, "torch", "transformers"):
+            try:
+                found[name] = metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue  # Not all of them compute; ours may run from its sources.
+        return found
+
+    def _callers(self, workload: str, mode: str, plan: Plan) -> list[Tally]:
+        made, entrance = self._ready[workload]
+        items = [made.items(number) for number in range(plan.callers)]
+        if mode == THREADS:
+            assert entrance.call is not None
+            return in_threads(entrance.call, items, plan)
+        assert entrance.acall is not None
+        return self._loop.run_until_complete(on_loop(entrance.acall, items, plan))
+
+
+def in_threads(
+    call: Callable[[Any], Any], items: Sequence[Iterator[Any]], plan: Plan
+) -> list[Tally]:
+    """One thread per caller.
+
+    Raises:
+        TimeoutError: Some wait for their answer for ever.
+    """
+    tallies = [Tally() for _ in items]
+    gate = threading.Event()
+    stop_s = [0.0]
+
+    def caller(own: Iterator[Any], tally: Tally) -> None:
+        gate.wait()
+        try:
+            for item in own:
+                began_s = time.perf_counter()
+                answer = call(item)
+                tally.ended_s = time.perf_counter()
+                tally.calls.append((item, answer, tally.ended_s - began_s))
+                if tally.ended_s >= stop_s[0] and len(tally.calls) >= plan.answers:
+                    return
+        except Exception as error:
+            tally.error = repr(error)
+            tally.ended_s = time.perf_counter()
+
+    threads = [
+        threading.Thread(target=caller, args=pair, daemon=True)
+        for pair in zip(items, tallies, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    stop_s[0] = time.perf_counter() + plan.seconds
+    gate.set()
+    end_s = stop_s[0] + PATIENCE_S
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.perf_counter()))
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"threads wait for answers, {PATIENCE_S:g} s after the end")
+    return tallies
+
+
+async def on_loop(
+    acall: Callable[[Any], Awaitable[Any]], items: Sequence[Iterator[Any]], plan: Plan
+) -> list[Tally]:
+    """One coroutine per caller, all on this event loop.
+
+    Raises:
+        TimeoutError: Some wait for their answer for ever.
+    """
+    tallies = [Tally() for _ in items]
+    stop_s = time.perf_counter() + plan.seconds
+
+    async def caller(own: Iterator[Any], tally: Tally) -> None:
+        try:
+            for item in own:
+                began_s = time.perf_counter()
+                answer = await acall(item)
+                tally.ended_s = time.perf_counter()
+                tally.calls.append((item, answer, tally.ended_s - began_s))
+                if tally.ended_s >= stop_s and len(tally.calls) >= plan.answers:
+                    return
+        except Exception as error:
+            tally.error = repr(error)
+            tally.ended_s = time.perf_counter()
+
+    running: list[Coroutine[Any, Any, None]] = [
+        caller(*pair) for pair in zip(items, tallies, strict=True)
+    ]
+    try:
+        async with asyncio.timeout(plan.seconds + PATIENCE_S):
+            await asyncio.gather(*running)
+    except TimeoutError:
+        raise TimeoutError(f"coroutines wait for answers, {PATIENCE_S:g} s after the end") from None
+    return tallies
+
+
+def figures_of(
+    tallies: Sequence[Tally], workload: Workload, seconds: float, used_s: float
+) -> dict[str, Any]:
+    """Rates, percentiles and the number of wrong answers.
+
+    Args:
+        tallies: Of all callers.
+        workload: What they called.
+        seconds: From the first call to the last answer.
+        used_s: Processor time of the process in that time, callers included.
+    """
+    calls = [call for tally in tallies for call in tally.calls]
+    errors = [tally.error for tally in tallies if tally.error]
+    if not calls:
+        return {"items": 0, "wrong": len(errors), "error": errors[0] if errors else ""}
+    taken_ms = sorted(each * 1e3 for _, _, each in calls)
+    wrong = sum(not workload.is_right(item, answer) for item, answer, _ in calls)
+    return {
+        "items": len(calls),
+        "seconds": seconds,
+        "items_per_s": len(calls) / seconds,
+        "p50_ms": statistics.median(taken_ms),
+        "p99_ms": taken_ms[len(taken_ms) * 99 // 100],
+        "cpu_us_per_item": used_s / len(calls) * 1e6,
+        "wrong": wrong + len(errors),
+        "error": errors[0] if errors else "",
+    }
+
+
+def direct_ms(workload: Workload) -> float:
+    """Median time of the bare function with one item, in ms."""
+    taken_ms = []
+    stop_s = time.perf_counter() + DIRECT_S
+    for item in workload.items(0):
+        began_s = time.perf_counter()
+        workload.function([item])
+        ended_s = time.perf_counter()
+        taken_ms.append((ended_s - began_s) * 1e3)
+        if ended_s >= stop_s:
+            break
+    return statistics.median(taken_ms)
