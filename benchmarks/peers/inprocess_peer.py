@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.peers.inprocess_workloads import Workload, workload_of
 from benchmarks.peers.text_peer import serve
@@ -40,11 +40,8 @@ class Entrance:
     acall: Callable[[Any], Awaitable[Any]] | None = None
 
 
-class Make(Protocol):
-    """Starts a system on the event loop that its coroutines are called on."""
-
-    async def __call__(self, workload: Workload, batch_size: int) -> Entrance:
-        """Starts it."""
+#: Starts a system, with batches of so many items, on the event loop of its coroutines.
+Make = Callable[[Workload, int], Awaitable[Entrance]]
 
 
 @dataclass(slots=True)
@@ -109,15 +106,13 @@ class Peer:
         """Loads workloads, and starts the system for each."""
         for name in request["workloads"]:
             workload = workload_of(name, self._options)
-            entrance = self._loop.run_until_complete(
-                self._make(workload, self._options.batch_size)
-            )
+            entrance = self._loop.run_until_complete(self._make(workload, self._options.batch_size))
             self._ready[name] = workload, entrance
         return self._versions()
 
-    def warm_up(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+    def warm_up(self, _: Mapping[str, Any]) -> Mapping[str, Any]:
         """Runs single items and full batches of everything that is loaded."""
-        for name, (_, entrance) in self._ready.items():
+        for name, (_workload, entrance) in self._ready.items():
             for mode in [THREADS] * bool(entrance.call) + [ASYNCIO] * bool(entrance.acall):
                 for callers in (1, WARM_CALLERS):
                     self._callers(name, mode, Plan(callers, 0.0, 1))
@@ -148,6 +143,9 @@ class Peer:
             "cpu_ms_per_s": used_s / request["seconds"] * 1e3,
             "wakeups_per_s": (after.ru_nvcsw - before.ru_nvcsw) / request["seconds"],
         }
+
+    async def _start(self, workload: Workload) -> Entrance:
+        return await self._make(workload, self._options.batch_size)
 
     def _versions(self) -> dict[str, str]:
         found = {"python": platform.python_version()}
@@ -190,7 +188,7 @@ def in_threads(
                 tally.calls.append((item, answer, tally.ended_s - began_s))
                 if tally.ended_s >= stop_s[0] and len(tally.calls) >= plan.answers:
                     return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the answer is wrong
             tally.error = repr(error)
             tally.ended_s = time.perf_counter()
 
@@ -230,7 +228,7 @@ async def on_loop(
                 tally.calls.append((item, answer, tally.ended_s - began_s))
                 if tally.ended_s >= stop_s and len(tally.calls) >= plan.answers:
                     return
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the answer is wrong
             tally.error = repr(error)
             tally.ended_s = time.perf_counter()
 

@@ -8,7 +8,7 @@ from benchmarks.peers.inprocess_peer import Entrance, main
 from benchmarks.peers.inprocess_workloads import Workload
 
 
-async def no_batching(workload: Workload, batch_size: int) -> Entrance:
+async def no_batching(workload: Workload, _: int) -> Entrance:
     """Threads call the function; coroutines have asyncio's own threads call it."""
 
     def call(item: Any) -> Any:
@@ -20,7 +20,7 @@ async def no_batching(workload: Workload, batch_size: int) -> Entrance:
     return Entrance(call, acall)
 
 
-async def lock(workload: Workload, batch_size: int) -> Entrance:
+async def lock(workload: Workload, _: int) -> Entrance:
     """The same, one call at a time."""
     mutex, async_mutex = threading.Lock(), asyncio.Lock()
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ def main() -> None:
     texts = json.loads(Path(options.texts).read_text(encoding="utf-8"))
     encoder = Encoder(options.model, options.max_tokens)
     order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
-    vectors: list[object] = [None] * len(texts)
+    vectors: list[Any] = [None] * len(texts)
     for start in range(0, len(order), PASS_TEXTS):
         part = order[start : start + PASS_TEXTS]
         for place, vector in zip(part, encoder.embed([texts[each] for each in part]), strict=True):
