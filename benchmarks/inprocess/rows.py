@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 #: Figures of a row, each the median of its rounds, and how many digits are kept.
-DIGITS = {"items_per_s": 1, "p50_ms": 4, "p99_ms": 4, "cpu_us_per_item": 1}
+DIGITS = {"items_per_s": 1, "p50_ms": 4, "p99_ms": 4, "cpu_us_per_item": 1, "mean_in_flight": 1}
 
 HEADS = ("", "callers", "items/s", "spread", "p50", "p99", "CPU per item", "over direct", "wrong")
 

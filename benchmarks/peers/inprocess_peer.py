@@ -53,6 +53,27 @@ class Tally:
     error: str = ""
 
 
+@dataclass(slots=True)
+class Tallies:
+    """The calls of all callers."""
+
+    callers: Sequence[Tally]
+    #: When the first could call, and the processor time of the process until then.
+    began_s: float = field(default_factory=time.perf_counter)
+    used_before_s: float = field(default_factory=time.process_time)
+    #: Processor time until the last had its answer.
+    used_s: float = 0.0
+
+    def end(self) -> None:
+        """Notes what the callers have used."""
+        self.used_s = time.process_time() - self.used_before_s
+
+    @property
+    def seconds(self) -> float:
+        """From the first call to the last answer."""
+        return max(each.ended_s for each in self.callers) - self.began_s
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How long callers go on: both must be reached."""
@@ -122,11 +143,7 @@ class Peer:
         """Measures callers in a closed loop."""
         workload, _ = self._ready[request["workload"]]
         plan = Plan(request["callers"], request["seconds"], request["answers"])
-        used_s, began_s = time.process_time(), time.perf_counter()
-        tallies = self._callers(workload.name, request["mode"], plan)
-        used_s = time.process_time() - used_s
-        seconds = max((tally.ended_s for tally in tallies), default=began_s) - began_s
-        figures = figures_of(tallies, workload, seconds, used_s)
+        figures = figures_of(self._callers(workload.name, request["mode"], plan), workload)
         if plan.callers == 1:
             figures["direct_p50_ms"] = direct_ms(workload)
         return figures
@@ -156,7 +173,7 @@ class Peer:
                 continue  # Not all of them compute; ours may run from its sources.
         return found
 
-    def _callers(self, workload: str, mode: str, plan: Plan) -> list[Tally]:
+    def _callers(self, workload: str, mode: str, plan: Plan) -> Tallies:
         made, entrance = self._ready[workload]
         items = [made.items(number) for number in range(plan.callers)]
         if mode == THREADS:
@@ -166,9 +183,7 @@ class Peer:
         return self._loop.run_until_complete(on_loop(entrance.acall, items, plan))
 
 
-def in_threads(
-    call: Callable[[Any], Any], items: Sequence[Iterator[Any]], plan: Plan
-) -> list[Tally]:
+def in_threads(call: Callable[[Any], Any], items: Sequence[Iterator[Any]], plan: Plan) -> Tallies:
     """One thread per caller.
 
     Raises:
@@ -198,26 +213,29 @@ def in_threads(
     ]
     for thread in threads:
         thread.start()
-    stop_s[0] = time.perf_counter() + plan.seconds
+    all_tallies = Tallies(tallies)
+    stop_s[0] = all_tallies.began_s + plan.seconds
     gate.set()
     end_s = stop_s[0] + PATIENCE_S
     for thread in threads:
         thread.join(max(0.0, end_s - time.perf_counter()))
     if any(thread.is_alive() for thread in threads):
         raise TimeoutError(f"threads wait for answers, {PATIENCE_S:g} s after the end")
-    return tallies
+    all_tallies.end()
+    return all_tallies
 
 
 async def on_loop(
     acall: Callable[[Any], Awaitable[Any]], items: Sequence[Iterator[Any]], plan: Plan
-) -> list[Tally]:
+) -> Tallies:
     """One coroutine per caller, all on this event loop.
 
     Raises:
         TimeoutError: Some wait for their answer for ever.
     """
     tallies = [Tally() for _ in items]
-    stop_s = time.perf_counter() + plan.seconds
+    all_tallies = Tallies(tallies)
+    stop_s = all_tallies.began_s + plan.seconds
 
     async def caller(own: Iterator[Any], tally: Tally) -> None:
         try:
@@ -240,33 +258,27 @@ async def on_loop(
             await asyncio.gather(*running)
     except TimeoutError:
         raise TimeoutError(f"coroutines wait for answers, {PATIENCE_S:g} s after the end") from None
-    return tallies
+    all_tallies.end()
+    return all_tallies
 
 
-def figures_of(
-    tallies: Sequence[Tally], workload: Workload, seconds: float, used_s: float
-) -> dict[str, Any]:
-    """Rates, percentiles and the number of wrong answers.
-
-    Args:
-        tallies: Of all callers.
-        workload: What they called.
-        seconds: From the first call to the last answer.
-        used_s: Processor time of the process in that time, callers included.
-    """
-    calls = [call for tally in tallies for call in tally.calls]
-    errors = [tally.error for tally in tallies if tally.error]
+def figures_of(tallies: Tallies, workload: Workload) -> dict[str, Any]:
+    """Rates, percentiles and the number of wrong answers."""
+    calls = [call for tally in tallies.callers for call in tally.calls]
+    errors = [tally.error for tally in tallies.callers if tally.error]
     if not calls:
         return {"items": 0, "wrong": len(errors), "error": errors[0] if errors else ""}
     taken_ms = sorted(each * 1e3 for _, _, each in calls)
     wrong = sum(not workload.is_right(item, answer) for item, answer, _ in calls)
     return {
         "items": len(calls),
-        "seconds": seconds,
-        "items_per_s": len(calls) / seconds,
+        "seconds": tallies.seconds,
+        "items_per_s": len(calls) / tallies.seconds,
+        # Fewer than callers: the others were not let run yet, or were done before the last.
+        "mean_in_flight": sum(taken_ms) / 1e3 / tallies.seconds,
         "p50_ms": statistics.median(taken_ms),
         "p99_ms": taken_ms[len(taken_ms) * 99 // 100],
-        "cpu_us_per_item": used_s / len(calls) * 1e6,
+        "cpu_us_per_item": tallies.used_s / len(calls) * 1e6,
         "wrong": wrong + len(errors),
         "error": errors[0] if errors else "",
     }
