@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -124,14 +125,14 @@ def parse() -> argparse.Namespace:
 
 
 def command() -> str:
-    """The command as another machine would run it: without folders of this one."""
-    given = iter(sys.argv[1:])
+    """The command as another machine would run it: without files and folders of this one."""
     kept: list[str] = []
-    for each in given:
-        if each == "--venvs":
-            next(given, "")
-        elif not each.startswith(("--venvs=", "--write")) and not os.path.isabs(each):
-            kept.append(json.dumps(each) if " " in each else each)
+    is_path = False
+    for each in sys.argv[1:]:
+        if each.startswith("--"):
+            is_path = each.startswith(("--venvs", "--write"))
+        if not is_path:
+            kept.append(shlex.quote(each))
     return " ".join(["python -m benchmarks.inprocess", *kept])
 
 
