@@ -54,10 +54,9 @@ def row_of(
         row[key] = round(statistics.median(run[key] for run in answered), digits)
     rates = [run["items_per_s"] for run in answered]
     row["spread"] = [round(min(rates), 1), round(max(rates), 1)]
-    if compares and "direct_p50_ms" in answered[0]:
-        # Within each round, so that a machine that slows down does not count.
-        over = [run["p50_ms"] - run["direct_p50_ms"] for run in answered]
-        row["overhead_us"] = round(statistics.median(over) * 1e3, 1)
+    if compares and "overhead_ms" in answered[0]:
+        over = statistics.median(run["overhead_ms"] for run in answered)
+        row["overhead_us"] = round(over * 1e3, 1)
     return row
 
 

@@ -25,7 +25,7 @@ THREADS, ASYNCIO = "threads", "asyncio"
 #: Longest wait for the callers' last answers, in seconds; then the system hangs.
 PATIENCE_S = 120.0
 
-#: How long the bare function is called for comparison, in seconds.
+#: How long the bare function is called with the same items, for comparison, in seconds.
 DIRECT_S = 0.2
 
 #: Callers of the run that warms a system up: enough to fill a batch.
@@ -143,9 +143,10 @@ class Peer:
         """Measures callers in a closed loop."""
         workload, _ = self._ready[request["workload"]]
         plan = Plan(request["callers"], request["seconds"], request["answers"])
-        figures = figures_of(self._callers(workload.name, request["mode"], plan), workload)
-        if plan.callers == 1:
-            figures["direct_p50_ms"] = direct_ms(workload)
+        tallies = self._callers(workload.name, request["mode"], plan)
+        figures = figures_of(tallies, workload)
+        if plan.callers == 1 and figures["items"]:
+            figures["overhead_ms"] = overhead_ms(tallies.callers[0], workload)
         return figures
 
     def idle(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -284,15 +285,15 @@ def figures_of(tallies: Tallies, workload: Workload) -> dict[str, Any]:
     }
 
 
-def direct_ms(workload: Workload) -> float:
-    """Median time of the bare function with one item, in ms."""
-    taken_ms = []
+def overhead_ms(tally: Tally, workload: Workload) -> float:
+    """Median of what calls took longer than the bare function with the same items, in ms."""
+    over_s = []
     stop_s = time.perf_counter() + DIRECT_S
-    for item in workload.items(0):
+    for item, _, taken_s in tally.calls:
         began_s = time.perf_counter()
         workload.function([item])
         ended_s = time.perf_counter()
-        taken_ms.append((ended_s - began_s) * 1e3)
+        over_s.append(taken_s - (ended_s - began_s))
         if ended_s >= stop_s:
             break
-    return statistics.median(taken_ms)
+    return statistics.median(over_s) * 1e3
