@@ -12,7 +12,7 @@ from rich.table import Table
 #: Figures of a row, each the median of its rounds, and how many digits are kept.
 DIGITS = {"items_per_s": 1, "p50_ms": 4, "p99_ms": 4, "cpu_us_per_item": 1, "mean_in_flight": 1}
 
-HEADS = ("", "callers", "items/s", "spread", "p50", "p99", "CPU per item", "over direct", "wrong")
+HEADS = ("", "callers", "items/s", "spread", "p50", "p99", "CPU per item", "over function", "wrong")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -33,7 +33,7 @@ def row_of(
         system: Its name.
         place: What was run.
         runs: One per round.
-        compares: Whether the bare function is what the system calls.
+        compares: Whether the system calls the function, and has no model of its own.
     """
     row: dict[str, Any] = {
         "system": system,

@@ -10,21 +10,13 @@ from benchmarks.peers.inprocess_workloads import Workload
 
 async def dynamically(workload: Workload, batch_size: int) -> Entrance:
     """Batches on a thread, which coroutines reach by `acall`."""
-    call: Any = batched.dynamically(_plain(workload), batch_size=batch_size)
+    call: Any = batched.dynamically(workload.function, batch_size=batch_size)
     return Entrance(call, call.acall)
 
 
 async def aio(workload: Workload, batch_size: int) -> Entrance:
     """Batches of coroutines alone."""
-    return Entrance(acall=batched.aio.dynamically(_plain(workload), batch_size=batch_size))
-
-
-def _plain(workload: Workload) -> Any:
-    # It would take a bound method for one that still needs its instance.
-    def function(items: list[Any]) -> Any:
-        return workload.function(items)
-
-    return function
+    return Entrance(acall=batched.aio.dynamically(workload.function, batch_size=batch_size))
 
 
 if __name__ == "__main__":

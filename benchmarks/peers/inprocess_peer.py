@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
@@ -24,9 +24,6 @@ THREADS, ASYNCIO = "threads", "asyncio"
 
 #: Longest wait for the callers' last answers, in seconds; then the system hangs.
 PATIENCE_S = 120.0
-
-#: How long the bare function is called with the same items, for comparison, in seconds.
-DIRECT_S = 0.2
 
 #: Callers of the run that warms a system up: enough to fill a batch.
 WARM_CALLERS = 64
@@ -112,6 +109,8 @@ class Peer:
         # Some batchers belong to the loop of their first call.
         self._loop = asyncio.new_event_loop()
         self._ready: dict[str, tuple[Workload, Entrance]] = {}
+        #: How long each call of a workload's function took, in seconds.
+        self._inside_s: dict[str, list[float]] = {}
 
     def answer(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Answers one request: `load`, `warm_up`, `run` or `idle`."""
@@ -126,7 +125,8 @@ class Peer:
     def load(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         """Loads workloads, and starts the system for each."""
         for name in request["workloads"]:
-            workload = workload_of(name, self._options)
+            taken_s = self._inside_s[name] = []
+            workload = timed(workload_of(name, self._options), taken_s)
             entrance = self._loop.run_until_complete(self._make(workload, self._options.batch_size))
             self._ready[name] = workload, entrance
         return self._versions()
@@ -143,10 +143,14 @@ class Peer:
         """Measures callers in a closed loop."""
         workload, _ = self._ready[request["workload"]]
         plan = Plan(request["callers"], request["seconds"], request["answers"])
+        inside_s = self._inside_s[workload.name]
+        inside_s.clear()
         tallies = self._callers(workload.name, request["mode"], plan)
         figures = figures_of(tallies, workload)
-        if plan.callers == 1 and figures["items"]:
-            figures["overhead_ms"] = overhead_ms(tallies.callers[0], workload)
+        calls = tallies.callers[0].calls
+        if plan.callers == 1 and calls and len(calls) == len(inside_s):
+            over_s = [taken - own for (_, _, taken), own in zip(calls, inside_s, strict=True)]
+            figures["overhead_ms"] = statistics.median(over_s) * 1e3
         return figures
 
     def idle(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -182,6 +186,22 @@ class Peer:
             return in_threads(entrance.call, items, plan)
         assert entrance.acall is not None
         return self._loop.run_until_complete(on_loop(entrance.acall, items, plan))
+
+
+def timed(workload: Workload, taken_s: list[float]) -> Workload:
+    """The same workload; notes how long each call of the function takes.
+
+    That is where the system calls it: called from another thread as well, the function would get a
+    second team of OpenMP's threads, and then no team waits actively any more.
+    """
+
+    def function(items: Sequence[Any]) -> Sequence[Any]:
+        began_s = time.perf_counter()
+        answers = workload.function(items)
+        taken_s.append(time.perf_counter() - began_s)
+        return answers
+
+    return replace(workload, function=function)
 
 
 def in_threads(call: Callable[[Any], Any], items: Sequence[Iterator[Any]], plan: Plan) -> Tallies:
@@ -283,17 +303,3 @@ def figures_of(tallies: Tallies, workload: Workload) -> dict[str, Any]:
         "wrong": wrong + len(errors),
         "error": errors[0] if errors else "",
     }
-
-
-def overhead_ms(tally: Tally, workload: Workload) -> float:
-    """Median of what calls took longer than the bare function with the same items, in ms."""
-    over_s = []
-    stop_s = time.perf_counter() + DIRECT_S
-    for item, _, taken_s in tally.calls:
-        began_s = time.perf_counter()
-        workload.function([item])
-        ended_s = time.perf_counter()
-        over_s.append(taken_s - (ended_s - began_s))
-        if ended_s >= stop_s:
-            break
-    return statistics.median(over_s) * 1e3
