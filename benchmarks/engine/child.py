@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,23 +14,37 @@ from benchmarks.engine.target import Target
 from benchmarks.venvs import ROOT
 
 
+def options_of(target: Target) -> dict[str, Any]:
+    """What a script that embeds texts is told of its model."""
+    return {
+        "--model": target.folder,
+        "--device": target.device,
+        "--dtype": target.dtype,
+        "--padded-tokens": target.loop_tokens[0],
+        "--packed-tokens": target.loop_tokens[1],
+    }
+
+
 class Child:
     """A script of `peers/` that answers line by line; it loads its model once."""
 
-    def __init__(self, python: Path, module: str, target: Target) -> None:
-        """Starts it, without waiting for its model."""
+    def __init__(self, python: Path, module: str, options: Mapping[str, Any]) -> None:
+        """Starts it, without waiting for its model.
+
+        Args:
+            python: Of its environment.
+            module: The script.
+            options: Of its command line.
+        """
         self._module = module
-        options = {
-            "--model": target.folder,
-            "--device": target.device,
-            "--dtype": target.dtype,
-            "--padded-tokens": target.loop_tokens[0],
-            "--packed-tokens": target.loop_tokens[1],
-        }
         given = [str(part) for option in options.items() for part in option]
+        paths = [str(ROOT)]
+        if python == Path(sys.executable):
+            # It finds our packages where this process does.
+            paths += filter(None, [os.environ.get("PYTHONPATH")])
         self._process = subprocess.Popen(
             [python, "-W", "ignore", "-m", f"benchmarks.peers.{module}", *given],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -41,16 +56,26 @@ class Child:
         Raises:
             SystemExit: The process has ended.
         """
-        self._read()
+        self.receive()
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return self._process.pid
 
     def ask(self, request: Mapping[str, Any]) -> Any:
         """Sends one request and returns the answer; raises as `wait_ready`."""
+        self.send(request)
+        return self.receive()
+
+    def send(self, request: Mapping[str, Any]) -> None:
+        """Sends one request."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
-        return self._read()
 
-    def _read(self) -> Any:
+    def receive(self) -> Any:
+        """Waits for the answer to a request; raises as `wait_ready`."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

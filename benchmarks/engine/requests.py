@@ -21,7 +21,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine.child import Child
+from benchmarks.engine.child import Child, options_of
 from benchmarks.engine.client import Client
 from benchmarks.engine.models import MODELS
 from benchmarks.engine.target import Target, about, target_for
@@ -118,7 +118,7 @@ def measure(
     """Runs every case in turn, several rounds, each over its own texts."""
     taken: dict[Case, list[list[float]]] = {case: [] for case in cases}
     rates: dict[Case, list[float]] = {case: [] for case in cases}
-    child = Child(Path(sys.executable), "offline_loops", target)
+    child = Child(Path(sys.executable), "offline_loops", options_of(target))
     system = WholeSystem(target)
     try:
         child.wait_ready()

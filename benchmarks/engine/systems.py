@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.engine.child import Child, ChildSystem
+from benchmarks.engine.child import Child, ChildSystem, options_of
 from benchmarks.engine.device import DirectDevice
 from benchmarks.engine.sample import System
 from benchmarks.engine.target import Target
@@ -76,7 +76,7 @@ def running(target: Target, chosen: Sequence[str]) -> Iterator[list[System]]:
             if row.name in chosen:
                 if row.module not in children:
                     python = python_of(row.venv, row.requirements)
-                    children[row.module] = Child(python, row.module, target)
+                    children[row.module] = Child(python, row.module, options_of(target))
                     stack.callback(children[row.module].stop)
                 systems.append(ChildSystem(row.name, children[row.module], row.request))
         for name, make in OURS.items():

@@ -39,13 +39,14 @@ WORKLOADS: Mapping[str, Callable[[random.Random], int]] = MappingProxyType(
 )
 
 
-def texts_of(workload: str, count: int, model: Path) -> list[str]:
+def texts_of(workload: str, count: int, model: Path, longest: int = LONGEST) -> list[str]:
     """Draws the texts of a workload; the same every time.
 
     Args:
         workload: One of `WORKLOADS`.
         count: How many.
         model: Folder with the tokenizer that counts.
+        longest: Maximum length of a text, in tokens.
 
     Returns:
         English words from the Python reference, as many as make the length that was drawn.
@@ -53,7 +54,7 @@ def texts_of(workload: str, count: int, model: Path) -> list[str]:
     words = _words(_tokenizer(model))
     draw = random.Random(workload)
     lengths = (WORKLOADS[workload](draw) for _ in range(count))
-    return [_text(words, min(LONGEST, max(SHORTEST, length))) for length in lengths]
+    return [_text(words, min(longest, max(SHORTEST, length))) for length in lengths]
 
 
 def lengths_of(texts: Sequence[str], model: Path) -> list[int]:

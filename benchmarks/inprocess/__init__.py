@@ -1,1 +1,1 @@
-"""In-process batchers, side by side."""
+"""Batchers without a broker, in the process of their callers: ours beside others."""
