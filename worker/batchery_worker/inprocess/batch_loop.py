@@ -17,7 +17,7 @@ from batchery.outcomes import Failed, Replace, RetryAfter
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.inprocess.calls import Call, LoopCall, tell
+from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall, tell
 from batchery_worker.inprocess.options import BatcherOptions
 from batchery_worker.inprocess.tensors import Collator
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
@@ -111,6 +111,8 @@ class BatchLoop:
         self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=self._pass_tokens))
         self._runner: asyncio.Runner | None = None
         self._counts = _Counts()
+        #: Number of threads that the last turn has answered.
+        self.answered_threads = 0
         #: Called with a number of items that no longer wait, so that there is space for others.
         self.on_taken: Callable[[int], object] = lambda _: None
 
@@ -156,6 +158,7 @@ class BatchLoop:
             draining: Whether no more calls come, so that no batch waits for them.
         """
         now_s = self._clock()
+        self.answered_threads = 0
         self._give_up_late(now_s)
         due_s = now_s + self._limits.max_wait_s if draining else now_s
         batch = self._scheduler.next_batch(0, False, due_s)
@@ -169,6 +172,11 @@ class BatchLoop:
         else:
             self._scheduler.ended(batch, None)
         return True
+
+    def expected_run_s(self, items: int) -> float:
+        """How long a batch would run, in seconds; 0 if that is not known."""
+        costs = self._scheduler.costs
+        return costs.expected_s(self.name, items) if costs.knows(self.name) else 0.0
 
     def fail_all(self, error: BaseException) -> None:
         """Fails every call that waits."""
@@ -316,6 +324,7 @@ class BatchLoop:
                 if isinstance(call, LoopCall):
                     ended.setdefault(call.loop, []).append(call)
                 else:
+                    self.answered_threads += isinstance(call, ThreadCall)
                     call.finish()
         self._counts.failed += failed
         for loop, calls in ended.items():

@@ -113,6 +113,32 @@ def test_what_waits_while_a_batch_runs_is_the_next_batch(gate: Gate) -> None:
     assert stats.mean_run_ms > 0
 
 
+def test_a_batch_waits_a_moment_for_threads_that_were_just_answered() -> None:
+    sizes: list[int] = []
+
+    def note(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        return items
+
+    function = batched(note)
+    # It would wait for a tenth of that.
+    function._thread._loop.expected_run_s = lambda items: 10.0  # type: ignore[method-assign]
+
+    def call() -> None:
+        for number in range(20):
+            assert function(number) == number
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    # The first batch may have been one thread's alone; then the other one's last is, too.
+    assert sizes.count(2) >= 18
+    assert sum(sizes) == 40
+    assert function("alone") == "alone"  # type: ignore[arg-type]
+
+
 def test_calls_with_other_keywords_are_other_batches(gate: Gate) -> None:
     seen: list[tuple[list[str], dict[str, Any]]] = []
 
