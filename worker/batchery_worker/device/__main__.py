@@ -38,8 +38,8 @@ from batchery_worker.device.loading import (
     find_task,
     identity_of,
     import_app,
-    load_model,
     memory_of,
+    serve_model,
 )
 from batchery_worker.device.log_forwarding import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.device.reply import Computed, answer
@@ -284,11 +284,10 @@ class Device:
         if task.name not in self._served:
             check_device(self._name)
             self._memory = memory_of(self._name, self._setup.memory_fraction)
-            before_bytes = self._memory.allocated_bytes()
-            model = load_model(task, self._name)
-            weights_bytes = self._memory.allocated_bytes() - before_bytes
-            served = ServedModel(task.name, model, self._name, self._memory, weights_bytes)
-            served.identity = identity_of(task, model)
+            served = serve_model(
+                task.name, task.make_model, self._name, self._memory, gives_json=True
+            )
+            served.identity = identity_of(task, served.model)
             self._served[task.name] = served
         return self._served[task.name]
 

@@ -7,9 +7,10 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from time import monotonic
+from typing import Any
 
 from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
 from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
@@ -20,6 +21,9 @@ from batchery_worker.job import Lane
 
 #: Put behind the last call.
 END = None
+
+#: The items of calls that wait for `load` alone.
+LOAD_ONLY = (None,)
 
 #: `QueueFull.retry_after_s` before the first batch, in seconds.
 UNKNOWN_WAIT_S = 1.0
@@ -48,6 +52,10 @@ class BatcherThread:
         self._thread: threading.Thread | None = None
         #: What is called before the first batch; until it has succeeded, every batch fails.
         self.load: Callable[[], object] | None = None
+        #: What is called after the last batch, on the thread.
+        self.unload: Callable[[], object] = lambda: None
+        #: Calls that wait for `load` alone.
+        self._starting: list[Call] = []
         #: Why no call is taken any more.
         self._problem: str | None = None
         self._has_ended = False
@@ -115,6 +123,38 @@ class BatcherThread:
         if self._has_ended:
             self._refuse_rest()
 
+    def start(self) -> None:
+        """Loads now, and waits until that is done.
+
+        Raises:
+            BatcherClosed: It is closed.
+            BaseException: What `load` raised.
+        """
+        self.check()
+        call = ThreadCall(LOAD_ONLY, False)
+        self.send(call)
+        call.wait(None)
+        call.result()
+
+    async def start_async(self) -> None:
+        """The same, without blocking the event loop."""
+        self.check()
+        call = LoopCall(LOAD_ONLY, False)
+        self.send(call)
+        await call.wait()
+        call.result()
+
+    def look_ahead(self) -> tuple[list[Any], Mapping[str, Any]] | None:
+        """What the function may prepare while it runs: see `BatchLoop.look_ahead`."""
+        if not self._take_in_waiting():
+            # The end is taken in by the thread's own loop.
+            self._incoming.put(END)
+        return self._loop.look_ahead()
+
+    def add_tokens(self, tokens: int, computed_tokens: int) -> None:
+        """Counts tokens of a function that plans its own passes, and those with padding."""
+        self._loop.add_tokens(tokens, computed_tokens)
+
     def close(self, *, wait: bool = True) -> None:
         """Takes no more calls, and answers those that are there.
 
@@ -157,6 +197,7 @@ class BatcherThread:
             self._has_ended = True
             self._refuse_rest()
             self._loop.close()
+            self.unload()
 
     def _turn(self, *, draining: bool = False) -> None:
         before = self._loop.taken
@@ -164,23 +205,43 @@ class BatcherThread:
             if self.load is not None:
                 self.load()
                 self.load = None
+            while self._starting:
+                self._starting.pop().finish()
             self._loop.turn(draining=draining)
         except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
             self._loop.fail_all(error)
+            while self._starting:
+                self._starting.pop().fail(error)
         if self._space is not None and self._loop.taken > before:
             self._space.free(self._loop.taken - before)
 
     def _take_in(self) -> bool:
         """Takes in what was called; waits if nothing is due. Returns False at the end."""
-        incoming = self._incoming
         try:
-            call = incoming.get(timeout=self._timeout_s())
-            while call is not END:
-                self._loop.admit(call)
-                call = incoming.get_nowait()
+            call = self._incoming.get(timeout=self._timeout_s())
         except Empty:
             return True
-        return False
+        if call is END:
+            return False
+        self._admit(call)
+        return self._take_in_waiting()
+
+    def _take_in_waiting(self) -> bool:
+        """Takes in what was called so far. Returns False at the end."""
+        try:
+            while True:
+                call = self._incoming.get_nowait()
+                if call is END:
+                    return False
+                self._admit(call)
+        except Empty:
+            return True
+
+    def _admit(self, call: Call) -> None:
+        if call.items is LOAD_ONLY:
+            self._starting.append(call)
+        else:
+            self._loop.admit(call)
 
     def _timeout_s(self) -> float | None:
         """How long to wait for calls, in seconds; None for as long as it takes."""
@@ -190,6 +251,8 @@ class BatcherThread:
     def _refuse_rest(self) -> None:
         """Fails the calls that came behind the end."""
         error = BatcherClosed(f"{self.name}: {self._problem or 'its thread has ended'}")
+        while self._starting:
+            self._starting.pop().fail(error)
         try:
             while True:
                 call = self._incoming.get_nowait()
