@@ -16,6 +16,7 @@ from batchery_worker.inprocess.batcher import USUAL_CALL, BatchedCall
 from batchery_worker.inprocess.batcher_thread import BatcherThread
 from batchery_worker.inprocess.local_device import EngineDevice, EngineModel, LocalDevice
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions
+from batchery_worker.inprocess.spawned_device import SpawnedDevice
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms", "small_batch_threshold")
@@ -38,6 +39,7 @@ class EngineCall(BatchedCall):
         Raises:
             InvalidItem: The item or a keyword is wrong.
             OutOfMemory: The device has no memory for this item alone.
+            DeviceDied: The device process died while it computed this item alone.
             ModelLoadError: The model cannot be loaded.
             DeviceUnavailable: The device does not exist.
             NoResult: None came within `timeout_s`.
@@ -74,9 +76,12 @@ class Engine(EngineCall):
         engine.submit("some text")              # a concurrent.futures.Future
     ```
 
-    A result is what the model's `postprocess` gives. The model runs on one thread of this process.
-    Entering the `with` loads it; otherwise the first call does. The setting `cache` has no effect,
-    as results are kept in Redis.
+    A result is what the model's `postprocess` gives. The model runs on one thread of this process,
+    or with `process=True` in a process of its own. When such a process dies, halves of its batch
+    run in the next one, until the item that kills it is alone: that one fails with `DeviceDied`.
+
+    Entering the `with` loads the model; otherwise the first call does. The setting `cache` has no
+    effect, as results are kept in Redis.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Engine(EngineCall):
         /,
         *,
         device: str | None = None,
+        process: bool = False,
         max_batch_tokens: int | None = None,
         **options: Any,
     ) -> None:
@@ -94,6 +100,9 @@ class Engine(EngineCall):
             model: A name in `[models]` of the settings; or the settings of a model; or a model of
                 your own, not loaded yet.
             device: As torch spells it; None for the first one of the setting `devices`.
+            process: Whether the model runs in a process of its own. Then it does not hold the
+                interpreter lock of this one, and its crash ends no caller. What was sent is
+                pickled, and a model of your own must be importable.
             max_batch_tokens: Maximum tokens of one forward pass, with padding; None for the
                 settings.
             options: Those of `batched`, besides `length`; by default the settings of their names.
@@ -105,17 +114,20 @@ class Engine(EngineCall):
         settings = Settings.load()
         name, own, make_model = _find(model, settings)
         chosen = _options(name, settings, own, options)
-        self._device: EngineDevice = LocalDevice(
-            EngineModel(
-                name,
-                make_model,
-                settings.devices if device is None else [_checked(device)],
-                chosen.max_batch_size,
-                _tokens(name, max_batch_tokens)
-                or (own and own.max_batch_tokens)
-                or settings.max_batch_tokens,
-                settings.memory_fraction,
-            )
+        served = EngineModel(
+            name,
+            make_model,
+            settings.devices if device is None else [_checked(device)],
+            chosen.max_batch_size,
+            _tokens(name, max_batch_tokens)
+            or (own and own.max_batch_tokens)
+            or settings.max_batch_tokens,
+            settings.memory_fraction,
+        )
+        self._device: EngineDevice = (
+            SpawnedDevice(served, settings.device_start_timeout_s)
+            if process
+            else LocalDevice(served)
         )
         thread = BatcherThread(BatchLoop(_run, name, chosen), chosen)
         # The thread must not keep the engine alive.
@@ -206,7 +218,7 @@ def _options(
     known = [each for each in BatcherOptions.__dataclass_fields__ if each != "length"]
     if unknown := [each for each in given if each not in known]:
         raise BatchArgumentError(
-            f"{name}: options {', '.join(unknown)}: there are device, {', '.join(known)}"
+            f"{name}: options {', '.join(unknown)}: there are device, process, {', '.join(known)}"
         )
     return BatcherOptions(**{**usual, **given})
 
