@@ -120,7 +120,8 @@ class BatcherThread:
             self._start()
         call.sent_s = monotonic()
         self._incoming.put(call)
-        if self._has_ended:
+        if self._has_ended or self._thread is None:
+            # Closed since it was checked, perhaps before it had a thread.
             self._refuse_rest()
 
     def start(self) -> None:
