@@ -173,6 +173,52 @@ def test_a_model_that_cannot_travel_is_named() -> None:
         pass
 
 
+def test_a_model_of_a_script_is_refused_with_what_to_do() -> None:
+    script = """
+from batchery import Engine, Model, ModelLoadError
+
+class Mine(Model):
+    def forward(self, batch):
+        return batch
+
+assert Engine(Mine(), device="cpu").call(1) == 1
+try:
+    Engine(Mine(), device="cpu", process=True).call(1)
+except ModelLoadError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=True,
+        timeout=60,
+    )
+    assert "model 'Mine': its device process cannot read it: AttributeError" in done.stdout
+    assert "define its class in a module that can be imported" in done.stdout
+
+
+def test_the_caller_of_a_process_never_loads_torch(minilm_path: Path) -> None:
+    script = """
+import sys
+from batchery import Engine, ModelSettings
+
+settings = ModelSettings(kind="embedding", model=sys.argv[1])
+Engine(settings)
+with Engine(settings, device="cpu", process=True) as engine:
+    print(len(engine.call("the cat")["vector"]), {"torch", "transformers"} & set(sys.modules))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(minilm_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert done.stdout == "384 set()\n"
+
+
 def test_a_device_that_is_not_there_is_named() -> None:
     with (
         pytest.raises(DeviceUnavailable, match="'cuda:77': not on this machine"),
