@@ -100,9 +100,11 @@ class Engine(EngineCall):
             model: A name in `[models]` of the settings; or the settings of a model; or a model of
                 your own, not loaded yet.
             device: As torch spells it; None for the first one of the setting `devices`.
-            process: Whether the model runs in a process of its own. Then it does not hold the
-                interpreter lock of this one, and its crash ends no caller. What was sent is
-                pickled, and a model of your own must be importable.
+            process: Whether the model runs in a process of its own. Then neither waits for the
+                interpreter lock of the other, and its crash ends no caller. Choose it where this
+                process computes in Python: beside one thread that never waits, the model has a
+                tenth of its throughput otherwise. Items and results are pickled, and a model of
+                your own must be importable.
             max_batch_tokens: Maximum tokens of one forward pass, with padding; None for the
                 settings.
             options: Those of `batched`, besides `length`; by default the settings of their names.
