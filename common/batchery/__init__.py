@@ -66,6 +66,7 @@ if TYPE_CHECKING:
         submit_file,
     )
     from batchery_worker.inprocess.batcher import Batcher, batched
+    from batchery_worker.inprocess.engine import Engine
 
 __all__ = [
     "AppNotImportable",
@@ -87,6 +88,7 @@ __all__ = [
     "DeviceUnavailable",
     "Embedding",
     "Ending",
+    "Engine",
     "Failed",
     "GaveUp",
     "Ignore",
@@ -160,6 +162,7 @@ _MODULES = {
     **dict.fromkeys(("install", "register"), "batchery.installer"),
     **dict.fromkeys(("Batcher", "batched"), "batchery_worker.inprocess.batcher"),
     "BatchTask": "batchery.task",
+    "Engine": "batchery_worker.inprocess.engine",
     "Model": "batchery.model",
 }
 

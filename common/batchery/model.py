@@ -49,6 +49,12 @@ class Model:
         """
         return ""
 
+    def unload(self) -> None:
+        """Frees what `load` took, besides memory; called once, when a `batchery.Engine` is closed.
+
+        A device process of a worker just ends.
+        """
+
     def warm_up(self) -> Sequence[Any]:
         """Items that are run once after `load`, before the worker says that it is ready."""
         return ()

@@ -6,11 +6,9 @@ looks whether an urgent batch has come, and runs it first. The process ends with
 with any of its threads. The parent runs again what the process had not answered.
 """
 
-import ctypes
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
@@ -38,12 +36,13 @@ from batchery_worker.device.loading import (
     find_task,
     identity_of,
     import_app,
-    load_model,
     memory_of,
+    serve_model,
 )
 from batchery_worker.device.log_forwarding import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.device.reply import Computed, answer
 from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.signals import leave_signals_to_parent
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
     Began,
@@ -284,11 +283,10 @@ class Device:
         if task.name not in self._served:
             check_device(self._name)
             self._memory = memory_of(self._name, self._setup.memory_fraction)
-            before_bytes = self._memory.allocated_bytes()
-            model = load_model(task, self._name)
-            weights_bytes = self._memory.allocated_bytes() - before_bytes
-            served = ServedModel(task.name, model, self._name, self._memory, weights_bytes)
-            served.identity = identity_of(task, model)
+            served = serve_model(
+                task.name, task.make_model, self._name, self._memory, gives_json=True
+            )
+            served.identity = identity_of(task, served.model)
             self._served[task.name] = served
         return self._served[task.name]
 
@@ -319,16 +317,6 @@ def _or_die(stage: Callable[[], None]) -> None:
         os._exit(EX_SOFTWARE)
 
 
-def _leave_signals_to_parent() -> None:
-    """Ctrl-C reaches the whole process group, but the parent decides when to end."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
-        signal.signal(each, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # If the parent dies while a forward pass holds the interpreter, the kernel ends us.
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-
-
 def main(descriptor: int, log_descriptor: int | None = None) -> None:
     """Entry point: `python -m batchery_worker.device DESCRIPTOR [LOG_DESCRIPTOR]`.
 
@@ -336,7 +324,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         descriptor: Of a socket to the parent.
         log_descriptor: Of another one, for what is logged; None writes that to standard error.
     """
-    _leave_signals_to_parent()
+    leave_signals_to_parent()
     end = socket.socket(fileno=descriptor)
     try:
         setup: Setup = load_message(read_frame(end))

@@ -4,6 +4,7 @@ import importlib
 import logging
 import sys
 import time
+from collections.abc import Callable
 from typing import cast
 
 from celery import Celery
@@ -13,6 +14,7 @@ from batchery.execution.batch import compute, prepare
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
+from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.messages import Setup
 from batchery_worker.memory import Memory
 
@@ -20,19 +22,49 @@ logger = logging.getLogger("batchery.device")
 
 
 def load_model(task: ModelTask, device: str) -> Model:
-    """Loads the model of a task and runs its warm-up.
+    """Loads the model of a task and runs its warm-up. Its results are for Redis.
 
     Raises:
         ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
         DeviceUnavailable: The device does not exist.
     """
+    return _load(task.name, task.make_model, device, gives_json=True)
+
+
+def serve_model(
+    name: str,
+    make_model: Callable[[], Model],
+    device: str,
+    memory: Memory,
+    *,
+    gives_json: bool,
+) -> ServedModel:
+    """Loads a model, warms it up, and weighs it.
+
+    Args:
+        name: Its name in errors and figures.
+        make_model: Makes it, not loaded.
+        device: As torch spells it.
+        memory: Memory of that device.
+        gives_json: Whether its results leave for Redis, so that it may encode them itself.
+
+    Raises:
+        ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
+        DeviceUnavailable: The device does not exist.
+    """
+    before_bytes = memory.allocated_bytes()
+    model = _load(name, make_model, device, gives_json=gives_json)
+    return ServedModel(name, model, device, memory, memory.allocated_bytes() - before_bytes)
+
+
+def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json: bool) -> Model:
     check_device(device)
     started_s = time.monotonic()
     try:
-        model = task.make_model()
+        model = make_model()
         model.load(device)
         give_json = getattr(model, "give_json", None)
-        if give_json is not None:
+        if gives_json and give_json is not None:
             give_json()
         items = list(model.warm_up())
         if items:
@@ -44,11 +76,11 @@ def load_model(task: ModelTask, device: str) -> Model:
     except BatcheryError:
         raise
     except Exception as error:
-        logger.debug("loading %s", task.name, exc_info=True)
+        logger.debug("loading %s", name, exc_info=True)
         raise ModelLoadError(
-            f"model {task.name!r} cannot be loaded on {device}: {type(error).__name__}: {error}"
+            f"model {name!r} cannot be loaded on {device}: {type(error).__name__}: {error}"
         ) from error
-    logger.info("%s loaded on %s in %.1f s", task.name, device, time.monotonic() - started_s)
+    logger.info("%s loaded on %s in %.1f s", name, device, time.monotonic() - started_s)
     return model
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -160,7 +160,7 @@ class DeviceProcess:
         }
 
     def spawn(self) -> None:
-        """Starts a fresh interpreter; never a fork, which CUDA does not survive.
+        """Starts a fresh process.
 
         Raises:
             OSError: The system cannot start another process.
@@ -171,12 +171,7 @@ class DeviceProcess:
         with theirs, their_log:
             ends = (theirs.fileno(), their_log.fileno())
             try:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "batchery_worker.device", *map(str, ends)],
-                    env={**_environment(), **os.environ},
-                    pass_fds=ends,
-                    stdin=subprocess.DEVNULL,
-                )
+                self._process = start_interpreter("batchery_worker.device", ends)
             except OSError:
                 ours.close()
                 log.close()
@@ -251,7 +246,7 @@ class DeviceProcess:
             process.kill()
             self._dying.append(process)
             return "closed its pipe and was killed"
-        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+        return ending_of(code)
 
     def dismiss(self) -> None:
         """Closes the pipe, which tells the process to leave."""
@@ -272,6 +267,29 @@ class DeviceProcess:
                 process.wait()
         for each in self._dying:
             each.wait()
+
+
+def start_interpreter(module: str, ends: Sequence[int]) -> subprocess.Popen[bytes]:
+    """Runs a module in a fresh interpreter; never in a fork, which CUDA does not survive.
+
+    Args:
+        module: Its import path. Its arguments are the descriptors.
+        ends: Descriptors that it inherits.
+
+    Raises:
+        OSError: The system cannot start another process.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *map(str, ends)],
+        env={**_environment(), **os.environ},
+        pass_fds=ends,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def ending_of(code: int) -> str:
+    """How a process ended, for people."""
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _environment() -> dict[str, str]:

@@ -5,7 +5,7 @@ Time is an argument, so that a test can turn the loop by hand.
 
 import asyncio
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
@@ -111,6 +111,8 @@ class BatchLoop:
         self._cost_model = CostModel(Costs(token_ms=1.0, item_ms=0.0, pass_ms=self._pass_tokens))
         self._runner: asyncio.Runner | None = None
         self._counts = _Counts()
+        #: The batch that runs next, if its items were asked for already.
+        self._ahead: Batch[Item] | None = None
         #: Number of threads that the last turn has answered.
         self.answered_threads = 0
         #: Called with a number of items that no longer wait, so that there is space for others.
@@ -144,10 +146,12 @@ class BatchLoop:
     @property
     def waiting(self) -> int:
         """How many items wait here."""
-        return len(self._scheduler)
+        return len(self._scheduler) + (len(self._ahead.jobs) if self._ahead else 0)
 
     def wake_s(self) -> float | None:
         """When `turn` has something to do if no call comes before; None for never."""
+        if self._ahead is not None:
+            return self._clock()
         times = [self._scheduler.wake_s(), self._scheduler.late_s()]
         return min((each for each in times if each is not None), default=None)
 
@@ -161,7 +165,7 @@ class BatchLoop:
         self.answered_threads = 0
         self._give_up_late(now_s)
         due_s = now_s + self._limits.max_wait_s if draining else now_s
-        batch = self._scheduler.next_batch(0, False, due_s)
+        batch, self._ahead = self._ahead or self._scheduler.next_batch(0, False, due_s), None
         if batch is None:
             return False
         self.on_taken(len(batch.jobs))
@@ -178,10 +182,31 @@ class BatchLoop:
         costs = self._scheduler.costs
         return costs.expected_s(self.name, items) if costs.knows(self.name) else 0.0
 
+    def look_ahead(self) -> tuple[list[Any], Mapping[str, Any]] | None:
+        """The batch that runs next, so that it can be prepared meanwhile: its items and keywords.
+
+        For the function, while it runs. As in a worker, a batch leaves early only if it is full:
+        until then it keeps growing. Items whose callers give up before its turn will not come.
+        """
+        if self._ahead is None:
+            self._ahead = self._scheduler.next_batch(1, False, self._clock())
+        if self._ahead is None:
+            return None
+        calls = [job.payload for job in self._ahead.jobs]
+        return [call.items[index] for call, index in calls], calls[0][0].keywords
+
+    def add_tokens(self, tokens: int, computed_tokens: int) -> None:
+        """Counts tokens of a function that plans its own passes, and those with padding."""
+        self._counts.tokens += tokens
+        self._counts.computed_tokens += computed_tokens
+
     def fail_all(self, error: BaseException) -> None:
         """Fails every call that waits."""
         jobs = self._scheduler.held()
         self._scheduler.remove(jobs)
+        if self._ahead is not None:
+            self._scheduler.ended(self._ahead, None)
+            jobs, self._ahead = [*self._ahead.jobs, *jobs], None
         self.on_taken(len(jobs))
         for call in dict.fromkeys(job.payload[0] for job in jobs):
             call.fail(error)

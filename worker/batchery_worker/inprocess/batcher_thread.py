@@ -7,9 +7,10 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from time import monotonic
+from typing import Any
 
 from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
 from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, as_exception
@@ -19,6 +20,9 @@ from batchery_worker.job import Lane
 
 #: Put behind the last call.
 END = None
+
+#: The items of calls that wait for `load` alone.
+LOAD_ONLY = (None,)
 
 #: `QueueFull.retry_after_s` before the first batch, in seconds.
 UNKNOWN_WAIT_S = 1.0
@@ -61,6 +65,10 @@ class BatcherThread:
         self.load: Callable[[], object] | None = None
         #: How many items the next batch waits for, and until when.
         self._expected, self._expected_s = 0, 0.0
+        #: What is called after the last batch, on the thread.
+        self.unload: Callable[[], object] = lambda: None
+        #: Calls that wait for `load` alone.
+        self._starting: list[Call] = []
         #: Why no call is taken any more.
         self._problem: str | None = None
         self._has_ended = False
@@ -129,8 +137,41 @@ class BatcherThread:
             self._start()
         call.sent_s = monotonic()
         self._incoming.put(call)
-        if self._has_ended:
+        if self._has_ended or self._thread is None:
+            # Closed since it was checked, perhaps before it had a thread.
             self._refuse_rest()
+
+    def start(self) -> None:
+        """Loads now, and waits until that is done.
+
+        Raises:
+            BatcherClosed: It is closed.
+            BaseException: What `load` raised.
+        """
+        self.check()
+        call = ThreadCall(LOAD_ONLY, False)
+        self.send(call)
+        call.wait(None)
+        call.result()
+
+    async def start_async(self) -> None:
+        """The same, without blocking the event loop."""
+        self.check()
+        call = LoopCall(LOAD_ONLY, False)
+        self.send(call)
+        await call.wait()
+        call.result()
+
+    def look_ahead(self) -> tuple[list[Any], Mapping[str, Any]] | None:
+        """What the function may prepare while it runs: see `BatchLoop.look_ahead`."""
+        if not self._take_in_waiting():
+            # The end is taken in by the thread's own loop.
+            self._incoming.put(END)
+        return self._loop.look_ahead()
+
+    def add_tokens(self, tokens: int, computed_tokens: int) -> None:
+        """Counts tokens of a function that plans its own passes, and those with padding."""
+        self._loop.add_tokens(tokens, computed_tokens)
 
     def close(self, *, wait: bool = True) -> None:
         """Takes no more calls, and answers those that are there.
@@ -176,17 +217,23 @@ class BatcherThread:
             self._has_ended = True
             self._refuse_rest()
             self._loop.close()
+            self.unload()
 
     def _turn(self, *, draining: bool = False) -> None:
         try:
             if self.load is not None:
                 self.load()
                 self.load = None
+            while self._starting:
+                self._starting.pop().finish()
             self._loop.turn(draining=draining)
             if self._loop.answered_threads:
                 self._expect_answered_threads()
         except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
-            self._loop.fail_all(as_exception(error, self.name))
+            problem = as_exception(error, self.name)
+            self._loop.fail_all(problem)
+            while self._starting:
+                self._starting.pop().fail(problem)
 
     def _take_in(self) -> bool:
         """Takes in what was called; waits if nothing is due. Returns False at the end."""
@@ -201,15 +248,31 @@ class BatcherThread:
 
     def _take(self, timeout_s: float | None) -> bool:
         """Takes in what is there, and waits for it if need be. Returns False at the end."""
-        incoming = self._incoming
         try:
-            call = incoming.get(timeout=timeout_s)
-            while call is not END:
-                self._loop.admit(call)
-                call = incoming.get_nowait()
+            call = self._incoming.get(timeout=timeout_s)
         except Empty:
             return True
-        return False
+        if call is END:
+            return False
+        self._admit(call)
+        return self._take_in_waiting()
+
+    def _take_in_waiting(self) -> bool:
+        """Takes in what was called so far. Returns False at the end."""
+        try:
+            while True:
+                call = self._incoming.get_nowait()
+                if call is END:
+                    return False
+                self._admit(call)
+        except Empty:
+            return True
+
+    def _admit(self, call: Call) -> None:
+        if call.items is LOAD_ONLY:
+            self._starting.append(call)
+        else:
+            self._loop.admit(call)
 
     def _expect_answered_threads(self) -> None:
         """Notes how many items wait as soon as the threads that were answered have called again.
@@ -235,6 +298,8 @@ class BatcherThread:
     def _refuse_rest(self) -> None:
         """Fails the calls that came behind the end."""
         error = self._closed()
+        while self._starting:
+            self._starting.pop().fail(error)
         try:
             while True:
                 call = self._incoming.get_nowait()

@@ -272,6 +272,11 @@ class TextModel(Model):
         }
         return identity(self.settings, self._source, run, self.model)
 
+    def unload(self) -> None:
+        """Ends the threads that compute passes side by side."""
+        if self._streams is not None:
+            self._streams.close()
+
     def warm_up(self) -> Sequence[str]:
         """Texts of several lengths, within the limits of this model."""
         texts = [" ".join(["word"] * count) for count in WARM_UP_WORDS]

@@ -71,6 +71,10 @@ class CpuStreams:
         if lone is not None:
             _run(*lone, self._threads)
 
+    def close(self) -> None:
+        """Ends the threads, after the passes that run; takes no more passes."""
+        self._pool.shutdown()
+
 
 class PendingPass:
     """A pass that waits, runs or has run."""

@@ -1,0 +1,50 @@
+"""Models that an engine runs in a process of its own."""
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from batchery import Failed, InvalidItem, Model
+
+
+class TwoPartsError(Exception):
+    """Can be pickled, and not be read."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+class Obedient(Model):
+    """Does what the items say; others are doubled."""
+
+    def __init__(self, folder: str = "") -> None:
+        self.folder = folder
+
+    def load(self, device: str) -> None:
+        if self.folder == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.folder == "sleep":
+            time.sleep(600)
+        if self.folder:
+            (Path(self.folder) / f"loaded-{os.getpid()}").touch()
+
+    def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> list[Any]:
+        return [Failed(InvalidItem("is bad")) if each == "bad" else each for each in items]
+
+    def forward(self, batch: Sequence[Any], *_: Any, **keywords: Any) -> list[Any]:
+        return [self.answer(each) for each in batch]
+
+    def answer(self, item: Any) -> Any:
+        if item == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if item == "two parts":
+            return Failed(TwoPartsError(7, "seven"))
+        if item == "a function":
+            return lambda: None
+        if item == "hold":
+            while True:  # Holds the interpreter lock of its own process.
+                sum(range(10_000))
+        return os.getpid() if item == "pid" else item * 2

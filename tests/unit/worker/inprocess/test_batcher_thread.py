@@ -1,0 +1,248 @@
+"""The thread of a batcher: what waits there, who gives up, and how it ends."""
+
+import asyncio
+import os
+import threading
+import time
+from concurrent.futures import CancelledError, wait
+from typing import Any
+
+import pytest
+
+from batchery import BatcherClosed, NoResult, QueueFull, batched
+from batchery_worker.inprocess.batcher_thread import send_and_wait
+from batchery_worker.inprocess.calls import ThreadCall
+from support.gate import WAIT_S, Gate, batcher_threads
+from support.harness import wait_for
+
+
+def test_a_batch_waits_a_moment_for_threads_that_were_just_answered() -> None:
+    sizes: list[int] = []
+
+    def note(items: list[int]) -> list[int]:
+        sizes.append(len(items))
+        return items
+
+    function = batched(note)
+    # It would wait for a tenth of that.
+    function._thread._loop.expected_run_s = lambda items: 10.0 * items  # type: ignore[method-assign]
+
+    both = threading.Barrier(2)
+
+    def call() -> None:
+        both.wait(WAIT_S)
+        for number in range(100):
+            assert function(number) == number
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert sum(sizes) == 200
+    # Once they have met, they stay together until one of them is done.
+    together = "".join(map(str, sizes)).strip("1")
+    assert set(together) == {"2"}
+    assert function(7) == 7
+
+
+def test_a_closed_batcher_answers_what_is_there_and_takes_no_more(gate: Gate) -> None:
+    function = batched(gate, max_batch_size=1, max_wait_ms=3_600_000)
+    gate.hold(function)
+    futures = [function.submit(number) for number in range(3)]
+    closing = threading.Thread(target=function.close)
+    closing.start()
+    wait_for(lambda: _is_closed(function), "it takes no more")
+    gate.opened.set()
+    closing.join(WAIT_S)
+    assert [each.result(WAIT_S) for each in futures] == ["0!", "1!", "2!"]
+    for call in (function, function.submit):
+        with pytest.raises(BatcherClosed, match="it is closed"):
+            call("late")
+    function.close()
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_call_that_comes_while_a_batcher_is_closed_is_refused(is_used: bool) -> None:
+    function = batched(lambda items: items)
+    if is_used:
+        function("a")
+    call = ThreadCall(["late"], False)
+    function.close()
+
+    def send_late() -> None:
+        send_and_wait(function._thread, call, None)
+        call.result()
+
+    with pytest.raises(BatcherClosed, match="it is closed"):
+        send_late()
+
+
+def _is_closed(function: Any) -> bool:
+    try:
+        function([])
+    except BatcherClosed:
+        return True
+    return False
+
+
+def test_a_batcher_is_closed_by_async_with() -> None:
+    async def main() -> Any:
+        async with batched(lambda items: items) as function:
+            return function, await function.acall("a")
+
+    function, answer = asyncio.run(main())
+    assert answer == "a"
+    with pytest.raises(BatcherClosed):
+        function("b")
+
+
+def test_an_incomplete_batch_does_not_wait_for_a_batcher_that_is_closed() -> None:
+    function = batched(lambda items: items, max_wait_ms=3_600_000)
+    future = function.submit("a")
+    function.close()
+    assert future.result(0) == "a"
+
+
+def test_a_cancelled_future_is_dropped_and_its_neighbours_are_not(gate: Gate) -> None:
+    function = batched(gate)
+    held = gate.hold(function)
+    futures = [function.submit(number) for number in range(3)]
+    assert futures[1].cancel()
+    assert wait([futures[1]], WAIT_S).done
+    gate.opened.set()
+    assert [futures[0].result(WAIT_S), futures[2].result(WAIT_S)] == ["0!", "2!"]
+    with pytest.raises(CancelledError):
+        futures[1].result(0)
+    assert held.result(WAIT_S) == "held!"
+    assert gate.batches == [["held"], [0, 2]]
+    assert function.stats.dropped == 1
+
+
+def test_a_cancelled_coroutine_and_one_that_is_too_late_are_dropped(gate: Gate) -> None:
+    function = batched(gate)
+    gate.hold(function)
+
+    async def main() -> Any:
+        leaver = asyncio.create_task(function.acall("leaver"))
+        stayer = asyncio.create_task(function.acall("stayer"))
+        with pytest.raises(NoResult, match=r"no result within 0\.05 s"):
+            await function.options(timeout_s=0.05).acall("late")
+        leaver.cancel()
+        await asyncio.wait([leaver])
+        gate.opened.set()
+        return await stayer
+
+    assert asyncio.run(main()) == "stayer!"
+    assert gate.batches == [["held"], ["stayer"]]
+
+
+def test_a_thread_waits_no_longer_than_it_wants(gate: Gate) -> None:
+    function = batched(gate)
+    gate.hold(function)
+    with pytest.raises(NoResult, match=r"no result within 0\.05 s"):
+        function.options(timeout_s=0.05)("late")
+    gate.opened.set()
+    assert function("next") == "next!"
+    assert ["late"] not in gate.batches
+
+
+def test_a_call_whose_event_loop_has_ended_hurts_nobody(gate: Gate) -> None:
+    function = batched(gate)
+    gate.hold(function)
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(function.acall("orphan"))
+    loop.run_until_complete(asyncio.sleep(0))
+    wait_for(lambda: function.stats.waiting == 1, "it waits")
+    loop.close()
+    gate.opened.set()
+    assert function("next") == "next!"
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_a_full_queue_refuses(gate: Gate) -> None:
+    function = batched(gate, max_waiting=2, when_full="refuse")
+    gate.hold(function)
+    futures = [function.submit(number) for number in range(2)]
+    with pytest.raises(QueueFull, match="2 items wait, and max_waiting is 2") as caught:
+        function.submit(2)
+    assert caught.value.retry_after_s > 0
+    gate.opened.set()
+    assert [each.result(WAIT_S) for each in futures] == ["0!", "1!"]
+    assert function(["more", "than", "fits"]) == ["more!", "than!", "fits!"]
+
+
+def test_a_full_queue_makes_callers_wait_in_their_order(gate: Gate) -> None:
+    function = batched(gate, max_batch_size=1, max_waiting=1)
+    gate.hold(function)
+    first = function.submit("first")
+    with pytest.raises(NoResult):
+        function.options(timeout_s=0.05)("late")
+    results: list[str] = []
+
+    def call(name: str) -> None:
+        results.append(function(name))
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in ("a", "b")]
+
+    async def main() -> Any:
+        leaver = asyncio.create_task(function.acall("leaver"))
+        stayer = asyncio.create_task(function.acall("stayer"))
+        await asyncio.sleep(0)
+        leaver.cancel()
+        for thread in threads:
+            thread.start()
+        gate.opened.set()
+        return await stayer
+
+    assert asyncio.run(main()) == "stayer!"
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert (first.result(WAIT_S), sorted(results)) == ("first!", ["a!", "b!"])
+    assert [item for batch in gate.batches for item in batch][:3] == ["held", "first", "stayer"]
+
+
+def test_a_forked_process_is_told(gate: Gate) -> None:
+    used, unused = batched(lambda items: items), batched(lambda items: items)
+    assert used("a") == "a"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            used("a")
+        except BatcherClosed as error:
+            os.write(writer, f"{error} {unused('b')}".encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    _, status = os.waitpid(child, 0)
+    with os.fdopen(reader) as said:
+        text = said.read()
+    assert (status, text.endswith("make it after the fork b")) == (0, True), text
+    assert used("a") == "a"
+
+
+def test_nothing_wakes_up_while_nothing_is_called() -> None:
+    function = batched(lambda items: items)
+    assert function("a") == "a"
+    (thread,) = [each for each in batcher_threads() if each.ident == _ident(function)]
+    switches = f"/proc/self/task/{thread.native_id}/status"
+
+    def count() -> list[str]:
+        with open(switches) as status:
+            return [line for line in status if "ctxt_switches" in line]
+
+    def is_asleep() -> bool:
+        before = count()
+        time.sleep(0.05)
+        return count() == before
+
+    wait_for(is_asleep, "it sleeps")
+    before = count()
+    time.sleep(0.5)  # What must not happen takes a while not to happen.
+    assert count() == before
+
+
+def _ident(function: Any) -> int | None:
+    thread = function._thread._thread
+    return thread.ident if thread else None

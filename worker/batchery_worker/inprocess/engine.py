@@ -1,0 +1,243 @@
+"""`Engine`: a model of the settings in the caller's own process, without a broker."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Self
+
+from kombu.utils.imports import symbol_by_name
+
+from batchery.errors import BatchArgumentError, SettingsError
+from batchery.installer import KINDS
+from batchery.model import Model
+from batchery.settings import DEVICE_NAME, ModelSettings, Settings
+from batchery_worker.inprocess.batch_loop import BatchLoop
+from batchery_worker.inprocess.batcher import USUAL_CALL, BatchedCall
+from batchery_worker.inprocess.batcher_thread import BatcherThread
+from batchery_worker.inprocess.local_device import EngineDevice, EngineModel, LocalDevice
+from batchery_worker.inprocess.options import BatcherOptions, CallOptions
+from batchery_worker.inprocess.spawned_device import SpawnedDevice
+
+#: Settings that a model may have of its own, and that an engine's keywords outrank.
+BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms", "small_batch_threshold")
+
+
+class EngineCall(BatchedCall[Any, Any]):
+    """How an engine is called: awaited, with `call`, or with `submit`.
+
+    Calling it makes a coroutine, other than with `batched`. Engines stand in asyncio servers, where
+    a call that blocks by mistake stops everybody, and a forgotten `await` is found at once.
+    """
+
+    async def __call__(  # type: ignore[override]
+        self, item: Any, /, *others: Any, **keywords: Any
+    ) -> Any:
+        """The result of one item; of a list of items, the list of results.
+
+        Args:
+            item: A text, or what else the model takes. A list counts as many items.
+            others: None: one positional argument, and the rest as keywords.
+            keywords: Of the model, such as `dimensions`. Only calls with equal ones share a batch.
+
+        Raises:
+            InvalidItem: The item or a keyword is wrong.
+            OutOfMemory: The device has no memory for this item alone.
+            DeviceDied: The device process died while it computed this item alone.
+            ModelLoadError: The model cannot be loaded.
+            DeviceUnavailable: The device does not exist.
+            NoResult: None came within `timeout_s`.
+            QueueFull: `max_waiting` items wait already, and callers are refused.
+            BatcherClosed: It is closed, or belongs to the parent of this process.
+            Exception: What the model raised for this item.
+        """
+        return await self.acall(item, *others, **keywords)
+
+    def call(self, item: Any, /, *others: Any, **keywords: Any) -> Any:
+        """The same for threads: waits for the result. Raises what a call that is awaited raises."""
+        return super().__call__(item, *others, **keywords)
+
+    def options(self, **options: Any) -> "EngineCall":
+        """The same engine, called with other options: those of `CallOptions`.
+
+        Raises:
+            BatchArgumentError: There is no such option, or its value is impossible.
+        """
+        chosen: CallOptions = super().options(**options)._call_options
+        return EngineCall(self._thread, self._owner, chosen)
+
+
+class Engine(EngineCall):
+    """A model in this process: batched, planned and packed as in a worker, without a broker.
+
+    ```python
+    async with Engine("embed") as engine:       # a name in [models] of batchery.toml
+        vector = await engine("some text")
+        vectors = await engine(["a", "b"])
+
+    with Engine("embed") as engine:             # from threads
+        engine.call("some text")
+        engine.submit("some text")              # a concurrent.futures.Future
+    ```
+
+    A result is what the model's `postprocess` gives. The model runs on one thread of this process,
+    or with `process=True` in a process of its own. When such a process dies, halves of its batch
+    run in the next one, until the item that kills it is alone: that one fails with `DeviceDied`,
+    after its second process has died.
+
+    Entering the `with` loads the model; otherwise the first call does. The setting `cache` has no
+    effect, as results are kept in Redis.
+    """
+
+    def __init__(
+        self,
+        model: str | ModelSettings | Model,
+        /,
+        *,
+        device: str | None = None,
+        process: bool = False,
+        max_batch_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
+        """Reads the settings; loads nothing yet.
+
+        Args:
+            model: A name in `[models]` of the settings; or the settings of a model; or a model of
+                your own, not loaded yet.
+            device: As torch spells it; None for the first one of the setting `devices`.
+            process: Whether the model runs in a process of its own. Then neither waits for the
+                interpreter lock of the other, and its crash ends no caller. Choose it where this
+                process computes in Python: beside one thread that never waits, the model has a
+                tenth of its throughput otherwise. Items and results are pickled, and a model of
+                your own must be importable.
+            max_batch_tokens: Maximum tokens of one forward pass, with padding; None for the
+                settings.
+            options: Those of `batched`, besides `length`; by default the settings of their names.
+
+        Raises:
+            SettingsError: There is no such model or device, or a setting is wrong.
+            BatchArgumentError: There is no such option, or its value is impossible.
+        """
+        settings = Settings.load()
+        name, own, make_model = _find(model, settings)
+        chosen = _options(name, settings, own, options)
+        served = EngineModel(
+            name,
+            make_model,
+            settings.devices if device is None else [_checked(device)],
+            chosen.max_batch_size,
+            _tokens(name, max_batch_tokens)
+            or (own and own.max_batch_tokens)
+            or settings.max_batch_tokens,
+            settings.memory_fraction,
+        )
+        self._device: EngineDevice = (
+            SpawnedDevice(served, settings.device_start_timeout_s)
+            if process
+            else LocalDevice(served)
+        )
+        thread = BatcherThread(BatchLoop(_run, name, chosen))
+        # The thread must not keep the engine alive.
+        thread.load, thread.unload = self._device.load, self._device.close
+        super().__init__(thread, self, USUAL_CALL)
+        end = weakref.finalize(self, thread.close, wait=False)
+        end.atexit = False  # There all threads are drained.
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """What `batchery stats` would show of the model: its budget, its costs, its memory.
+
+        Empty before the model is loaded and after `close`.
+        """
+        return self._device.figures()
+
+    def __enter__(self) -> Self:
+        """Loads the model.
+
+        Raises:
+            ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
+            DeviceUnavailable: The device does not exist.
+            BatcherClosed: The engine is closed.
+        """
+        try:
+            self._thread.start()
+        except BaseException:
+            self._thread.close(wait=False)
+            raise
+        return self
+
+    async def __aenter__(self) -> Self:
+        """The same, without blocking the event loop."""
+        try:
+            await self._thread.start_async()
+        except BaseException:
+            self._thread.close(wait=False)
+            raise
+        return self
+
+
+def _run(engine: Engine, items: Sequence[Any], /, **keywords: Any) -> list[Any]:
+    """The function of the batcher: computes one batch."""
+    thread = engine._thread
+    answer = engine._device.run(items, keywords, thread.look_ahead)
+    thread.add_tokens(answer.tokens, answer.computed_tokens)
+    return answer.outcomes
+
+
+def _find(
+    model: str | ModelSettings | Model, settings: Settings
+) -> tuple[str, ModelSettings | None, Any]:
+    """The name of a model, its settings if it has some, and what makes it."""
+    if isinstance(model, Model):
+        return type(model).__name__, None, partial(_itself, model)
+    if isinstance(model, ModelSettings):
+        return model.model, model, partial(_make_builtin, model)
+    if not isinstance(model, str):
+        raise BatchArgumentError(
+            f"Engine({model!r:.80}): give the name of a model in the settings, ModelSettings(...),"
+            " or an instance of a subclass of Model"
+        )
+    own = settings.models.get(model)
+    if own is None:
+        there = ", ".join(settings.models) or "none; name it in [models] of batchery.toml"
+        raise SettingsError(f"Engine({model!r}): no such model in the settings; there is {there}")
+    return model, own, partial(_make_builtin, own)
+
+
+def _make_builtin(settings: ModelSettings) -> Model:
+    # By path: importing the class imports torch.
+    made: Model = symbol_by_name(KINDS[settings.kind])(settings=settings)
+    return made
+
+
+def _itself(model: Model) -> Model:
+    return model
+
+
+def _options(
+    name: str, settings: Settings, own: ModelSettings | None, given: Mapping[str, Any]
+) -> BatcherOptions:
+    """How batches are formed: keywords first, then the model's own settings, then all others."""
+    usual: dict[str, Any] = {"classes": settings.shares, "shed_late": settings.shed_late}
+    for each in BATCH_SETTINGS:
+        of_model = getattr(own, each, None)
+        usual[each] = getattr(settings, each) if of_model is None else of_model
+    known = [each for each in BatcherOptions.__dataclass_fields__ if each != "length"]
+    if unknown := [each for each in given if each not in known]:
+        raise BatchArgumentError(
+            f"{name}: options {', '.join(unknown)}: there are device, process, {', '.join(known)}"
+        )
+    return BatcherOptions(**{**usual, **given})
+
+
+def _checked(device: str) -> str:
+    if not isinstance(device, str) or DEVICE_NAME.fullmatch(device) is None:
+        raise SettingsError(f"device={device!r}: not a device; use 'cpu', 'cuda:0' or 'mps'")
+    return device
+
+
+def _tokens(name: str, max_batch_tokens: int | None) -> int | None:
+    if max_batch_tokens is None or (type(max_batch_tokens) is int and max_batch_tokens > 0):
+        return max_batch_tokens
+    raise BatchArgumentError(
+        f"{name}: max_batch_tokens={max_batch_tokens!r}: give a whole number above 0"
+    )

@@ -1,0 +1,155 @@
+"""A model on a device of this process, served as in a device process of a worker."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from batchery.execution.batch import prepare
+from batchery.model import Model
+from batchery.outcomes import Failed
+from batchery.tracebacks import with_frames
+from batchery_worker.device.loading import check_device, memory_of, serve_model
+from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device_pool.discovery import choose
+from batchery_worker.ipc.messages import Work
+
+#: Says which batch comes next, if that is known: its items and its keywords.
+LookAhead = Callable[[], tuple[list[Any], Mapping[str, Any]] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """A model to be loaded, and the limits of its passes; can be pickled if its maker can.
+
+    Attributes:
+        name: Its name in errors.
+        make_model: Makes the model, not loaded.
+        devices: The first one is taken; `auto` is the first CUDA device, or the CPU.
+        max_batch_size: Maximum items of a forward pass.
+        max_batch_tokens: Maximum tokens of a forward pass, with padding; by device if None.
+        memory_fraction: Share of a CUDA device's memory that may be used.
+    """
+
+    name: str
+    make_model: Callable[[], Model]
+    devices: Literal["auto"] | Sequence[str]
+    max_batch_size: int
+    max_batch_tokens: int | None
+    memory_fraction: float
+
+    def work(self, number: int, keywords: Mapping[str, Any]) -> Work:
+        """A batch as `ServedModel` knows it; the items travel beside it."""
+        return Work(number, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchAnswer:
+    """What became of a batch.
+
+    Attributes:
+        outcomes: One per item, in order.
+        tokens: Tokens of the items.
+        computed_tokens: Tokens that were computed, with padding.
+    """
+
+    outcomes: list[Any]
+    tokens: int
+    computed_tokens: int
+
+
+class EngineDevice(Protocol):
+    """Where an engine computes; used by the thread of its batches."""
+
+    def load(self) -> None:
+        """Loads the model and warms it up.
+
+        Raises:
+            ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
+            DeviceUnavailable: The device does not exist.
+        """
+
+    def run(
+        self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead
+    ) -> BatchAnswer:
+        """Computes one batch, and prepares the next one meanwhile where that is possible."""
+
+    def figures(self) -> dict[str, Any]:
+        """What `batchery stats` would show of the model; nothing before it is loaded."""
+
+    def close(self) -> None:
+        """Frees the model."""
+
+
+class LocalDevice:
+    """Computes on the calling thread, always the same one: CUDA knows a device per thread."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._served: ServedModel | None = None
+        #: The batch that comes next: its items as they were given, and prepared.
+        self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
+
+    def load(self) -> None:
+        """Loads the model and warms it up."""
+        model = self._model
+        device = choose(model.devices)[0]
+        check_device(device)
+        memory = memory_of(device, model.memory_fraction)
+        self._served = serve_model(model.name, model.make_model, device, memory, gives_json=False)
+
+    def run(
+        self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead
+    ) -> BatchAnswer:
+        """Computes one batch; prepares the next one while passes run that were only launched."""
+        served = self._served
+        assert served is not None
+        prepared = self._prepared(items, keywords)
+        self._ahead = None
+
+        def start_next() -> None:
+            if self._ahead is None:
+                following = look_ahead()
+                if following is None:
+                    return
+                self._ahead = (*following, prepare(served.model, *following))
+            _, coming, ready = self._ahead
+            served.start(ready, self._model.work(0, coming))
+
+        work = self._model.work(0, keywords)
+        answer = BatchAnswer(*served.compute(prepared, work, nullcontext, start_next))
+        for each in answer.outcomes:
+            show_origin(each)
+        return answer
+
+    def figures(self) -> dict[str, Any]:
+        """What `batchery stats` would show of the model."""
+        return {} if self._served is None else self._served.figures()
+
+    def close(self) -> None:
+        """Frees the model."""
+        served, self._served, self._ahead = self._served, None, None
+        if served is not None:
+            served.model.unload()
+
+    def _prepared(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
+        """The items, prepared now or before: callers may have given up in between."""
+        assert self._served is not None
+        if self._ahead is not None:
+            ahead, same_keywords, prepared = self._ahead
+            if keywords == same_keywords and is_same(items, ahead):
+                return prepared
+        return prepare(self._served.model, items, keywords)
+
+
+def is_same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether these are the very same items."""
+    return len(items) == len(others) and all(
+        one is other for one, other in zip(items, others, strict=True)
+    )
+
+
+def show_origin(outcome: Any) -> None:
+    """Lets the exception of a failure show where it was raised."""
+    if isinstance(outcome, Failed) and outcome.frames:
+        with_frames(outcome.exception, outcome.frames)
