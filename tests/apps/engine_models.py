@@ -17,6 +17,10 @@ class TwoPartsError(Exception):
         super().__init__(f"{code}: {text}")
 
 
+#: How long an item computes that is killed before, in seconds: then a test that failed can end.
+HOLD_S = 60
+
+
 class Obedient(Model):
     """Does what the items say; others are doubled."""
 
@@ -45,6 +49,8 @@ class Obedient(Model):
         if item == "a function":
             return lambda: None
         if item == "hold":
-            while True:  # Holds the interpreter lock of its own process.
+            end_s = time.monotonic() + HOLD_S
+            while time.monotonic() < end_s:  # Holds the interpreter lock of its own process.
                 sum(range(10_000))
+            return HOLD_S
         return os.getpid() if item == "pid" else item * 2

@@ -21,8 +21,12 @@ for number in range(20):
 """
 
 HANGS = """
+import signal
 import time
 from batchery import batched
+
+# A shell starts what runs in the background with Ctrl-C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @batched(max_batch_size=1)
 def slow(numbers):
