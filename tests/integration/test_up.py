@@ -93,7 +93,7 @@ class Up:
 
     def ended(self) -> int:
         """Waits for its end and that of everything it has started; returns its exit code."""
-        code = self.process.wait(60)
+        code = self.process.wait(120)
         _, alive = psutil.wait_procs(self.family, timeout=30)
         assert not alive, self.log
         return code
