@@ -133,12 +133,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(each in text for each in OUT_OF_MEMORY_TEXTS)
 
 
-def _safe(error: BaseException, name: str) -> BaseException:
-    """Replaces exceptions that would end Celery's worker instead of the job."""
-    if isinstance(error, SystemExit):
-        return RuntimeError(f"{name} called sys.exit({error.code!r})")
+def _safe(error: BaseException, name: str) -> Exception:
     if isinstance(error, MemoryError):
         return OutOfMemory(f"{name}: no memory for this item ({error})")
+    return as_exception(error, name)
+
+
+def as_exception(error: BaseException, name: str) -> Exception:
+    """Replaces what would end a worker, or a caller's thread, instead of the job."""
+    if isinstance(error, SystemExit):
+        return RuntimeError(f"{name} called sys.exit({error.code!r})")
     if not isinstance(error, Exception):
         return RuntimeError(f"{name} raised {type(error).__name__}: {error}")
     return error

@@ -12,7 +12,12 @@ from types import TracebackType
 from typing import Any
 
 from batchery.errors import DeadlineExceeded, ItemFailed
-from batchery.execution.bisect_failures import as_failed, is_out_of_memory, isolate
+from batchery.execution.bisect_failures import (
+    as_exception,
+    as_failed,
+    is_out_of_memory,
+    isolate,
+)
 from batchery.outcomes import Failed, Replace, RetryAfter
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
@@ -354,13 +359,6 @@ class BatchLoop:
         self._counts.failed += failed
         for loop, calls in ended.items():
             tell(loop, calls)
-
-
-def as_exception(error: BaseException, name: str) -> Exception:
-    """What callers get instead of an error that would end their threads."""
-    if isinstance(error, Exception):
-        return error
-    return RuntimeError(f"{name} raised {type(error).__name__}: {error}")
 
 
 def lane_of(name: str, tenant: str, items: int, small_batch_threshold: int | None) -> Lane:

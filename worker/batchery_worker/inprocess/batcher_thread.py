@@ -13,7 +13,8 @@ from time import monotonic
 from typing import Any
 
 from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
-from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, as_exception
+from batchery.execution.bisect_failures import as_exception
+from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
 from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall
 from batchery_worker.inprocess.space import Space
 from batchery_worker.job import Lane
@@ -137,8 +138,7 @@ class BatcherThread:
             self._start()
         call.sent_s = monotonic()
         self._incoming.put(call)
-        if self._has_ended or self._thread is None:
-            # Closed since it was checked, perhaps before it had a thread.
+        if self._has_ended:
             self._refuse_rest()
 
     def start(self) -> None:

@@ -1,6 +1,5 @@
 """`Engine`: a model of the settings in the caller's own process, without a broker."""
 
-import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -12,8 +11,7 @@ from batchery.installer import KINDS
 from batchery.model import Model
 from batchery.settings import DEVICE_NAME, ModelSettings, Settings
 from batchery_worker.inprocess.batch_loop import BatchLoop
-from batchery_worker.inprocess.batcher import USUAL_CALL, BatchedCall
-from batchery_worker.inprocess.batcher_thread import BatcherThread
+from batchery_worker.inprocess.batcher import BatchedCall, make_thread
 from batchery_worker.inprocess.local_device import EngineDevice, EngineModel, LocalDevice
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions
 from batchery_worker.inprocess.spawned_device import SpawnedDevice
@@ -135,12 +133,10 @@ class Engine(EngineCall):
             if process
             else LocalDevice(served)
         )
-        thread = BatcherThread(BatchLoop(_run, name, chosen))
+        thread = make_thread(self, BatchLoop(_run, name, chosen))
         # The thread must not keep the engine alive.
         thread.load, thread.unload = self._device.load, self._device.close
-        super().__init__(thread, self, USUAL_CALL)
-        end = weakref.finalize(self, thread.close, wait=False)
-        end.atexit = False  # There all threads are drained.
+        super().__init__(thread, self)
 
     @property
     def figures(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from batchery import (
     register,
 )
 from batchery_worker.models import EmbeddingModel
+from support.gate import batcher_threads
 from support.harness import wait_for
 from support.tiny_models import run, save_model
 
@@ -139,8 +140,7 @@ def _note_other_threads() -> None:
 
 def batchery_threads() -> list[str]:
     """Names of the threads that the test has started, and that live."""
-    mine = set(threading.enumerate()) - OTHERS
-    return [each.name for each in mine if each.name.startswith("batchery-")]
+    return [each.name for each in set(batcher_threads()) - OTHERS]
 
 
 @pytest.mark.parametrize("max_batch_tokens", [None, 20])
