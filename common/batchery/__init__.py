@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from batchery.installer import install, register
     from batchery.model import Model
     from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
-    from batchery.results import Classification, Embedding, to_numpy
+    from batchery.results import Classification, Embedding, Score, to_numpy
     from batchery.settings import ModelSettings, Settings
     from batchery.task import BatchTask
     from batchery.transport.dead_letters import DeadLetter, DeadLetters
@@ -109,6 +109,7 @@ __all__ = [
     "Reject",
     "Replace",
     "RetryAfter",
+    "Score",
     "Settings",
     "SettingsError",
     "Snapshot",
@@ -156,7 +157,7 @@ _MODULES = {
         "batchery.errors",
     ),
     **dict.fromkeys(("Failed", "Ignore", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"),
-    **dict.fromkeys(("Classification", "Embedding", "to_numpy"), "batchery.results"),
+    **dict.fromkeys(("Classification", "Embedding", "Score", "to_numpy"), "batchery.results"),
     **dict.fromkeys(("DeadLetter", "DeadLetters"), "batchery.transport.dead_letters"),
     **dict.fromkeys(("ModelSettings", "Settings"), "batchery.settings"),
     **dict.fromkeys(("install", "register"), "batchery.installer"),

@@ -26,6 +26,7 @@ CONSUMER_STEP = "batchery_worker.bootstep:LateBindingStep"
 KINDS = {
     "embedding": "batchery_worker.models.embedding:EmbeddingModel",
     "classification": "batchery_worker.models.classification:ClassificationModel",
+    "rerank": "batchery_worker.models.rerank:RerankModel",
 }
 
 

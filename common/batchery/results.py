@@ -24,7 +24,7 @@ class Result(BaseModel):
     truncated: Annotated[
         bool,
         Field(
-            description="Whether the text was too long, and its end was cut off; left out if not."
+            description="Whether the text was too long, and one end was cut off; left out if not."
         ),
     ] = False
 
@@ -57,6 +57,16 @@ class Classification(Result):
     label: str
     score: float
     scores: dict[str, float] | None = None
+
+
+class Score(Result):
+    """How well one text fits a query.
+
+    Attributes:
+        score: 0 to 1; with `raw_scores`, the model's output itself, of any size.
+    """
+
+    score: float
 
 
 def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.float32]":

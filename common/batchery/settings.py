@@ -68,7 +68,7 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     kind: Annotated[
-        Literal["embedding", "classification"],
+        Literal["embedding", "classification", "rerank"],
         Field(description="What the model does, and so what its results look like."),
     ]
     model: Annotated[

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchery_worker.models.classification import ClassificationModel
     from batchery_worker.models.embedding import EmbeddingModel
+    from batchery_worker.models.rerank import RerankModel
 
-__all__ = ["ClassificationModel", "EmbeddingModel"]
+__all__ = ["ClassificationModel", "EmbeddingModel", "RerankModel"]
 
 #: Name -> the module that it comes from.
 _MODULES = {
     "ClassificationModel": "batchery_worker.models.classification",
     "EmbeddingModel": "batchery_worker.models.embedding",
+    "RerankModel": "batchery_worker.models.rerank",
 }
 
 
