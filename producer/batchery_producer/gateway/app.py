@@ -20,9 +20,22 @@ from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.health import Health, stop
 from batchery_producer.gateway.inference import Inference
+from batchery_producer.gateway.model_facts import ModelFacts, read_facts
+from batchery_producer.gateway.model_files import PerModel
+from batchery_producer.gateway.openapi import describe_errors
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
-from batchery_producer.gateway.routes import openai_embeddings, openai_models, probes
+from batchery_producer.gateway.routes import (
+    cohere_rerank,
+    openai_embeddings,
+    openai_models,
+    probes,
+    tei_embeddings,
+    tei_root,
+    tei_scores,
+    tei_tokens,
+)
 from batchery_producer.gateway.served_models import ServedModels
+from batchery_producer.gateway.tokenizing import ModelTokenizer, load_tokenizer
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -34,6 +47,19 @@ FRAMEWORK_KINDS = {
 }
 
 
+#: Modules of routes; those of more general paths come later.
+ROUTES = (
+    openai_embeddings,
+    openai_models,
+    cohere_rerank,
+    tei_embeddings,
+    tei_scores,
+    tei_tokens,
+    tei_root,
+    probes,
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Gateway:
     """What the routes share; `request.app.state.gateway`."""
@@ -43,6 +69,18 @@ class Gateway:
     models: ServedModels
     inference: Inference
     health: Health
+    tokenizers: PerModel[ModelTokenizer]
+    model_facts: PerModel[ModelFacts]
+
+
+class Web(FastAPI):
+    """The application; its `/openapi.json` has the errors of each route, too."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema of all routes."""
+        if self.openapi_schema is None:
+            self.openapi_schema = describe_errors(super().openapi())
+        return self.openapi_schema
 
 
 def make_app(app: Celery, settings: Settings) -> FastAPI:
@@ -63,7 +101,15 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         health = Health(app)
         async with AsyncClient(app) as client:
             inference = Inference(client, settings.gateway.timeout_s)
-            web.state.gateway = Gateway(app, settings, models, inference, health)
+            web.state.gateway = Gateway(
+                app,
+                settings,
+                models,
+                inference,
+                health,
+                PerModel(load_tokenizer),
+                PerModel(read_facts),
+            )
             await health.look()
             watching = asyncio.create_task(health.watch())
             try:
@@ -71,7 +117,7 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
             finally:
                 await stop(watching)
 
-    web = FastAPI(
+    web = Web(
         title="Batchery",
         description="Batched inference on a Celery queue.",
         version=version("batchery"),
@@ -80,7 +126,7 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (openai_embeddings, openai_models, probes):
+    for module in ROUTES:
         web.include_router(module.router)
     web.add_exception_handler(Problem, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)

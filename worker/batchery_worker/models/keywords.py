@@ -79,9 +79,11 @@ class ClassificationKeywords(TextKeywords):
 
     Attributes:
         top_k: Also tell the scores of this many labels, at least 1, likeliest first.
+        raw_scores: Give the model's outputs as they are, of any size, not probabilities.
     """
 
     top_k: Annotated[int, Field(ge=1)] | None = None
+    raw_scores: bool = False
 
 
 class RerankKeywords(TextKeywords):
