@@ -143,6 +143,15 @@ def test_the_projection_of_a_colbert_checkpoint_is_used(
         close(result, expected)
 
 
+def test_what_is_behind_a_pooling_is_not_for_tokens(build: Build, load: Load, copied: Copy) -> None:
+    folder = copied(build("bert"))
+    kinds = ("Transformer", "Pooling", "Dense", "Odd")
+    listed = [{"type": f"sentence_transformers.models.{kind}", "path": kind} for kind in kinds]
+    (folder / "modules.json").write_text(json.dumps(listed))
+    (result,) = run(load(KIND, folder, normalize=False), ["rain"])
+    close(result, direct(folder, "rain"))
+
+
 def test_prefixes_of_pylate_are_prompts(build: Build, load: Load, copied: Copy) -> None:
     folder = copied(build("bert"))
     prefixes = {"query_prefix": "rain ", "document_prefix": "tea "}

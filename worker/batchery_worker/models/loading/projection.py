@@ -1,6 +1,7 @@
 """The projection of token vectors that late interaction models were trained with, from files."""
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def read_projection(source: ModelSource, width: int) -> nn.Sequential:
         layers = _colbert(source)
     else:
         kinds = [(module["type"].rpartition(".")[2], module["path"]) for module in modules]
+        # What is behind a pooling works on one vector per text.
+        kinds = [*takewhile(lambda each: each[0] != "Pooling", kinds)]
         unknown = sorted({kind for kind, _ in kinds} - OTHER_MODULES - {"Dense"})
         if unknown:
             raise _error(source, f"modules.json asks for {', '.join(unknown)}, not built in")
