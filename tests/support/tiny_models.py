@@ -187,7 +187,7 @@ def save_model(
         options = {**options, "id2label": dict(enumerate(labels))}
         options["label2id"] = {label: index for index, label in enumerate(labels)}
     config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=len(tokenizer), **{**config_options, **options}
+        **{"vocab_size": len(tokenizer), **config_options, **options}
     )
     head = head or ("SequenceClassification" if labels else "")
     suffix = f"For{head}" if head else "Model"

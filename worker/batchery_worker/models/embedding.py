@@ -32,8 +32,8 @@ LEAST_NORM = 1e-12
 NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 
-def number_lists(rows: NDArray[np.float32]) -> list[list[float]]:
-    """The rows of a matrix as Python's numbers, with the fewest digits.
+def number_lists(rows: Iterable[NDArray[np.float32]]) -> list[list[float]]:
+    """Rows of numbers as Python's numbers, with the fewest digits.
 
     Cast to float32, each number is exactly the given one. Written out, it is half as long as the
     float64 that the float32 is.
@@ -62,7 +62,7 @@ class EmbeddingModel(PromptedModel):
     auto_class = AutoModel
 
     # Tolerances are for numbers up to 1.
-    check_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
+    sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         self._keep_encoder(source, missing)

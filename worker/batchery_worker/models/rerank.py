@@ -46,8 +46,8 @@ class RerankModel(TextModel):
     def _wanted(self, keywords: Mapping[str, Any]) -> RerankKeywords:
         return read_keywords(RerankKeywords, keywords)
 
-    def item(self, text: str) -> dict[str, str]:
-        """An item that has this text, to check or to measure the model with."""
+    def sample_item(self, text: str) -> dict[str, str]:
+        """An item that has this text, to check, warm up or measure the model with."""
         return {"query": SAMPLE_QUERY, "text": text}
 
     def _input(self, item: Any, prompt: str) -> Input:  # noqa: ARG002 (there are no prompts)

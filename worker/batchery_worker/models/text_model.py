@@ -83,8 +83,8 @@ class TextModel(Model):
     #: Whether values have a row per token; otherwise they have one per text.
     per_token: ClassVar[bool] = False
 
-    #: Keywords of the passes that check the model.
-    check_keywords: ClassVar[Mapping[str, Any]] = {}
+    #: Keywords of the passes that check, warm up or measure the model.
+    sample_keywords: ClassVar[Mapping[str, Any]] = {}
 
     #: Why the loaded model is not packed; empty if it is.
     why_padded = ""
@@ -167,10 +167,10 @@ class TextModel(Model):
         padding = {name: self._padding[name] for name in self._tokenize.names}
         padded = Padded(self.model, self._device, padding=padding, side=self._padding_side)
         self._pass: Forward = padded
-        trial = self.preprocess([self.item("a")], **self.check_keywords)[0]
+        trial = self.preprocess([self.sample_item("a")], **self.sample_keywords)[0]
         if isinstance(trial, Failed):
             raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
-        self._check_trial(source, self.forward([trial], **self.check_keywords))
+        self._check_trial(source, self.forward([trial], **self.sample_keywords))
         self._choose_forward(source, padded)
 
     def _place(self) -> None:
@@ -289,8 +289,8 @@ class TextModel(Model):
         """What goes in front of each text."""
         return ""
 
-    def item(self, text: str) -> Any:
-        """An item that has this text, to check or to measure the model with."""
+    def sample_item(self, text: str) -> Any:
+        """An item that has this text, to check, warm up or measure the model with."""
         return text
 
     def _input(self, item: Any, prompt: str) -> Input:
@@ -333,8 +333,8 @@ class TextModel(Model):
 
     def warm_up(self) -> Sequence[Any]:
         """Items of several lengths, within the limits of this model."""
-        items = [self.item(" ".join(["word"] * count)) for count in WARM_UP_WORDS]
-        prepared = self.preprocess(items, **self.check_keywords)
+        items = [self.sample_item(" ".join(["word"] * count)) for count in WARM_UP_WORDS]
+        prepared = self.preprocess(items, **self.sample_keywords)
         return [
             item for item, each in zip(items, prepared, strict=True) if not isinstance(each, Failed)
         ]

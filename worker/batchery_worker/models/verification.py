@@ -129,7 +129,9 @@ def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> R
     texts = texts or sample_texts()
     plain = {"dtype": "fp32", "quantize": "none", "cuda_graphs": "never"}
     single = _load(settings, device, forward="padded", **plain)
-    items = single.preprocess([single.item(text) for text in texts], **single.check_keywords)
+    items = single.preprocess(
+        [single.sample_item(text) for text in texts], **single.sample_keywords
+    )
     prepared = [each for each in items if not isinstance(each, Failed)]
     if not prepared:
         raise ModelLoadError(f"model {settings.model!r}: takes none of the texts")
@@ -168,7 +170,7 @@ def _load(settings: ModelSettings, device: str, **changes: str) -> TextModel:
 
 def _values(model: TextModel, batch: Sequence[Any]) -> Sequence[Tensor]:
     """What the model makes of each text, (C,), or (L, C) for a row per token."""
-    outputs: Outputs = model.forward(batch, **model.check_keywords)
+    outputs: Outputs = model.forward(batch, **model.sample_keywords)
     return model.by_text(outputs.pending.wait(), [head["tokens"] for head in outputs.heads])
 
 

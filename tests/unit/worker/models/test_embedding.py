@@ -259,8 +259,8 @@ def test_prompts_go_in_front_by_name_or_by_default(build: Build, embedder: Load)
         ({"encoding": "hex"}, "keyword encoding = 'hex': Input should be 'float' or 'base64'"),
         (
             {"top_k": 3},
-            "keyword top_k: no such keyword; there are dimensions, encoding, normalize, prompt,"
-            " truncate, truncation_direction",
+            "keyword top_k: no such keyword; there are"
+            + " dimensions, encoding, normalize, prompt, truncate, truncation_direction",
         ),
     ],
 )

@@ -53,22 +53,23 @@ def test_scores_are_those_of_transformers(architecture: str, build: Build, load:
         assert squashed["score"] == pytest.approx(1 / (1 + 2.718281828**-logit), abs=TOLERANCE)
 
 
+@pytest.fixture(scope="module")
+def packed_and_padded(build: Build, load: Load) -> list[Any]:
+    """One model, loaded for both forward passes."""
+    return [
+        load("rerank", build("bert", labels=LABEL), forward=forward)
+        for forward in ("packed", "padded")
+    ]
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(items=st.lists(pairs, min_size=1, max_size=9))
 def test_a_batch_gives_each_pair_the_score_that_it_has_alone(
-    items: list[dict[str, str]], build: Build, load: Load
+    items: list[dict[str, str]], packed_and_padded: list[Any]
 ) -> None:
-    for forward in ("packed", "padded"):
-        model = tiny(forward, build, load)
+    for model in packed_and_padded:
         for item, result in zip(items, run(model, items), strict=True):
             assert result == pytest.approx(run(model, [item])[0], abs=TOLERANCE)
-
-
-def tiny(forward: str, build: Build, load: Load, loaded: dict[str, Any] = {}) -> Any:  # noqa: B006
-    """One model for all examples of a property."""
-    if forward not in loaded:
-        loaded[forward] = load("rerank", build("bert", labels=LABEL), forward=forward)
-    return loaded[forward]
 
 
 @pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
