@@ -35,5 +35,8 @@ def expected(what: str) -> WrapValidator:
 Inputs = Annotated[
     str | list[TokenId] | list[str | list[TokenId]],
     expected("a text, a list of token ids, or a list of either"),
-    Field(description="A text, token ids of the model's own tokenizer, or a list of either."),
+    Field(
+        description="A text, token ids of the model's own tokenizer, or a list of either.",
+        examples=["the cat", ["the cat", "a dog"], [[101, 1996, 4937, 102], "a dog"]],
+    ),
 ]

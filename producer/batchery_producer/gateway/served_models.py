@@ -58,15 +58,19 @@ class ServedModels:
             model = self._models.get(name) or self._by_alias.get(name)
             if model is not None and (kinds is None or model.kind in kinds):
                 return model
-        there = [each for each in self if kinds is None or each.kind in kinds]
+        there = [each.name for each in self if kinds is None or each.kind in kinds]
         if name is None and there:
-            return there[0]
-        of_kind = f" of kind {' or '.join(sorted(kinds))}" if kinds is not None else ""
-        what = f"model {name!r:.100}: no such model" if name else "no model"
-        names = ", ".join(each.name for each in there) or "none; see [models] in the settings"
+            return self._models[there[0]]
+        wanted = " or ".join(sorted(kinds or ()))
+        if model is not None:
+            what = f"model {name!r:.100}: is of kind {model.kind}, not {wanted}"
+        else:
+            what = "no model" if name is None else f"model {name!r:.100}: no such model"
+            what += f" of kind {wanted}" if wanted else ""
+        names = ", ".join(there) or "none; see [models] in the settings"
         raise Problem(
             Kind.NOT_FOUND if name is not None and model is None else Kind.UNFIT,
-            f"{what}{of_kind}; there are: {names}",
+            f"{what}; there are: {names}",
             code="model_not_found",
             param="model",
         )

@@ -31,11 +31,14 @@ class CohereRerankRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: Annotated[str | None, Field(description="The first reranker if missing.")] = None
-    query: str
+    query: Annotated[str, Field(examples=["what do cats do?"])]
     documents: Annotated[
         list[Document],
         expected("a list of texts, or of objects of texts"),
-        Field(description="Texts, or objects with the field `text` or those of `rank_fields`."),
+        Field(
+            description="Texts, or objects with the field `text` or those of `rank_fields`.",
+            examples=[["the cat sleeps", {"text": "the dog barks"}]],
+        ),
     ]
     top_n: Annotated[int | None, Field(ge=1, description="Only so many, the best.")] = None
     return_documents: Annotated[

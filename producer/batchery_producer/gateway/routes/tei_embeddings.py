@@ -71,8 +71,8 @@ class SimilarityInputs(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    source_sentence: str
-    sentences: list[str]
+    source_sentence: Annotated[str, Field(examples=["the cat sleeps"])]
+    sentences: Annotated[list[str], Field(examples=[["the cat rests", "the dog barks"]])]
 
 
 class SimilarityRequest(TeiRequest):

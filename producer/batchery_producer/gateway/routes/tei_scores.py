@@ -49,7 +49,10 @@ class PredictRequest(ScoreRequest):
     inputs: Annotated[
         str | Texts | list[Texts],
         expected("a text, a pair of texts, or a list of [text] and [text, text]"),
-        Field(description="A text, a pair of texts, or a list of `[text]` and `[text, text]`."),
+        Field(
+            description="A text, a pair of texts, or a list of `[text]` and `[text, text]`.",
+            examples=["the cat", [["the cat"], ["the cat", "a dog"]]],
+        ),
     ]
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
@@ -91,8 +94,8 @@ class Prediction(BaseModel):
 class RerankTextsRequest(ScoreRequest):
     """Texts for `/rerank`."""
 
-    query: str
-    texts: list[str]
+    query: Annotated[str, Field(examples=["what do cats do?"])]
+    texts: Annotated[list[str], Field(examples=[["the cat sleeps", "the dog barks"]])]
     return_text: Annotated[bool, Field(description="Whether the answer has the texts, too.")] = (
         False
     )

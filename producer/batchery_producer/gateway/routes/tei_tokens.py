@@ -19,7 +19,11 @@ router = APIRouter(tags=["tei"])
 class TokenizeRequest(TeiRequest):
     """Texts for `/tokenize`."""
 
-    inputs: Annotated[str | list[str], expected("a text, or a list of texts")]
+    inputs: Annotated[
+        str | list[str],
+        expected("a text, or a list of texts"),
+        Field(examples=["the cat", ["the cat", "a dog"]]),
+    ]
     add_special_tokens: bool = True
     prompt_name: Annotated[
         str | None, Field(description="Name of a prompt to put in front of each text.")
@@ -42,7 +46,9 @@ class DecodeRequest(TeiRequest):
     """Token ids for `/decode`."""
 
     ids: Annotated[
-        list[TokenId] | list[list[TokenId]], expected("a list of token ids, or a list of such")
+        list[TokenId] | list[list[TokenId]],
+        expected("a list of token ids, or a list of such"),
+        Field(examples=[[101, 1996, 4937, 102]]),
     ]
     skip_special_tokens: bool = True
 
