@@ -77,6 +77,7 @@ def test_every_answer_is_as_the_schema_says(
             "--report-har-path",
             str(report),
         ],
+        check=False,
         capture_output=True,
         text=True,
         cwd=tmp_path,
