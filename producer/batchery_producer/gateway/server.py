@@ -34,8 +34,10 @@ BACKLOG = 4096
 #: How long requests may go on after a stop, in seconds.
 GRACE_S = 30
 
-#: How long a connection may be without a whole head of a request, in seconds.
+#: How long a connection may be without a whole head of a request, in seconds, and how long that
+#: head may be, in bytes: keys and cookies are a few hundred.
 HEAD_TIMEOUT_S = 20.0
+MAX_HEAD_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +174,23 @@ def _spelled(host: str) -> str:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that is closed if no head of a request comes in time."""
+    """A connection that is closed if no head of a request comes in time, or a head without end."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
         """Starts to wait for the first head."""
         super().connection_made(transport)
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_idle)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on."""
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self._close_idle()
 
     def on_message_begin(self) -> None:
         """Starts to wait for the rest of a head."""
@@ -201,9 +212,10 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+            self._head_bytes = 0
 
     def _close_idle(self) -> None:
-        self._head_timer = None
+        self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
 
