@@ -191,11 +191,28 @@ def test_body_that_is_too_large_is_refused_unread(keyed: GatewayProcess) -> None
 
 
 def test_body_that_is_too_slow_is_given_up(keyed: GatewayProcess) -> None:
-    host, port = keyed.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as slow:
+    with connect(keyed) as slow:
         head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def connect(gateway: GatewayProcess) -> socket.socket:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def test_connection_without_a_whole_head_is_closed(keyed: GatewayProcess) -> None:
+    with connect(keyed) as idle, connect(keyed) as slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
+        assert idle.recv(100) == b""
+        assert slow.recv(100) == b""
+
+
+def test_head_without_end_is_cut_off(keyed: GatewayProcess) -> None:
+    headers = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 1000) for number in range(10_000))
+    with connect(keyed) as endless, pytest.raises(OSError, match=r"reset|Broken pipe"):
+        endless.sendall(b"GET /health HTTP/1.1\r\n" + headers)
 
 
 def test_web_page_with_a_name_for_loopback_is_refused(gateway: GatewayProcess) -> None:
