@@ -265,6 +265,27 @@ def test_results_that_do_not_come_in_time(start_gateway: StartGateway, redis_url
     assert post(gateway, {"input": "a"}, **{"x-request-timeout": "soon"}).status_code == 400
 
 
+def test_full_queue_says_when_to_come_again(start_gateway: StartGateway) -> None:
+    limited = {"normal": {"level": 0, "share": 1, "max_waiting": 1}}
+    gateway = start_gateway(
+        models={"idle": {**EMBED["embed"], "queue": "full"}},
+        environment={"BATCHERY_CLASSES": json.dumps(limited)},
+    )
+    # Each waits in the queue until its time is up, as nobody serves it.
+    with ThreadPoolExecutor(4) as pool:
+        calls = [
+            pool.submit(post, gateway, {"input": "a"}, **{"x-request-timeout": "3"})
+            for _ in range(4)
+        ]
+        answers = [call.result() for call in calls]
+    refused = [each for each in answers if each.status_code == 429]
+    assert len(refused) == 3
+    assert {each.status_code for each in answers} == {429, 504}
+    for each in refused:
+        assert int(each.headers["retry-after"]) >= 1
+        assert each.json()["error"]["type"] == "rate_limit_exceeded"
+
+
 def test_caller_who_hangs_up_frees_the_jobs(
     start_gateway: StartGateway, model_worker: Worker, client: Celery, redis_url: str
 ) -> None:
