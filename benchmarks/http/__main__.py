@@ -25,7 +25,7 @@ from rich.table import Table
 
 from benchmarks.engine.models import model_folder
 from benchmarks.engine.texts import texts_of
-from benchmarks.hardware import hardware
+from benchmarks.hardware import command, hardware
 from benchmarks.http.servers import BATCH_SIZE, HOST, Batchery, Infinity, Server
 from benchmarks.queue.report import WIDTH
 from benchmarks.venvs import FOLDER, ROOT
@@ -51,7 +51,7 @@ def main() -> None:
     rows = [row for model in options.models for row in measure(model, options)]
     report = {
         "hardware": hardware(),
-        "command": "python -m benchmarks.http " + " ".join(sys.argv[1:]),
+        "command": command("http"),
         "max_batch_size": BATCH_SIZE,
         "torch_threads": TORCH_THREADS,
         "max_tokens": options.max_tokens,

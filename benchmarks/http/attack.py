@@ -26,7 +26,7 @@ import uvloop
 
 from batchery_producer.gateway.server import allow_many_files
 from benchmarks.engine.models import model_folder
-from benchmarks.hardware import hardware
+from benchmarks.hardware import command, hardware
 from benchmarks.http.load import Load, request_of
 from benchmarks.http.servers import HOST, Batchery
 from benchmarks.venvs import ROOT
@@ -207,6 +207,7 @@ def main() -> None:
             server.stop()
     report = {
         "hardware": hardware(),
+        "command": command("http.attack"),
         "connections": options.connections,
         "seconds": options.seconds,
         **figures,
