@@ -11,6 +11,7 @@ from celery import Celery
 from hypothesis import settings
 
 from batchery_worker.local.redis_server import EmbeddedRedis
+from support.gateway import GatewayProcess
 from support.harness import Worker
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.plain_kombu import Consumer, StartConsumer
@@ -165,3 +166,24 @@ def minilm_path() -> Path:
 def model_toml(minilm_path: Path) -> str:
     """Settings that make MiniLM the task `embed`."""
     return f'[models.embed]\nkind = "embedding"\nmodel = "{minilm_path}"\n'
+
+
+StartGateway = Callable[..., GatewayProcess]
+
+
+@pytest.fixture(scope="module")
+def start_gateway(
+    tmp_path_factory: pytest.TempPathFactory, redis_url: str
+) -> Iterator[StartGateway]:
+    """Starts gateways on the module's Redis, which end with the module."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*arguments: str, **options: Any) -> GatewayProcess:
+            made = GatewayProcess(
+                tmp_path_factory.mktemp("gateway"), redis_url, *arguments, **options
+            )
+            stack.callback(lambda: print(made.log))  # Shown where the test failed.
+            stack.callback(made.kill)
+            return made.wait_ready()
+
+        yield start

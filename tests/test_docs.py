@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from batchery import ModelSettings, Settings
+from batchery.gateway_settings import GatewaySettings, KeySettings
 from batchery.settings import PREFIX, PriorityClass
 from support.docs_page import follow
 from support.harness import TESTS
@@ -168,7 +169,7 @@ def values(schema: dict[str, Any]) -> str:
         return f"`{schema['const']}`"
     if schema.get("type") == "array":
         return "list"
-    if schema.get("type") == "object":
+    if schema.get("type") == "object" or "$ref" in schema:
         return "table"
     limits = [text.format(schema[key]) for key, text in LIMITS.items() if key in schema]
     return " ".join([schema["type"], ", ".join(limits)]).strip()
@@ -179,6 +180,8 @@ def default(field: FieldInfo) -> str:
         return "required"
     if field.default is None:
         return ""
+    if isinstance(field.default, BaseModel):
+        return "`{}`"
     if isinstance(field.default, dict):
         tables = {name: each.model_dump(exclude_unset=True) for name, each in field.default.items()}
         return f"`{tables!r}`"
@@ -193,13 +196,21 @@ def table(model: type[BaseModel], *, variables: bool) -> str:
     schemas = model.model_json_schema()["properties"]
     for name, field in model.model_fields.items():
         variable = [f"`{PREFIX}{name.upper()}`"] if variables else []
-        meaning = [values(schemas[name]), default(field), str(field.description)]
-        lines.append([f"`{name}`", *variable, *meaning])
+        spelled = field.alias or name
+        meaning = [values(schemas[spelled]), default(field), str(field.description)]
+        lines.append([f"`{spelled}`", *variable, *meaning])
     return "".join(f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in lines)
 
 
 @pytest.mark.parametrize(
-    ("model", "variables"), [(Settings, True), (PriorityClass, False), (ModelSettings, False)]
+    ("model", "variables"),
+    [
+        (Settings, True),
+        (PriorityClass, False),
+        (ModelSettings, False),
+        (GatewaySettings, False),
+        (KeySettings, False),
+    ],
 )
 def test_the_reference_names_every_setting_as_it_is(
     model: type[BaseModel], variables: bool

@@ -22,6 +22,7 @@ from pydantic_settings import (
 from pydantic_settings import SettingsError as JsonError
 
 from batchery.errors import SettingsError
+from batchery.gateway_settings import GatewaySettings
 
 __all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
 
@@ -335,6 +336,9 @@ class Settings(BaseSettings):
     cache_max_bytes: Annotated[
         int, Field(gt=0, description="Maximum memory of Redis for such results, per task.")
     ] = 268_435_456
+    gateway: Annotated[
+        GatewaySettings, Field(description="What `batchery serve` serves, and to whom.")
+    ] = GatewaySettings()
 
     @field_validator("devices", mode="before")
     @classmethod

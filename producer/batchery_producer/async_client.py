@@ -197,14 +197,48 @@ class AsyncTask:
                     self.name, item, 0, keywords, self._call_options, self._deadline_s
                 )
         except TimeoutError:
-            raise NoResult(
-                f"{self.name}: no result within {self._timeout_s:g} s, so its job is revoked;"
-                " see `batchery stats`"
-            ) from None
+            raise self._no_result() from None
         (outcome,) = outcomes_of(answer, range(1), False, self._client.app.backend)
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
+
+    async def outcomes(
+        self, items: Sequence[Any], *, per_job: int = 1, keywords: Mapping[str, Any] | None = None
+    ) -> list[Outcome]:
+        """How each item ended, in order. All are sent at once; cancelling revokes their jobs.
+
+        Args:
+            items: A few; for many, `as_completed` keeps to a window.
+            per_job: Number of items in one message, as in `TaskClient.as_completed`.
+            keywords: Keyword arguments of all jobs.
+
+        Raises:
+            NoResult: Not all of them ended within `timeout_s`.
+            QueueFull: The queue had no space for one of the jobs; the others are revoked.
+        """
+        size, known = min(check_per_job(per_job), len(items)) or 1, keywords or {}
+        starts = range(0, len(items), size)
+        calls = [
+            self._outcomes(
+                list(items[start : start + size]),
+                range(start, min(start + size, len(items))),
+                size > 1,
+                known,
+                self._call_options,
+            )
+            for start in starts
+        ]
+        jobs = [asyncio.ensure_future(call) for call in calls]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                some = await asyncio.gather(*jobs)
+        except TimeoutError:
+            raise self._no_result() from None
+        finally:
+            for job in jobs:
+                job.cancel()
+        return [outcome for each in some for outcome in each]
 
     async def map(
         self,
@@ -266,7 +300,9 @@ class AsyncTask:
                         break
                     indexes = range(start, start + len(argument))
                     start = indexes.stop
-                    call = self._outcomes(argument, indexes, size > 0, keywords or {})
+                    call = self._outcomes(
+                        argument, indexes, size > 0, keywords or {}, self._options
+                    )
                     task = asyncio.create_task(call)
                     task.add_done_callback(ended.put_nowait)
                     running.add({task: None})
@@ -279,12 +315,23 @@ class AsyncTask:
             for task in running.in_flight:
                 task.cancel()
 
+    def _no_result(self) -> NoResult:
+        return NoResult(
+            f"{self.name}: no result within {self._timeout_s:g} s, so its job is revoked;"
+            " see `batchery stats`"
+        )
+
     async def _outcomes(
-        self, argument: list[Any], indexes: range, are_many: bool, keywords: Mapping[str, Any]
+        self,
+        argument: list[Any],
+        indexes: range,
+        are_many: bool,
+        keywords: Mapping[str, Any],
+        options: Mapping[str, Any],
     ) -> list[Outcome]:
         item, count = (argument, len(argument)) if are_many else (argument[0], 0)
         answer = await self._client.call(
-            self.name, item, count, keywords, self._options, self._deadline_s
+            self.name, item, count, keywords, options, self._deadline_s
         )
         return outcomes_of(answer, indexes, are_many, self._client.app.backend)
 

@@ -248,23 +248,28 @@ class BatchLoop:
             self._answer(late, [Failed(error) for _ in late])
 
     def _run(self, batch: Batch[Item], jobs: Sequence[Job[Item]], now_s: float) -> None:
+        """Runs a batch; the callers of each part are answered as soon as it has run."""
         counts = self._counts
-        began_s = self._clock()
-        outcomes: list[Any] = [None] * len(jobs)
-        try:
-            for part in self._parts(jobs):
-                chosen = [jobs[place] for place in part]
-                for place, outcome in zip(part, self._outcomes_of(chosen), strict=True):
-                    outcomes[place] = outcome
-        except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
-            outcomes = [Failed(as_exception(error, self.name)) for _ in jobs]
-        run_s = self._clock() - began_s
-        self._scheduler.ended(batch, run_s)
         counts.batches += 1
-        counts.items += len(jobs)
-        counts.run_s += run_s
         counts.wait_s += sum([now_s - job.arrived_s for job in jobs])
-        self._answer(jobs, outcomes)
+        run_s = 0.0
+        # The shortest first: then callers wait least on average.
+        for part in reversed(self._parts(jobs)):
+            chosen = [jobs[place] for place in part]
+            began_s = self._clock()
+            try:
+                outcomes = self._outcomes_of(chosen)
+            except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
+                outcomes = [Failed(as_exception(error, self.name)) for _ in chosen]
+            part_s = self._clock() - began_s
+            run_s += part_s
+            counts.items += len(chosen)
+            counts.run_s += part_s
+            # Threads of earlier parts may have called again by now.
+            self.answered_threads = 0
+            self._answer(chosen, outcomes)
+        # Only now, while those who were answered wake up.
+        self._scheduler.ended(batch, run_s)
 
     def _parts(self, jobs: Sequence[Job[Item]]) -> list[list[int]]:
         """Cuts a batch into calls of the function: places of jobs, by length."""

@@ -56,6 +56,30 @@ def test_an_item_that_is_a_list_is_submitted() -> None:
     assert total.submit_many([]).result(0) == []
 
 
+def test_callers_of_a_sorted_batch_are_answered_when_their_part_has_run() -> None:
+    long, goes_on = threading.Event(), threading.Event()
+
+    def measure(texts: list[str]) -> list[int]:
+        if len(texts[0]) > 100:
+            long.set()
+            assert goes_on.wait(WAIT_S)
+        return [len(text) for text in texts]
+
+    with batched(measure, length=len, max_batch_tokens=1000, max_wait_ms=200) as function:
+        texts = ["a" * 900, "b" * 10]
+        last, first = (function.submit(text) for text in texts)
+        try:
+            assert long.wait(WAIT_S)
+            # The shortest part runs first.
+            assert first.result(WAIT_S) == 10
+            assert not last.done()
+        finally:
+            goes_on.set()
+        assert last.result(WAIT_S) == 900
+        assert function.stats.batches == 1
+        assert function.stats.items == 2
+
+
 def test_what_waits_while_a_batch_runs_is_the_next_batch(gate: Gate) -> None:
     function = batched(gate, max_batch_size=4)
     held = gate.hold(function)

@@ -120,8 +120,8 @@ def test_items_are_sorted_by_length_and_cut_where_that_saves_padding() -> None:
     texts = ["a" * length for length in (1, 300, 2, 299, 3, 298, 2, 300)]
     assert batcher(texts) == texts
     assert [[len(text) for text in batch] for batch in batcher.batches] == [
-        [300, 300, 299, 298],
         [3, 2, 2, 1],
+        [300, 300, 299, 298],
     ]
     assert batcher.stats.calls_of_function == 2
     assert batcher.stats.padding_waste == pytest.approx(1 - 1205 / 1212)
@@ -132,9 +132,9 @@ def test_a_call_of_the_function_has_no_more_tokens_than_it_may() -> None:
     texts = ["a" * length for length in (40, 40, 40, 120, 40)]
     assert batcher(texts) == texts
     assert [[len(text) for text in batch] for batch in batcher.batches] == [
+        [40, 40],
+        [40, 40],
         [120],
-        [40, 40],
-        [40, 40],
     ]
 
 

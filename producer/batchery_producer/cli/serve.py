@@ -1,0 +1,57 @@
+"""`batchery serve`: the HTTP gateway; `batchery key`: its API keys."""
+
+import click
+
+from batchery.cli.app import app_options
+from batchery.errors import StartError
+
+NOT_INSTALLED = "the gateway is not installed: pip install 'batchery[gateway]'"
+
+HELP = """Serve the models of the settings over HTTP.
+
+It speaks OpenAI's API (embeddings, files, batches), TEI's, Cohere's rerank and its own;
+/openapi.json has all routes, and / is a page. Without API keys it listens on loopback alone:
+`batchery key NAME` makes one. The table [gateway] of the settings has the limits.
+
+\b
+Exit codes:
+  0  stopped by a signal
+  2  could not start: no such app, a wrong setting, or the address is taken
+"""
+
+
+@click.command(help=HELP)
+@app_options
+@click.option("--host", help="Address to listen on; by default that of the settings.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Port; 0 is any free one.")
+@click.option("--processes", type=click.IntRange(1, 64), help="Processes side by side.")
+@click.option("--access-log", is_flag=True, help="Log each request.")
+def serve(
+    *,
+    app_path: str,
+    redis_url: str | None,
+    host: str | None,
+    port: int | None,
+    processes: int | None,
+    access_log: bool,
+) -> None:
+    """Runs the command; see `HELP`."""
+    try:
+        from batchery_producer.gateway import server
+    except ModuleNotFoundError as error:
+        raise StartError(f"{NOT_INSTALLED} ({error})") from error
+    server.serve(server.ServeOptions(app_path, redis_url, host, port, processes, access_log))
+
+
+@click.command()
+@click.argument("name")
+def key(*, name: str) -> None:
+    """Make an API key of the gateway, for the caller NAME.
+
+    The key is shown once. The settings have only its hash.
+    """
+    from batchery_producer.gateway.callers import make_key
+
+    made, hashed = make_key()
+    click.echo(f"Key, for {name} alone: {made}")
+    click.echo(f'For batchery.toml:\n\n[gateway.keys.{name}]\nhash = "{hashed}"')

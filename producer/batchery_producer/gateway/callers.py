@@ -1,0 +1,133 @@
+"""Who calls: API keys, the tenant and class of each, and how much it may ask for."""
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from batchery.errors import SettingsError
+from batchery.gateway_settings import GatewaySettings
+from batchery.settings import Settings
+from batchery_producer.gateway.problems import Kind, Problem
+
+#: Beginning of a key, so that scanners of repositories find one that was committed.
+KEY_PREFIX = "sk-batchery-"
+
+#: Random bytes of a key; so many can't be guessed, and a plain hash hides them.
+KEY_BYTES = 32
+
+#: Name of the caller where there are no keys.
+ANYONE = "anyone"
+
+
+def make_key() -> tuple[str, str]:
+    """A new key, and its hash for the settings."""
+    key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
+    return key, hash_of(key)
+
+
+def hash_of(key: str) -> str:
+    """What is kept of a key."""
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(slots=True)
+class Caller:
+    """Who calls, and how much they may ask for.
+
+    Attributes:
+        name: Name of the key.
+        tenant: For whom the jobs run; None for nobody in particular.
+        priority: Celery's priority of the jobs; None for that of the task.
+        max_concurrency: Requests in flight.
+        max_items: Items of one request.
+        max_chars: Characters of all texts of one request.
+        in_flight: Requests that run now, in this process.
+    """
+
+    name: str
+    tenant: str | None
+    priority: int | None
+    max_concurrency: int
+    max_items: int
+    max_chars: int
+    in_flight: int = field(default=0, compare=False)
+
+    def check(self, items: int, chars: int) -> None:
+        """Makes sure that a request is not too large.
+
+        Raises:
+            Problem: It is; names the limit.
+        """
+        if items > self.max_items:
+            raise Problem(
+                Kind.TOO_LARGE,
+                f"{items} items are more than max_items = {self.max_items} of one request;"
+                " send several requests, or a file as a batch",
+            )
+        if chars > self.max_chars:
+            raise Problem(
+                Kind.TOO_LARGE,
+                f"{chars} characters are more than max_chars = {self.max_chars} of one request",
+            )
+
+
+class Callers:
+    """Finds the caller of a request by its key."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Reads the keys.
+
+        Raises:
+            SettingsError: A key has a class that is not there.
+        """
+        gateway = settings.gateway
+        self._by_hash: dict[str, Caller] = {}
+        for name, key in gateway.keys.items():
+            found = settings.classes.get(key.priority_class or "")
+            if key.priority_class is not None and found is None:
+                raise SettingsError(
+                    f"setting gateway.keys.{name}.class = {key.priority_class!r}: no such class;"
+                    f" there are {', '.join(settings.classes)}"
+                )
+            self._by_hash[key.hash] = Caller(
+                name,
+                name if key.tenant is None else key.tenant,
+                found.level if found else None,
+                key.max_concurrency or gateway.max_concurrency,
+                key.max_items or gateway.max_items,
+                key.max_chars or gateway.max_chars,
+            )
+        self._anyone = None if gateway.keys else _anyone(gateway)
+
+    @property
+    def have_keys(self) -> bool:
+        """Whether callers need a key."""
+        return self._anyone is None
+
+    def caller_of(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """The caller of a request, by its headers in lower case.
+
+        Raises:
+            Problem: It has no key, or a wrong one.
+        """
+        if self._anyone is not None:
+            return self._anyone
+        given = headers.get(b"authorization", b"").decode("latin-1")
+        scheme, _, key = given.partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get(b"x-api-key", b"").decode("latin-1")
+        caller = self._by_hash.get(hash_of(key.strip()))
+        if caller is None:
+            what = "wrong API key" if key else "no API key"
+            raise Problem(
+                Kind.UNAUTHORIZED,
+                f"{what}: send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return caller
+
+
+def _anyone(gateway: GatewaySettings) -> Caller:
+    return Caller(ANYONE, None, None, gateway.max_concurrency, gateway.max_items, gateway.max_chars)

@@ -1,0 +1,128 @@
+"""The one way from a request to the queue: items in, outcomes back."""
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from batchery_producer.async_client import AsyncClient, AsyncTask
+from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.problems import Kind, Problem, problem_of
+from batchery_producer.gateway.served_models import ServedModel
+from batchery_producer.results.answers import Outcome
+
+T = TypeVar("T")
+
+#: Items in one message of a request with several: few enough that several devices share a request,
+#: and so many that a message costs little per item.
+ITEMS_PER_JOB = 8
+
+#: In how many seconds a caller wants its answer; at most the setting `gateway.timeout_s`.
+TIMEOUT_HEADER = "x-request-timeout"
+
+
+class Inference:
+    """Runs the items of requests."""
+
+    def __init__(self, client: AsyncClient, timeout_s: float) -> None:
+        """Prepares.
+
+        Args:
+            client: Sends the jobs.
+            timeout_s: How long a request waits for its results at most, in seconds.
+        """
+        self._client = client
+        self._timeout_s = timeout_s
+
+    async def values(
+        self,
+        request: Request,
+        model: ServedModel,
+        items: Sequence[Any],
+        keywords: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """The result of each item, in order.
+
+        Raises:
+            Problem: That of the first item that failed, or why there are no results.
+        """
+        outcomes = await self.outcomes(request, model, items, keywords)
+        for outcome in outcomes:
+            if outcome.error is not None:
+                problem = problem_of(outcome.error)
+                if len(items) > 1:
+                    problem.message = f"item {outcome.index}: {problem.message}"
+                raise problem
+        return [outcome.value for outcome in outcomes]
+
+    async def outcomes(
+        self,
+        request: Request,
+        model: ServedModel,
+        items: Sequence[Any],
+        keywords: Mapping[str, Any] | None = None,
+    ) -> list[Outcome]:
+        """How each item ended, in order; if the caller hangs up, the jobs are revoked.
+
+        Raises:
+            Problem: There are no outcomes: no time, no space, no Redis.
+        """
+        task = self.task(request, model.name, model.queue)
+        try:
+            return await unless_gone(
+                request, task.outcomes(items, per_job=ITEMS_PER_JOB, keywords=keywords)
+            )
+        except Problem:
+            raise
+        except Exception as error:
+            raise problem_of(error) from error
+
+    def task(self, request: Request, name: str, queue: str | None = None) -> AsyncTask:
+        """A task on behalf of the caller: their tenant and class, and the time that they have."""
+        caller: Caller = request.state.caller
+        timeout_s = self.timeout_s(request)
+        options: dict[str, Any] = {} if queue is None else {"queue": queue}
+        if caller.priority is not None:
+            options["priority"] = caller.priority
+        return self._client.task(
+            name, timeout_s=timeout_s, tenant=caller.tenant, deadline_s=timeout_s, **options
+        )
+
+    def timeout_s(self, request: Request) -> float:
+        """How long a request waits for its results, in seconds.
+
+        Raises:
+            Problem: Its header is no number of seconds.
+        """
+        given = request.headers.get(TIMEOUT_HEADER)
+        if given is None:
+            return self._timeout_s
+        try:
+            wanted = float(given)
+        except ValueError:
+            wanted = 0.0
+        if not wanted > 0:
+            raise Problem(
+                Kind.INVALID, f"header X-Request-Timeout is {given!r:.40}: expected seconds above 0"
+            )
+        return min(wanted, self._timeout_s)
+
+
+async def unless_gone(request: Request, call: Awaitable[T]) -> T:
+    """Awaits a call, and cancels it when its caller hangs up.
+
+    Raises:
+        Problem: The caller has gone, so nobody reads an answer.
+    """
+    answer = asyncio.ensure_future(call)
+    # The body was read to its end, so the next message says that the caller has gone.
+    gone = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            raise Problem(Kind.GONE, "the caller has hung up")
+        return answer.result()
+    finally:
+        answer.cancel()
+        gone.cancel()

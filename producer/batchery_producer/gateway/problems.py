@@ -1,0 +1,205 @@
+"""What went wrong with a request, and how each API says so."""
+
+import math
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import orjson
+from starlette.responses import Response
+
+from batchery.errors import (
+    BatchArgumentError,
+    BrokerRefused,
+    DeadlineExceeded,
+    InvalidItem,
+    NoResult,
+    QueueFull,
+)
+from batchery_producer.retry import GaveUp
+
+
+class Kind(StrEnum):
+    """Kinds of problems; each API has its own status and words for them."""
+
+    INVALID = "invalid"
+    EMPTY = "empty"
+    TOO_LARGE = "too_large"
+    TOO_SLOW = "too_slow"
+    UNAUTHORIZED = "unauthorized"
+    FORBIDDEN = "forbidden"
+    NOT_FOUND = "not_found"
+    CONFLICT = "conflict"
+    NO_SUCH_METHOD = "no_such_method"
+    OVERLOADED = "overloaded"
+    FAILED = "failed"
+    UNAVAILABLE = "unavailable"
+    TIMEOUT = "timeout"
+    GONE = "gone"
+
+
+#: The usual status of each kind.
+STATUS = {
+    Kind.INVALID: 422,
+    Kind.EMPTY: 422,
+    Kind.TOO_LARGE: 413,
+    Kind.TOO_SLOW: 408,
+    Kind.UNAUTHORIZED: 401,
+    Kind.FORBIDDEN: 403,
+    Kind.NOT_FOUND: 404,
+    Kind.CONFLICT: 409,
+    Kind.NO_SUCH_METHOD: 405,
+    Kind.OVERLOADED: 429,
+    Kind.FAILED: 500,
+    Kind.UNAVAILABLE: 503,
+    Kind.TIMEOUT: 504,
+    # Nobody reads it; as nginx logs callers who hang up.
+    Kind.GONE: 499,
+}
+
+
+class Problem(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        """Says what is wrong.
+
+        Args:
+            kind: Decides the status.
+            message: Names the thing, what was wrong with it, and what to do.
+            code: A name for programs, such as `model_not_found`.
+            param: The field of the request.
+            retry_after_s: In how many seconds to come again.
+            headers: More headers of the answer.
+        """
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
+
+
+def problem_of(error: BaseException) -> Problem:
+    """The problem that an error of a job, or of sending it, is to its caller."""
+    if isinstance(error, Problem):
+        return error
+    if isinstance(error, QueueFull):
+        return Problem(Kind.OVERLOADED, str(error), retry_after_s=error.retry_after_s)
+    text = str(error) or type(error).__name__
+    if isinstance(error, InvalidItem | BatchArgumentError):
+        return Problem(Kind.INVALID, text)
+    if isinstance(error, NoResult | DeadlineExceeded):
+        return Problem(Kind.TIMEOUT, text)
+    if isinstance(error, GaveUp | BrokerRefused):
+        return Problem(Kind.UNAVAILABLE, text, retry_after_s=1)
+    return Problem(Kind.FAILED, f"{type(error).__name__}: {text}", code=type(error).__name__)
+
+
+class Form(NamedTuple):
+    """How an API words its errors.
+
+    Attributes:
+        status: Statuses of kinds that differ from the usual ones.
+        body: Makes the body of a problem, given its status.
+    """
+
+    status: Mapping[Kind, int]
+    body: Callable[[Problem, int], Any]
+
+
+def _openai(problem: Problem, status: int) -> Any:
+    if status == 429:
+        kind = "rate_limit_exceeded"
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    return {
+        "error": {
+            "message": problem.message,
+            "type": kind,
+            "param": problem.param,
+            "code": problem.code,
+        }
+    }
+
+
+#: TEI's names of kinds.
+TEI_TYPES = {
+    Kind.EMPTY: "Empty",
+    Kind.OVERLOADED: "Overloaded",
+    Kind.FAILED: "Backend",
+    Kind.UNAVAILABLE: "Unhealthy",
+    Kind.TIMEOUT: "Unhealthy",
+}
+
+
+def _tei(problem: Problem, _: int) -> Any:
+    return {"error": problem.message, "error_type": TEI_TYPES.get(problem.kind, "Validation")}
+
+
+def _cohere(problem: Problem, _: int) -> Any:
+    return {"message": problem.message}
+
+
+def _plain(problem: Problem, _: int) -> Any:
+    return {"detail": problem.message}
+
+
+OPENAI = Form({Kind.INVALID: 400, Kind.EMPTY: 400}, _openai)
+TEI = Form({Kind.EMPTY: 400, Kind.FAILED: 424, Kind.TIMEOUT: 503}, _tei)
+COHERE = Form({Kind.INVALID: 400, Kind.EMPTY: 400}, _cohere)
+PLAIN = Form({}, _plain)
+
+#: The form of each path; the longest beginning wins.
+FORMS: dict[str, Form] = {
+    "/": PLAIN,
+    "/v1/": OPENAI,
+    "/v1/rerank": COHERE,
+    "/v2/rerank": COHERE,
+    **dict.fromkeys(
+        (
+            "/embed",
+            "/predict",
+            "/rerank",
+            "/similarity",
+            "/tokenize",
+            "/decode",
+            "/info",
+            "/health",
+            "/metrics",
+        ),
+        TEI,
+    ),
+}
+
+_LONGEST_FIRST = sorted(FORMS, key=len, reverse=True)
+
+
+def form_of(path: str) -> Form:
+    """The form in which errors of a path are told."""
+    return FORMS[next((each for each in _LONGEST_FIRST if path.startswith(each)), "/")]
+
+
+def answer(path: str, problem: Problem) -> Response:
+    """The answer to a request that failed."""
+    form = form_of(path)
+    status = form.status.get(problem.kind, STATUS[problem.kind])
+    headers = problem.headers
+    if problem.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
+    return Response(
+        orjson.dumps(form.body(problem, status)),
+        status_code=status,
+        media_type="application/json",
+        headers=headers,
+    )

