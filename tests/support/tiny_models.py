@@ -119,6 +119,38 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"padding_side": "left"},
     ),
+    "deberta": (
+        "DebertaV2",
+        {
+            **BERT,
+            "relative_attention": True,
+            "position_buckets": 16,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+            "type_vocab_size": 0,
+        },
+        {},
+    ),
+    "bart": (
+        "Bart",
+        {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 80,
+            "init_std": 0.3,
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 3,
+            "decoder_start_token_id": 3,
+            "forced_eos_token_id": 3,
+        },
+        {},
+    ),
     "t5": ("T5", {**T5, "pad_token_id": 1, "decoder_start_token_id": 1}, {}),
 }
 

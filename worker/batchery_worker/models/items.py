@@ -53,10 +53,13 @@ def check_token_ids(ids: Sequence[Any], vocabulary: int, max_count: int) -> list
     for position, token in enumerate(ids):
         if type(token) is not int:
             kind = type(token).__name__
-            raise InvalidItem(f"token ids: position {position} has a {kind}, not an integer")
+            raise InvalidItem(
+                f"token ids: position {position} has a {kind}, not an integer;"
+                " a list of texts is many items"
+            )
         if not 0 <= token < vocabulary:
             raise InvalidItem(
-                f"token ids: {token:.6g} at position {position} is none of the model's,"
+                f"token ids: {token} at position {position} is none of the model's,"
                 f" which are 0 to {vocabulary - 1}"
             )
     raise AssertionError("one of them must be wrong")

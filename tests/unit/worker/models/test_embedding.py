@@ -138,8 +138,14 @@ def test_a_long_text_is_refused_where_the_settings_say_so(build: Build, embedder
     [
         (None, "text: must be a string, not NoneType"),
         (7, "text: must be a string, not int"),
-        (["a", "list"], "token ids: position 0 has a str, not an integer"),
-        ([4, True], "token ids: position 1 has a bool, not an integer"),
+        (
+            ["a", "list"],
+            "token ids: position 0 has a str, not an integer; a list of texts is many items",
+        ),
+        (
+            [4, True],
+            "token ids: position 1 has a bool, not an integer; a list of texts is many items",
+        ),
         ([4, 5, 900], "token ids: 900 at position 2 is none of the model's, which are 0 to 36"),
         ([-1], "token ids: -1 at position 0 is none of the model's, which are 0 to 36"),
         ([], "token ids: the list is empty"),

@@ -78,7 +78,7 @@ def direct(folder: Path, text: str, aggregation: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert"])
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "modernbert", "deberta"])
 def test_entities_are_those_of_the_pipeline(
     architecture: str, aggregation: str, build: Build, load: Load
 ) -> None:

@@ -74,7 +74,7 @@ def test_token_ids_and_texts_share_a_batch(build: Build, embedder: Load) -> None
     (ids,) = as_ids(model, ["a dog barked"])
     text, tokens, bad, pair = run(model, ["a dog barked", ids, [ids], "rain"])
     assert same(text, tokens)
-    assert str(bad.exception) == "token ids: position 0 has a list, not an integer"
+    assert str(bad.exception).startswith("token ids: position 0 has a list, not an integer")
     assert pair["tokens"] == 3
 
 

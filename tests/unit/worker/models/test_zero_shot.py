@@ -41,6 +41,8 @@ def direct(folder: Path, text: str, **options: Any) -> dict[str, float]:
         ("bert", ("entailment", "not_entailment"), LABELS),
         ("roberta", NLI, LABELS),
         ("modernbert", NLI, LABELS[:1]),
+        ("deberta", NLI, LABELS),
+        ("bart", NLI, LABELS),
     ],
 )
 def test_scores_are_those_of_the_pipeline(
