@@ -119,11 +119,15 @@ def test_sparse_vectors_of_a_batch_are_those_of_single_texts(gateway: GatewayPro
 
 
 def test_token_ids_have_the_vector_of_their_text(gateway: GatewayProcess) -> None:
-    body = {"inputs": "the cat sat", "add_special_tokens": False}
-    ids = [each["id"] for each in answer(gateway, "/tokenize", body)[0]]
-    of_ids, of_text = answer(gateway, "/embed", {"inputs": [ids, "the cat sat"]})
-    assert of_ids == pytest.approx(of_text, abs=TOLERANCE)
-    assert answer(gateway, "/embed", {"inputs": ids})[0] == pytest.approx(of_text, abs=TOLERANCE)
+    (of_text,) = answer(gateway, "/embed", {"inputs": "the cat sat"})
+    for special in (True, False):
+        body = {"inputs": "the cat sat", "add_special_tokens": special}
+        ids = [each["id"] for each in answer(gateway, "/tokenize", body)[0]]
+        assert len(ids) == (5 if special else 3)
+        (alone,) = answer(gateway, "/embed", {"inputs": ids})
+        assert alone == pytest.approx(of_text, abs=TOLERANCE)
+        of_ids, _ = answer(gateway, "/embed", {"inputs": [ids, "the cat sat"]})
+        assert of_ids == pytest.approx(of_text, abs=TOLERANCE)
 
 
 def test_predictions_of_a_batch_are_those_of_single_texts(gateway: GatewayProcess) -> None:

@@ -28,11 +28,13 @@ class ModelTokenizer:
         library: That of the library `tokenizers`.
         prompts: Texts to put in front, by name.
         default_prompt: Name of the prompt for requests that name none.
+        frame: Special tokens in front of a text, and behind it.
     """
 
     library: Tokenizer
     prompts: Mapping[str, str]
     default_prompt: str | None
+    frame: tuple[list[int], list[int]]
 
     def prompt(self, name: str | None) -> str:
         """The text that goes in front.
@@ -66,6 +68,14 @@ class ModelTokenizer:
             for text, encoding in zip(texts, encodings, strict=True)
         )
         return b"[" + b",".join(parts) + b"]"
+
+    def without_frame(self, ids: list[int]) -> list[int]:
+        """Token ids without the special tokens that the tokenizer puts around a text."""
+        before, after = self.frame
+        end = len(ids) - len(after)
+        if len(before) <= end and ids[: len(before)] == before and ids[end:] == after:
+            return ids[len(before) : end]
+        return ids
 
     def texts(self, ids: Sequence[Sequence[int]], *, skip_special: bool) -> bytes:
         """The texts of token ids, as JSON; ids of no token are left out."""
@@ -102,7 +112,17 @@ def load_tokenizer(model: ServedModel) -> ModelTokenizer:
         library,
         {**(general.get("prompts") or {}), **settings.prompts},
         settings.default_prompt or general.get("default_prompt_name"),
+        _frame(library),
     )
+
+
+def _frame(library: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens in front of a text, and behind it."""
+    whole = library.encode("a")
+    inside = [place for place, is_special in enumerate(whole.special_tokens_mask) if not is_special]
+    if not inside:
+        return [], []
+    return whole.ids[: inside[0]], whole.ids[inside[-1] + 1 :]
 
 
 async def off_loop(size: int, work: Callable[[], T]) -> T:

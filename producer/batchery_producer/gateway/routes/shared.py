@@ -1,14 +1,11 @@
 """What the routes that run models have in common."""
 
-import base64
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import orjson
 from fastapi import Request
-from numpy.typing import NDArray
 from starlette.responses import Response
 
 from batchery_producer.gateway.problems import Kind, Problem
@@ -73,11 +70,6 @@ def json_response(content: Any) -> Response:
     return Response(
         orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json"
     )
-
-
-def numbers(packed: str) -> NDArray[np.float32]:
-    """The numbers of a vector in base64; orjson writes them with the fewest digits."""
-    return np.frombuffer(base64.b64decode(packed), dtype="<f4").astype(np.float32, copy=False)
 
 
 def best_first(scores: Sequence[float]) -> list[int]:

@@ -13,11 +13,12 @@ from batchery_producer.gateway.routes.shared import (
     items_of,
     json_response,
     model_of,
-    numbers,
     results_of,
 )
 from batchery_producer.gateway.served_models import ServedModel
 from batchery_producer.gateway.tei_requests import PromptRequest, TeiRequest
+from batchery_producer.gateway.tokenizing import ModelTokenizer
+from batchery_producer.gateway.vectors import numbers
 
 router = APIRouter(tags=["tei"])
 
@@ -82,11 +83,28 @@ class SimilarityRequest(TeiRequest):
     parameters: PromptRequest | None = None
 
 
+async def texts_of(request: Request, model: ServedModel, inputs: str | list[Any]) -> list[Any]:
+    """The items of a request. Token ids lose the special tokens around them, as workers add those.
+
+    Raises:
+        Problem: There are none, or one is empty.
+    """
+    items = items_of("inputs", inputs)
+    if all(isinstance(item, str) for item in items):
+        return items
+    try:
+        tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(model)
+    except Problem:
+        # Without its files here, ids are taken as they are.
+        return items
+    return [item if isinstance(item, str) else tokenizer.without_frame(item) for item in items]
+
+
 @router.post("/embed", response_model=list[list[float]])
 async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None) -> Response:
     """One vector for each text."""
     served = model_of(request, wanted.model or model, ("embedding",))
-    items = items_of("inputs", wanted.inputs)
+    items = await texts_of(request, served, wanted.inputs)
     results = await results_of(request, served, items, wanted.keywords(served))
     return json_response([numbers(result["vector"]) for result in results])
 
@@ -95,7 +113,7 @@ async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None)
 async def embed_all(request: Request, wanted: EmbedAllRequest, model: ModelName = None) -> Response:
     """One vector for each token of each text."""
     served = model_of(request, wanted.model or model, ("multi_vector_embedding",))
-    items = items_of("inputs", wanted.inputs)
+    items = await texts_of(request, served, wanted.inputs)
     keywords = {**wanted.keywords(served), "encoding": "base64"}
     results = await results_of(request, served, items, keywords)
     return json_response(
@@ -109,7 +127,7 @@ async def embed_sparse(
 ) -> Response:
     """One sparse vector for each text."""
     served = model_of(request, wanted.model or model, ("sparse_embedding",))
-    items = items_of("inputs", wanted.inputs)
+    items = await texts_of(request, served, wanted.inputs)
     results = await results_of(request, served, items, wanted.keywords(served))
     return json_response(
         [
