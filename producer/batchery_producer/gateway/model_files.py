@@ -77,7 +77,7 @@ class PerModel(Generic[T]):
         """What belongs to a model.
 
         Raises:
-            Problem: It cannot be made now; the next call tries again.
+            Problem: Whatever making it raises, such as this; the next call tries again.
         """
         made = self._made.get(model.name)
         if made is None:
@@ -86,6 +86,6 @@ class PerModel(Generic[T]):
         try:
             # Others wait for it, too.
             return await asyncio.shield(made)
-        except Problem:
+        except Exception:
             self._made.pop(model.name, None)
             raise
