@@ -1,7 +1,7 @@
 """The gateway's application: what it holds, and its routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,12 +16,19 @@ from starlette.responses import Response
 
 from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
+from batchery_producer.gateway.batches.service import BatchService
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.health import Health, stop
 from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
-from batchery_producer.gateway.routes import openai_embeddings, openai_models, probes
+from batchery_producer.gateway.routes import (
+    openai_batches,
+    openai_embeddings,
+    openai_files,
+    openai_models,
+    probes,
+)
 from batchery_producer.gateway.served_models import ServedModels
 
 #: Kinds of the statuses that the framework itself answers with.
@@ -43,17 +50,20 @@ class Gateway:
     models: ServedModels
     inference: Inference
     health: Health
+    batches: BatchService
 
 
-def make_app(app: Celery, settings: Settings) -> FastAPI:
+def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> FastAPI:
     """Makes the application.
 
     Args:
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
+        load: Gives the app again, in another process; can be pickled.
 
     Raises:
         SettingsError: A key has a class that is not there.
+        DatasetError: There is no such place for files.
     """
     callers = Callers(settings)
     models = ServedModels(settings.models)
@@ -61,9 +71,10 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
         health = Health(app)
-        async with AsyncClient(app) as client:
+        service = BatchService(settings, load)
+        async with AsyncClient(app) as client, service:
             inference = Inference(client, settings.gateway.timeout_s)
-            web.state.gateway = Gateway(app, settings, models, inference, health)
+            web.state.gateway = Gateway(app, settings, models, inference, health, service)
             await health.look()
             watching = asyncio.create_task(health.watch())
             try:
@@ -80,7 +91,7 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (openai_embeddings, openai_models, probes):
+    for module in (openai_embeddings, openai_files, openai_batches, openai_models, probes):
         web.include_router(module.router)
     web.add_exception_handler(Problem, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any
 
 from celery import Celery
 
@@ -20,7 +19,7 @@ from batchery_producer.results.answers import Answer, joined
 from batchery_producer.results.collector import collector_for
 from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
 from batchery_producer.run.options import SubmitOptions
-from batchery_producer.run.output import Output
+from batchery_producer.run.output import RunOutput
 from batchery_producer.run.reader import Feed
 from batchery_producer.run.report import Figures
 from batchery_producer.run.resume import InFlightRecovery
@@ -89,9 +88,6 @@ class FileRun:
         self._options = options
         self._retries = RetryPolicy(options.stop)
         self._collector = collector_for(app, self._retries)
-        expires: dict[str, Any] = (
-            {} if options.expires_s is None else {"expires": options.expires_s}
-        )
         self._publisher = Publisher(
             app,
             task,
@@ -99,14 +95,14 @@ class FileRun:
             keywords=options.keywords,
             outage_policy=self._retries,
             persistent=True,
-            **expires,
+            **options.sending,
         )
         check_workers(app, task, self._publisher.queue)
 
     def run(
         self,
         rows: Iterable[Record | Broken],
-        output: Output,
+        output: RunOutput,
         journal: Journal,
         *,
         total: Callable[[], int | None] = lambda: None,
@@ -144,6 +140,7 @@ class FileRun:
             self._publisher,
             missing=self._to_be_sent,
             keep_results=options.keep_results,
+            flush_s=options.flush_s,
             timeout_s=options.timeout_s,
             explain=lambda: explain_stall(self._app, self.task, queue),
             notice=options.notice,
@@ -192,6 +189,11 @@ class FileRun:
             raise Stopped(self._stopped_by)
         if over := self._stream.stalled():
             raise GaveUp(over)
+
+    @property
+    def in_flight(self) -> Sequence[str]:
+        """Ids of the jobs that were sent and have not ended."""
+        return self._window.in_flight
 
     @property
     def exhausted(self) -> bool:

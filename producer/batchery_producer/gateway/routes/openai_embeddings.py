@@ -1,16 +1,15 @@
 """OpenAI's `/v1/embeddings`, which is TEI's as well."""
 
-import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import orjson
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.vectors import numbers
 
 router = APIRouter(tags=["openai"])
 
@@ -86,11 +85,6 @@ async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
     return Response(
         orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json"
     )
-
-
-def numbers(vector: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The numbers of a vector in base64; orjson writes them with the fewest digits."""
-    return np.frombuffer(base64.b64decode(vector), dtype="<f4").astype(np.float32, copy=False)
 
 
 def items_of(given: str | Sequence[Any]) -> list[Any]:
