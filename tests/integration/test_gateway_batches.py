@@ -50,7 +50,7 @@ def workers(start_module_worker: StartWorker, trace: Path) -> Sequence[Worker]:
 @pytest.fixture(scope="module")
 def gateway(start_gateway: StartGateway) -> GatewayProcess:
     """Serves anybody on this machine."""
-    return start_gateway(models=MODELS, gateway={"max_file_bytes": 200_000})
+    return start_gateway(models=MODELS, gateway={"max_file_bytes": 1_000_000})
 
 
 @pytest.fixture
@@ -187,6 +187,9 @@ def test_file_that_is_no_batch_fails_as_a_whole(api: openai.OpenAI) -> None:
     assert unknown.errors.data is not None
     assert [each.code for each in unknown.errors.data] == ["model_not_found"]
     assert "there are: embed" in str(unknown.errors.data[0].message)
+    page = api.batches.list(limit=1)
+    assert ([each.id for each in page.data], page.has_more) == ([unknown.id], True)
+    assert [each.id for each in api.batches.list(limit=1)][:2] == [unknown.id, batch.id]
 
 
 def test_files_are_kept_and_paged_and_deleted(api: openai.OpenAI) -> None:
@@ -225,8 +228,8 @@ def test_bad_uploads_and_requests_say_what_is_wrong(
             purpose="batch",
             expires_after={"anchor": "created_at", "seconds": 1},
         )
-    with pytest.raises(openai.APIStatusError, match="larger than 200000 bytes") as raised:
-        api.files.create(file=("a.jsonl", b"x" * 300_000), purpose="batch")
+    with pytest.raises(openai.APIStatusError, match="larger than 1000000 bytes") as raised:
+        api.files.create(file=("a.jsonl", b"x" * 1_200_000), purpose="batch")
     assert raised.value.status_code == 413
     bare = httpx2.post(f"{gateway.url}/v1/files", json={"purpose": "batch"})
     assert (bare.status_code, bare.json()["error"]["param"]) == (400, "file")
@@ -266,7 +269,7 @@ def test_files_and_batches_of_another_key_are_not_there(start_gateway: StartGate
         ):
             with pytest.raises(openai.NotFoundError):
                 call()
-        assert list(other.files.list()) == list(other.batches.list()) == []
+        assert [*other.files.list(), *other.batches.list()] == []
         ended = end_of(mine, batch.id)
         assert counts(ended) == (1, 1, 0)
         assert [each.id for each in mine.files.list(purpose="batch_output")] == [
@@ -293,9 +296,6 @@ def test_cancelled_batch_keeps_what_was_done(
     # Its jobs do not run on.
     wait_for(lambda: queue_length(redis_url, "slow") + unsettled(redis_url) == 0, "jobs gone")
     assert len(trace.read_text().splitlines()) < 5000
-    newest = api.batches.list(limit=2)
-    assert newest.data[0].id == batch.id
-    assert next(iter(api.batches.list(after=batch.id))).id == newest.data[1].id
 
 
 def test_batch_whose_worker_is_away_waits_and_expires(api: openai.OpenAI) -> None:

@@ -66,10 +66,17 @@ class Stopped(BatcheryError):
 class FileRun:
     """Submits the rows of a dataset, once."""
 
-    def __init__(self, app: Celery, task: str, options: SubmitOptions) -> None:
+    def __init__(
+        self, app: Celery, task: str, options: SubmitOptions, *, is_certain: bool = False
+    ) -> None:
         """Checks that jobs can be sent, that a worker has the task, and that results come back.
 
-        The options for reading and writing files do not matter here.
+        Args:
+            app: App to which jobs are sent and in which results are stored.
+            task: Name of the task, or alias of a model.
+            options: Those for reading and writing files do not matter here.
+            is_certain: Whether the task has this name, and a worker for it may come yet: then
+                workers are not asked, which may take seconds.
 
         Raises:
             RedisUnavailable: No Redis answers at one of the app's URLs.
@@ -83,21 +90,22 @@ class FileRun:
         if getattr(app.tasks.get(task), "ignore_result", False):
             raise SettingsError(f"task {task!r} ignores its results, so none would come back")
         check_broker(app)
-        self.task = task = find_task(app, task, options.queue)
+        self.task = task if is_certain else find_task(app, task, options.queue)
         self._app = app
         self._options = options
         self._retries = RetryPolicy(options.stop)
         self._collector = collector_for(app, self._retries)
         self._publisher = Publisher(
             app,
-            task,
+            self.task,
             queue=options.queue,
             keywords=options.keywords,
             outage_policy=self._retries,
             persistent=True,
             **options.sending,
         )
-        check_workers(app, task, self._publisher.queue)
+        if not is_certain:
+            check_workers(app, self.task, self._publisher.queue)
 
     def run(
         self,

@@ -206,7 +206,7 @@ class BatchRun:
             window=self._record.window,
             stop=self._must_end,
         )
-        run = FileRun(self._shared.app, model.name, options)
+        run = FileRun(self._shared.app, model.name, options, is_certain=True)
         total = self._batch.request_counts.total
         summary = run.run(output.missing(dataset), output, self._journal(), total=lambda: total)
         self._is_resumed = True

@@ -20,7 +20,10 @@ CHUNK_BYTES = 256 * 1024
 
 
 class Storage:
-    """Named files. A name is a path with slashes; each file appears whole or not at all.
+    """Named files. A name is a path with slashes.
+
+    Each file appears whole or not at all: in folders, in object stores, and wherever else a
+    filesystem of fsspec knows how.
 
     All methods raise a `DatasetError` if the place cannot be reached. For use by several threads.
     """
@@ -137,16 +140,16 @@ class Storage:
 
     @contextmanager
     def _writing_there(self, path: str) -> Iterator[BinaryIO]:
-        file = self._files.open(path, "wb")
+        file = self._files.open(path, "wb", autocommit=False)
         try:
             yield file
+            file.close()
         except BaseException:
             with suppress(Exception):  # Not every filesystem can.
                 file.discard()
-            # To close it would complete the file.
-            file.closed = True
             raise
-        file.close()
+        # Those that can't have done it when it was closed.
+        getattr(file, "commit", lambda: None)()
 
     @contextmanager
     def _reaching(self, name: str) -> Iterator[None]:
