@@ -206,6 +206,7 @@ def torment(system: System, batch_id: str, kills: int, say: Callable[[str], None
 
 def verdict_of(system: System, batch: Any, requests: int) -> dict[str, Any]:
     """What the output file has of each request."""
+    stored = system.logs["stored"]
     lines = []
     if batch.output_file_id:
         text = system.api.files.content(batch.output_file_id).text
@@ -234,7 +235,7 @@ def verdict_of(system: System, batch: Any, requests: int) -> dict[str, Any]:
         "doubled": sum(count > 1 for count in times.values()),
         "failed": batch.request_counts.failed,
         "wrong": wrong,
-        "stored_again": system.logs["stored"] - requests,
+        "stored_again": stored - requests,
     }
 
 

@@ -1,7 +1,7 @@
 """OpenAI's files and batches, by openai's own client, in front of real workers."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,22 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("trace") / "trace"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def workers(start_module_worker: StartWorker, trace: Path) -> Sequence[Worker]:
-    """One for the model, one for the slow task."""
-    models = {"embed": MODELS["embed"]}
-    model = start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+#: Starts a worker of the slow task.
+StartSlow = Callable[[], Worker]
+
+
+@pytest.fixture(scope="module")
+def start_slow(start_module_worker: StartWorker, trace: Path) -> StartSlow:
     env = {"TRACE": str(trace), "PAUSE_S": "0.05"}
-    return model, start_module_worker("apps.slow_vectors", "-Q", "slow", env=env)
+    return lambda: start_module_worker("apps.slow_vectors", "-Q", "slow", env=env)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_workers(start_module_worker: StartWorker, start_slow: StartSlow) -> list[Worker]:
+    """Those that were started; a worker of the model runs beside them."""
+    models = {"embed": MODELS["embed"]}
+    start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+    return [start_slow()]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +137,7 @@ def test_life_of_a_batch(api: openai.OpenAI) -> None:
         request("one", "a text", model="text-embedding-3-small"),
         request("many", ["a text", "another"], "text-embedding-3-small", encoding_format="base64"),
         request("short", "a text", "text-embedding-3-small", dimensions=8),
+        request("ids", [[7592, 2088]], "text-embedding-3-small"),
         request("empty", "", "text-embedding-3-small"),
         request("number", 7, "text-embedding-3-small"),
     ]
@@ -135,13 +145,13 @@ def test_life_of_a_batch(api: openai.OpenAI) -> None:
     assert begun.status == "validating"
     assert begun.expires_at == begun.created_at + 86_400
     batch = end_of(api, begun.id)
-    assert (batch.status, batch.model, counts(batch)) == ("completed", "embed", (5, 3, 2))
+    assert (batch.status, batch.model, counts(batch)) == ("completed", "embed", (6, 4, 2))
     assert batch.metadata == {"made by": "a test"}
     times = (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
     assert all(at is not None and at >= batch.created_at for at in times)
     assert batch.errors is None
     answers = {line["custom_id"]: line["response"] for line in lines_of(api, batch.output_file_id)}
-    assert set(answers) == {"one", "many", "short"}
+    assert set(answers) == {"one", "many", "short", "ids"}
     assert {answer["status_code"] for answer in answers.values()} == {200}
     one = api.embeddings.create(model="embed", input="a text", encoding_format="float")
     vector = answers["one"]["body"]["data"][0]["embedding"]
@@ -309,8 +319,12 @@ def test_batch_whose_worker_is_away_waits_and_expires(api: openai.OpenAI) -> Non
     assert {line["error"]["code"] for line in lines} == {"batch_expired"}
 
 
-def test_killed_gateway_s_batch_is_finished_by_another_one(
-    start_gateway: StartGateway, workers: Sequence[Worker], trace: Path, tmp_path: Path
+def test_batch_is_finished_after_gateway_worker_and_device_were_killed(
+    start_gateway: StartGateway,
+    start_slow: StartSlow,
+    slow_workers: list[Worker],
+    trace: Path,
+    tmp_path: Path,
 ) -> None:
     count = 800
     # A URL, as that of a store elsewhere.
@@ -321,8 +335,10 @@ def test_killed_gateway_s_batch_is_finished_by_another_one(
         wait_for(lambda: counts(api.batches.retrieve(begun.id))[1] > 50, "progress")
     before = len(trace.read_text().splitlines())
     kill_all(first)
-    for device in workers[1].devices():
+    for device in slow_workers[-1].devices():
         device.kill()
+    slow_workers[-1].kill()
+    slow_workers.append(start_slow())
     with client_of(second) as api:
         batch = end_of(api, begun.id, TAKEN_UP_S)
         assert (batch.status, counts(batch)) == ("completed", (count, count, 0))
