@@ -243,6 +243,22 @@ def test_bad_uploads_and_requests_say_what_is_wrong(
     assert raised.value.status_code == 413
     bare = httpx2.post(f"{gateway.url}/v1/files", json={"purpose": "batch"})
     assert (bare.status_code, bare.json()["error"]["param"]) == (400, "file")
+    page = httpx2.post(
+        f"{gateway.url}/v1/files",
+        files={"file": ("a.jsonl", b"{}")},
+        data={"purpose": "batch"},
+        headers={"origin": "https://evil.example"},
+    )
+    assert page.status_code == 403
+    short = api.files.create(
+        file=("a.jsonl", b"{}"),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    with pytest.raises(openai.BadRequestError, match="expires before"):
+        api.batches.create(
+            input_file_id=short.id, endpoint="/v1/embeddings", completion_window="24h"
+        )
     odd = api.files.create(file=("../../" + "n" * 300, b"{}"), purpose="batch")
     assert odd.filename.startswith("../../n")
     given: dict[str, Any] = {"endpoint": "/v1/embeddings", "completion_window": "24h"}

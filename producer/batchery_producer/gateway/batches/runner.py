@@ -27,9 +27,9 @@ from batchery_producer.gateway.batches.records import (
     BatchUsage,
     Status,
 )
-from batchery_producer.gateway.batches.store import BatchStore, FileStore
+from batchery_producer.gateway.batches.store import FILE_NOT_FOUND, BatchStore, FileStore
 from batchery_producer.gateway.batches.validation import ENDPOINTS, validated
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.served_models import ServedModels
 from batchery_producer.gateway.vectors import numbers
 from batchery_producer.publishing.connection import REVOKE_CHUNK
@@ -111,10 +111,10 @@ class BatchRun:
             try:
                 step()
             except Problem as problem:
-                if problem.kind is not Kind.NOT_FOUND:
+                if problem.code != FILE_NOT_FOUND:
                     raise
-                # Its file is gone: no other attempt would find it.
-                self._fail([BatchError(code="file_not_found", message=problem.message)])
+                # No other attempt would find it.
+                self._fail([BatchError(code=FILE_NOT_FOUND, message=problem.message)])
         self._shared.batches.close(self._record)
 
     @property

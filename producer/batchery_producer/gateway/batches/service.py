@@ -60,7 +60,7 @@ class BatchService:
             said: What the caller says of it, as it is shown.
 
         Raises:
-            Problem: There is no such file.
+            Problem: There is no such file, or it will be gone before the batch is over.
         """
         owner = owner_of(caller)
         file = self.files.get(owner, input_file_id)
@@ -71,6 +71,13 @@ class BatchService:
                 param="input_file_id",
             )
         now_s = int(time.time())
+        if file.expires_at is not None and file.expires_at < now_s + window_s:
+            raise Problem(
+                Kind.INVALID,
+                f"file {file.id} expires before the completion window of the batch is over;"
+                " give the file more time, or the batch less",
+                param="input_file_id",
+            )
         record = BatchRecord(
             batch=Batch(
                 id=new_id("batch_"),

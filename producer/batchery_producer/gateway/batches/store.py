@@ -44,7 +44,10 @@ MAX_OWNER_CHARS = 120
 #: Records that are read at a time, where only some of them are wanted.
 PAGE = 100
 
+#: Folder of what says which batches are open.
 OPEN = "open"
+
+FILE_NOT_FOUND = "file_not_found"
 
 
 class BatchPlace(NamedTuple):
@@ -300,4 +303,6 @@ def _rest(ids: list[str], after: str | None, *, newest_first: bool) -> list[str]
 
 
 def _no_file(file_id: str) -> Problem:
-    return Problem(Kind.NOT_FOUND, f"file {file_id!r:.100}: no such file", param="id")
+    return Problem(
+        Kind.NOT_FOUND, f"file {file_id!r:.100}: no such file", code=FILE_NOT_FOUND, param="id"
+    )

@@ -1,8 +1,9 @@
 """OpenAI's `/v1/files`: what batches read, and what they have written."""
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal
+from urllib.parse import urlsplit
 
 import orjson
 from fastapi import APIRouter, Query, Request
@@ -72,7 +73,8 @@ class UploadFields(BaseModel):
 @router.post("/v1/files", response_model=FileObject, openapi_extra=UPLOAD_SCHEMA)
 async def upload_file(request: Request) -> Response:
     """Keeps a file of requests, for a batch."""
-    service = request.app.state.gateway.batches
+    gateway = request.app.state.gateway
+    check_origin(request, gateway.settings.gateway.cors_origins)
     # Not by FastAPI, which would hide why the guard refuses the rest of a body.
     async with request.form(max_files=1, max_fields=MAX_FIELDS) as form:
         file = form.get("file")
@@ -82,7 +84,7 @@ async def upload_file(request: Request) -> Response:
             )
         fields = _fields(form)
         expires_s = fields.expires_after.seconds if fields.expires_after else None
-        made = await service.files.upload(
+        made = await gateway.batches.files.upload(
             owner_of(request.state.caller), file.filename or "", _chunks(file), expires_s
         )
     return _answer(made.model_dump())
@@ -134,6 +136,22 @@ async def delete_file(request: Request, file_id: str) -> Response:
     service = request.app.state.gateway.batches
     await run_in_threadpool(service.delete_file, request.state.caller, file_id)
     return _answer(FileDeleted(id=file_id).model_dump())
+
+
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
+    """Keeps web pages out that send a form: a browser does not ask us first, as for JSON.
+
+    Raises:
+        Problem: It comes from a page of another origin, which is not allowed to call.
+    """
+    origin = request.headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if urlsplit(origin).netloc != request.headers.get("host"):
+        raise Problem(
+            Kind.FORBIDDEN,
+            f"pages of {origin!r:.100} may not send files; see the setting gateway.cors_origins",
+        )
 
 
 def listed(found: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
