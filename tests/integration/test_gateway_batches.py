@@ -26,6 +26,9 @@ MODELS = {
 KEY, HASH = make_key()
 OTHER_KEY, OTHER_HASH = make_key()
 
+#: What kombu adds to the name of a queue for jobs of the lowest class.
+LOW = "\x06\x166"
+
 OVER = ("completed", "failed", "expired", "cancelled")
 
 #: Seconds after which a batch is taken up whose process was killed, and then some.
@@ -57,9 +60,23 @@ def slow_workers(start_module_worker: StartWorker, start_slow: StartSlow) -> lis
 
 
 @pytest.fixture(scope="module")
-def gateway(start_gateway: StartGateway) -> GatewayProcess:
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the gateways without keys keep their files."""
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def gateway(start_gateway: StartGateway, files: Path) -> GatewayProcess:
     """Serves anybody on this machine."""
-    return start_gateway(models=MODELS, gateway={"max_file_bytes": 1_000_000})
+    options = {"files": str(files), "max_file_bytes": 1_000_000}
+    return start_gateway(models=MODELS, gateway=options)
+
+
+@pytest.fixture(scope="module")
+def keyed(start_gateway: StartGateway) -> GatewayProcess:
+    """Serves those who have a key."""
+    keys = {"shop": {"hash": HASH, "class": "high"}, "other": {"hash": OTHER_HASH}}
+    return start_gateway(models=MODELS, gateway={"keys": keys})
 
 
 @pytest.fixture
@@ -122,6 +139,13 @@ def counts(batch: Batch) -> tuple[int, int, int]:
 
 def slow_rows(count: int) -> list[dict[str, Any]]:
     return [request(f"r-{n}", "x" * (n % 9 + 1), "slow") for n in range(count)]
+
+
+def kill_runners(gateway: GatewayProcess) -> None:
+    """Kills the process that runs the batches of a gateway."""
+    for each in psutil.Process(gateway.process.pid).children(recursive=True):
+        if any("spawn_main" in argument for argument in each.cmdline()):
+            each.kill()
 
 
 def kill_all(gateway: GatewayProcess) -> None:
@@ -277,10 +301,8 @@ def test_bad_uploads_and_requests_say_what_is_wrong(
         api.batches.retrieve("batch_1")
 
 
-def test_files_and_batches_of_another_key_are_not_there(start_gateway: StartGateway) -> None:
-    keys = {"shop": {"hash": HASH}, "other": {"hash": OTHER_HASH}}
-    gateway = start_gateway(models=MODELS, gateway={"keys": keys})
-    with client_of(gateway, KEY) as mine, client_of(gateway, OTHER_KEY) as other:
+def test_files_and_batches_of_another_key_are_not_there(keyed: GatewayProcess) -> None:
+    with client_of(keyed, KEY) as mine, client_of(keyed, OTHER_KEY) as other:
         batch = begin(mine, [request("a", "text")])
         file_id = batch.input_file_id
         for call in (
@@ -320,8 +342,21 @@ def test_cancelled_batch_keeps_what_was_done(
     assert len({line["custom_id"] for line in lines}) == len(lines) == completed
     assert 0 < completed < 5000
     # Its jobs do not run on.
-    wait_for(lambda: queue_length(redis_url, "slow") + unsettled(redis_url) == 0, "jobs gone")
+    wait_for(lambda: queue_length(redis_url, f"slow{LOW}") + unsettled(redis_url) == 0, "jobs gone")
     assert len(trace.read_text().splitlines()) < 5000
+
+
+def tenants_in(store: Any, queue: str) -> set[str | None]:
+    messages = map(json.loads, store.lrange(queue, 0, -1))
+    return {message["headers"].get("batchery_tenant") for message in messages}
+
+
+def test_jobs_are_of_the_key_s_tenant_and_class(keyed: GatewayProcess, store: Any) -> None:
+    for key, tenant, queue in ((KEY, "shop", "away"), (OTHER_KEY, "other", f"away{LOW}")):
+        with client_of(keyed, key) as api:
+            begun = begin(api, [request("a", "text", model="away")])
+            wait_for(lambda: tenant in tenants_in(store, queue), f"a job in {queue!r}")  # noqa: B023
+            api.batches.cancel(begun.id)
 
 
 def test_batch_whose_worker_is_away_waits_and_expires(api: openai.OpenAI) -> None:
@@ -337,25 +372,25 @@ def test_batch_whose_worker_is_away_waits_and_expires(api: openai.OpenAI) -> Non
 
 def test_batch_is_finished_after_gateway_worker_and_device_were_killed(
     start_gateway: StartGateway,
+    gateway: GatewayProcess,
     start_slow: StartSlow,
     slow_workers: list[Worker],
-    trace: Path,
-    tmp_path: Path,
+    files: Path,
 ) -> None:
     count = 800
-    # A URL, as that of a store elsewhere.
-    options = {"models": MODELS, "gateway": {"files": f"file://{tmp_path}/files"}}
-    first, second = start_gateway(**options), start_gateway(**options)
-    with client_of(first) as api:
+    # The same place as a URL.
+    other = start_gateway(models=MODELS, gateway={"files": f"file://{files}"})
+    with client_of(other) as api:
         begun = begin(api, slow_rows(count))
         wait_for(lambda: counts(api.batches.retrieve(begun.id))[1] > 50, "progress")
-    before = len(trace.read_text().splitlines())
-    kill_all(first)
+    # Whoever of the two gateways runs it.
+    kill_runners(gateway)
+    kill_all(other)
     for device in slow_workers[-1].devices():
         device.kill()
     slow_workers[-1].kill()
     slow_workers.append(start_slow())
-    with client_of(second) as api:
+    with client_of(gateway) as api:
         batch = end_of(api, begun.id, TAKEN_UP_S)
         assert (batch.status, counts(batch)) == ("completed", (count, count, 0))
         lines = lines_of(api, batch.output_file_id)
@@ -363,22 +398,21 @@ def test_batch_is_finished_after_gateway_worker_and_device_were_killed(
     for line in lines:
         text = "x" * (int(line["custom_id"].removeprefix("r-")) % 9 + 1)
         assert line["response"]["body"]["data"][0]["embedding"] == [len(text), 1.0]
-    assert before < len(trace.read_text().splitlines())
-    kept = [path for path in (tmp_path / "files").rglob("*") if path.is_file()]
-    # Records and contents of two files, and the record of the batch.
-    assert len(kept) == 5
+    # Of what it needed while it ran, there is nothing left.
+    wait_for(
+        lambda: [path.name for path in files.rglob(f"*{begun.id}*")] == [f"{begun.id}.json"], "tidy"
+    )
 
 
-def test_two_gateways_on_one_store_run_each_batch_once(
-    start_gateway: StartGateway, trace: Path, tmp_path: Path
+def test_several_gateways_on_one_store_run_each_batch_once(
+    start_gateway: StartGateway, gateway: GatewayProcess, files: Path, trace: Path
 ) -> None:
-    options = {"models": MODELS, "gateway": {"files": str(tmp_path / "files")}}
-    gateways = start_gateway("--processes", "2", **options), start_gateway(**options)
+    others = start_gateway("--processes", "2", models=MODELS, gateway={"files": str(files)})
     trace.write_text("")
-    with client_of(gateways[0]) as one, client_of(gateways[1]) as other:
+    with client_of(gateway) as one, client_of(others) as other:
         begun = [begin(api, slow_rows(40)) for api in (one, other) for _ in range(3)]
         for each in begun:
             batch = end_of(one, each.id)
             assert (batch.status, counts(batch)) == ("completed", (40, 40, 0))
-        assert [each.id for each in other.batches.list(limit=4)] == [b.id for b in begun[::-1]]
+        assert [each.id for each in other.batches.list(limit=6)][:6] == [b.id for b in begun[::-1]]
     assert len(trace.read_text().splitlines()) == 40 * len(begun)

@@ -108,7 +108,10 @@ class BatchRunner:
             BatchRun(self._shared, record, lease).run()
         except LeaseLost as error:
             logger.info("batch %s: another process runs it: %s", place.id, error)
-        except (BatcheryError, Problem, redis.RedisError) as error:
+        except Problem as problem:
+            logger.warning("batch %s: tried again soon: %s", place.id, problem)
+            self._batches.forget_lost(place)
+        except (BatcheryError, redis.RedisError) as error:
             logger.warning("batch %s: tried again soon: %s", place.id, error)
         except Exception:
             logger.exception("batch %s: tried again soon", place.id)

@@ -47,6 +47,9 @@ PAGE = 100
 #: Folder of what says which batches are open.
 OPEN = "open"
 
+#: How long a new batch may take to be kept, in seconds.
+LOST_S = 3600.0
+
 FILE_NOT_FOUND = "file_not_found"
 
 
@@ -243,6 +246,12 @@ class BatchStore:
         """The batches that are not over, or that were not tidied up."""
         names = (name.partition(",") for name in self.storage.names(OPEN))
         return [BatchPlace(owner, id_) for owner, _, id_ in names if re.fullmatch(BATCH_ID, id_)]
+
+    def forget_lost(self, place: BatchPlace) -> None:
+        """Closes a batch that was never kept, as its gateway was killed when it began."""
+        made_s = int(place.id.removeprefix("batch_")[:14], 16) / 1e6
+        if time.time() - made_s > LOST_S and self.storage.read(_batch(*place)) is None:
+            self.storage.remove(f"{OPEN}/{place.owner},{place.id}")
 
     def uses(self, owner: str, file_id: str) -> str | None:
         """Id of a batch that still reads a file."""

@@ -131,6 +131,21 @@ def test_batch_is_open_until_it_is_closed(batches: BatchStore) -> None:
         batches.get("tenant-other", made.id)
 
 
+def test_batch_that_was_never_kept_is_forgotten(
+    batches: BatchStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost, kept = record(), record()
+    batches.storage.write(f"open/{OWNER},{lost.id}", b"{}")
+    batches.add(kept)
+    batches.forget_lost(BatchPlace(OWNER, lost.id))
+    assert len(batches.open_batches()) == 2
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s + 3601)
+    for each in (lost, kept):
+        batches.forget_lost(BatchPlace(OWNER, each.id))
+    assert batches.open_batches() == [BatchPlace(OWNER, kept.id)]
+
+
 def test_batch_that_is_to_be_cancelled_says_so_at_once(batches: BatchStore) -> None:
     made = record()
     batches.add(made)
