@@ -1,7 +1,7 @@
 """The gateway's application: what it holds, and its routes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
+from batchery_producer.gateway.batches.service import BatchService
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.health import Health, stop
@@ -26,7 +27,9 @@ from batchery_producer.gateway.openapi import describe_errors
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
 from batchery_producer.gateway.routes import (
     cohere_rerank,
+    openai_batches,
     openai_embeddings,
+    openai_files,
     openai_models,
     probes,
     tei_embeddings,
@@ -51,6 +54,8 @@ FRAMEWORK_KINDS = {
 ROUTES = (
     openai_embeddings,
     openai_models,
+    openai_files,
+    openai_batches,
     cohere_rerank,
     tei_embeddings,
     tei_scores,
@@ -71,6 +76,7 @@ class Gateway:
     health: Health
     tokenizers: PerModel[ModelTokenizer]
     model_facts: PerModel[ModelFacts]
+    batches: BatchService
 
 
 class Web(FastAPI):
@@ -83,15 +89,17 @@ class Web(FastAPI):
         return self.openapi_schema
 
 
-def make_app(app: Celery, settings: Settings) -> FastAPI:
+def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> FastAPI:
     """Makes the application.
 
     Args:
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
+        load: Gives the app again, in another process; can be pickled.
 
     Raises:
         SettingsError: A key has a class that is not there.
+        DatasetError: There is no such place for files.
     """
     callers = Callers(settings)
     models = ServedModels(settings.models)
@@ -99,7 +107,8 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
         health = Health(app)
-        async with AsyncClient(app) as client:
+        service = BatchService(settings, load)
+        async with AsyncClient(app) as client, service:
             inference = Inference(client, settings.gateway.timeout_s)
             web.state.gateway = Gateway(
                 app,
@@ -109,6 +118,7 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
                 health,
                 PerModel(load_tokenizer),
                 PerModel(read_facts),
+                service,
             )
             await health.look()
             watching = asyncio.create_task(health.watch())

@@ -83,7 +83,8 @@ def settings_of(app_path: str, redis_url: str | None) -> Settings:
 def application(options: ServeOptions) -> FastAPI:
     """The application of one process."""
     threading.Thread(target=end_with_parent, daemon=True).start()
-    return make_app(load_app(options.app_path, options.redis_url), options.settings())
+    load = partial(load_app, options.app_path, options.redis_url)
+    return make_app(load(), options.settings(), load)
 
 
 def serve(options: ServeOptions) -> None:
