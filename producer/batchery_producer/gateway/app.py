@@ -16,13 +16,21 @@ from starlette.responses import Response
 
 from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
+from batchery_producer.gateway.batch_counters import BatchCounters
 from batchery_producer.gateway.callers import Callers
+from batchery_producer.gateway.device_figures import DeviceLook
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.health import Health, stop
 from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
-from batchery_producer.gateway.routes import openai_embeddings, openai_models, probes
+from batchery_producer.gateway.routes import (
+    openai_embeddings,
+    openai_models,
+    probes,
+    process_batch,
+)
 from batchery_producer.gateway.served_models import ServedModels
+from batchery_producer.gateway.store import Store
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -43,6 +51,8 @@ class Gateway:
     models: ServedModels
     inference: Inference
     health: Health
+    batch_counters: BatchCounters
+    devices: DeviceLook
 
 
 def make_app(app: Celery, settings: Settings) -> FastAPI:
@@ -63,7 +73,16 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         health = Health(app)
         async with AsyncClient(app) as client:
             inference = Inference(client, settings.gateway.timeout_s)
-            web.state.gateway = Gateway(app, settings, models, inference, health)
+            store = Store(app)
+            web.state.gateway = Gateway(
+                app,
+                settings,
+                models,
+                inference,
+                health,
+                batch_counters=BatchCounters(store),
+                devices=DeviceLook(app),
+            )
             await health.look()
             watching = asyncio.create_task(health.watch())
             try:
@@ -80,7 +99,7 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (openai_embeddings, openai_models, probes):
+    for module in (openai_embeddings, openai_models, probes, process_batch):
         web.include_router(module.router)
     web.add_exception_handler(Problem, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)

@@ -48,12 +48,7 @@ class Inference:
             Problem: That of the first item that failed, or why there are no results.
         """
         outcomes = await self.outcomes(request, model, items, keywords)
-        for outcome in outcomes:
-            if outcome.error is not None:
-                problem = problem_of(outcome.error)
-                if len(items) > 1:
-                    problem.message = f"item {outcome.index}: {problem.message}"
-                raise problem
+        check_all(outcomes)
         return [outcome.value for outcome in outcomes]
 
     async def outcomes(
@@ -62,6 +57,7 @@ class Inference:
         model: ServedModel,
         items: Sequence[Any],
         keywords: Mapping[str, Any] | None = None,
+        per_job: int = ITEMS_PER_JOB,
     ) -> list[Outcome]:
         """How each item ended, in order; if the caller hangs up, the jobs are revoked.
 
@@ -71,7 +67,7 @@ class Inference:
         task = self.task(request, model.name, model.queue)
         try:
             return await unless_gone(
-                request, task.outcomes(items, per_job=ITEMS_PER_JOB, keywords=keywords)
+                request, task.outcomes(items, per_job=per_job, keywords=keywords)
             )
         except Problem:
             raise
@@ -107,6 +103,20 @@ class Inference:
                 Kind.INVALID, f"header X-Request-Timeout is {given!r:.40}: expected seconds above 0"
             )
         return min(wanted, self._timeout_s)
+
+
+def check_all(outcomes: Sequence[Outcome]) -> None:
+    """Makes sure that all items of a request succeeded.
+
+    Raises:
+        Problem: That of the first item that failed.
+    """
+    for outcome in outcomes:
+        if outcome.error is not None:
+            problem = problem_of(outcome.error)
+            if len(outcomes) > 1:
+                problem.message = f"item {outcome.index}: {problem.message}"
+            raise problem
 
 
 async def unless_gone(request: Request, call: Awaitable[T]) -> T:
