@@ -23,14 +23,19 @@ from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.health import Health, stop
 from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
+from batchery_producer.gateway.result_waiter import ResultWaiter
 from batchery_producer.gateway.routes import (
     openai_embeddings,
     openai_models,
     probes,
     process_batch,
+    tasks,
 )
 from batchery_producer.gateway.served_models import ServedModels
 from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.task_calls import TaskSender
+from batchery_producer.gateway.task_records import TaskRecords
+from batchery_producer.gateway.webhooks import Webhooks
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -53,6 +58,10 @@ class Gateway:
     health: Health
     batch_counters: BatchCounters
     devices: DeviceLook
+    task_sender: TaskSender
+    task_records: TaskRecords
+    result_waiter: ResultWaiter
+    webhooks: Webhooks
 
 
 def make_app(app: Celery, settings: Settings) -> FastAPI:
@@ -73,7 +82,9 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         health = Health(app)
         async with AsyncClient(app) as client:
             inference = Inference(client, settings.gateway.timeout_s)
-            store = Store(app)
+            store, waiter = Store(app), ResultWaiter(app)
+            records = TaskRecords(store)
+            webhooks = Webhooks(store, records, waiter, settings.gateway)
             web.state.gateway = Gateway(
                 app,
                 settings,
@@ -82,13 +93,21 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
                 health,
                 batch_counters=BatchCounters(store),
                 devices=DeviceLook(app),
+                task_sender=TaskSender(app),
+                task_records=records,
+                result_waiter=waiter,
+                webhooks=webhooks,
             )
             await health.look()
-            watching = asyncio.create_task(health.watch())
+            watching = [asyncio.create_task(health.watch())]
+            if settings.gateway.webhook_hosts:
+                watching.append(asyncio.create_task(webhooks.watch()))
             try:
                 yield
             finally:
-                await stop(watching)
+                for each in watching:
+                    await stop(each)
+                await asyncio.to_thread(waiter.close)
 
     web = FastAPI(
         title="Batchery",
@@ -99,7 +118,7 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (openai_embeddings, openai_models, probes, process_batch):
+    for module in (openai_embeddings, openai_models, probes, process_batch, tasks):
         web.include_router(module.router)
     web.add_exception_handler(Problem, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)

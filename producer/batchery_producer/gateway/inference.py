@@ -126,8 +126,7 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
         Problem: The caller has gone, so nobody reads an answer.
     """
     answer = asyncio.ensure_future(call)
-    # The body was read to its end, so the next message says that the caller has gone.
-    gone = asyncio.ensure_future(request.receive())
+    gone = asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -136,3 +135,9 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
     finally:
         answer.cancel()
         gone.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    # A body that no route wanted may be there still.
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
