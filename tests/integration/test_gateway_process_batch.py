@@ -80,7 +80,11 @@ def test_the_seeds_line_of_curl(gateway: GatewayProcess) -> None:
 
 def test_texts_are_stripped_and_long_ones_cut(gateway: GatewayProcess) -> None:
     long = "the cat " * 100
-    results = post(gateway, texts=["  the cat\n", long]).json()["results"]
+    answer = post(gateway, texts=["  the cat\n", long], max_length=50).json()
+    assert (answer["results"][1]["token_count"], answer["batch_info"]["max_length"]) == (50, 50)
+    answer = post(gateway, texts=["  the cat\n", long]).json()
+    assert answer["batch_info"]["max_length"] == 64
+    results = answer["results"]
     assert (results[0]["text"], results[0]["truncated"]) == ("the cat", False)
     assert (results[1]["token_count"], results[1]["truncated"]) == (64, True)
 

@@ -51,10 +51,10 @@ def start_shop(start_gateway: StartGateway, worker: Worker, redis_url: str) -> A
 
 
 @pytest.fixture(scope="module")
-def gateway(start_shop: Any) -> GatewayProcess:
+def gateway(start_shop: Any) -> Iterator[GatewayProcess]:
     """Serves two callers."""
-    made: GatewayProcess = start_shop()
-    return made
+    with CLIENT:
+        yield start_shop()
 
 
 def call(

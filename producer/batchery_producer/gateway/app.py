@@ -75,39 +75,11 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         SettingsError: A key has a class that is not there.
     """
     callers = Callers(settings)
-    models = ServedModels(settings.models)
 
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        health = Health(app)
-        async with AsyncClient(app) as client:
-            inference = Inference(client, settings.gateway.timeout_s)
-            store, waiter = Store(app), ResultWaiter(app)
-            records = TaskRecords(store)
-            webhooks = Webhooks(store, records, waiter, settings.gateway)
-            web.state.gateway = Gateway(
-                app,
-                settings,
-                models,
-                inference,
-                health,
-                batch_counters=BatchCounters(store),
-                devices=DeviceLook(app),
-                task_sender=TaskSender(app),
-                task_records=records,
-                result_waiter=waiter,
-                webhooks=webhooks,
-            )
-            await health.look()
-            watching = [asyncio.create_task(health.watch())]
-            if settings.gateway.webhook_hosts:
-                watching.append(asyncio.create_task(webhooks.watch()))
-            try:
-                yield
-            finally:
-                for each in watching:
-                    await stop(each)
-                await asyncio.to_thread(waiter.close)
+        async with _running(app, settings) as web.state.gateway:
+            yield
 
     web = FastAPI(
         title="Batchery",
@@ -134,6 +106,37 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
             allow_headers=["*"],
         )
     return web
+
+
+@asynccontextmanager
+async def _running(app: Celery, settings: Settings) -> AsyncIterator[Gateway]:
+    """What the routes share, with what runs beside them."""
+    health, store, waiter = Health(app), Store(app), ResultWaiter(app)
+    records = TaskRecords(store)
+    webhooks = Webhooks(store, records, waiter, settings.gateway)
+    async with AsyncClient(app) as client:
+        await health.look()
+        watching = [asyncio.create_task(health.watch())]
+        if settings.gateway.webhook_hosts:
+            watching.append(asyncio.create_task(webhooks.watch()))
+        try:
+            yield Gateway(
+                app,
+                settings,
+                ServedModels(settings.models),
+                Inference(client, settings.gateway.timeout_s),
+                health,
+                batch_counters=BatchCounters(store),
+                devices=DeviceLook(app),
+                task_sender=TaskSender(app),
+                task_records=records,
+                result_waiter=waiter,
+                webhooks=webhooks,
+            )
+        finally:
+            for each in watching:
+                await stop(each)
+            await asyncio.to_thread(waiter.close)
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:

@@ -1,6 +1,6 @@
 """The texts of a request in batches, and what models make of them, in the seed's words."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from batchery_producer.results.answers import BatchFacts, Outcome
@@ -48,3 +48,14 @@ def devices_of(batches: Iterable[BatchFacts]) -> str | None:
 def per_s(count: int, seconds: float) -> float:
     """A rate; 0 if no time has passed."""
     return round(count / seconds, 3) if seconds > 0 else 0.0
+
+
+def held_length(max_length: int, results: Iterable[Mapping[str, Any]]) -> int:
+    """How many tokens were read of a text at most; a text that was cut tells the model's limit.
+
+    Args:
+        max_length: What was asked for.
+        results: As from `labelled`.
+    """
+    cut_at = (result["token_count"] for result in results if result["truncated"])
+    return min(cut_at, default=max_length)

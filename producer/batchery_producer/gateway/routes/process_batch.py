@@ -21,6 +21,7 @@ from batchery_producer.gateway.text_batches import (
     batches_of,
     cut,
     devices_of,
+    held_length,
     labelled,
     per_s,
 )
@@ -66,9 +67,7 @@ class BatchInfo(BaseModel):
     actual_batches_used: Annotated[
         int, Field(description="Forward passes that these texts shared with those of others.")
     ]
-    max_length: Annotated[
-        int | None, Field(description="What held; null for the model's own limit.")
-    ]
+    max_length: Annotated[int, Field(description="What held: a model may read fewer.")]
     device: str | None
 
 
@@ -133,7 +132,7 @@ async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Respon
     model = _model_for(request, wanted)
     began_s = time.perf_counter()
     outcomes = await gateway.inference.outcomes(
-        request, model, wanted.texts, per_job=wanted.batch_size
+        request, model, wanted.texts, _keywords(model, wanted), wanted.batch_size
     )
     check_all(outcomes)
     took_s = time.perf_counter() - began_s
@@ -148,7 +147,7 @@ async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Respon
         "batch_info": {
             "requested_batch_size": wanted.batch_size,
             "actual_batches_used": len(batches),
-            "max_length": model.settings.max_length,
+            "max_length": held_length(_max_length(model, wanted), results),
             "device": devices_of(batches),
         },
         "performance_metrics": {
@@ -227,7 +226,9 @@ class _Run:
             _Batch(
                 texts,
                 number * wanted.batch_size,
-                asyncio.ensure_future(task.outcomes(texts, per_job=len(texts))),
+                asyncio.ensure_future(
+                    task.outcomes(texts, per_job=len(texts), keywords=_keywords(model, wanted))
+                ),
             )
             for number, texts in enumerate(cut(wanted.texts, wanted.batch_size))
         ]
@@ -310,6 +311,16 @@ def _model_for(request: Request, wanted: ProcessBatchRequest) -> ServedModel:
     request.state.caller.check(len(wanted.texts), sum(map(len, wanted.texts)))
     gateway.health.check()
     return model
+
+
+def _max_length(model: ServedModel, wanted: ProcessBatchRequest) -> int:
+    return min(wanted.max_length, model.settings.max_length or wanted.max_length)
+
+
+def _keywords(model: ServedModel, wanted: ProcessBatchRequest) -> dict[str, Any]:
+    limit = _max_length(model, wanted)
+    # Jobs with other keywords share no batches, so none is sent without need.
+    return {} if limit == model.settings.max_length else {"max_length": limit}
 
 
 async def _gpu_memory(

@@ -1,4 +1,11 @@
-from batchery_producer.gateway.text_batches import batches_of, cut, devices_of, labelled, per_s
+from batchery_producer.gateway.text_batches import (
+    batches_of,
+    cut,
+    devices_of,
+    held_length,
+    labelled,
+    per_s,
+)
 from batchery_producer.results.answers import BatchFacts, Outcome
 
 FIRST = BatchFacts("b1", 2, 1.5, "cuda:1")
@@ -38,3 +45,9 @@ def test_labels_have_the_place_of_their_text_in_the_request() -> None:
 
 def test_rate_over_no_time_is_0() -> None:
     assert (per_s(10, 4), per_s(10, 0)) == (2.5, 0.0)
+
+
+def test_length_that_held_is_that_of_a_text_that_was_cut() -> None:
+    whole = {"token_count": 60, "truncated": False}
+    assert held_length(512, [whole]) == 512
+    assert held_length(512, [whole, {"token_count": 128, "truncated": True}]) == 128
