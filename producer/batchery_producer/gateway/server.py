@@ -107,6 +107,7 @@ def serve(options: ServeOptions) -> None:
         access_log=options.access_log,
         log_level="info",
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
