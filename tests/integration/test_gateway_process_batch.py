@@ -250,3 +250,10 @@ def test_without_a_classifier_there_is_none(start_gateway: StartGateway) -> None
     assert (answer.status_code, "no classification" in answer.json()["detail"]) == (404, True)
     stats = httpx2.get(f"{gateway.url}/batch-stats", timeout=30).json()
     assert (stats["device"], stats["model_loaded"]) == (None, False)
+
+
+def test_schema_has_the_routes_and_what_they_stream(gateway: GatewayProcess) -> None:
+    paths = httpx2.get(f"{gateway.url}/openapi.json", timeout=30).json()["paths"]
+    assert {"/process-batch", "/batch-stats", "/tasks/{task}"} <= set(paths)
+    stream = paths["/process-batch-stream"]["post"]["responses"]["200"]["content"]
+    assert set(stream) == {"text/event-stream", "application/x-ndjson"}

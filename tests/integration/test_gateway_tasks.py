@@ -193,6 +193,8 @@ def test_result_that_is_no_json_is_an_error(gateway: GatewayProcess, client: Cel
         ("apps.shop.shout", {"items": []}, 422, "items: "),
         ("apps.shop.shout", {"item": "a", "wait_s": -1}, 422, "wait_s: "),
         ("apps.shop.shout", {"item": "a", "wait_s": "1"}, 422, "wait_s: "),
+        ("apps.shop.shout", {"items": None}, 422, "items: "),
+        ("apps.shop.shout", {"args": None}, 422, "args: "),
         ("apps.shop.shout", {"item": "a", "when": "now"}, 422, "when: "),
         ("apps.shop.shout", {"item": "a", "keywords": [1]}, 422, "keywords: "),
         ("apps.shop.shout", [1], 422, "dictionary"),
@@ -231,7 +233,7 @@ def test_id_of_another_key_is_unknown(gateway: GatewayProcess) -> None:
             answer = call(gateway, method, wrong, key=key)
             assert answer.status_code == 404
             assert "no task of yours has this id, or its result has expired" in answer.text
-    assert call(gateway, "GET", "/tasks/nonsense").status_code == 422
+    assert call(gateway, "GET", "/tasks/nonsense").status_code == 404
     assert call(gateway, "GET", path).status_code == 200
     assert call(gateway, "GET", path, key="sk-batchery-wrong").status_code == 401
 

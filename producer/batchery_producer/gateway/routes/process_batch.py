@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import orjson
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from batchery_producer.gateway.device_figures import DeviceFigures, in_gb
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
@@ -125,6 +125,23 @@ class BatchEvent(BaseModel):
     retry_after_s: float | None = None
 
 
+#: Its references lead to the models of the answer of `/process-batch`.
+EVENT_SCHEMA = BatchEvent.model_json_schema(ref_template="#/components/schemas/{model}")
+EVENT_SCHEMA.pop("$defs")
+
+SSE_SCHEMA = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": EVENT_SCHEMA,
+        }
+    },
+}
+
+
 @router.post("/process-batch", response_model=ProcessBatchResponse)
 async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Response:
     """The label of each text."""
@@ -181,13 +198,13 @@ async def batch_stats(request: Request) -> Response:
 
 @router.post(
     "/process-batch-stream",
-    response_class=EventStream,
+    response_class=StreamingResponse,
     responses={
         200: {
             "description": "An event for each step.",
             "content": {
-                "text/event-stream": {"schema": {"type": "string"}},
-                "application/x-ndjson": {"schema": BatchEvent.model_json_schema()},
+                "text/event-stream": {"itemSchema": SSE_SCHEMA},
+                "application/x-ndjson": {"itemSchema": EVENT_SCHEMA},
             },
         }
     },

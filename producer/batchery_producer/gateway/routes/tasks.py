@@ -18,28 +18,46 @@ from batchery_producer.gateway.webhook_target import target_of
 router = APIRouter(tags=["tasks"])
 
 #: Fields of the two forms of a request.
-ITEM_FIELDS = {"item", "items", "keywords"}
-ARGUMENT_FIELDS = {"args", "kwargs"}
+ITEM_FIELDS = frozenset({"item", "items", "keywords"})
+ARGUMENT_FIELDS = frozenset({"args", "kwargs"})
 
 WaitS = Annotated[
     float | None,
     Field(ge=0, description="How long to wait for the result, in seconds; at most `timeout_s`."),
 ]
 
-TaskId = Annotated[str, Path(pattern=r"^[0-9a-f-]{36}$", description="From `POST /tasks/NAME`.")]
+#: One path has one name of its parameter.
+TaskId = Annotated[str, Path(alias="task", description="Id of a task, from `POST`.")]
+
+
+def _without(*fields: str) -> dict[str, Any]:
+    return {"not": {"anyOf": [{"required": [field]} for field in fields]}}
 
 
 class TaskRequest(BaseModel):
     """A task: with an item or items for a batch task, with arguments for any other."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["item"], **_without("items", *sorted(ARGUMENT_FIELDS))},
+                {"required": ["items"], **_without("item", *sorted(ARGUMENT_FIELDS))},
+                _without(*sorted(ITEM_FIELDS)),
+            ]
+        },
+    )
 
     item: Annotated[Any, Field(description="The item of a batch task.")] = None
     items: Annotated[
-        list[Any] | None, Field(min_length=1, max_length=MAX_ITEMS, description="Several items.")
-    ] = None
+        list[Any],
+        Field(
+            default_factory=list, min_length=1, max_length=MAX_ITEMS, description="Several items."
+        ),
+    ]
     keywords: Annotated[dict[str, Any], Field(description="Keywords of a batch task.")] = {}
-    args: Annotated[list[Any] | None, Field(description="Of a task that is no batch task.")] = None
+    args: Annotated[list[Any], Field(description="Of a task that is no batch task.")] = []
     kwargs: Annotated[dict[str, Any], Field(description="Of a task that is no batch task.")] = {}
     wait_s: WaitS = None
     webhook: Annotated[
@@ -58,12 +76,11 @@ class TaskRequest(BaseModel):
 
     def call(self, task: str) -> TaskCall:
         """The task with its arguments."""
-        given = self.model_fields_set
-        if self.items is not None:
+        if self.items:
             return TaskCall(task, [self.items], self.keywords, len(self.items), is_batch=True)
-        if "item" in given:
+        if "item" in self.model_fields_set:
             return TaskCall(task, [self.item], self.keywords, 0, is_batch=True)
-        return TaskCall(task, self.args or [], self.kwargs, 0, is_batch=False)
+        return TaskCall(task, self.args, self.kwargs, 0, is_batch=False)
 
 
 class TaskError(BaseModel):
@@ -95,13 +112,16 @@ class TaskState(BaseModel):
 
 
 @router.post(
-    "/tasks/{name}",
+    "/tasks/{task}",
     response_model=TaskState,
-    responses={202: {"model": TaskState, "description": "No result yet; see `Location`."}},
+    responses={
+        202: {"model": TaskState, "description": "No result yet; see `Location`."},
+        409: {"description": "The `Idempotency-Key` was used for another request."},
+    },
 )
 async def send_task(
     request: Request,
-    name: str,
+    name: Annotated[str, Path(alias="task", description="Name of a task.")],
     wanted: TaskRequest,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
 ) -> Response:
@@ -135,7 +155,7 @@ async def send_task(
     return _answer(state, 200 if _has_ended(state) else 202)
 
 
-@router.get("/tasks/{task_id}", response_model=TaskState)
+@router.get("/tasks/{task}", response_model=TaskState)
 async def get_task(
     request: Request, task_id: TaskId, wait_s: Annotated[float, Query(ge=0)] = 0
 ) -> Response:
@@ -151,7 +171,7 @@ async def get_task(
     return _answer(state, 200)
 
 
-@router.delete("/tasks/{task_id}", response_model=TaskState)
+@router.delete("/tasks/{task}", response_model=TaskState)
 async def revoke_task(request: Request, task_id: TaskId) -> Response:
     """Tells workers not to begin a task; one that has ended stays as it is."""
     records = request.app.state.gateway.task_records
