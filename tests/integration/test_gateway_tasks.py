@@ -8,6 +8,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -18,6 +19,7 @@ from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway
 from support.gateway import GatewayProcess
 from support.harness import Worker, queue_length, unsettled, wait_for
+from support.own_redis import OwnRedis
 from support.webhook_receiver import WebhookReceiver
 
 KEY, HASH = make_key()
@@ -244,6 +246,37 @@ def test_limits_are_those_of_the_key(gateway: GatewayProcess) -> None:
     assert (answer.status_code, "max_items = 2" in answer.text) == (413, True)
 
 
+def test_task_of_a_module_that_the_app_includes_goes_to_its_queue(
+    start_gateway: StartGateway, redis_url: str
+) -> None:
+    including = start_gateway(
+        "-A",
+        "apps.including",
+        gateway={"tasks": ["apps.included.*"]},
+        environment={"CELERY_BROKER_URL": redis_url, "CELERY_RESULT_BACKEND": redis_url},
+    )
+    body = {"item": "A", "wait_s": 0}
+    assert call(including, "POST", "/tasks/apps.included.whisper", body).status_code == 202
+    assert queue_length(redis_url, "included") == 1
+
+
+def test_redis_away_is_told_at_once(tmp_path: Path, own_redis: OwnRedis) -> None:
+    away = GatewayProcess(tmp_path, own_redis.url, gateway={"tasks": ["*"]}).wait_ready()
+    try:
+        own_redis.kill()
+        wait_for(lambda: CLIENT.get(f"{away.url}/health").status_code == 503, "unhealthy")
+        for method, path, body in (
+            ("POST", "/tasks/embed", {"item": "a"}),
+            ("GET", "/tasks/1", None),
+            ("DELETE", "/tasks/1", None),
+            ("GET", "/batch-stats", None),
+        ):
+            answer = call(away, method, path, body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    finally:
+        away.kill()
+
+
 def test_without_a_list_there_are_no_tasks(start_shop: Any) -> None:
     bare = start_shop(tasks=[], webhook_hosts=[])
     assert post(bare, "shout", item="a").status_code == 404
@@ -360,6 +393,14 @@ def test_webhook_of_a_failed_task_tells_its_error(gateway: GatewayProcess) -> No
         (received,) = wait_for(lambda: receiver.received, "a webhook")
     state = json.loads(received.body)
     assert (state["status"], state["error"]["type"]) == ("FAILURE", "KeyError")
+
+
+def test_receiver_that_is_gone_is_not_asked_again(gateway: GatewayProcess, store: Any) -> None:
+    with WebhookReceiver(410) as receiver:
+        later(gateway, "shout", item="a", webhook=receiver.url)
+        wait_for(lambda: receiver.received, "a webhook")
+        wait_for(lambda: not store.keys("batchery:http:webhook*"), "it is given up")
+    assert len(receiver.received) == 1
 
 
 def test_webhook_of_a_killed_gateway_is_posted_by_another(

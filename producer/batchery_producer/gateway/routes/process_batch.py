@@ -180,6 +180,7 @@ async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Respon
 async def batch_stats(request: Request) -> Response:
     """What was counted since the beginning, and the devices of the first classifier."""
     gateway = request.app.state.gateway
+    gateway.health.check()
     totals = await gateway.batch_counters.totals()
     model = next((model for model in gateway.models if model.kind in KINDS), None)
     devices = DeviceFigures() if model is None else await gateway.devices.figures(model.queue)

@@ -1,6 +1,6 @@
 """Tasks of an allow list: sent, looked at and revoked over HTTP."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from celery import states
 from fastapi import APIRouter, Header, Path, Query, Request
@@ -102,10 +102,7 @@ class TaskState(BaseModel):
 
     id: str
     task: str
-    status: Annotated[
-        Literal["PENDING", "RECEIVED", "STARTED", "RETRY", "SUCCESS", "FAILURE", "REVOKED"] | str,
-        Field(description="Celery's name of the state."),
-    ]
+    status: Annotated[str, Field(description="Celery's name of the state, such as `SUCCESS`.")]
     result: Any = None
     results: Annotated[list[ItemResult] | None, Field(description="Of a task with items.")] = None
     error: TaskError | None = None
@@ -160,7 +157,9 @@ async def get_task(
     request: Request, task_id: TaskId, wait_s: Annotated[float, Query(ge=0)] = 0
 ) -> Response:
     """How a task is; waits for its end if it is told to."""
-    records, caller = request.app.state.gateway.task_records, request.state.caller
+    gateway, caller = request.app.state.gateway, request.state.caller
+    gateway.health.check()
+    records = gateway.task_records
     record = await records.find(task_id, caller.name)
     state = await records.state(record)
     if wait_s and not _has_ended(state):
@@ -174,8 +173,10 @@ async def get_task(
 @router.delete("/tasks/{task}", response_model=TaskState)
 async def revoke_task(request: Request, task_id: TaskId) -> Response:
     """Tells workers not to begin a task; one that has ended stays as it is."""
-    records = request.app.state.gateway.task_records
-    record = await records.find(task_id, request.state.caller.name)
+    gateway, caller = request.app.state.gateway, request.state.caller
+    gateway.health.check()
+    records = gateway.task_records
+    record = await records.find(task_id, caller.name)
     state = await records.state(record)
     if not _has_ended(state):
         state = await records.state(await _revoke(request, record))
