@@ -116,6 +116,19 @@ def test_limit_is_named(
     assert answer.json()["detail"].startswith(f"{field}: ")
 
 
+@pytest.mark.parametrize("path", ["/process-batch", "/process-batch-stream"])
+@pytest.mark.parametrize(
+    "body", [b'{"texts": ["good", "bad \\ud800"]}', b'{"texts": ["a"', b"", b"[" * 100_000]
+)
+def test_body_that_is_no_request_is_refused(
+    gateway: GatewayProcess, path: str, body: bytes
+) -> None:
+    headers = {"content-type": "application/json"}
+    answer = httpx2.post(f"{gateway.url}{path}", content=body, headers=headers)
+    assert answer.status_code == 422
+    assert "detail" in answer.json()
+
+
 def test_limits_themselves_are_allowed(gateway: GatewayProcess) -> None:
     texts = [f"  {'a' * 10_000}  ", *["the dog"] * 99]
     answer = post(gateway, texts=texts, batch_size=32, max_length=1024).json()
