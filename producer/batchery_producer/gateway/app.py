@@ -1,9 +1,7 @@
-"""The gateway's application: what it holds, and its routes."""
+"""The gateway's application: its routes, and what is put around them."""
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -15,27 +13,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from batchery.settings import Settings
-from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
-from batchery_producer.gateway.health import Health, stop
-from batchery_producer.gateway.inference import Inference
-from batchery_producer.gateway.model_facts import ModelFacts, read_facts
-from batchery_producer.gateway.model_files import PerModel
 from batchery_producer.gateway.openapi import describe_errors
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
 from batchery_producer.gateway.routes import (
     cohere_rerank,
+    openai_batches,
     openai_embeddings,
+    openai_files,
     openai_models,
     probes,
+    process_batch,
+    tasks,
     tei_embeddings,
     tei_root,
     tei_scores,
     tei_tokens,
 )
-from batchery_producer.gateway.served_models import ServedModels
-from batchery_producer.gateway.tokenizing import ModelTokenizer, load_tokenizer
+from batchery_producer.gateway.running import running
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -51,26 +47,17 @@ FRAMEWORK_KINDS = {
 ROUTES = (
     openai_embeddings,
     openai_models,
+    openai_files,
+    openai_batches,
     cohere_rerank,
     tei_embeddings,
     tei_scores,
     tei_tokens,
     tei_root,
+    process_batch,
+    tasks,
     probes,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """What the routes share; `request.app.state.gateway`."""
-
-    app: Celery
-    settings: Settings
-    models: ServedModels
-    inference: Inference
-    health: Health
-    tokenizers: PerModel[ModelTokenizer]
-    model_facts: PerModel[ModelFacts]
 
 
 class Web(FastAPI):
@@ -83,39 +70,24 @@ class Web(FastAPI):
         return self.openapi_schema
 
 
-def make_app(app: Celery, settings: Settings) -> FastAPI:
+def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> FastAPI:
     """Makes the application.
 
     Args:
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
+        load: Gives the app again, in another process; can be pickled.
 
     Raises:
         SettingsError: A key has a class that is not there.
+        DatasetError: There is no such place for files.
     """
     callers = Callers(settings)
-    models = ServedModels(settings.models)
 
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        health = Health(app)
-        async with AsyncClient(app) as client:
-            inference = Inference(client, settings.gateway.timeout_s)
-            web.state.gateway = Gateway(
-                app,
-                settings,
-                models,
-                inference,
-                health,
-                PerModel(load_tokenizer),
-                PerModel(read_facts),
-            )
-            await health.look()
-            watching = asyncio.create_task(health.watch())
-            try:
-                yield
-            finally:
-                await stop(watching)
+        async with running(app, settings, load) as web.state.gateway:
+            yield
 
     web = Web(
         title="Batchery",

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from batchery.errors import (
     BatchArgumentError,
     BrokerRefused,
+    DatasetError,
     DeadlineExceeded,
     InvalidItem,
     NoResult,
@@ -105,7 +106,7 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(Kind.INVALID, text)
     if isinstance(error, NoResult | DeadlineExceeded):
         return Problem(Kind.TIMEOUT, text)
-    if isinstance(error, GaveUp | BrokerRefused):
+    if isinstance(error, GaveUp | BrokerRefused | DatasetError):
         return Problem(Kind.UNAVAILABLE, text, retry_after_s=1)
     return Problem(Kind.FAILED, f"{type(error).__name__}: {text}", code=type(error).__name__)
 

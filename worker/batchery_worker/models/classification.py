@@ -11,7 +11,7 @@ from batchery_worker.models.forward import Forward
 from batchery_worker.models.items import check_fields
 from batchery_worker.models.keywords import ClassificationKeywords, read_keywords
 from batchery_worker.models.loading.source import ModelSource
-from batchery_worker.models.loading.tokenizer import Input, Prepared
+from batchery_worker.models.loading.tokenizer import Cut, Input, Prepared
 from batchery_worker.models.text_model import Outputs, TextModel, check_head
 
 
@@ -52,6 +52,9 @@ class ClassificationModel(TextModel):
 
     def _wanted(self, keywords: Mapping[str, Any]) -> ClassificationKeywords:
         return read_keywords(ClassificationKeywords, keywords)
+
+    def _cut(self, wanted: Any) -> Cut:
+        return super()._cut(wanted)._replace(max_length=wanted.max_length)
 
     def _input(self, item: Any, prompt: str) -> Input:
         if not isinstance(item, dict):
