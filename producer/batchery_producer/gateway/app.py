@@ -1,9 +1,7 @@
-"""The gateway's application: what it holds, and its routes."""
+"""The gateway's application: its routes, and what is put around them."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -15,21 +13,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from batchery.settings import Settings
-from batchery_producer.async_client import AsyncClient
-from batchery_producer.gateway.batches.service import BatchService
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
-from batchery_producer.gateway.health import Health, stop
-from batchery_producer.gateway.inference import Inference
+from batchery_producer.gateway.openapi import describe_errors
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
 from batchery_producer.gateway.routes import (
+    cohere_rerank,
     openai_batches,
     openai_embeddings,
     openai_files,
     openai_models,
     probes,
+    process_batch,
+    tasks,
+    tei_embeddings,
+    tei_root,
+    tei_scores,
+    tei_tokens,
 )
-from batchery_producer.gateway.served_models import ServedModels
+from batchery_producer.gateway.running import running
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -41,16 +43,31 @@ FRAMEWORK_KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """What the routes share; `request.app.state.gateway`."""
+#: Modules of routes; those of more general paths come later.
+ROUTES = (
+    openai_embeddings,
+    openai_models,
+    openai_files,
+    openai_batches,
+    cohere_rerank,
+    tei_embeddings,
+    tei_scores,
+    tei_tokens,
+    tei_root,
+    process_batch,
+    tasks,
+    probes,
+)
 
-    app: Celery
-    settings: Settings
-    models: ServedModels
-    inference: Inference
-    health: Health
-    batches: BatchService
+
+class Web(FastAPI):
+    """The application; its `/openapi.json` has the errors of each route, too."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema of all routes."""
+        if self.openapi_schema is None:
+            self.openapi_schema = describe_errors(super().openapi())
+        return self.openapi_schema
 
 
 def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> FastAPI:
@@ -66,23 +83,13 @@ def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> Fas
         DatasetError: There is no such place for files.
     """
     callers = Callers(settings)
-    models = ServedModels(settings.models)
 
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        health = Health(app)
-        service = BatchService(settings, load)
-        async with AsyncClient(app) as client, service:
-            inference = Inference(client, settings.gateway.timeout_s)
-            web.state.gateway = Gateway(app, settings, models, inference, health, service)
-            await health.look()
-            watching = asyncio.create_task(health.watch())
-            try:
-                yield
-            finally:
-                await stop(watching)
+        async with running(app, settings, load) as web.state.gateway:
+            yield
 
-    web = FastAPI(
+    web = Web(
         title="Batchery",
         description="Batched inference on a Celery queue.",
         version=version("batchery"),
@@ -91,7 +98,7 @@ def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> Fas
         docs_url=None,
         redoc_url=None,
     )
-    for module in (openai_embeddings, openai_files, openai_batches, openai_models, probes):
+    for module in ROUTES:
         web.include_router(module.router)
     web.add_exception_handler(Problem, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)

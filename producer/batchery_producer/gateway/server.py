@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
 from batchery.cli.app import load_app
-from batchery.errors import SettingsError, StartError
+from batchery.errors import AppNotImportable, SettingsError, StartError
 from batchery.gateway_settings import GatewaySettings
 from batchery.installation import installation_of
 from batchery.settings import Settings
@@ -81,10 +81,23 @@ def settings_of(app_path: str, redis_url: str | None) -> Settings:
 
 
 def application(options: ServeOptions) -> FastAPI:
-    """The application of one process."""
+    """The application of one process.
+
+    Raises:
+        AppNotImportable: One of the modules of its tasks cannot be imported.
+    """
     threading.Thread(target=end_with_parent, daemon=True).start()
     load = partial(load_app, options.app_path, options.redis_url)
-    return make_app(load(), options.settings(), load)
+    app: Any = load()
+    try:
+        # As a worker does: where a task goes is said in its code.
+        app.loader.import_default_modules()
+    except Exception as error:
+        raise AppNotImportable(
+            f"app {options.app_path!r}: its tasks cannot be imported:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    return make_app(app, options.settings(), load)
 
 
 def serve(options: ServeOptions) -> None:
