@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match, Route
 
 from batchery.settings import Settings
 from batchery_producer.gateway.callers import Callers
@@ -135,6 +136,17 @@ def invalid(error: Mapping[str, Any]) -> Problem:
     return Problem(Kind.INVALID, f"{where}: {text}" if where else text, param=where or None)
 
 
+def methods_of(request: Request) -> set[str]:
+    """The methods of all routes of a path."""
+    routes = [each for module in ROUTES for each in module.router.routes]
+    return {
+        method
+        for route in routes
+        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
+
+
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = FRAMEWORK_KINDS.get(error.status_code, Kind.FAILED)
@@ -144,6 +156,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
         405: f"{request.method} {path}: no such method here",
     }
     headers = dict(error.headers or {})
+    if error.status_code == 405:
+        # The framework names the methods of one route alone.
+        headers["Allow"] = ", ".join(sorted(methods_of(request)))
     return answer(
         path, Problem(kind, texts.get(error.status_code, str(error.detail)), headers=headers)
     )
