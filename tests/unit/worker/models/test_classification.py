@@ -125,7 +125,8 @@ def test_a_result_is_a_classification(
         ({"top_k": "all"}, "keyword top_k = 'all': Input should be a valid integer"),
         (
             {"prompt": "query"},
-            "keyword prompt: no such keyword; there are max_length, top_k, truncate, truncation_direction",
+            "keyword prompt: no such keyword;"
+            " there are max_length, top_k, truncate, truncation_direction",
         ),
     ],
 )
