@@ -1,9 +1,7 @@
-"""The gateway's application: what it holds, and its routes."""
+"""The gateway's application: its routes, and what is put around them."""
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -15,27 +13,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from batchery.settings import Settings
-from batchery_producer.async_client import AsyncClient
-from batchery_producer.gateway.batch_counters import BatchCounters
 from batchery_producer.gateway.callers import Callers
-from batchery_producer.gateway.device_figures import DeviceLook
 from batchery_producer.gateway.guard import Guard
-from batchery_producer.gateway.health import Health, stop
-from batchery_producer.gateway.inference import Inference
+from batchery_producer.gateway.openapi import describe_errors
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
-from batchery_producer.gateway.result_waiter import ResultWaiter
 from batchery_producer.gateway.routes import (
+    cohere_rerank,
+    openai_batches,
     openai_embeddings,
+    openai_files,
     openai_models,
     probes,
     process_batch,
     tasks,
+    tei_embeddings,
+    tei_root,
+    tei_scores,
+    tei_tokens,
 )
-from batchery_producer.gateway.served_models import ServedModels
-from batchery_producer.gateway.store import Store
-from batchery_producer.gateway.task_calls import TaskSender
-from batchery_producer.gateway.task_records import TaskRecords
-from batchery_producer.gateway.webhooks import Webhooks
+from batchery_producer.gateway.running import running
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -47,41 +43,53 @@ FRAMEWORK_KINDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """What the routes share; `request.app.state.gateway`."""
+#: Modules of routes; those of more general paths come later.
+ROUTES = (
+    openai_embeddings,
+    openai_models,
+    openai_files,
+    openai_batches,
+    cohere_rerank,
+    tei_embeddings,
+    tei_scores,
+    tei_tokens,
+    tei_root,
+    process_batch,
+    tasks,
+    probes,
+)
 
-    app: Celery
-    settings: Settings
-    models: ServedModels
-    inference: Inference
-    health: Health
-    batch_counters: BatchCounters
-    devices: DeviceLook
-    task_sender: TaskSender
-    task_records: TaskRecords
-    result_waiter: ResultWaiter
-    webhooks: Webhooks
+
+class Web(FastAPI):
+    """The application; its `/openapi.json` has the errors of each route, too."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The schema of all routes."""
+        if self.openapi_schema is None:
+            self.openapi_schema = describe_errors(super().openapi())
+        return self.openapi_schema
 
 
-def make_app(app: Celery, settings: Settings) -> FastAPI:
+def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> FastAPI:
     """Makes the application.
 
     Args:
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
+        load: Gives the app again, in another process; can be pickled.
 
     Raises:
         SettingsError: A key has a class that is not there.
+        DatasetError: There is no such place for files.
     """
     callers = Callers(settings)
 
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        async with _running(app, settings) as web.state.gateway:
+        async with running(app, settings, load) as web.state.gateway:
             yield
 
-    web = FastAPI(
+    web = Web(
         title="Batchery",
         description="Batched inference on a Celery queue.",
         version=version("batchery"),
@@ -90,7 +98,7 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    for module in (openai_embeddings, openai_models, probes, process_batch, tasks):
+    for module in ROUTES:
         web.include_router(module.router)
     web.add_exception_handler(Problem, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)
@@ -106,37 +114,6 @@ def make_app(app: Celery, settings: Settings) -> FastAPI:
             allow_headers=["*"],
         )
     return web
-
-
-@asynccontextmanager
-async def _running(app: Celery, settings: Settings) -> AsyncIterator[Gateway]:
-    """What the routes share, with what runs beside them."""
-    health, store, waiter = Health(app), Store(app), ResultWaiter(app)
-    records = TaskRecords(store)
-    webhooks = Webhooks(store, records, waiter, settings.gateway)
-    async with AsyncClient(app) as client:
-        await health.look()
-        watching = [asyncio.create_task(health.watch())]
-        if settings.gateway.webhook_hosts:
-            watching.append(asyncio.create_task(webhooks.watch()))
-        try:
-            yield Gateway(
-                app,
-                settings,
-                ServedModels(settings.models),
-                Inference(client, settings.gateway.timeout_s),
-                health,
-                batch_counters=BatchCounters(store),
-                devices=DeviceLook(app),
-                task_sender=TaskSender(app),
-                task_records=records,
-                result_waiter=waiter,
-                webhooks=webhooks,
-            )
-        finally:
-            for each in watching:
-                await stop(each)
-            await asyncio.to_thread(waiter.close)
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:

@@ -87,7 +87,8 @@ def application(options: ServeOptions) -> FastAPI:
         AppNotImportable: One of the modules of its tasks cannot be imported.
     """
     threading.Thread(target=end_with_parent, daemon=True).start()
-    app: Any = load_app(options.app_path, options.redis_url)
+    load = partial(load_app, options.app_path, options.redis_url)
+    app: Any = load()
     try:
         # As a worker does: where a task goes is said in its code.
         app.loader.import_default_modules()
@@ -96,7 +97,7 @@ def application(options: ServeOptions) -> FastAPI:
             f"app {options.app_path!r}: its tasks cannot be imported:"
             f" {type(error).__name__}: {error}"
         ) from error
-    return make_app(app, options.settings())
+    return make_app(app, options.settings(), load)
 
 
 def serve(options: ServeOptions) -> None:

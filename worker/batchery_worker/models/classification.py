@@ -62,9 +62,15 @@ class ClassificationModel(TextModel):
         text, pair = check_fields(item, ("text", "text_pair"), self.settings.max_chars)
         return text, pair
 
-    def forward(self, batch: Sequence[Prepared], **_: Any) -> Outputs:
+    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model; values are scores, (B, C) float32, in batch order."""
-        return self._outputs(lambda: self._scores(self._values(self._pass, batch)), batch)
+        raw = self._wanted(keywords).raw_scores
+
+        def compute() -> Tensor:
+            logits = self._values(self._pass, batch)
+            return logits if raw else self._scores(logits)
+
+        return self._outputs(compute, batch)
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         return forward.logits(batch)
