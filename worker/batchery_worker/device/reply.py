@@ -1,6 +1,7 @@
 """From the outcomes of a batch to the message that answers it, by way of the commit."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +94,23 @@ def answer(
         commit_ms=(time.perf_counter() - started_s) * 1e3,
         figures=batch.figures,
         reused=reused,
+        failed_items=_failed_items(work, outcomes),
     )
+
+
+def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int] | None:
+    """Counts failed items of multi-item jobs, by class of the error; None if none failed."""
+    failed: Counter[str] = Counter()
+    for (_, _, is_multi_item), outcome in zip(work.jobs, outcomes, strict=True):
+        if not is_multi_item:
+            continue
+        if type(outcome) is Encoded:
+            # To look for the key costs little; to decode the vectors would cost much.
+            entries = outcome.value if b'{"error":' in outcome.json else ()
+        else:
+            entries = outcome
+        failed.update(entry["error"]["type"] for entry in entries if "error" in entry)
+    return dict(failed) or None
 
 
 def _rest(
