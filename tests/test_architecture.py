@@ -35,6 +35,7 @@ HEAVY_MODULES = ("batchery_worker.device.", "batchery_worker.models.", "batchery
 #: Who may touch the environment, and why.
 ENVIRONMENT = {
     "batchery.settings": "reads every setting",
+    "batchery_producer.gateway.server": "tells its processes where they share their metrics",
     "batchery_worker.device_pool.process": "hands its own on to the processes that it starts",
     "batchery_worker.local.stack": "hands its own on to the processes that it starts",
 }

@@ -76,10 +76,9 @@ def answer(
             computed_tokens=batch.computed_tokens,
         )
         statuses = committer.commit(settled, context, facts)
-    reused = None
-    if batch.deduped is not None and reuse is not None:
-        # The callers come first: they wait.
-        reused = reuse.keep(batch.deduped, work)
+    # The callers came first: they wait.
+    deduped = batch.deduped
+    reused = reuse.keep(deduped, work) if deduped is not None and reuse is not None else None
     return Done(
         id=work.id,
         jobs=[
