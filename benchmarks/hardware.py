@@ -1,6 +1,8 @@
 """What a benchmark ran on; every one of them prints it and writes it beside its figures."""
 
 import platform
+import shlex
+import sys
 from typing import Any
 
 import psutil
@@ -14,3 +16,15 @@ def hardware() -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "python": platform.python_version(),
     }
+
+
+def command(name: str) -> str:
+    """The command of a benchmark as another machine would run it: without paths of this one."""
+    kept: list[str] = []
+    is_path = False
+    for each in sys.argv[1:]:
+        if each.startswith("--"):
+            is_path = each.startswith(("--venvs", "--write"))
+        if not is_path:
+            kept.append(shlex.quote(each))
+    return " ".join([f"python -m benchmarks.{name}", *kept])

@@ -29,8 +29,13 @@ UNWANTED = {
     "batchery_worker": HEAVY | {"batchery_producer"},
 }
 
-#: Who may load what is heavy: the device's process, and a demo that computes with vectors.
-HEAVY_MODULES = ("batchery_worker.device.", "batchery_worker.models.", "batchery_worker.cli.demo.")
+#: Who may load what is heavy: the device's process, and who computes with vectors.
+HEAVY_MODULES = (
+    "batchery_worker.device.",
+    "batchery_worker.models.",
+    "batchery_worker.cli.demo.",
+    "batchery_producer.gateway.",
+)
 
 #: Who may touch the environment, and why.
 ENVIRONMENT = {

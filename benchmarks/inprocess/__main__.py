@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from rich.console import Console
 
 from benchmarks.engine.models import model_folder
 from benchmarks.engine.texts import texts_of
-from benchmarks.hardware import hardware
+from benchmarks.hardware import command, hardware
 from benchmarks.inprocess.rows import Place, print_idle, print_rows, row_of
 from benchmarks.inprocess.systems import (
     LEFT_OUT,
@@ -76,7 +75,7 @@ def main() -> None:
     rows = [row_of(name, at, each, compares=name not in own) for (name, at), each in runs.items()]
     report = {
         "hardware": hardware(),
-        "command": command(),
+        "command": command("inprocess"),
         "versions": versions,
         "skipped": {**LEFT_OUT, **skipped},
         "max_batch_size": BATCH_SIZE,
@@ -122,18 +121,6 @@ def parse() -> argparse.Namespace:
         help="write all figures to this file; to benchmarks/results if none is named",
     )
     return parser.parse_args()
-
-
-def command() -> str:
-    """The command as another machine would run it: without files and folders of this one."""
-    kept: list[str] = []
-    is_path = False
-    for each in sys.argv[1:]:
-        if each.startswith("--"):
-            is_path = each.startswith(("--venvs", "--write"))
-        if not is_path:
-            kept.append(shlex.quote(each))
-    return " ".join(["python -m benchmarks.inprocess", *kept])
 
 
 def choose(options: argparse.Namespace) -> tuple[list[System], dict[str, str]]:

@@ -46,7 +46,16 @@ if TYPE_CHECKING:
     from batchery.installer import install, register
     from batchery.model import Model
     from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
-    from batchery.results import Classification, Embedding, to_numpy
+    from batchery.results import (
+        Classification,
+        Embedding,
+        Entity,
+        MultiVectorEmbedding,
+        Score,
+        SparseEmbedding,
+        TokenClassification,
+        to_numpy,
+    )
     from batchery.settings import ModelSettings, Settings
     from batchery.task import BatchTask
     from batchery.transport.dead_letters import DeadLetter, DeadLetters
@@ -89,6 +98,7 @@ __all__ = [
     "Embedding",
     "Ending",
     "Engine",
+    "Entity",
     "Failed",
     "GaveUp",
     "Ignore",
@@ -98,6 +108,7 @@ __all__ = [
     "Model",
     "ModelLoadError",
     "ModelSettings",
+    "MultiVectorEmbedding",
     "NoResult",
     "OutOfMemory",
     "Outcome",
@@ -109,13 +120,16 @@ __all__ = [
     "Reject",
     "Replace",
     "RetryAfter",
+    "Score",
     "Settings",
     "SettingsError",
     "Snapshot",
+    "SparseEmbedding",
     "StartError",
     "SubmitOptions",
     "Summary",
     "TaskClient",
+    "TokenClassification",
     "UnserialisableResult",
     "WrongLength",
     "batched",
@@ -156,7 +170,19 @@ _MODULES = {
         "batchery.errors",
     ),
     **dict.fromkeys(("Failed", "Ignore", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"),
-    **dict.fromkeys(("Classification", "Embedding", "to_numpy"), "batchery.results"),
+    **dict.fromkeys(
+        (
+            "Classification",
+            "Embedding",
+            "Entity",
+            "MultiVectorEmbedding",
+            "Score",
+            "SparseEmbedding",
+            "TokenClassification",
+            "to_numpy",
+        ),
+        "batchery.results",
+    ),
     **dict.fromkeys(("DeadLetter", "DeadLetters"), "batchery.transport.dead_letters"),
     **dict.fromkeys(("ModelSettings", "Settings"), "batchery.settings"),
     **dict.fromkeys(("install", "register"), "batchery.installer"),

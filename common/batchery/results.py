@@ -24,7 +24,7 @@ class Result(BaseModel):
     truncated: Annotated[
         bool,
         Field(
-            description="Whether the text was too long, and its end was cut off; left out if not."
+            description="Whether the text was too long, and one end was cut off; left out if not."
         ),
     ] = False
 
@@ -57,6 +57,79 @@ class Classification(Result):
     label: str
     score: float
     scores: dict[str, float] | None = None
+
+
+class Score(Result):
+    """How well one text fits a query.
+
+    Attributes:
+        score: 0 to 1; with `raw_scores`, the model's output itself, of any size.
+    """
+
+    score: float
+
+
+class Entity(BaseModel):
+    """A part of a text with a label.
+
+    Attributes:
+        label: Named as in the model's config; where neighbours are joined, without B- and I-.
+        score: Its probability, or the mean of those of its parts.
+        text: The part, as it stands in the text.
+        start: Where it begins, in characters (Unicode code points) of the text.
+        end: Where it ends: the place behind its last character.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    label: str
+    score: float
+    text: str
+    start: Annotated[int, Field(ge=0)]
+    end: Annotated[int, Field(ge=0)]
+
+
+class TokenClassification(Result):
+    """The entities of one text.
+
+    Attributes:
+        entities: In their order in the text.
+    """
+
+    entities: list[Entity]
+
+
+class SparseEmbedding(Result):
+    """One text as a sparse vector.
+
+    Attributes:
+        indices: Tokens of the vocabulary, ascending.
+        values: The weight of each of them, above 0.
+    """
+
+    indices: list[int]
+    values: list[float]
+
+
+class MultiVectorEmbedding(Result):
+    """One text as a vector per token.
+
+    Attributes:
+        vectors: T lists of D floats. With `encoding="base64"`, the same as little-endian float32 in
+            base64, one vector behind the other.
+        dimensions: D; only with `encoding="base64"`.
+    """
+
+    vectors: list[list[float]] | str
+    dimensions: Annotated[int, Field(gt=0)] | None = None
+
+    def to_numpy(self) -> "NDArray[np.float32]":
+        """The vectors, shape (T, D), float32."""
+        import numpy as np
+
+        if isinstance(self.vectors, str):
+            return to_numpy(self.vectors).reshape(-1, self.dimensions or 1)
+        return np.array(self.vectors, dtype=np.float32)
 
 
 def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.float32]":

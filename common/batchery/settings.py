@@ -68,7 +68,15 @@ class ModelSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     kind: Annotated[
-        Literal["embedding", "classification"],
+        Literal[
+            "embedding",
+            "classification",
+            "rerank",
+            "token_classification",
+            "zero_shot",
+            "sparse_embedding",
+            "multi_vector_embedding",
+        ],
         Field(description="What the model does, and so what its results look like."),
     ]
     model: Annotated[
@@ -152,7 +160,7 @@ class ModelSettings(BaseModel):
         Literal["auto", "mean", "cls", "last"],
         Field(description="Embedding: how token vectors become one; auto asks the model's files."),
     ] = "auto"
-    normalize: Annotated[bool, Field(description="Embedding: scale each vector to length 1.")] = (
+    normalize: Annotated[bool, Field(description="Embeddings: scale each vector to length 1.")] = (
         True
     )
     dimensions: Annotated[
@@ -162,11 +170,11 @@ class ModelSettings(BaseModel):
     prompts: Annotated[
         dict[str, str],
         Field(
-            description='Embedding: texts to put in front, by name, such as `query = "query: "`.'
+            description='Embeddings: texts to put in front, by name, such as `query = "query: "`.'
         ),
     ] = {}
     default_prompt: Annotated[
-        str | None, Field(description="Embedding: name of the prompt for jobs that choose none.")
+        str | None, Field(description="Embeddings: name of the prompt for jobs that choose none.")
     ] = None
     multi_label: Annotated[
         bool | None,

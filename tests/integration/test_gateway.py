@@ -191,11 +191,28 @@ def test_body_that_is_too_large_is_refused_unread(keyed: GatewayProcess) -> None
 
 
 def test_body_that_is_too_slow_is_given_up(keyed: GatewayProcess) -> None:
-    host, port = keyed.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as slow:
+    with connect(keyed) as slow:
         head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\n"
         slow.sendall(f"{head}Content-Length: 100\r\n\r\n{{".encode())
         assert slow.recv(100).startswith(b"HTTP/1.1 408")
+
+
+def connect(gateway: GatewayProcess) -> socket.socket:
+    host, port = gateway.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def test_connection_without_a_whole_head_is_closed(keyed: GatewayProcess) -> None:
+    with connect(keyed) as idle, connect(keyed) as slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
+        assert idle.recv(100) == b""
+        assert slow.recv(100) == b""
+
+
+def test_head_without_end_is_cut_off(keyed: GatewayProcess) -> None:
+    headers = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 1000) for number in range(10_000))
+    with connect(keyed) as endless, pytest.raises(OSError, match=r"reset|Broken pipe"):
+        endless.sendall(b"GET /health HTTP/1.1\r\n" + headers)
 
 
 def test_web_page_with_a_name_for_loopback_is_refused(gateway: GatewayProcess) -> None:
@@ -246,6 +263,27 @@ def test_results_that_do_not_come_in_time(start_gateway: StartGateway, redis_url
     assert answer.status_code == 504
     assert "no result within 0.3 s" in answer.json()["error"]["message"]
     assert post(gateway, {"input": "a"}, **{"x-request-timeout": "soon"}).status_code == 400
+
+
+def test_full_queue_says_when_to_come_again(start_gateway: StartGateway) -> None:
+    limited = {"normal": {"level": 0, "share": 1, "max_waiting": 1}}
+    gateway = start_gateway(
+        models={"idle": {**EMBED["embed"], "queue": "full"}},
+        environment={"BATCHERY_CLASSES": json.dumps(limited)},
+    )
+    # Each waits in the queue until its time is up, as nobody serves it.
+    with ThreadPoolExecutor(4) as pool:
+        calls = [
+            pool.submit(post, gateway, {"input": "a"}, **{"x-request-timeout": "3"})
+            for _ in range(4)
+        ]
+        answers = [call.result() for call in calls]
+    refused = [each for each in answers if each.status_code == 429]
+    assert len(refused) == 3
+    assert {each.status_code for each in answers} == {429, 504}
+    for each in refused:
+        assert int(each.headers["retry-after"]) >= 1
+        assert each.json()["error"]["type"] == "rate_limit_exceeded"
 
 
 def test_caller_who_hangs_up_frees_the_jobs(

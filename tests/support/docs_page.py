@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import yaml
 from celery import Celery
 from celery.contrib.testing.app import setup_default_app
@@ -46,6 +47,9 @@ COMMAND_S = 60.0
 #: Maximum time of one page, in seconds; then the process says where it hangs, and ends.
 PAGE_S = 150.0
 
+#: Where a page finds the gateway that it starts; no other test has this port.
+GATEWAY = "http://localhost:8000"
+
 #: Maximum length of what a failure shows of the log, in characters.
 MAX_LOG_CHARS = 10_000
 
@@ -63,6 +67,7 @@ class Reader:
 
     def __init__(self) -> None:
         self._workers: dict[str, subprocess.Popen[bytes]] = {}
+        self._gateways: list[subprocess.Popen[bytes]] = []
         self._shell = ExitStack()
         self._kinds: dict[str, Callable[[str], object]] = {
             "bash": lambda code: check_commands("bash", code),
@@ -125,11 +130,15 @@ class Reader:
         self._shell.enter_context(setup_default_app(Celery(set_as_current=False)))
 
     def _start(self, code: str) -> None:
-        """Starts a worker; one that was started by the same command is stopped first."""
+        """Starts a gateway, or a worker; the worker of an equal command is stopped first."""
         [(command, _)] = read_commands("console", code)
         if command in self._workers:
             stop(self._workers.pop(command))
         process = subprocess.Popen(shlex.split(command), stdin=subprocess.DEVNULL)
+        if command.startswith("batchery serve"):
+            self._gateways.append(process)
+            wait_for(lambda: answers(GATEWAY), f"{command}: ready", START_S)
+            return
         self._workers[command] = process
         with Celery(set_as_current=False) as client:
 
@@ -154,7 +163,7 @@ class Reader:
                     with place(example):
                         example.evaluate()
             finally:
-                for process in self._workers.values():
+                for process in [*self._gateways, *self._workers.values()]:
                     stop(process)
 
 
@@ -192,6 +201,14 @@ def follow(page: Path, folder: Path, environment: Mapping[str, str]) -> None:
         log.seek(0)
         printed = log.read().decode(errors="replace")
     assert code == FOLLOWED, f"exit code {code}\n{printed[-MAX_LOG_CHARS:]}"
+
+
+def answers(url: str) -> bool:
+    """Whether a gateway is there and well."""
+    try:
+        return httpx2.get(f"{url}/health").is_success
+    except httpx2.TransportError:
+        return False
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -55,7 +55,7 @@ T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 
 #: By name: class prefix in transformers, options of its config, options of its tokenizer.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "bert": ("Bert", BERT, {}),
+    "bert": ("Bert", BERT, {"types": True}),
     "bert-left": ("Bert", BERT, {"padding_side": "left"}),
     "roberta": ("Roberta", BERT, {}),
     "roberta-left": ("Roberta", BERT, {"padding_side": "left"}),
@@ -119,12 +119,56 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"padding_side": "left"},
     ),
+    "deberta": (
+        "DebertaV2",
+        {
+            **BERT,
+            "relative_attention": True,
+            "position_buckets": 16,
+            "pos_att_type": ["p2c", "c2p"],
+            "position_biased_input": False,
+            "type_vocab_size": 0,
+        },
+        {},
+    ),
+    "bart": (
+        "Bart",
+        {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 80,
+            "init_std": 0.3,
+            "pad_token_id": 1,
+            "bos_token_id": 0,
+            "eos_token_id": 3,
+            "decoder_start_token_id": 3,
+            "forced_eos_token_id": 3,
+        },
+        {},
+    ),
     "t5": ("T5", {**T5, "pad_token_id": 1, "decoder_start_token_id": 1}, {}),
 }
 
 
-def make_tokenizer(*, causal: bool = False, padding_side: str = "right") -> PreTrainedTokenizerFast:
-    """Word by word, trained on the corpus; a causal one has neither padding nor special tokens."""
+#: Inputs of BERT; others have no types.
+TYPED = ("input_ids", "token_type_ids", "attention_mask")
+
+
+def make_tokenizer(
+    *, causal: bool = False, padding_side: str = "right", types: bool = False
+) -> PreTrainedTokenizerFast:
+    """Word by word, trained on the corpus.
+
+    Args:
+        causal: Without padding and special tokens.
+        padding_side: `left` or `right`.
+        types: With `token_type_ids`.
+    """
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     specials = ["[CLS]", "[PAD]", "[UNK]", "[SEP]"]
@@ -137,7 +181,9 @@ def make_tokenizer(*, causal: bool = False, padding_side: str = "right") -> PreT
             padding_side=padding_side,
         )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 3)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 0), ("[SEP]", 3)],
     )
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
@@ -146,20 +192,37 @@ def make_tokenizer(*, causal: bool = False, padding_side: str = "right") -> PreT
         cls_token="[CLS]",
         sep_token="[SEP]",
         padding_side=padding_side,
+        model_input_names=[*TYPED[:: 1 if types else 2]],
     )
 
 
-def save_model(folder: Path, architecture: str, labels: Sequence[str] = (), **options: Any) -> None:
-    """Writes a model and its tokenizer; without labels it has no head."""
+def save_model(
+    folder: Path,
+    architecture: str,
+    labels: Sequence[str] = (),
+    head: str = "",
+    **options: Any,
+) -> None:
+    """Writes a model and its tokenizer.
+
+    Args:
+        folder: Where to.
+        architecture: A key of `ARCHITECTURES`.
+        labels: Of the head.
+        head: As transformers calls it, such as `MaskedLM`; if unset, the model has one for
+            sequence classification if there are labels, and otherwise none.
+        options: Of the config.
+    """
     prefix, config_options, tokenizer_options = ARCHITECTURES[architecture]
     tokenizer = make_tokenizer(**tokenizer_options)
     if labels:
         options = {**options, "id2label": dict(enumerate(labels))}
         options["label2id"] = {label: index for index, label in enumerate(labels)}
     config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=len(tokenizer), **{**config_options, **options}
+        **{"vocab_size": len(tokenizer), **config_options, **options}
     )
-    suffix = "ForSequenceClassification" if labels else "Model"
+    head = head or ("SequenceClassification" if labels else "")
+    suffix = f"For{head}" if head else "Model"
     with torch.random.fork_rng():
         torch.manual_seed(7)
         model = getattr(transformers, prefix + suffix)(config)

@@ -20,6 +20,9 @@ FILES_PATH = "/v1/files"
 #: In how many seconds to come again where too many requests are in flight.
 BUSY_RETRY_S = 1.0
 
+#: Bytes of all bodies in memory at once, in this process; beyond that, more are refused.
+MAX_BUFFERED_BYTES = 512 << 20
+
 
 class Guard:
     """Refuses requests before they cost anything; ASGI around the routes."""
@@ -29,6 +32,7 @@ class Guard:
         self._callers = callers
         self._settings = settings
         self._hosts = frozenset(settings.hosts)
+        self._buffer = Buffer()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers why not."""
@@ -50,20 +54,22 @@ class Guard:
             return
         caller = self._callers.caller_of(headers)
         scope.setdefault("state", {})["caller"] = caller
-        if caller.in_flight >= caller.max_concurrency:
-            raise Problem(
-                Kind.OVERLOADED,
-                f"{caller.in_flight} requests of {caller.name} are in flight, which is the maximum",
-                retry_after_s=BUSY_RETRY_S,
-            )
-        caller.in_flight += 1
+        body = Body(receive, headers, self._settings, self._buffer, is_file=path == FILES_PATH)
         try:
-            body = Body(receive, headers, self._settings, is_file=path == FILES_PATH)
             if not body.is_file:
                 await body.read()
-            await self._app(scope, body.receive, send)
+            # Only now: slow callers must not take the place of others.
+            if caller.in_flight >= caller.max_concurrency:
+                raise _busy(
+                    f"{caller.in_flight} requests of {caller.name} are in flight, the maximum"
+                )
+            caller.in_flight += 1
+            try:
+                await self._app(scope, body.receive, send)
+            finally:
+                caller.in_flight -= 1
         finally:
-            caller.in_flight -= 1
+            body.release()
 
     def _check_host(self, given: str) -> None:
         """Keeps web pages out that have a name for this machine's loopback address."""
@@ -78,6 +84,17 @@ class Guard:
         )
 
 
+def _busy(message: str) -> Problem:
+    return Problem(Kind.OVERLOADED, message, retry_after_s=BUSY_RETRY_S)
+
+
+class Buffer:
+    """How many bytes of bodies are in memory."""
+
+    def __init__(self) -> None:
+        self.used_bytes = 0
+
+
 class Body:
     """The body of a request, of limited size, within limited time."""
 
@@ -86,6 +103,7 @@ class Body:
         receive: Receive,
         headers: dict[bytes, bytes],
         settings: GatewaySettings,
+        buffer: Buffer,
         *,
         is_file: bool,
     ) -> None:
@@ -99,10 +117,11 @@ class Body:
         self._max_bytes = settings.max_file_bytes if is_file else settings.max_body_bytes
         self._timeout_s = settings.body_timeout_s
         self._received_bytes = 0
+        self._buffer, self._buffered_bytes = buffer, 0
         self._messages: deque[Message] = deque()
         length = headers.get(b"content-length", b"0")
-        self._count(int(length) if length.isdigit() else 0)
-        self._received_bytes = 0
+        if length.isdigit() and int(length) > self._max_bytes:
+            raise self._too_large()
 
     async def read(self) -> None:
         """Reads it to its end, before anything else is done for the request.
@@ -120,6 +139,7 @@ class Body:
                         break
                     parts.append(message.get("body", b""))
                     self._count(len(parts[-1]))
+                    self._keep(len(parts[-1]))
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
@@ -147,12 +167,26 @@ class Body:
     def _count(self, more_bytes: int) -> None:
         self._received_bytes += more_bytes
         if self._received_bytes > self._max_bytes:
-            # The rest is not read, so the connection cannot be used again.
-            raise Problem(
-                Kind.TOO_LARGE,
-                f"the body is larger than {self._max_bytes} bytes",
-                headers={"Connection": "close"},
-            )
+            raise self._too_large()
+
+    def _keep(self, more_bytes: int) -> None:
+        self._buffered_bytes += more_bytes
+        self._buffer.used_bytes += more_bytes
+        if self._buffer.used_bytes > MAX_BUFFERED_BYTES:
+            raise _busy("the bodies of other requests take all of the memory for bodies")
+
+    def release(self) -> None:
+        """Gives back the memory that it took."""
+        self._buffer.used_bytes -= self._buffered_bytes
+        self._buffered_bytes = 0
+
+    def _too_large(self) -> Problem:
+        # The rest is not read, so the connection cannot be used again.
+        return Problem(
+            Kind.TOO_LARGE,
+            f"the body is larger than {self._max_bytes} bytes",
+            headers={"Connection": "close"},
+        )
 
     def _too_slow(self) -> Problem:
         return Problem(

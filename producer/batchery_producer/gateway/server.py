@@ -39,8 +39,8 @@ BACKLOG = 4096
 #: How long requests may go on after a stop, in seconds.
 GRACE_S = 30
 
-#: How long a connection may be without a whole head of a request, in seconds.
-HEAD_TIMEOUT_S = 20.0
+#: How long a head of a request may be, in bytes: keys and cookies are a few hundred.
+MAX_HEAD_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def configuration(options: ServeOptions, gateway: GatewaySettings) -> uvicorn.Co
     return uvicorn.Config(
         partial(application, options),
         factory=True,
-        http=Connection,
+        http=partial(Connection, head_timeout_s=gateway.body_timeout_s),  # type: ignore[arg-type]
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -210,20 +210,33 @@ def _spelled(host: str) -> str:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that is closed if no head of a request comes in time."""
+    """A connection that is closed if no head of a request comes in time, or a head without end."""
 
-    _head_timer: asyncio.TimerHandle | None = None
+    def __init__(self, *arguments: Any, head_timeout_s: float, **keywords: Any) -> None:
+        """As Uvicorn makes it; `head_timeout_s` is how long a head may take, in seconds."""
+        super().__init__(*arguments, **keywords)
+        self._head_timeout_s = head_timeout_s
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._head_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
         """Starts to wait for the first head."""
         super().connection_made(transport)
-        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_idle)
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self._close_idle)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on."""
+        if self._head_timer is not None:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
+            self._close_idle()
 
     def on_message_begin(self) -> None:
         """Starts to wait for the rest of a head."""
         super().on_message_begin()
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._close_idle)
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self._close_idle)
 
     def on_headers_complete(self) -> None:
         """Has the whole head."""
@@ -239,9 +252,10 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+            self._head_bytes = 0
 
     def _close_idle(self) -> None:
-        self._head_timer = None
+        self._stop_timer()
         if not self.transport.is_closing():
             self.transport.close()
 

@@ -121,7 +121,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class Kind:
+class FailureKind:
     """Failures of one kind.
 
     Attributes:
@@ -142,7 +142,7 @@ class Figures:
 
     def __init__(self) -> None:
         self._sent_s: dict[str, float] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[str, FailureKind] = {}
         #: Rows that succeeded or failed.
         self.done = Timeline()
         #: Time from sending a job to taking its result, in seconds.
@@ -179,11 +179,11 @@ class Figures:
         self.done.add(at_s)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             kind = OTHER_KINDS
-        known = self._kinds.setdefault(kind, Kind(kind, 0, line_name, message[:MAX_CHARACTERS]))
+        known = self._kinds.setdefault(kind, FailureKind(kind, 0, line_name, message[:MAX_CHARACTERS]))
         known.count += 1
 
     @property
-    def kinds(self) -> Sequence[Kind]:
+    def kinds(self) -> Sequence[FailureKind]:
         """The failures by kind, the most frequent first."""
         return sorted(self._kinds.values(), key=lambda kind: -kind.count)
 

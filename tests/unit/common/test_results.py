@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from batchery.results import Classification, Embedding, to_numpy
+from batchery.results import (
+    Classification,
+    Embedding,
+    MultiVectorEmbedding,
+    Score,
+    SparseEmbedding,
+    TokenClassification,
+    to_numpy,
+)
 
 floats = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1)
 
@@ -56,11 +64,32 @@ def test_a_result_without_vector_is_a_key_error() -> None:
             Classification,
             {"tokens": 3, "label": "yes", "score": 0.75, "scores": {"yes": 0.75, "no": 0.25}},
         ),
+        (Score, {"tokens": 3, "truncated": True, "score": -1.5}),
+        (SparseEmbedding, {"tokens": 3, "indices": [4, 9], "values": [0.5, 0.25]}),
+        (MultiVectorEmbedding, {"tokens": 2, "vectors": [[0.5, 1.0], [0.25, 0.0]]}),
+        (
+            MultiVectorEmbedding,
+            {"tokens": 2, "vectors": packed([0.5, 1.0, 0.25, 0.0]), "dimensions": 2},
+        ),
+        (
+            TokenClassification,
+            {
+                "tokens": 3,
+                "entities": [{"label": "LOC", "score": 0.5, "text": "Oslo", "start": 0, "end": 4}],
+            },
+        ),
     ],
 )
 def test_results_survive_json(kind: type[Any], result: dict[str, Any]) -> None:
     parsed = kind.model_validate_json(json.dumps(result))
     assert parsed.model_dump(exclude_unset=True) == result
+
+
+@pytest.mark.parametrize("encode", [np.ndarray.tolist, lambda rows: packed(rows.ravel().tolist())])
+def test_vectors_of_tokens_are_a_matrix_in_both_encodings(encode: Any) -> None:
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    result = MultiVectorEmbedding(tokens=3, vectors=encode(rows), dimensions=2)
+    np.testing.assert_array_equal(result.to_numpy(), rows)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from batchery.installation import installation_of
 from batchery.model import Model
 from batchery.task import ModelTask
 from batchery_worker.batching.planner import PASS_TOKENS, plan
-from batchery_worker.device.loading import load_model, memory_of
+from batchery_worker.device.loading import load_model, memory_of, sample_items, sample_keywords
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.memory import Memory
 
@@ -143,6 +143,7 @@ class Grid:
             clock: Seconds, on any scale.
         """
         self._model = model
+        self._keywords = sample_keywords(model)
         # A trial may end after some of the items, which must be like all of them.
         self._items = random.Random(1).sample(list(items), len(items))
         self._lengths = [max(1, model.tokens(each)) for each in self._items]
@@ -182,7 +183,8 @@ class Grid:
             for budget in (_useful(tokens, size * longest) if size > 1 else [0])
         ]
         end_s = self._clock() + limit_s
-        compute(self._model, self._items[:WARM_UP_ITEMS], {}, lambda all_: [range(len(all_))])
+        warm_up = self._items[:WARM_UP_ITEMS]
+        compute(self._model, warm_up, self._keywords, lambda all_: [range(len(all_))])
         # Small budgets first: they need the least memory, and suit most models.
         turns = sorted(cases, key=lambda case: case.max_batch_tokens)
         for _ in range(ROUNDS):
@@ -205,7 +207,7 @@ class Grid:
         began_s = self._clock()
         while start == 0 or (start < len(self._items) and self._clock() < began_s + limit_s):
             part = self._items[start : start + case.max_batch_size]
-            _, needed, computed = compute(self._model, part, {}, cut, memory=witness)
+            _, needed, computed = compute(self._model, part, self._keywords, cut, memory=witness)
             tokens += needed
             case.computed_tokens += computed
             start += case.max_batch_size
@@ -321,7 +323,7 @@ def tuned(
     Args:
         task: Whose model it is.
         device: As torch spells it.
-        texts: Items of its jobs.
+        texts: Of the items of its jobs.
         seconds: How long.
         tell: Called with lines that say how far it is.
 
@@ -337,7 +339,8 @@ def tuned(
     """
     tell(f"loading {task.name} on {device}")
     model = load_model(task, device)
-    items = [each for each in prepare(model, texts, {}) if not isinstance(each, NON_VALUES)]
+    prepared = prepare(model, sample_items(model, texts), sample_keywords(model))
+    items = [each for each in prepared if not isinstance(each, NON_VALUES)]
     if not items:
         raise StartError(f"model {task.name!r}: none of {len(texts)} texts is fit to run")
     grid = Grid(model, items, device, memory_of(device))

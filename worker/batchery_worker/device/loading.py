@@ -4,8 +4,8 @@ import importlib
 import logging
 import sys
 import time
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from celery import Celery
 
@@ -69,7 +69,9 @@ def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json
         items = list(model.warm_up())
         if items:
             whole = [range(len(items))]
-            outcomes, _, _ = compute(model, prepare(model, items, {}), {}, lambda _: whole)
+            keywords = sample_keywords(model)
+            prepared = prepare(model, items, keywords)
+            outcomes, _, _ = compute(model, prepared, keywords, lambda _: whole)
             for outcome in outcomes:
                 if isinstance(outcome, Failed):
                     raise outcome.exception
@@ -82,6 +84,18 @@ def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json
         ) from error
     logger.info("%s loaded on %s in %.1f s", name, device, time.monotonic() - started_s)
     return model
+
+
+def sample_items(model: Model, texts: Sequence[Any]) -> Sequence[Any]:
+    """Items that are made of texts: some built-in kinds take more than a text."""
+    make = getattr(model, "sample_item", None)
+    return texts if make is None else [make(text) for text in texts]
+
+
+def sample_keywords(model: Model) -> Mapping[str, Any]:
+    """Keywords of items that nobody sent: some built-in kinds need a few."""
+    keywords: Mapping[str, Any] = getattr(model, "sample_keywords", {})
+    return keywords
 
 
 def identity_of(task: ModelTask, model: Model) -> str:

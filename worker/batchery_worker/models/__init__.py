@@ -10,13 +10,31 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from batchery_worker.models.classification import ClassificationModel
     from batchery_worker.models.embedding import EmbeddingModel
+    from batchery_worker.models.multi_vector_embedding import MultiVectorEmbeddingModel
+    from batchery_worker.models.rerank import RerankModel
+    from batchery_worker.models.sparse_embedding import SparseEmbeddingModel
+    from batchery_worker.models.token_classification import TokenClassificationModel
+    from batchery_worker.models.zero_shot import ZeroShotModel
 
-__all__ = ["ClassificationModel", "EmbeddingModel"]
+__all__ = [
+    "ClassificationModel",
+    "EmbeddingModel",
+    "MultiVectorEmbeddingModel",
+    "RerankModel",
+    "SparseEmbeddingModel",
+    "TokenClassificationModel",
+    "ZeroShotModel",
+]
 
 #: Name -> the module that it comes from.
 _MODULES = {
     "ClassificationModel": "batchery_worker.models.classification",
     "EmbeddingModel": "batchery_worker.models.embedding",
+    "MultiVectorEmbeddingModel": "batchery_worker.models.multi_vector_embedding",
+    "RerankModel": "batchery_worker.models.rerank",
+    "SparseEmbeddingModel": "batchery_worker.models.sparse_embedding",
+    "TokenClassificationModel": "batchery_worker.models.token_classification",
+    "ZeroShotModel": "batchery_worker.models.zero_shot",
 }
 
 

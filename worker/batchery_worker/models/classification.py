@@ -8,16 +8,18 @@ from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.forward import Forward
+from batchery_worker.models.items import check_fields
 from batchery_worker.models.keywords import ClassificationKeywords, read_keywords
 from batchery_worker.models.loading.source import ModelSource
-from batchery_worker.models.loading.tokenizer import Prepared
-from batchery_worker.models.text_model import Outputs, TextModel
+from batchery_worker.models.loading.tokenizer import Input, Prepared
+from batchery_worker.models.text_model import Outputs, TextModel, check_head
 
 
 class ClassificationModel(TextModel):
-    """Labels texts, with any sequence classification model of transformers.
+    """Labels texts and pairs of texts, with any sequence classification model of transformers.
 
-    An item is a text. Keyword of a job: `top_k`, which adds the scores of that many labels. A
+    An item is a text, a list of token ids, or `{"text": ..., "text_pair": ...}`, of which the
+    longer text is cut if they are too long. Keywords of a job: see `ClassificationKeywords`. A
     result has the shape of `batchery.Classification`; labels are named as in the model's config.
 
     Scores are a softmax over the labels, or, where several labels may hold (the setting
@@ -29,11 +31,7 @@ class ClassificationModel(TextModel):
     auto_class = AutoModelForSequenceClassification
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        if missing:
-            raise ModelLoadError(
-                f"model {source.name!r}: its checkpoint has no trained classification head"
-                f" ({', '.join(missing[:2])}); name a model that was fine-tuned for classification"
-            )
+        check_head(source, missing, "classification head", "classification")
         config = self.model.config
         self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
         if len(set(self.labels)) < len(self.labels):
@@ -52,9 +50,14 @@ class ClassificationModel(TextModel):
                 f" {len(self.labels)} labels; it is not a text classification model"
             )
 
-    def _prompt(self, keywords: Mapping[str, Any]) -> str:
-        read_keywords(ClassificationKeywords, keywords)
-        return ""
+    def _wanted(self, keywords: Mapping[str, Any]) -> ClassificationKeywords:
+        return read_keywords(ClassificationKeywords, keywords)
+
+    def _input(self, item: Any, prompt: str) -> Input:
+        if not isinstance(item, dict):
+            return super()._input(item, prompt)
+        text, pair = check_fields(item, ("text", "text_pair"), self.settings.max_chars)
+        return text, pair
 
     def forward(self, batch: Sequence[Prepared], **_: Any) -> Outputs:
         """Runs the model; values are scores, (B, C) float32, in batch order."""
@@ -69,11 +72,11 @@ class ClassificationModel(TextModel):
         return logits if len(self.labels) == 1 else logits.softmax(dim=-1)
 
     def _results(
-        self, values: Tensor, heads: Sequence[dict[str, Any]], keywords: Mapping[str, Any]
+        self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        top_k = read_keywords(ClassificationKeywords, keywords).top_k
+        top_k = self._wanted(keywords).top_k
         scores, places = values.topk(min(top_k or 1, len(self.labels)), dim=-1)
-        results = []
+        heads, results = outputs.heads, []
         for head, row, row_places in zip(heads, scores.tolist(), places.tolist(), strict=True):
             named = {
                 self.labels[place]: score for place, score in zip(row_places, row, strict=True)

@@ -3,7 +3,7 @@
 import base64
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import orjson
@@ -20,7 +20,8 @@ from batchery_worker.models.keywords import EmbeddingKeywords, read_keywords
 from batchery_worker.models.loading.pooling_config import read_pooling_config
 from batchery_worker.models.loading.source import ModelSource
 from batchery_worker.models.loading.tokenizer import Prepared
-from batchery_worker.models.text_model import Outputs, TextModel
+from batchery_worker.models.prompted_model import PromptedModel
+from batchery_worker.models.text_model import Outputs
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,8 @@ LEAST_NORM = 1e-12
 NUMPY = orjson.OPT_SERIALIZE_NUMPY
 
 
-def number_lists(rows: NDArray[np.float32]) -> list[list[float]]:
-    """The rows of a matrix as Python's numbers, with the fewest digits.
+def number_lists(rows: Iterable[NDArray[np.float32]]) -> list[list[float]]:
+    """Rows of numbers as Python's numbers, with the fewest digits.
 
     Cast to float32, each number is exactly the given one. Written out, it is half as long as the
     float64 that the float32 is.
@@ -50,36 +51,23 @@ def encoded_results(
     ]
 
 
-class EmbeddingModel(TextModel):
+class EmbeddingModel(PromptedModel):
     """Turns texts into vectors, with any text model of transformers.
 
-    An item is a text. Keywords of a job: `prompt` (the name of a prompt), `normalize`, `dimensions`
-    and `encoding` (`float` or `base64`); see `EmbeddingKeywords`. A result has the shape of
-    `batchery.Embedding`.
-
-    Prompts come from the settings and from the model's own files; the settings win.
+    An item is a text, or a list of token ids. Keywords of a job: `prompt` (the name of a prompt),
+    `normalize`, `dimensions` and `encoding` (`float` or `base64`); see `EmbeddingKeywords`. A
+    result has the shape of `batchery.Embedding`.
     """
 
     auto_class = AutoModel
 
+    # Tolerances are for numbers up to 1.
+    sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
+
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
-        # The pooler follows the token vectors. It is not used, and often missing.
-        lost = [key for key in missing if "pooler" not in key.split(".")]
-        if lost:
-            raise ModelLoadError(
-                f"model {source.name!r}: its checkpoint lacks {len(lost)} of its weights"
-                f" ({', '.join(lost[:2])}); the weights are of another model than config.json"
-            )
-        if self.model.config.is_encoder_decoder:
-            self.model = self.model.get_encoder()
+        self._keep_encoder(source, missing)
         config = read_pooling_config(source, self.settings.pooling)
-        self.prompts = {**config.prompts, **self.settings.prompts}
-        self.default_prompt = self.settings.default_prompt or config.default_prompt
-        if self.default_prompt is not None and self.default_prompt not in self.prompts:
-            raise ModelLoadError(
-                f"model {source.name!r}: default_prompt = {self.default_prompt!r}, but there"
-                f" {_are(self.prompts)}"
-            )
+        self._take_prompts(source, config.prompts, config.default_prompt)
         self.pooling = config.pooling or ("last" if _is_decoder(self.model) else "mean")
         where = "its files or settings" if config.pooling else "its architecture, a guess"
         logger.info("model %s: pooling is %s, from %s", source.name, self.pooling, where)
@@ -92,23 +80,19 @@ class EmbeddingModel(TextModel):
                 f" have {self.dimensions}"
             )
 
-    def _prompt(self, keywords: Mapping[str, Any]) -> str:
+    def _wanted(self, keywords: Mapping[str, Any]) -> EmbeddingKeywords:
         wanted = read_keywords(EmbeddingKeywords, keywords)
+        self._check_prompt(wanted)
         if wanted.dimensions is not None and wanted.dimensions > self.dimensions:
             raise InvalidItem(
                 f"keyword dimensions = {wanted.dimensions}: the model's vectors have"
                 f" {self.dimensions}"
             )
-        name = self.default_prompt if wanted.prompt is None else wanted.prompt
-        if name is None:
-            return ""
-        if name not in self.prompts:
-            raise InvalidItem(f"keyword prompt = {name!r:.80}: there {_are(self.prompts)}")
-        return self.prompts[name]
+        return wanted
 
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model and pools; values are (B, D) float32, in batch order."""
-        wanted = read_keywords(EmbeddingKeywords, keywords)
+        wanted = self._wanted(keywords)
         scale = self.settings.normalize if wanted.normalize is None else wanted.normalize
 
         def compute() -> Tensor:
@@ -128,11 +112,11 @@ class EmbeddingModel(TextModel):
         return forward.vectors(batch, self.pooling)
 
     def _results(
-        self, values: Tensor, heads: Sequence[dict[str, Any]], keywords: Mapping[str, Any]
+        self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]] | list[Encoded]:
-        rows = values.numpy()
+        heads, rows = outputs.heads, values.numpy()
         vectors: Iterable[Any] = rows
-        if read_keywords(EmbeddingKeywords, keywords).encoding == "base64":
+        if self._wanted(keywords).encoding == "base64":
             little = rows.astype("<f4", copy=False)
             vectors = [base64.b64encode(row).decode("ascii") for row in little]
         elif not self._gives_json:
@@ -145,7 +129,3 @@ class EmbeddingModel(TextModel):
 def _is_decoder(model: torch.nn.Module) -> bool:
     """Whether tokens see only earlier ones, so that only the last one has seen the whole text."""
     return any(getattr(module, "is_causal", False) for module in model.modules())
-
-
-def _are(prompts: Mapping[str, str]) -> str:
-    return f"are {', '.join(sorted(prompts))}" if prompts else "are no prompts"

@@ -32,12 +32,17 @@ from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
+from batchery_worker.models.items import check_text, check_token_ids
+from batchery_worker.models.keywords import TextKeywords
 from batchery_worker.models.loading.identity import identity
 from batchery_worker.models.loading.limits import longest_text, padding_position
 from batchery_worker.models.loading.source import ModelSource, quiet, reason
 from batchery_worker.models.loading.tokenizer import (
+    Cut,
+    Input,
     Prepared,
     TextTokenizer,
+    TokenIds,
     Truncated,
     load_tokenizer,
 )
@@ -57,14 +62,16 @@ class Outputs(NamedTuple):
     Attributes:
         heads: The fields that every result has, one dictionary per text, in batch order: `tokens`,
             its length with special ones; and `truncated`, but only where the text lost its end.
-        pending: Values on their way to the CPU: one row per text, in batch order, (B, ...),
-            float32.
+        pending: Values on their way to the CPU, in batch order, float32: one row per text,
+            (B, ...), or one per token, (T, ...), as `TextModel.per_token` says.
         launch_s: How long the host took to launch the pass, in seconds.
+        batch: The prepared items.
     """
 
     heads: list[dict[str, Any]]
     pending: PendingCopy | PendingPass
     launch_s: float = 0.0
+    batch: Sequence[Any] = ()
 
 
 class TextModel(Model):
@@ -72,6 +79,12 @@ class TextModel(Model):
 
     #: The `Auto...` class of transformers that loads it.
     auto_class: ClassVar[Any]
+
+    #: Whether values have a row per token; otherwise they have one per text.
+    per_token: ClassVar[bool] = False
+
+    #: Keywords of the passes that check, warm up or measure the model.
+    sample_keywords: ClassVar[Mapping[str, Any]] = {}
 
     #: Why the loaded model is not packed; empty if it is.
     why_padded = ""
@@ -154,10 +167,10 @@ class TextModel(Model):
         padding = {name: self._padding[name] for name in self._tokenize.names}
         padded = Padded(self.model, self._device, padding=padding, side=self._padding_side)
         self._pass: Forward = padded
-        trial = self.preprocess(["a"])[0]
+        trial = self.preprocess([self.sample_item("a")], **self.sample_keywords)[0]
         if isinstance(trial, Failed):
             raise ModelLoadError(f"model {source.name!r}: cannot even take 'a': {trial.exception}")
-        self._check_trial(source, self.forward([trial]))
+        self._check_trial(source, self.forward([trial], **self.sample_keywords))
         self._choose_forward(source, padded)
 
     def _place(self) -> None:
@@ -208,7 +221,7 @@ class TextModel(Model):
             padding_position=padding_position(self.model),
             max_length=self.max_length,
             padded=padded,
-            values=self._values,
+            values=self._values_by_text,
             inputs=self._tokenize.names,
             texts=texts,
         )
@@ -216,7 +229,7 @@ class TextModel(Model):
             padded.masks = mask_forms(
                 self.model,
                 padded,
-                self._values,
+                self._values_by_text,
                 texts,
                 self.max_length,
                 TOLERANCE[self.model.dtype],
@@ -233,6 +246,9 @@ class TextModel(Model):
     def _capture(self, padded: Padded, texts: RandomTexts) -> Mapping[Shape, Runs]:
         if self._device.type != "cuda" or self.settings.cuda_graphs == "never":
             return {}
+        if self.per_token:
+            # How many tokens are no padding is different in each batch.
+            return {}
         capture = Capture(padded, self._values, texts, TOLERANCE[self.model.dtype])
         return captured(self.settings.model, self._device, capture, shapes(self.max_length))
 
@@ -245,17 +261,55 @@ class TextModel(Model):
         raise NotImplementedError
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        """What a forward pass makes of a batch, one row per text, before keywords have a say."""
+        """What a forward pass makes of a batch, before keywords have a say.
+
+        Returns:
+            One row per text, or, if `per_token`, per token; in batch order.
+        """
         raise NotImplementedError
 
-    def _prompt(self, keywords: Mapping[str, Any]) -> str:
-        """Checks the keywords; returns what goes in front of each text. Raises InvalidItem."""
+    def _values_by_text(self, forward: Forward, batch: Sequence[Prepared]) -> Sequence[Tensor]:
+        lengths = [prepared.shape[1] for prepared in batch]
+        return self.by_text(self._values(forward, batch), lengths)
+
+    def by_text(self, values: Tensor, lengths: Sequence[int]) -> Sequence[Tensor]:
+        """Cuts the values of a pass into those of each text.
+
+        Args:
+            values: One row per text, or, if `per_token`, per token.
+            lengths: Tokens of each text.
+        """
+        return torch.split(values, list(lengths)) if self.per_token else values.unbind()
+
+    def _wanted(self, keywords: Mapping[str, Any]) -> TextKeywords:
+        """Reads and checks the keywords of a batch. Raises InvalidItem."""
         raise NotImplementedError
+
+    def _prompt(self, wanted: Any) -> str:  # noqa: ARG002 (for kinds with prompts)
+        """What goes in front of each text."""
+        return ""
+
+    def sample_item(self, text: str) -> Any:
+        """An item that has this text, to check, warm up or measure the model with."""
+        return text
+
+    def _input(self, item: Any, prompt: str) -> Input:
+        """What the tokenizer takes of an item. Raises InvalidItem."""
+        if isinstance(item, list):
+            ids = check_token_ids(item, self._vocabulary, self.settings.max_chars)
+            return TokenIds(ids, before=prompt)
+        return prompt + check_text("text", item, self.settings.max_chars)
 
     def _results(
-        self, values: Tensor, heads: Sequence[dict[str, Any]], keywords: Mapping[str, Any]
+        self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> Sequence[Any]:
-        """Makes one result per row of `values`, which are on the CPU; each begins with its head."""
+        """Makes one result per item, each of which begins with its head.
+
+        Args:
+            values: What the pass made, on the CPU.
+            outputs: The rest of what it gave.
+            keywords: Of the batch.
+        """
         raise NotImplementedError
 
     def give_json(self) -> None:
@@ -277,49 +331,72 @@ class TextModel(Model):
         if self._streams is not None:
             self._streams.close()
 
-    def warm_up(self) -> Sequence[str]:
-        """Texts of several lengths, within the limits of this model."""
-        texts = [" ".join(["word"] * count) for count in WARM_UP_WORDS]
-        prepared = self.preprocess(texts)
+    def warm_up(self) -> Sequence[Any]:
+        """Items of several lengths, within the limits of this model."""
+        items = [self.sample_item(" ".join(["word"] * count)) for count in WARM_UP_WORDS]
+        prepared = self.preprocess(items, **self.sample_keywords)
         return [
-            text for text, each in zip(texts, prepared, strict=True) if not isinstance(each, Failed)
+            item for item, each in zip(items, prepared, strict=True) if not isinstance(each, Failed)
         ]
 
-    def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Prepared | Failed]:
-        """Validates and tokenizes the texts of a batch, in one call of the tokenizer.
+    def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
+        """Validates and tokenizes the items of a batch, in one call of the tokenizer.
 
         Returns:
-            One tokenized text per item, in order, not padded. `Failed` with an `InvalidItem` that
+            One tokenized item per item, in order, not padded. `Failed` with an `InvalidItem` that
             names field and limit for each item that cannot run. A wrong keyword fails all items.
         """
         try:
-            prompt = self._prompt(keywords)
+            wanted = self._wanted(keywords)
+            return self._tokenized(items, wanted)
         except InvalidItem as error:
             return [Failed(InvalidItem(str(error))) for _ in items]
-        problems = [_problem(item, self.settings.max_chars) for item in items]
-        texts = [
-            prompt + item for item, problem in zip(items, problems, strict=True) if problem is None
-        ]
-        tokenized = iter(self._tokenize(texts))
-        return [
-            next(tokenized) if problem is None else Failed(InvalidItem(f"text: {problem}"))
-            for problem in problems
-        ]
 
-    def tokens(self, prepared: Prepared) -> int:
-        """Length of a tokenized text in tokens, special ones included."""
+    def _tokenized(self, items: Sequence[Any], wanted: TextKeywords) -> list[Any]:
+        """The same with keywords that were read. Raises InvalidItem: a keyword is wrong."""
+        inputs = self._inputs(items, self._prompt(wanted))
+        fit = [each for each in inputs if not isinstance(each, Failed)]
+        tokenized = iter(self._tokenize(fit, self._cut(wanted)))
+        return [each if isinstance(each, Failed) else next(tokenized) for each in inputs]
+
+    def _inputs(self, items: Sequence[Any], prompt: str) -> list[Input | Failed]:
+        """What the tokenizer takes of each item; `Failed` where an item is wrong."""
+        inputs: list[Input | Failed] = []
+        for item in items:
+            try:
+                inputs.append(self._input(item, prompt))
+            except InvalidItem as error:
+                inputs.append(Failed(InvalidItem(str(error))))
+        return inputs
+
+    def _cut(self, wanted: TextKeywords) -> Cut:
+        truncate, side = self._tokenize.usual_cut[:2]
+        return Cut(
+            truncate if wanted.truncate is None else wanted.truncate,
+            wanted.truncation_direction or side,
+        )
+
+    def tokens(self, prepared: Any) -> int:
+        """Length of a tokenized item in tokens, special ones included."""
         return int(prepared.shape[1])
 
-    def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Prepared]) -> Outputs:
+    def _head(self, prepared: Any) -> dict[str, Any]:
+        """The fields that every result has, of one item."""
+        head: dict[str, Any] = {"tokens": prepared.shape[1]}
+        if isinstance(prepared, Truncated):
+            head["truncated"] = True
+        return head
+
+    def _outputs(self, compute: Callable[[], Tensor], batch: Sequence[Any]) -> Outputs:
         """Starts a pass over a batch, and the copy of its values to the CPU."""
-        heads = [_head(prepared) for prepared in batch]
+        heads = [self._head(prepared) for prepared in batch]
         if self._streams is not None:
             take = self._streams.run_now if self.is_urgent else self._streams.submit
-            return Outputs(heads, take(compute))
+            return Outputs(heads, take(compute), batch=batch)
         started_s = time.perf_counter()
         with torch.inference_mode():
             pending = self._to_host.start(compute())
-        return Outputs(heads, pending, time.perf_counter() - started_s)
+        return Outputs(heads, pending, time.perf_counter() - started_s, batch)
 
     def has_computed(self, outputs: Outputs) -> bool:
         """Whether a pass ends about as soon as it is launched; for `Lookahead`.
@@ -334,36 +411,41 @@ class TextModel(Model):
     def postprocess(self, outputs: Outputs, **keywords: Any) -> list[Any]:
         """Waits for the values of a micro-batch and makes its results, in batch order."""
         values = outputs.pending.wait()
-        results = self._results(values, outputs.heads, keywords)
-        finite = values.isfinite().all(dim=1).tolist()
+        results = self._results(values, outputs, keywords)
         # JSON has no NaN, and no caller can use one.
         return [
             result if good else Failed(f"the model's output is not finite in {self.model.dtype}")
-            for result, good in zip(results, finite, strict=True)
+            for result, good in zip(results, self._are_finite(values, outputs), strict=True)
         ]
+
+    def _are_finite(self, values: Tensor, outputs: Outputs) -> Sequence[bool]:
+        """Whether all values of an item are numbers, for each item."""
+        rows = values.isfinite().all(dim=1)
+        if self.per_token:
+            lengths = [head["tokens"] for head in outputs.heads]
+            return [bool(each.all()) for each in self.by_text(rows, lengths)]
+        finite: list[bool] = rows.tolist()
+        return finite
 
 
 def _nothing(*_: Any) -> None:
     """Stands in for a warning."""
 
 
-def _head(prepared: Prepared) -> dict[str, Any]:
-    head: dict[str, Any] = {"tokens": prepared.shape[1]}
-    if isinstance(prepared, Truncated):
-        head["truncated"] = True
-    return head
+def check_head(source: ModelSource, missing: Sequence[str], name: str, task: str) -> None:
+    """Refuses a model whose head has random weights.
 
+    Args:
+        source: The model.
+        missing: Weights that its files lack.
+        name: Of the head.
+        task: What such a model is trained for.
 
-def _problem(text: Any, max_chars: int) -> str | None:
-    """What is wrong with an item, if anything."""
-    if not isinstance(text, str):
-        return f"must be a string, not {type(text).__name__}"
-    if not text.strip():
-        return "is empty" if not text else "is only white space"
-    if len(text) > max_chars:
-        return f"{len(text)} characters are more than max_chars = {max_chars}"
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"is not Unicode: half a surrogate pair at character {error.start}"
-    return None
+    Raises:
+        ModelLoadError: Weights are missing; names two of them.
+    """
+    if missing:
+        raise ModelLoadError(
+            f"model {source.name!r}: its checkpoint has no trained {name}"
+            f" ({', '.join(missing[:2])}); name a model that was fine-tuned for {task}"
+        )

@@ -5,27 +5,22 @@ half precision or quantized weights.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
+from kombu.utils.imports import symbol_by_name
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from batchery.errors import ModelLoadError
+from batchery.installer import KINDS
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.batching.planner import plan
-from batchery_worker.models.classification import ClassificationModel
-from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.hardware.devices import use_device
 from batchery_worker.models.text_model import Outputs, TextModel
-
-KINDS: Mapping[str, type[TextModel]] = {
-    "classification": ClassificationModel,
-    "embedding": EmbeddingModel,
-}
 
 #: Number of words of each text: very different lengths, and some alike; the longest exceed most
 #: limits.
@@ -134,10 +129,13 @@ def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> R
     texts = texts or sample_texts()
     plain = {"dtype": "fp32", "quantize": "none", "cuda_graphs": "never"}
     single = _load(settings, device, forward="padded", **plain)
-    prepared = [each for each in single.preprocess(texts) if not isinstance(each, Failed)]
+    items = single.preprocess(
+        [single.sample_item(text) for text in texts], **single.sample_keywords
+    )
+    prepared = [each for each in items if not isinstance(each, Failed)]
     if not prepared:
         raise ModelLoadError(f"model {settings.model!r}: takes none of the texts")
-    reference = torch.cat([_values(single, [each]) for each in prepared])
+    reference = _joined([_values(single, [each])[0] for each in prepared])
     # Two large models would not fit into memory together.
     del single
     comparisons = []
@@ -164,16 +162,21 @@ def sample_texts() -> list[str]:
 
 def _load(settings: ModelSettings, device: str, **changes: str) -> TextModel:
     changed = settings.model_copy(update=changes)
-    model = KINDS[changed.kind](changed)
+    kind: type[TextModel] = symbol_by_name(KINDS[changed.kind])
+    model = kind(changed)
     model.load(device)
     return model
 
 
-def _values(model: TextModel, batch: Sequence[Any]) -> Tensor:
-    # Normalized vectors: the tolerance is for numbers up to 1.
-    keywords = {"normalize": True} if isinstance(model, EmbeddingModel) else {}
-    outputs: Outputs = model.forward(batch, **keywords)
-    return outputs.pending.wait()
+def _values(model: TextModel, batch: Sequence[Any]) -> Sequence[Tensor]:
+    """What the model makes of each text, (C,), or (L, C) for a row per token."""
+    outputs: Outputs = model.forward(batch, **model.sample_keywords)
+    return model.by_text(outputs.pending.wait(), [head["tokens"] for head in outputs.heads])
+
+
+def _joined(texts: Sequence[Tensor]) -> Tensor:
+    """The values of all texts, one row per text or per token, (R, C)."""
+    return torch.cat([each.view(-1, each.shape[-1]) for each in texts])
 
 
 def _batched(model: TextModel, prepared: Sequence[Any]) -> Tensor:
@@ -184,10 +187,10 @@ def _batched(model: TextModel, prepared: Sequence[Any]) -> Tensor:
         len(prepared),
         pads=model.pads,
     )
-    rows: dict[int, Tensor] = {}
+    texts: dict[int, Tensor] = {}
     for part in cut:
-        rows |= zip(part, _values(model, [prepared[place] for place in part]), strict=True)
-    return torch.stack([rows[place] for place in range(len(prepared))])
+        texts |= zip(part, _values(model, [prepared[place] for place in part]), strict=True)
+    return _joined([texts[place] for place in range(len(prepared))])
 
 
 def _compare(forward: str, values: Tensor, reference: Tensor, tolerance: Tolerance) -> Comparison:

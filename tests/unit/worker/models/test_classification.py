@@ -30,12 +30,14 @@ ARCHITECTURES = [
 ]
 
 
-def direct_logits(folder: Path, text: str) -> list[float]:
+def direct_logits(folder: Path, *texts: str) -> list[float]:
     """What transformers computes, without Batchery."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
-        logits: list[float] = model(**tokenizer([text], return_tensors="pt")).logits[0].tolist()
+        logits: list[float] = (
+            model(**tokenizer(*([each] for each in texts), return_tensors="pt")).logits[0].tolist()
+        )
     return logits
 
 
@@ -121,7 +123,10 @@ def test_a_result_is_a_classification(
         ({"top_k": 0}, "keyword top_k = 0: Input should be greater than or equal to 1"),
         ({"top_k": True}, "keyword top_k = True: Input should be a valid integer"),
         ({"top_k": "all"}, "keyword top_k = 'all': Input should be a valid integer"),
-        ({"prompt": "query"}, "keyword prompt: no such keyword; there are top_k"),
+        (
+            {"prompt": "query"},
+            "keyword prompt: no such keyword; there are top_k, truncate, truncation_direction",
+        ),
     ],
 )
 def test_a_bad_keyword_fails_the_batch_that_shares_it(
@@ -138,3 +143,51 @@ def test_a_bad_item_fails_alone(build: Build, classifier: Load) -> None:
     assert str(bad.exception) == "text: is empty"
     assert before == pytest.approx(run(model, ["the cat"])[0], abs=TOLERANCE)
     assert after == pytest.approx(run(model, ["the dog"])[0], abs=TOLERANCE)
+
+
+PAIRS = [
+    {"text": "the cat sat on the mat", "text_pair": "rain"},
+    {"text": "rain", "text_pair": "ships carry tea and salt from one harbour to the next"},
+    {"text": "a dog barked at nine cats", "text_pair": "a dog barked"},
+]
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "modernbert"])
+def test_pairs_have_the_scores_that_transformers_computes(
+    architecture: str, build: Build, classifier: Load
+) -> None:
+    folder = build(architecture, labels=LABELS)
+    model = classifier(folder)
+    results = run(model, [*PAIRS, "the cat"], top_k=3)
+    for pair, result in zip(PAIRS, results, strict=False):
+        logits = direct_logits(folder, *pair.values())
+        expected = torch.tensor(logits).softmax(dim=0).tolist()
+        assert [result["scores"][label] for label in LABELS] == pytest.approx(expected, abs=1e-5)
+    assert results[-1]["score"] == pytest.approx(run(model, ["the cat"])[0]["score"], abs=1e-5)
+
+
+def test_the_longer_text_of_a_pair_is_cut(build: Build, classifier: Load) -> None:
+    model = classifier(build("bert", labels=LABELS), max_length=10)
+    cut, whole = run(
+        model,
+        [
+            {"text": "the cat sat on the mat and looked", "text_pair": "rain falls"},
+            {"text": "the cat sat on the", "text_pair": "rain falls"},
+        ],
+    )
+    assert cut == {**whole, "truncated": True}
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"text": "a"}, "item: must be a dictionary with 'text' and 'text_pair', not 'text'"),
+        ({"text": "a", "text_pair": ""}, "text_pair: is empty"),
+        ({"text": 3, "text_pair": "a"}, "text: must be a string, not int"),
+    ],
+)
+def test_a_bad_pair_fails_alone(item: Any, message: str, build: Build, classifier: Load) -> None:
+    before, bad, after = run(classifier(build("bert", labels=LABELS)), [PAIRS[0], item, "a dog"])
+    assert str(bad.exception) == message
+    assert before["tokens"] == 10
+    assert after["tokens"] == 4

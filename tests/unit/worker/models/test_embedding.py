@@ -138,7 +138,18 @@ def test_a_long_text_is_refused_where_the_settings_say_so(build: Build, embedder
     [
         (None, "text: must be a string, not NoneType"),
         (7, "text: must be a string, not int"),
-        (["a", "list"], "text: must be a string, not list"),
+        (
+            ["a", "list"],
+            "token ids: position 0 has a str, not an integer; a list of texts is many items",
+        ),
+        (
+            [4, True],
+            "token ids: position 1 has a bool, not an integer; a list of texts is many items",
+        ),
+        ([4, 5, 900], "token ids: 900 at position 2 is none of the model's, which are 0 to 36"),
+        ([-1], "token ids: -1 at position 0 is none of the model's, which are 0 to 36"),
+        ([], "token ids: the list is empty"),
+        ([4] * 5001, "token ids: 5001 are more than max_chars = 5000"),
         ({"text": "a"}, "text: must be a string, not dict"),
         (b"bytes", "text: must be a string, not bytes"),
         ("", "text: is empty"),
@@ -254,7 +265,8 @@ def test_prompts_go_in_front_by_name_or_by_default(build: Build, embedder: Load)
         ({"encoding": "hex"}, "keyword encoding = 'hex': Input should be 'float' or 'base64'"),
         (
             {"top_k": 3},
-            "keyword top_k: no such keyword; there are dimensions, encoding, normalize, prompt",
+            "keyword top_k: no such keyword; there are"
+            + " dimensions, encoding, normalize, prompt, truncate, truncation_direction",
         ),
     ],
 )

@@ -24,3 +24,12 @@ class Forward(Protocol):
 
     def logits(self, batch: Sequence[Prepared]) -> Tensor:
         """What the model's head says, (B, C) float32, in batch order."""
+
+    def max_logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """The largest of what the model's head says of the tokens, (B, C) float32."""
+
+    def token_logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """What the model's head says of each token, (T, C) float32, in batch order."""
+
+    def token_vectors(self, batch: Sequence[Prepared]) -> Tensor:
+        """Vectors of all tokens, (T, D) float32, in batch order."""

@@ -189,6 +189,19 @@ class Graphed:
         graph = self._fitting(batch)
         return self._forward.logits(batch) if graph is None else graph.run(batch)
 
+    def max_logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """The largest of what the model's head says of the tokens, (B, C) float32."""
+        graph = self._fitting(batch)
+        return self._forward.max_logits(batch) if graph is None else graph.run(batch)
+
+    def token_logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """What the model's head says of each token, (T, C) float32, in batch order."""
+        return self._forward.token_logits(batch)
+
+    def token_vectors(self, batch: Sequence[Prepared]) -> Tensor:
+        """Vectors of all tokens, (T, D) float32, in batch order."""
+        return self._forward.token_vectors(batch)
+
     def _fitting(self, batch: Sequence[Prepared]) -> Runs | None:
         longest = max(prepared.shape[1] for prepared in batch)
         shape = rounded(len(batch), longest, self._graphs)

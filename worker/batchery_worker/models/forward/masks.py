@@ -22,7 +22,7 @@ WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_c
 def mask_forms(
     model: Any,
     padded: Padded,
-    values: Callable[[Forward, Sequence[Prepared]], Tensor],
+    values: Callable[[Forward, Sequence[Prepared]], Sequence[Tensor]],
     texts: RandomTexts,
     max_length: int | None,
     tolerance: float,
@@ -32,7 +32,7 @@ def mask_forms(
     Args:
         model: Loaded.
         padded: Its padded forward pass, with no such mask yet.
-        values: What the model's kind makes of a batch.
+        values: What the model's kind makes of each text of a batch.
         texts: Makes the texts of the check.
         max_length: Maximum length of a text in tokens; None if unlimited.
         tolerance: Maximum difference of the results, relative to their size.
@@ -44,7 +44,7 @@ def mask_forms(
     def is_same(masks: MaskForms, batch: Sequence[Prepared]) -> bool:
         changed = padded.with_masks(masks)
         try:
-            for results in (Padded.tokens, lambda forward, batch: [*values(forward, batch)]):
+            for results in (Padded.tokens, values):
                 difference = worst_difference(results(changed, batch), results(padded, batch))
                 if not difference <= tolerance:
                     return False

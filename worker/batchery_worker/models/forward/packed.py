@@ -87,6 +87,26 @@ class Packed:
             logits: Tensor = self._model(**inputs).logits
         return logits.float()
 
+    def max_logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """The largest of what the model's head says of the tokens, (B, C) float32."""
+        with self._row(batch) as (inputs, _, _):
+            logits: Tensor = self._model(**inputs).logits[0]
+        texts = torch.split(logits, [prepared.shape[1] for prepared in batch])
+        # `segment_reduce` takes a CPU four times as long.
+        return torch.stack([text.amax(dim=0) for text in texts]).float()
+
+    def token_logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """What the model's head says of each token, (T, C) float32, in batch order."""
+        with self._row(batch) as (inputs, _, _):
+            logits: Tensor = self._model(**inputs).logits[0]
+        return logits.float()
+
+    def token_vectors(self, batch: Sequence[Prepared]) -> Tensor:
+        """Vectors of all tokens, (T, D) float32, in batch order."""
+        with self._row(batch) as (inputs, _, _):
+            hidden: Tensor = self._model(**inputs).last_hidden_state[0]
+        return hidden.float()
+
     def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:
         """Vectors of the tokens of each text, (L, D) each, before any head, in batch order."""
         with self._row(batch) as (inputs, _, _):

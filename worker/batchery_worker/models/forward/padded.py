@@ -83,11 +83,33 @@ class Padded:
         logits: Tensor = self._model(**inputs).logits
         return logits.float()
 
+    def max_logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """The largest of what the model's head says of the tokens, (B, C) float32."""
+        inputs, mask = self._inputs(batch)
+        logits: Tensor = self._model(**inputs).logits
+        return logits.masked_fill_(mask.unsqueeze(-1) == 0, -torch.inf).amax(dim=1).float()
+
+    def token_logits(self, batch: Sequence[Prepared]) -> Tensor:
+        """What the model's head says of each token, (T, C) float32, in batch order."""
+        inputs, _ = self._inputs(batch)
+        return self._without_padding(self._model(**inputs).logits, batch)
+
+    def token_vectors(self, batch: Sequence[Prepared]) -> Tensor:
+        """Vectors of all tokens, (T, D) float32, in batch order."""
+        inputs, _ = self._inputs(batch)
+        return self._without_padding(self._model(**inputs).last_hidden_state, batch)
+
     def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:
         """Vectors of the tokens of each text, (L, D) each, before any head, in batch order."""
         inputs, mask = self._inputs(batch)
         hidden = self._model.base_model(**inputs).last_hidden_state
         return [row[kept] for row, kept in zip(hidden, mask.bool(), strict=True)]
+
+    def _without_padding(self, grid: Tensor, batch: Sequence[Prepared]) -> Tensor:
+        """The rows of the tokens, (T, ...) float32, from those of a padded batch, (B, L, ...)."""
+        # The host knows where the padding is. If the device looked for it, the host would wait.
+        places = np.flatnonzero(self._mask(batch, grid.shape[1]))
+        return grid.flatten(0, 1)[self._to_device.send(places)].float()
 
     def _inputs(self, batch: Sequence[Prepared]) -> tuple[dict[str, Tensor | None], Tensor]:
         """Model inputs, and which tokens are no padding; each (B, L) int64, on the device."""
@@ -109,12 +131,18 @@ class Padded:
 
     def _grid(self, batch: Sequence[Prepared], least: int = 0) -> NDArray[np.int64]:
         """The inputs and the mask of a batch, (I + 1, B, L), in one piece; L is `least` or more."""
-        lengths = np.array([prepared.shape[1] for prepared in batch])[:, None]
-        longest = max(least, lengths.max())
-        places = np.arange(longest)
-        mask = places < lengths if self._side == "right" else places >= longest - lengths
+        mask = self._mask(batch, max(least, *(prepared.shape[1] for prepared in batch)))
         grid = np.empty((len(self._padding) + 1, *mask.shape), dtype=np.int64)
         grid[:-1] = np.array([*self._padding.values()])[:, None, None]
         grid[:-1, mask] = np.concatenate(batch, axis=1)
         grid[-1] = mask
         return grid
+
+    def _mask(self, batch: Sequence[Prepared], longest: int) -> NDArray[np.bool_]:
+        """Which places of a padded batch hold tokens, (B, L), for L = `longest`."""
+        lengths = np.array([prepared.shape[1] for prepared in batch])[:, None]
+        places = np.arange(longest)
+        mask: NDArray[np.bool_] = (
+            places < lengths if self._side == "right" else places >= longest - lengths
+        )
+        return mask

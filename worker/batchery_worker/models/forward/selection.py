@@ -1,15 +1,15 @@
 """Which forward pass a model gets: packed where that is proven right and faster, else padded."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from batchery.errors import ModelLoadError
+from batchery_worker.models.forward import Forward
 from batchery_worker.models.forward.attention import HALF, NotPackable, varlen_kernel
-from batchery_worker.models.forward.cuda_graphs import Values
 from batchery_worker.models.forward.packed import Packed
 from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.forward.probe_texts import RandomTexts, worst_difference
@@ -52,7 +52,7 @@ class Candidate(NamedTuple):
         padding_position: See `Packed`.
         max_length: Maximum length of a text in tokens; None if unlimited.
         padded: Its padded forward pass.
-        values: What its kind makes of a batch.
+        values: What its kind makes of each text of a batch, in order.
         inputs: Names of the inputs that a tokenized text has, token ids first.
         texts: Makes the texts of the check.
     """
@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
     padding_position: int | None
     max_length: int | None
     padded: Padded
-    values: Values
+    values: Callable[[Forward, Sequence[Prepared]], Sequence[Tensor]]
     inputs: Sequence[str]
     texts: RandomTexts
 
@@ -155,14 +155,14 @@ def _compare(candidate: Candidate, packed: Packed, lengths: Sequence[int]) -> st
     try:
         with torch.inference_mode():
             alone = [padded.tokens([text])[0] for text in texts]
-            alone_values = torch.cat([values(padded, [text]) for text in short])
+            alone_values = [values(padded, [text])[0] for text in short]
             packed.install()
             tokens = packed.tokens(texts)
             if packed.last.calls == 0:
                 return "its attention cannot be replaced in transformers"
             part = "its head"
             packed_values = values(packed, short)
-            if packed_values.shape != alone_values.shape:
+            if [each.shape for each in packed_values] != [each.shape for each in alone_values]:
                 return "its head does not read the first token of each text"
             problem = _leak(candidate, packed, [text.shape[1] for text in texts])
     except NotPackable as error:
@@ -171,7 +171,7 @@ def _compare(candidate: Candidate, packed: Packed, lengths: Sequence[int]) -> st
         return f"{part} fails when packed: {type(error).__name__}: {reason(error)}"
     worst = {
         "token vectors": worst_difference(tokens, alone),
-        "results": worst_difference([*packed_values], [*alone_values]),
+        "results": worst_difference(packed_values, alone_values),
     }
     packed.worst = max(packed.worst, *worst.values())
     for what, difference in worst.items():

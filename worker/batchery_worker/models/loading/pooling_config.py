@@ -50,12 +50,29 @@ def read_pooling_config(source: ModelSource, pooling: str) -> PoolingConfig:
         ModelLoadError: The files ask for something that is not built in. Vectors made without it
             would look right and be wrong.
     """
-    general = source.json("config_sentence_transformers.json") or {}
+    prompts, default_prompt = read_prompts(source)
     return PoolingConfig(
         pooling=_pooling(source) if pooling == "auto" else pooling,
-        prompts=general.get("prompts") or {},
-        default_prompt=general.get("default_prompt_name"),
+        prompts=prompts,
+        default_prompt=default_prompt,
     )
+
+
+def read_prompts(source: ModelSource) -> tuple[Mapping[str, str], str | None]:
+    """Reads the prompts of a model.
+
+    Returns:
+        Texts to put in front, by name; and the name of the one for texts that come without one,
+        None if there is none.
+    """
+    general = source.json("config_sentence_transformers.json") or {}
+    # PyLate has prefixes, which are tokens in front of the text.
+    prefixes = {
+        name: general[f"{name}_prefix"]
+        for name in ("query", "document")
+        if general.get(f"{name}_prefix")
+    }
+    return prefixes | (general.get("prompts") or {}), general.get("default_prompt_name")
 
 
 def _pooling(source: ModelSource) -> str | None:

@@ -1,8 +1,9 @@
 """From texts to tokens, a whole batch at once, with little work per text."""
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,13 +14,70 @@ from transformers.utils.generic import PaddingStrategy
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
 from batchery_worker.models.loading.source import ModelSource, reason
+from batchery_worker.models.loading.special_tokens import SpecialTokens
 
 #: One tokenized text: a row per model input, token ids first, (I, L) int64.
 Prepared = NDArray[np.int64]
 
 
 class Truncated(np.ndarray[Any, np.dtype[np.int64]]):
-    """The tokens of a text that was longer than the limit and lost its end."""
+    """The tokens of a text that was longer than the limit and lost its end, or its beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenIds:
+    """Tokens instead of a text.
+
+    Attributes:
+        ids: Tokens of the model's own tokenizer, without special ones.
+        before: A text whose tokens go in front.
+        pair: A second text; None if there is none.
+    """
+
+    ids: list[int]
+    before: str = ""
+    pair: str | None = None
+
+
+#: What is tokenized: a text, a pair of texts, or tokens.
+Input = str | tuple[str, str] | TokenIds
+
+
+class Cut(NamedTuple):
+    """What happens to texts of more than `max_length` tokens.
+
+    Attributes:
+        truncate: They are cut; otherwise they are refused.
+        side: Where they lose tokens: `left` or `right`.
+        only_first: Of a pair, only the first text loses tokens; otherwise the longer one.
+    """
+
+    truncate: bool
+    side: str
+    only_first: bool = False
+
+    @property
+    def strategy(self) -> str:
+        """The same, as transformers calls it."""
+        if not self.truncate:
+            return "do_not_truncate"
+        return "only_first" if self.only_first else "longest_first"
+
+
+class Located(NamedTuple):
+    """A tokenized text, and where each of its tokens stands.
+
+    Attributes:
+        tokens: As for any text, (I, L).
+        text: The text.
+        offsets: Begin and end of each token in the text, in characters; L of them.
+        is_special: Whether a token is none of the text; L of them.
+    """
+
+    tokens: Prepared
+    text: str
+    offsets: list[tuple[int, int]]
+    is_special: list[int]
 
 
 #: Columns of a tokenized batch, in the order of the names: for each text a list of numbers.
@@ -32,7 +90,7 @@ IsCut = Callable[[int], bool]
 ATTRIBUTES = {"input_ids": "ids", "token_type_ids": "type_ids"}
 
 #: Texts on which both ways of tokenizing are compared: other scripts, special tokens, white space;
-#: besides, a text beyond the limit.
+#: besides, texts beyond the limit, and pairs of all of these.
 PROBES = (
     "a",
     "The quick brown fox, 1984: don't!  Naïve Zürich\tжизнь 数字 🙂\n",
@@ -46,6 +104,7 @@ class TextTokenizer:
 
     Attributes:
         names: Model inputs that a tokenized text has, in the order of its rows.
+        usual_cut: What happens to long texts, unless a call says otherwise.
     """
 
     def __init__(
@@ -65,39 +124,120 @@ class TextTokenizer:
                 are left out.
             vocabulary: Number of tokens that the model knows.
             max_length: Maximum length of a text in tokens; None if unlimited.
-            truncate: Whether longer texts are cut; otherwise they are refused.
+            truncate: Whether longer texts are usually cut; otherwise they are refused.
         """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._max_length = max_length
-        self._cut = max_length if truncate else None
-        self.names = [name for name in wanted if name in self._call(["a"])]
-        self._columns: Callable[[list[str]], tuple[Columns, IsCut]] = self._usual
+        self.usual_cut = Cut(truncate, getattr(tokenizer, "truncation_side", "right"))
+        self.names = [name for name in wanted if name in self._call(["a"], self.usual_cut)]
+        #: Special tokens of one text, and of a pair.
+        self._frames: dict[int, SpecialTokens] = {}
+        self._columns: Callable[[Any, Cut], tuple[Columns, IsCut]] = self._usual
         if self._is_fast():
             self._columns = self._fast
 
-    def __call__(self, texts: list[str]) -> list[Prepared | Failed]:
-        """Tokenizes texts.
+    def __call__(self, inputs: Sequence[Input], cut: Cut | None = None) -> list[Prepared | Failed]:
+        """Tokenizes texts, pairs of texts, and what is tokens already.
+
+        Args:
+            inputs: Of any kinds, mixed.
+            cut: What happens to long texts; None for the usual.
 
         Returns:
-            The tokens of each text, in order, not padded; `Truncated` where a text lost its end.
+            The tokens of each input, in order, not padded; `Truncated` where a text lost some.
             `Failed` with an `InvalidItem` for a text with no tokens, too many, or one that the
             model does not know.
         """
+        cut = cut or self.usual_cut
+        done: dict[int, Prepared | Failed] = {}
+        for kind in {type(each) for each in inputs}:
+            places = [place for place, each in enumerate(inputs) if type(each) is kind]
+            same = [inputs[place] for place in places]
+            tokenized = self._framed(same, cut) if kind is TokenIds else self._texts(same, cut)
+            done |= zip(places, tokenized, strict=True)
+        return [done[place] for place in range(len(inputs))]
+
+    def located(self, texts: list[str], cut: Cut) -> list[Located | Failed]:
+        """Tokenizes texts, and says where their tokens stand, which takes six times as long.
+
+        Raises:
+            NotImplementedError: The tokenizer does not know where.
+        """
         if not texts:
             return []
-        columns, is_cut = self._columns(texts)
+        found = self._call(texts, cut, return_offsets_mapping=True, return_special_tokens_mask=True)
+        tokenized = self._prepared(*self._usual(texts, cut, found), cut)
+        return [
+            each if isinstance(each, Failed) else Located(each, *others)
+            for each, *others in zip(
+                tokenized,
+                texts,
+                found["offset_mapping"],
+                found["special_tokens_mask"],
+                strict=True,
+            )
+        ]
+
+    def count(self, text: str) -> int:
+        """Length of a text in tokens, without special ones."""
+        return len(self._ids(text))
+
+    @property
+    def special_tokens_of_pair(self) -> int:
+        """How many special tokens a pair of texts gets."""
+        return int(self._tokenizer.num_special_tokens_to_add(pair=True))
+
+    def _texts(self, texts: Sequence[Any], cut: Cut) -> list[Prepared | Failed]:
+        return self._prepared(*self._columns(texts, cut), cut)
+
+    def _prepared(self, columns: Columns, is_cut: IsCut, cut: Cut) -> list[Prepared | Failed]:
         lengths = list(map(len, columns[0]))
         rows = np.empty((len(columns), sum(lengths)), dtype=np.int64)
         for row, column in zip(rows, columns, strict=True):
             row[:] = np.fromiter(chain.from_iterable(column), np.int64, rows.shape[1])
         tokenized = [rows[:, start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
-        for place, length in enumerate(lengths):
-            if length == self._cut and is_cut(place):
-                tokenized[place] = tokenized[place].view(Truncated)
+        if cut.truncate:
+            for place, length in enumerate(lengths):
+                if length == self._max_length and is_cut(place):
+                    tokenized[place] = tokenized[place].view(Truncated)
         if self._all_fit(rows[0], lengths):
             return list(tokenized)
         return [self._checked(each) for each in tokenized]
+
+    def _framed(self, inputs: Sequence[Any], cut: Cut) -> list[Prepared | Failed]:
+        """Puts special tokens around token ids."""
+        before = {text: self._ids(text) for text in {each.before for each in inputs}}
+        return [self._frame(before[each.before] + each.ids, each.pair, cut) for each in inputs]
+
+    def _frame(self, ids: list[int], pair: str | None, cut: Cut) -> Prepared | Failed:
+        frame = self._frame_of("a" if pair is None else "ab")
+        if not frame.is_known:
+            return Failed(
+                InvalidItem("token ids: it is unknown where special tokens go; send a text")
+            )
+        others = [] if pair is None else [self._ids(pair)]
+        room = len(ids)
+        if cut.truncate and self._max_length is not None:
+            room = self._max_length - len(frame) - sum(map(len, others))
+        if len(ids) <= room:
+            return self._checked(frame.around(ids, *others))
+        kept = ids[:room] if cut.side == "right" else ids[len(ids) - room :]
+        checked = self._checked(frame.around(kept, *others))
+        return checked if isinstance(checked, Failed) else checked.view(Truncated)
+
+    def _frame_of(self, probes: str) -> SpecialTokens:
+        """The special tokens around as many texts as there are probes."""
+        if len(probes) not in self._frames:
+            self._frames[len(probes)] = SpecialTokens(self._tokenizer, self.names, probes)
+        return self._frames[len(probes)]
+
+    def _ids(self, text: str) -> list[int]:
+        if not text:
+            return []
+        found = self._tokenizer([text], add_special_tokens=False, verbose=False)
+        ids: list[int] = found["input_ids"][0]
+        return ids
 
     def _all_fit(self, ids: NDArray[np.int64], lengths: Sequence[int]) -> bool:
         longest = max(lengths) if self._max_length is None else self._max_length
@@ -117,34 +257,40 @@ class TextTokenizer:
             return Failed(InvalidItem(f"text: token {token!r} is unknown to the model"))
         return prepared
 
-    def _usual(self, texts: list[str]) -> tuple[Columns, IsCut]:
-        columns = self._call(texts)
+    def _usual(self, texts: Sequence[Any], cut: Cut, found: Any = None) -> tuple[Columns, IsCut]:
+        columns = self._call(texts, cut) if found is None else found
 
         def is_cut(place: int) -> bool:
-            whole = self._call([texts[place]], truncate=False)
+            whole = self._call([texts[place]], cut._replace(truncate=False))
             return len(whole["input_ids"][0]) > len(columns["input_ids"][place])
 
         return [columns[name] for name in self.names], is_cut
 
-    def _call(self, texts: list[str], *, truncate: bool = True) -> Any:
-        cut = self._cut if truncate else None
+    def _call(self, texts: Sequence[Any], cut: Cut, **more: Any) -> Any:
+        self._tokenizer.truncation_side = cut.side
+        is_cut = cut.truncate and self._max_length is not None
+        is_single = isinstance(texts[0], str)
+        # Of pairs it takes all first texts, and then all second ones.
+        columns = [list(texts)] if is_single else map(list, zip(*texts, strict=True))
         return self._tokenizer(
-            texts,
+            *columns,
             padding=False,
-            truncation=cut is not None,
-            max_length=cut,
+            truncation=cut.strategy if is_cut else False,
+            max_length=self._max_length if is_cut else None,
             return_attention_mask=False,
             verbose=False,  # it would log every long text; those are dealt with here
+            **more,
         )
 
-    def _fast(self, texts: list[str]) -> tuple[Columns, IsCut]:
+    def _fast(self, texts: Sequence[Any], cut: Cut) -> tuple[Columns, IsCut]:
         """`_usual`, but without the offsets of tokens, which are five sixths of the work."""
         # Other calls of the tokenizer leave their own limits behind.
-        strategy = "do_not_truncate" if self._cut is None else "longest_first"
+        self._tokenizer.truncation_side = cut.side
+        strategy = "do_not_truncate" if self._max_length is None else cut.strategy
         self._tokenizer.set_truncation_and_padding(
             padding_strategy=PaddingStrategy.DO_NOT_PAD,
             truncation_strategy=TruncationStrategy(strategy),
-            max_length=self._cut,
+            max_length=self._max_length,
             stride=0,
             pad_to_multiple_of=None,
             padding_side=None,
@@ -158,9 +304,15 @@ class TextTokenizer:
 
         Some classes of tokenizers do more than the library.
         """
-        probes = [*PROBES, "word " * (self._cut or 1)]
+        texts = [*PROBES, "word " * (self._max_length or 1)]
+        pairs = [*zip(texts, reversed(texts), strict=True)]
+        cuts = [self.usual_cut._replace(truncate=each) for each in (True, False)]
         try:
-            return self._fast(probes)[0] == self._usual(probes)[0]
+            return all(
+                self._fast(probes, cut)[0] == self._usual(probes, cut)[0]
+                for probes in (texts, pairs)
+                for cut in cuts
+            )
         except Exception:  # noqa: BLE001 - another kind of tokenizer, or another version
             return False
 

@@ -16,7 +16,7 @@ from support.tiny_models import ARCHITECTURES, Build, Load, run
 TOLERANCE = 2e-6
 
 #: Masks that are ready suit only encoders: what is causal or has a window is lost with them.
-READY = ("bert", "bert-left", "roberta", "roberta-left", "distilbert", "t5")
+READY = ("bert", "bert-left", "roberta", "roberta-left", "distilbert", "t5", "bart")
 
 TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 

@@ -261,7 +261,7 @@ def test_a_device_without_an_attention_for_rows_pads(
         padding_position=None,
         max_length=80,
         padded=model._pass,
-        values=model._values,
+        values=model._values_by_text,
         inputs=["input_ids"],
         texts=RandomTexts(1, np.arange(4, 20)),
     )

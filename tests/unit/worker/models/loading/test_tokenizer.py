@@ -9,7 +9,7 @@ import transformers
 from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery_worker.models import EmbeddingModel
-from batchery_worker.models.loading.tokenizer import PROBES, TextTokenizer, Truncated
+from batchery_worker.models.loading.tokenizer import PROBES, Cut, TextTokenizer, TokenIds, Truncated
 from support.tiny_models import Build, Load, make_tokenizer
 
 TEXTS = ["the cat", "rain", "a dog barked at nine cats in the old garden", "ships carry tea"]
@@ -43,7 +43,7 @@ def test_tokens_of_minilm_are_those_of_its_tokenizer(minilm: EmbeddingModel) -> 
     assert minilm._tokenize._columns == minilm._tokenize._fast
     columns = minilm.tokenizer(list(PROBES), truncation=True, max_length=minilm.max_length)
     for place, each in enumerate(minilm.preprocess(list(PROBES[:-1]))):
-        assert each[0].tolist() == columns["input_ids"][place]  # type: ignore[index]
+        assert each[0].tolist() == columns["input_ids"][place]
 
 
 def test_limits_that_others_leave_in_the_tokenizer_do_no_harm() -> None:
@@ -98,6 +98,79 @@ def test_a_text_that_lost_its_end_says_so_and_one_that_just_fits_does_not(tokeni
     short, fits, cut = texts(["rain", "the cat", "the cat sat on the mat"])
     assert [len(each[0]) for each in (short, fits, cut)] == [3, 4, 4]  # type: ignore[index]
     assert [isinstance(each, Truncated) for each in (short, fits, cut)] == [False, False, True]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_of_pairs_are_those_of_the_tokenizer(causal: bool, side: str) -> None:
+    tokenizer = make_tokenizer(causal=causal, types=not causal)
+    texts = made(tokenizer)
+    pairs = [(one, other) for one in TEXTS for other in TEXTS]
+    prepared = texts(pairs, Cut(True, side))
+    assert texts._columns == texts._fast
+    tokenizer.truncation_side = side
+    firsts, seconds = map(list, zip(*pairs, strict=True))
+    columns = tokenizer(firsts, seconds, truncation=True, max_length=8)
+    assert [each[0].tolist() for each in prepared] == columns["input_ids"]  # type: ignore[index]
+    if not causal:
+        types = [each[1].tolist() for each in prepared]  # type: ignore[index]
+        assert types == columns["token_type_ids"]
+        assert types[0] == [0, 0, 0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_token_ids_are_framed_and_cut_as_their_texts_are(causal: bool, side: str) -> None:
+    tokenizer = make_tokenizer(causal=causal)
+    texts = made(tokenizer)
+    bare = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
+    found = texts([TokenIds(ids) for ids in bare], Cut(True, side))
+    for one, other in zip(found, texts(TEXTS, Cut(True, side)), strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert type(one) is type(other)
+
+
+def test_token_ids_stand_beside_texts_and_pairs() -> None:
+    texts = made(make_tokenizer())
+    found = texts(["rain", TokenIds([4]), ("rain", "tea"), TokenIds([5], "the cat "), "tea"])
+    alone = [texts([each])[0] for each in ("rain", "tea")]
+    np.testing.assert_array_equal(found[0], alone[0])
+    np.testing.assert_array_equal(found[4], alone[1])
+    assert [each.shape[1] for each in found] == [3, 3, 5, 5, 3]  # type: ignore[union-attr]
+
+
+def test_token_ids_of_a_pair_lose_tokens_only_in_the_first_text() -> None:
+    texts = made(make_tokenizer(types=True))
+    cut = Cut(True, "right", only_first=True)
+    long = TEXTS[2]
+    bare = make_tokenizer()([long], add_special_tokens=False)["input_ids"][0]
+    one, other = texts([TokenIds(bare, pair="ships carry"), (long, "ships carry")], cut)
+    np.testing.assert_array_equal(one, other)
+    assert isinstance(one, Truncated)
+    assert isinstance(other, Truncated)
+
+
+def test_token_ids_that_are_too_long_are_refused() -> None:
+    (refused,) = made(make_tokenizer())([TokenIds([4] * 9)], Cut(False, "right"))
+    assert isinstance(refused, Failed)
+    assert str(refused.error) == "text: 11 tokens are more than max_length = 8 tokens"
+
+
+class Reversing(transformers.PreTrainedTokenizerFast):
+    """Leaves nothing of a text among the special tokens."""
+
+    def __call__(self, text: Any, *args: Any, **options: Any) -> Any:
+        if not options.get("add_special_tokens", True):
+            return {"input_ids": [[77] for _ in text]}
+        return super().__call__(text, *args, **options)
+
+
+def test_token_ids_are_refused_where_their_place_is_unknown() -> None:
+    backend = make_tokenizer().backend_tokenizer
+    texts = made(Reversing(tokenizer_object=backend, unk_token="[UNK]"))  # type: ignore[no-untyped-call]
+    (refused,) = texts([TokenIds([4])])
+    assert isinstance(refused, Failed)
+    assert str(refused.error).startswith("token ids: it is unknown where special tokens go")
 
 
 def test_empty_batch_has_no_tokens() -> None:

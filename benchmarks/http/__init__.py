@@ -1,0 +1,1 @@
+"""The gateway beside another model server, and under attack."""

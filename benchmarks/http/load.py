@@ -1,0 +1,212 @@
+"""A closed loop of HTTP connections, in a process of its own: each sends when it has its answer.
+
+It reads a request from its input as JSON and answers on its output. Bodies are made beforehand, and
+answers are read after the clock has stopped, so that the client costs little beside the server.
+
+    python -m benchmarks.http.load < requests
+"""
+
+import asyncio
+import base64
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httptools
+import numpy as np
+import psutil
+import uvloop
+
+#: Cosine of a vector and the right one; less is a wrong answer.
+ALIKE = 0.999
+
+#: How long all connections may take to be there, in seconds.
+CONNECT_S = 60.0
+
+
+class Connection(asyncio.Protocol):
+    """One connection: the next request goes when the answer to the last one is complete."""
+
+    def __init__(self, load: "Load", number: int) -> None:
+        self._load = load
+        self._number = number
+        self._parser: Any = None
+        self._parts: list[bytes] = []
+        self._sent_s = 0.0
+        self._transport: Any = None
+        self.is_open = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Waits for the start."""
+        self._transport = transport
+        self.is_open = True
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """The server has closed it, which it should not."""
+        if self.is_open:
+            self.is_open = False
+            self._load.lost += 1
+
+    def send(self) -> None:
+        """Sends the next request, unless the time is over."""
+        self._sent_s = time.perf_counter()
+        if self._sent_s >= self._load.end_s:
+            self._load.leave()
+            return
+        self._number = (self._number + 1) % len(self._load.requests)
+        self._parts.clear()
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport.write(self._load.requests[self._number])
+
+    def data_received(self, data: bytes) -> None:
+        """Reads on."""
+        self._parser.feed_data(data)
+
+    def on_body(self, body: bytes) -> None:
+        """Keeps a part of the answer."""
+        self._parts.append(body)
+
+    def on_message_complete(self) -> None:
+        """Notes the answer."""
+        took_s = time.perf_counter() - self._sent_s
+        status = self._parser.get_status_code()
+        self._load.answered(self._number, status, took_s, b"".join(self._parts))
+        # Not at once: the parser is not done with this answer.
+        asyncio.get_running_loop().call_soon(self.send)
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.is_open = False
+        self._transport.close()
+
+
+class Load:
+    """All connections of one run."""
+
+    def __init__(self, host: str, port: int, requests: Sequence[bytes]) -> None:
+        self.requests = requests
+        self._address = host, port
+        self.end_s = 0.0
+        self.lost = 0
+        self._running = 0
+        self._latencies_s: list[float] = []
+        self._statuses: dict[int, int] = {}
+        #: The last answer to each request.
+        self.bodies: dict[int, bytes] = {}
+        self._done: asyncio.Event | None = None
+
+    async def run(self, connections: int, seconds: float) -> dict[str, Any]:
+        """Runs for so long; returns the figures."""
+        loop = asyncio.get_running_loop()
+        opened: list[Connection] = []
+        async with asyncio.timeout(CONNECT_S):
+            for number in range(connections):
+                make = partial(Connection, self, number * 7)
+                _, each = await loop.create_connection(make, *self._address)
+                opened.append(each)
+        began_s = time.perf_counter()
+        self.end_s = began_s + seconds
+        self._running, self._done = len(opened), asyncio.Event()
+        for each in opened:
+            each.send()
+        await self._done.wait()
+        took_s = time.perf_counter() - began_s
+        for each in opened:
+            each.close()
+        times = np.array(self._latencies_s) * 1e3
+        return {
+            "requests": len(times),
+            "seconds": took_s,
+            "requests_per_s": len(times) / took_s,
+            "p50_ms": float(np.percentile(times, 50)),
+            "p99_ms": float(np.percentile(times, 99)),
+            "statuses": self._statuses,
+            "lost": self.lost,
+        }
+
+    def answered(self, number: int, status: int, took_s: float, body: bytes) -> None:
+        """Notes an answer."""
+        self._latencies_s.append(took_s)
+        self._statuses[status] = self._statuses.get(status, 0) + 1
+        self.bodies[number] = body
+
+    def leave(self) -> None:
+        """A connection has sent its last request."""
+        self._running -= 1
+        if not self._running and self._done is not None:
+            self._done.set()
+
+
+def request_of(path: str, host: str, texts: Sequence[str], encoding: str) -> bytes:
+    """The bytes of a request."""
+    body = json.dumps({"model": "embed", "input": list(texts), "encoding_format": encoding})
+    content = body.encode()
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    return head.encode() + content
+
+
+def wrong(bodies: Mapping[int, bytes], right: Any, per_request: int) -> int:
+    """How many of the texts have another vector than the right one."""
+    count = 0
+    for number, body in bodies.items():
+        try:
+            data = json.loads(body)["data"]
+        except (ValueError, KeyError):
+            count += per_request
+            continue
+        for place, each in enumerate(data):
+            vector = _vector(each["embedding"])
+            expected = right[(number * per_request + place) % len(right)]
+            cosine = vector @ expected / np.linalg.norm(vector) / np.linalg.norm(expected)
+            count += not cosine > ALIKE
+        count += per_request - len(data)
+    return count
+
+
+def _vector(given: Any) -> Any:
+    if isinstance(given, str):
+        return np.frombuffer(base64.b64decode(given), dtype="<f4")
+    return np.array(given, dtype=np.float32)
+
+
+def requests_of(asked: Mapping[str, Any], texts: Sequence[str]) -> list[bytes]:
+    """Requests of a run: all texts in order, so many in each."""
+    size = asked["per_request"]
+    doubled = [*texts, *texts]
+    return [
+        request_of(asked["path"], asked["host"], doubled[start : start + size], asked["encoding"])
+        for start in range(0, len(texts), size)
+    ]
+
+
+def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes one run."""
+    texts = json.loads(Path(asked["texts"]).read_text(encoding="utf-8"))
+    right = np.load(asked["vectors"])
+    watched = {name: psutil.Process(pid) for name, pid in asked["pids"].items()}
+    before = {name: sum(each.cpu_times()[:2]) for name, each in watched.items()}
+    load = Load(asked["host"], asked["port"], requests_of(asked, texts))
+    figures: dict[str, Any] = uvloop.run(load.run(asked["connections"], asked["seconds"]))
+    used = {name: sum(each.cpu_times()[:2]) - before[name] for name, each in watched.items()}
+    figures["wrong"] = wrong(load.bodies, right, asked["per_request"])
+    figures["cpu_us_per_request"] = {
+        name: seconds / max(1, figures["requests"]) * 1e6 for name, seconds in used.items()
+    }
+    return figures
+
+
+def main() -> None:
+    """Answers requests until the input ends."""
+    for line in sys.stdin:
+        print(json.dumps(answer(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Token classification: agreement with transformers, offsets, keywords, bad items, other models."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast, pipeline
+
+from batchery.errors import InvalidItem, ModelLoadError
+from batchery.results import TokenClassification
+from batchery_worker.models.entities import Word, find_entities
+from batchery_worker.models.verification import verify
+from support.tiny_models import CORPUS, Build, Copy, Load, run
+
+#: Greatest difference of any score in fp32: the sums run in another order.
+TOLERANCE = 5e-6
+
+KIND = "token_classification"
+HEAD = "TokenClassification"
+TAGS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+AGGREGATIONS = ["none", "simple", "first", "average", "max"]
+ITEMS = [
+    "the cat",
+    " ".join(CORPUS),
+    "rain",
+    "Zürich's  old harbour, 🙂 and naïve dogs barking: greenest hillside!",
+    "  ships [SEP] carrying saltier tea ",
+]
+WORDS = [*" ".join(CORPUS).split(), "🙂", "harbours", "catlike", "é"]
+
+texts = st.lists(st.sampled_from(WORDS), min_size=1, max_size=30).map(" ".join)
+
+
+def use_subwords(folder: Path) -> Path:
+    """Gives a model a tokenizer that splits words, as BERT's does, with as many tokens."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    specials = ["[CLS]", "[PAD]", "[UNK]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=74, special_tokens=specials, show_progress=False)
+    tokenizer.train_from_iterator([*CORPUS, "zürich naïve"], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 3)]
+    )
+    named = dict(zip(("cls_token", "pad_token", "unk_token", "sep_token"), specials, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)  # type: ignore[no-untyped-call]
+    return folder
+
+
+@pytest.fixture
+def split(build: Build, copied: Copy) -> Path:
+    """A model whose tokenizer splits words."""
+    options = {"vocab_size": 80, "max_position_embeddings": 200}
+    return use_subwords(copied(build("bert", labels=TAGS, head=HEAD, **options)))
+
+
+def direct(folder: Path, text: str, aggregation: str) -> list[dict[str, Any]]:
+    """What transformers' own pipeline gives."""
+    find = pipeline("token-classification", model=str(folder), device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it guesses where words begin
+        found: Any = find(text, aggregation_strategy=aggregation)
+    return [
+        {
+            "label": each["entity" if aggregation == "none" else "entity_group"],
+            "score": pytest.approx(float(each["score"]), abs=TOLERANCE),
+            "text": text[each["start"] : each["end"]],
+            "start": each["start"],
+            "end": each["end"],
+        }
+        for each in found
+    ]
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "modernbert", "deberta"])
+def test_entities_are_those_of_the_pipeline(
+    architecture: str, aggregation: str, build: Build, load: Load
+) -> None:
+    folder = build(architecture, labels=TAGS, head=HEAD)
+    results = run(load(KIND, folder), ITEMS, aggregation=aggregation)
+    found = [result["entities"] for result in results]
+    assert found == [direct(folder, item, aggregation) for item in ITEMS]
+    assert any(len(entities) > 3 for entities in found)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_entities_of_split_words_are_those_of_the_pipeline(
+    aggregation: str, split: Path, load: Load
+) -> None:
+    model = load(KIND, split)
+    assert model.tokenizer.tokenize("catlike")[1].startswith("##")
+    for item, result in zip(ITEMS, run(model, ITEMS, aggregation=aggregation), strict=True):
+        assert result["entities"] == direct(split, item, aggregation), item
+
+
+def test_offsets_are_characters_of_the_text_that_was_sent(split: Path, load: Load) -> None:
+    for item, result in zip(ITEMS, run(load(KIND, split), ITEMS, aggregation="none"), strict=True):
+        for entity in result["entities"]:
+            assert item[entity["start"] : entity["end"]] == entity["text"]
+            assert entity["text"].strip()
+
+
+@pytest.fixture(scope="module")
+def packed_and_padded(build: Build, load: Load) -> list[Any]:
+    """One model, loaded for both forward passes."""
+    folder = build("bert", labels=TAGS, head=HEAD)
+    return [load(KIND, folder, forward=each) for each in ("packed", "padded")]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(items=st.lists(texts, min_size=1, max_size=9))
+def test_a_batch_gives_each_text_the_entities_that_it_has_alone(
+    items: list[str], packed_and_padded: list[Any]
+) -> None:
+    for model in packed_and_padded:
+        for item, result in zip(items, run(model, items), strict=True):
+            assert rounded(result) == rounded(run(model, [item])[0])
+
+
+def rounded(result: dict[str, Any]) -> list[Any]:
+    return [
+        {**entity, "score": pytest.approx(entity["score"], abs=TOLERANCE)}
+        for entity in result["entities"]
+    ]
+
+
+def test_packed_entities_are_the_padded_ones(packed_and_padded: list[Any]) -> None:
+    assert [model.pads for model in packed_and_padded] == [False, True]
+    one, other = (run(model, ITEMS, aggregation="none") for model in packed_and_padded)
+    assert [*map(rounded, one)] == [each["entities"] for each in other]
+
+
+def test_a_result_is_a_token_classification(split: Path, load: Load) -> None:
+    (result,) = run(load(KIND, split, max_length=8), [CORPUS[0]])
+    parsed = TokenClassification.model_validate(result)
+    assert parsed.model_dump(exclude_unset=True) == result
+    assert (parsed.tokens, parsed.truncated) == (8, True)
+    assert parsed.entities[-1].end < len(CORPUS[0])
+
+
+def test_a_text_may_lose_its_beginning(split: Path, load: Load) -> None:
+    model = load(KIND, split, max_length=5)
+    (cut,) = run(model, [CORPUS[0]], truncation_direction="left", aggregation="none")
+    (alone,) = run(model, ["at the dog"], aggregation="none")
+    shift = CORPUS[0].index("at the dog")
+    assert [each["text"] for each in cut["entities"]] == [
+        each["text"] for each in alone["entities"]
+    ]
+    assert all(each["start"] >= shift for each in cut["entities"])
+    (refused,) = run(model, [CORPUS[0]], truncate=False)
+    assert "are more than max_length = 5 tokens" in str(refused.exception)
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ("", "text: is empty"),
+        ([4, 5], "text: must be a string, not list"),
+        ({"text": "a"}, "text: must be a string, not dict"),
+    ],
+)
+def test_a_bad_item_fails_alone(item: Any, message: str, build: Build, load: Load) -> None:
+    model = load(KIND, build("bert", labels=TAGS, head=HEAD))
+    before, bad, after = run(model, ["the cat", item, "the dog"])
+    assert isinstance(bad.exception, InvalidItem)
+    assert str(bad.exception) == message
+    assert (before["tokens"], after["tokens"]) == (4, 4)
+    (refused,) = run(model, ["the cat"], aggregation="last")
+    assert str(refused.exception).startswith("keyword aggregation = 'last': Input should be 'none'")
+
+
+def test_a_number_that_is_none_fails_its_text_alone(build: Build, load: Load) -> None:
+    model = load(KIND, build("bert", labels=TAGS, head=HEAD))
+    outputs = model.forward(model.preprocess(["the cat", "rain", "the dog"]))
+    values = outputs.pending.wait().clone()
+    values[5, 3] = float("nan")
+    outputs.pending.wait = lambda: values
+    before, bad, after = model.postprocess(outputs)
+    assert "not finite" in str(bad.exception)
+    assert (before["tokens"], after["tokens"]) == (4, 4)
+
+
+def test_a_model_without_a_head_is_refused_in_a_line(build: Build, load: Load) -> None:
+    with pytest.raises(ModelLoadError, match="has no trained token classification head") as caught:
+        load(KIND, build("bert"))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "modernbert"])
+def test_verify_takes_token_classification(architecture: str, build: Build, load: Load) -> None:
+    model = load(KIND, build(architecture, labels=TAGS, head=HEAD))
+    report = verify(model.settings, "cpu")
+    assert report.passed
+    assert [each.cosine is not None for each in report.comparisons] == [True, True]
+
+
+def word(start: int, end: int, label: str, score: float, continues: bool = False) -> Word:
+    scores = np.full(len(TAGS), (1 - score) / len(TAGS), dtype=np.float32)
+    scores[TAGS.index(label)] = score
+    return Word(start, end, scores, continues)
+
+
+def test_tags_are_joined_up_to_the_next_beginning() -> None:
+    tokens = [
+        word(0, 3, "B-PER", 0.9),
+        word(4, 8, "I-PER", 0.7),
+        word(9, 12, "B-PER", 0.8),
+        word(13, 16, "O", 0.9),
+        word(17, 20, "I-LOC", 0.6),
+        word(21, 24, "I-PER", 0.6),
+    ]
+    found = find_entities(tokens, TAGS, "simple")
+    assert [(each.label, each.start, each.end) for each in found] == [
+        ("PER", 0, 8),
+        ("PER", 9, 12),
+        ("LOC", 17, 20),
+        ("PER", 21, 24),
+    ]
+    assert found[0].score == pytest.approx(0.8)
+    assert find_entities(tokens, TAGS, "none")[0].label == "B-PER"
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("first", ("LOC", 0.5)), ("max", ("PER", 0.9)), ("average", ("PER", 0.46))],
+)
+def test_a_word_has_one_label(aggregation: str, expected: tuple[str, float]) -> None:
+    tokens = [word(0, 3, "B-LOC", 0.5), word(3, 5, "B-PER", 0.9, continues=True)]
+    (found,) = find_entities(tokens, TAGS, aggregation)
+    assert (found.label, found.start, found.end) == (expected[0], 0, 5)
+    assert found.score == pytest.approx(expected[1], abs=0.05)

@@ -1,0 +1,123 @@
+"""The projection of token vectors that late interaction models were trained with, from files."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from batchery.errors import ModelLoadError
+from batchery_worker.models.loading.source import ModelSource
+
+#: Functions behind a layer, by the last part of the name in its config.
+ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
+    "Identity": nn.Identity,
+    "GELU": nn.GELU,
+    "ReLU": nn.ReLU,
+    "SiLU": nn.SiLU,
+    "Sigmoid": nn.Sigmoid,
+    "Tanh": nn.Tanh,
+}
+
+#: Modules of sentence-transformers and PyLate that need no layer here. Normalizing is a keyword,
+#: and which tokens count is decided where vectors are compared.
+OTHER_MODULES = {"Transformer", "Normalize", "MultiVectorMask"}
+
+#: The weights of ColBERT's own checkpoints, beside those of the transformer.
+COLBERT_WEIGHT = "linear.weight"
+
+
+class Projection(nn.Module):
+    """One layer: a linear map, a function behind it, and sometimes a way around both."""
+
+    def __init__(self, weights: Mapping[str, Tensor], activation: str, *, around: bool) -> None:
+        """Takes the weights as they are, in float32.
+
+        Args:
+            weights: `linear.weight`, (D, H); perhaps `linear.bias` and `residual.weight`.
+            activation: A key of `ACTIVATIONS`.
+            around: Whether the input is added to the output, by `residual.weight` if it is there.
+        """
+        super().__init__()
+        self.linear = _linear(weights["linear.weight"], weights.get("linear.bias"))
+        self.activation = ACTIVATIONS[activation]()
+        residual = weights.get("residual.weight")
+        self.residual = nn.Identity() if residual is None else _linear(residual)
+        self._around = around
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Projects vectors, (T, D) from (T, H)."""
+        projected: Tensor = self.activation(self.linear(vectors))
+        return projected + self.residual(vectors) if self._around else projected
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = nn.Parameter(weight.float())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.float())
+    return layer
+
+
+def read_projection(source: ModelSource, width: int) -> nn.Sequential:
+    """Reads the projection of a model; it has no layers where the model has none.
+
+    Args:
+        source: The model.
+        width: Length of the token vectors.
+
+    Raises:
+        ModelLoadError: Files are missing, do not fit the model, or ask for something that is not
+            built in.
+    """
+    modules: Sequence[Mapping[str, Any]] | None = source.json("modules.json")
+    if modules is None:
+        layers = _colbert(source)
+    else:
+        kinds = [(module["type"].rpartition(".")[2], module["path"]) for module in modules]
+        # What is behind a pooling works on one vector per text.
+        kinds = [*takewhile(lambda each: each[0] != "Pooling", kinds)]
+        unknown = sorted({kind for kind, _ in kinds} - OTHER_MODULES - {"Dense"})
+        if unknown:
+            raise _error(source, f"modules.json asks for {', '.join(unknown)}, not built in")
+        layers = [_dense(source, path) for kind, path in kinds if kind == "Dense"]
+    for layer in layers:
+        if layer.linear.in_features != width:
+            taken = layer.linear.in_features
+            raise _error(
+                source, f"its projection takes {taken} numbers, and its vectors have {width}"
+            )
+        width = layer.linear.out_features
+    return nn.Sequential(*layers)
+
+
+def _dense(source: ModelSource, path: str) -> Projection:
+    config = source.json(f"{path}/config.json") or {}
+    activation = str(config.get("activation_function") or "Identity").rpartition(".")[2]
+    if activation not in ACTIVATIONS:
+        raise _error(source, f"{path}/config.json asks for {activation}, which is not built in")
+    weights = _weights(source, f"{path}/model.safetensors")
+    if "linear.weight" not in weights:
+        raise _error(source, f"{path} has no linear.weight in model.safetensors")
+    return Projection(weights, activation, around=bool(config.get("use_residual")))
+
+
+def _colbert(source: ModelSource) -> list[Projection]:
+    index = source.json("model.safetensors.index.json") or {}
+    name = index.get("weight_map", {}).get(COLBERT_WEIGHT, "model.safetensors")
+    weights = _weights(source, name)
+    if COLBERT_WEIGHT not in weights:
+        return []
+    return [Projection({COLBERT_WEIGHT: weights[COLBERT_WEIGHT]}, "Identity", around=False)]
+
+
+def _weights(source: ModelSource, name: str) -> Mapping[str, Tensor]:
+    path: Path | None = source.path(name)
+    weights: Mapping[str, Tensor] = {} if path is None else load_file(path)
+    return weights
+
+
+def _error(source: ModelSource, what: str) -> ModelLoadError:
+    return ModelLoadError(f"model {source.name!r}: {what}; choose another model")

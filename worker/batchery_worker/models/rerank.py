@@ -1,0 +1,79 @@
+"""Reranking: how well each text fits a query."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification
+
+from batchery.errors import ModelLoadError
+from batchery_worker.models.forward import Forward
+from batchery_worker.models.items import check_fields
+from batchery_worker.models.keywords import RerankKeywords, read_keywords
+from batchery_worker.models.loading.source import ModelSource
+from batchery_worker.models.loading.tokenizer import Input, Prepared
+from batchery_worker.models.text_model import Outputs, TextModel, check_head
+
+#: The query of items that are made of a text alone.
+SAMPLE_QUERY = "what is it about"
+
+
+class RerankModel(TextModel):
+    """Scores texts for a query, with any cross-encoder: a classification model of one label.
+
+    An item is `{"query": ..., "text": ...}`. Of a pair that is too long, the longer one is cut.
+    Keywords of a job: see `RerankKeywords`. A result has the shape of `batchery.Score`.
+    """
+
+    auto_class = AutoModelForSequenceClassification
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        labels = self.model.config.num_labels
+        if labels != 1:
+            raise ModelLoadError(
+                f"model {source.name!r}: has {labels} labels, and a reranker has one;"
+                " kind = 'classification' takes pairs of texts, too"
+            )
+        check_head(source, missing, "classification head", "reranking")
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        shape = outputs.pending.wait().shape[1:]
+        if shape != (1,):
+            raise ModelLoadError(
+                f"model {source.name!r}: gives {tuple(shape)} scores; it is not a reranker"
+            )
+
+    def _wanted(self, keywords: Mapping[str, Any]) -> RerankKeywords:
+        return read_keywords(RerankKeywords, keywords)
+
+    def sample_item(self, text: str) -> dict[str, str]:
+        """An item that has this text, to check, warm up or measure the model with."""
+        return {"query": SAMPLE_QUERY, "text": text}
+
+    def _input(self, item: Any, prompt: str) -> Input:  # noqa: ARG002 (there are no prompts)
+        query, text = check_fields(item, ("query", "text"), self.settings.max_chars)
+        return query, text
+
+    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
+        """Runs the model; values are scores, (B, 1) float32, in batch order."""
+        raw = self._wanted(keywords).raw_scores
+
+        def compute() -> Tensor:
+            logits = self._values(self._pass, batch)
+            return logits if raw else logits.sigmoid()
+
+        return self._outputs(compute, batch)
+
+    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
+        return forward.logits(batch)
+
+    def _results(
+        self,
+        values: Tensor,
+        outputs: Outputs,
+        keywords: Mapping[str, Any],  # noqa: ARG002 (`forward` has used them)
+    ) -> list[dict[str, Any]]:
+        return [
+            {**head, "score": score}
+            for head, score in zip(outputs.heads, values[:, 0].tolist(), strict=True)
+        ]

@@ -1,0 +1,87 @@
+"""Sparse embeddings: a weight for each token of the vocabulary that a text is about."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import orjson
+import torch
+from torch import Tensor
+from transformers import AutoModelForMaskedLM
+
+from batchery.errors import ModelLoadError
+from batchery_worker.ipc.values import Encoded
+from batchery_worker.models.embedding import NUMPY, number_lists
+from batchery_worker.models.forward import Forward
+from batchery_worker.models.keywords import SparseEmbeddingKeywords, read_keywords
+from batchery_worker.models.loading.pooling_config import read_prompts
+from batchery_worker.models.loading.source import ModelSource
+from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.prompted_model import PromptedModel
+from batchery_worker.models.text_model import Outputs, check_head
+
+
+class SparseEmbeddingModel(PromptedModel):
+    """Turns texts into sparse vectors, with SPLADE and its like: masked language models.
+
+    The weight of a token of the vocabulary is log(1 + x), for the largest x above 0 that the model
+    gives it at any token of the text. The text's special tokens count, as in SPLADE.
+
+    An item is a text, or a list of token ids. Keywords of a job: see `SparseEmbeddingKeywords`. A
+    result has the shape of `batchery.SparseEmbedding`.
+    """
+
+    auto_class = AutoModelForMaskedLM
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        check_head(source, missing, "masked language model", "sparse embeddings")
+        self._take_prompts(source, *read_prompts(source))
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        shape = outputs.pending.wait().shape[1:]
+        if len(shape) != 1:
+            raise ModelLoadError(
+                f"model {source.name!r}: gives {tuple(shape)} numbers; it is no masked language"
+                " model"
+            )
+
+    def _wanted(self, keywords: Mapping[str, Any]) -> SparseEmbeddingKeywords:
+        wanted = read_keywords(SparseEmbeddingKeywords, keywords)
+        self._check_prompt(wanted)
+        return wanted
+
+    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
+        """Runs the model; values are weights, (B, C) float32, for C tokens of the vocabulary."""
+        top_k = self._wanted(keywords).top_k
+
+        def compute() -> Tensor:
+            weights = self._values(self._pass, batch)
+            if top_k is None or top_k >= weights.shape[1]:
+                return weights
+            largest, places = weights.topk(top_k, dim=1, sorted=False)
+            return torch.zeros_like(weights).scatter_(1, places, largest)
+
+        return self._outputs(compute, batch)
+
+    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
+        # It grows with the logit, so that of the largest is the largest.
+        return forward.max_logits(batch).relu().log1p()
+
+    def _results(
+        self,
+        values: Tensor,
+        outputs: Outputs,
+        keywords: Mapping[str, Any],  # noqa: ARG002 (`forward` has used them)
+    ) -> list[dict[str, Any]] | list[Encoded]:
+        rows = values.numpy()
+        indices = [np.flatnonzero(row) for row in rows]
+        numbers = [row[places] for row, places in zip(rows, indices, strict=True)]
+        if self._gives_json:
+            return [
+                Encoded(orjson.dumps({**head, "indices": places, "values": row}, option=NUMPY))
+                for head, places, row in zip(outputs.heads, indices, numbers, strict=True)
+            ]
+        return [
+            {**head, "indices": places.tolist(), "values": row}
+            for head, places, row in zip(outputs.heads, indices, number_lists(numbers), strict=True)
+        ]

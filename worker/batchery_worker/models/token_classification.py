@@ -1,0 +1,112 @@
+"""Token classification: the names, places and other entities in a text."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoModelForTokenClassification
+
+from batchery.errors import ModelLoadError
+from batchery.outcomes import Failed
+from batchery_worker.models.entities import Word, entity_fields, find_entities
+from batchery_worker.models.forward import Forward
+from batchery_worker.models.items import check_text
+from batchery_worker.models.keywords import TokenClassificationKeywords, read_keywords
+from batchery_worker.models.loading.source import ModelSource
+from batchery_worker.models.loading.tokenizer import Located, Prepared
+from batchery_worker.models.text_model import Outputs, TextModel, check_head
+
+
+class TokenClassificationModel(TextModel):
+    """Finds entities in texts, with any token classification model of transformers.
+
+    An item is a text; token ids have no places in a text. Keywords of a job: see
+    `TokenClassificationKeywords`. A result has the shape of `batchery.TokenClassification`.
+    """
+
+    auto_class = AutoModelForTokenClassification
+
+    per_token = True
+
+    def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
+        check_head(source, missing, "token classification head", "token classification")
+        if not self.tokenizer.is_fast:
+            raise ModelLoadError(
+                f"model {source.name!r}: its tokenizer does not say where tokens stand in a text;"
+                " it needs a tokenizer.json"
+            )
+        config = self.model.config
+        self.labels = [str(config.id2label[index]) for index in range(config.num_labels)]
+        # Only tokenizers that mark later parts of a word know where words begin.
+        model = self.tokenizer.backend_tokenizer.model
+        self._mark = getattr(model, "continuing_subword_prefix", None) or ""
+
+    def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
+        shape = tuple(outputs.pending.wait().shape)
+        wanted = (outputs.heads[0]["tokens"], len(self.labels))
+        if shape != wanted:
+            raise ModelLoadError(
+                f"model {source.name!r}: gives scores of shape {shape}, not {wanted}; it is not a"
+                " token classification model"
+            )
+
+    def _wanted(self, keywords: Mapping[str, Any]) -> TokenClassificationKeywords:
+        return read_keywords(TokenClassificationKeywords, keywords)
+
+    def _input(self, item: Any, prompt: str) -> str:  # noqa: ARG002 (there are no prompts)
+        return check_text("text", item, self.settings.max_chars)
+
+    def _tokenized(self, items: Sequence[Any], wanted: Any) -> list[Any]:
+        inputs = self._inputs(items, "")
+        texts = [each for each in inputs if isinstance(each, str)]
+        located = iter(self._tokenize.located(texts, self._cut(wanted)))
+        return [each if isinstance(each, Failed) else next(located) for each in inputs]
+
+    def tokens(self, prepared: Located) -> int:
+        """Length of a tokenized text in tokens, special ones included."""
+        return super().tokens(prepared.tokens)
+
+    def _head(self, prepared: Located) -> dict[str, Any]:
+        return super()._head(prepared.tokens)
+
+    def forward(self, batch: Sequence[Located], **_: Any) -> Outputs:
+        """Runs the model; values are probabilities, (T, C) float32, in batch order."""
+        tokens = [located.tokens for located in batch]
+        return self._outputs(lambda: self._values(self._pass, tokens).softmax(dim=-1), batch)
+
+    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
+        return forward.token_logits(batch)
+
+    def _results(
+        self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        aggregation = self._wanted(keywords).aggregation
+        lengths = [head["tokens"] for head in outputs.heads]
+        results = []
+        for head, located, scores in zip(
+            outputs.heads, outputs.batch, self.by_text(values, lengths), strict=True
+        ):
+            found = find_entities(self._words(located, scores), self.labels, aggregation)
+            fields = [entity_fields(entity, located.text) for entity in found]
+            results.append({**head, "entities": fields})
+        return results
+
+    def _words(self, located: Located, scores: Tensor) -> list[Word]:
+        """The tokens of a text, without special ones."""
+        names = self.tokenizer.convert_ids_to_tokens(located.tokens[0].tolist())
+        return [
+            Word(start, end, row, self._continues(name, start, located.text))
+            for name, (start, end), is_special, row in zip(
+                names, located.offsets, located.is_special, scores.numpy(), strict=True
+            )
+            if not is_special
+        ]
+
+    def _continues(self, name: str, start: int, text: str) -> bool:
+        """Whether a token is a later part of a word."""
+        if name == self.tokenizer.unk_token:
+            return False
+        if self._mark:
+            return name.startswith(self._mark)
+        # Where tokens bear no mark, a word begins behind white space, or with it.
+        return start > 0 and not any(map(str.isspace, text[start - 1 : start + 1]))
