@@ -64,7 +64,13 @@ return [...document.querySelectorAll("body *")]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("mood")
     save_model(folder, "bert", labels=("bad", BOLD))
-    return {**EMBED, "mood": {"kind": "classification", "model": str(folder)}}
+    pairs = tmp_path_factory.mktemp("fits")
+    save_model(pairs, "bert", labels=("fits",))
+    return {
+        **EMBED,
+        "mood": {"kind": "classification", "model": str(folder)},
+        "fits": {"kind": "rerank", "model": str(pairs)},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +156,7 @@ def test_figures_change_while_jobs_run(
         (device,) = page.rows("devices")
         assert device.startswith(f"cpu {model_worker.name}, ready ")
         assert device.endswith(" MiB main memory")
-        assert [row.split()[0] for row in page.rows("queues")] == ["celery", "embed", "mood"]
+        assert [row.split()[0] for row in page.rows("queues")] == ["celery", "embed", "fits", "mood"]
         assert "tokens/s" in page.text("rates")
     wait_for(lambda: page.number("items_per_s") == 0 == page.number("waiting"), "quiet", 60)
     # What it shows is what the worker says.
@@ -222,6 +228,19 @@ def test_classification_shows_labels_and_html_is_text(page: Browser) -> None:
     error = wait_for(lambda: page.find_elements(By.CSS_SELECTOR, "#answer .error"), "the error")
     assert "text" in error[0].text
     assert page.find_elements(By.CSS_SELECTOR, "img") == []
+
+
+def test_reranking_takes_a_query_beside_the_text(page: Browser) -> None:
+    assert not page.find_element(By.ID, "more").is_displayed()
+    page.find_element(By.ID, "model").send_keys("fits")
+    assert page.text("more_label") == "Query"
+    page.type("more", "what sat on the mat")
+    page.type("item", "the cat sat on the mat")
+    page.click("run")
+    facts, name, score = answer(page).splitlines()
+    assert " tokens, " in facts
+    assert name == "score"
+    assert 0 <= float(score) <= 1
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -6,6 +6,13 @@ const OLD_S = 5; // Older figures are said to be old.
 const FIRST_NUMBERS = 8; // Of a vector.
 const KEY = "batchery-key";
 const NONE = "–";
+const MAX_CHARS = 4000; // Of a result that is shown as JSON.
+
+// Kinds of models that take more than a text.
+const MORE = {
+  rerank: { name: "Query", example: "What was delicious?" },
+  zero_shot: { name: "Labels, with commas between them", example: "food, travel, weather" },
+};
 
 const history = [];
 let models = "";
@@ -235,8 +242,21 @@ function showModels(found) {
     return option;
   });
   id("model").replaceChildren(...options);
+  showMore();
   id("run").disabled = !found.length;
   if (!found.length) id("answer").replaceChildren(make("p", "The settings name no model.", "muted"));
+}
+
+id("model").addEventListener("change", showMore);
+
+const kindOf = (model) => model?.dataset.kind ?? "";
+
+function showMore() {
+  const more = MORE[kindOf(id("model").selectedOptions[0])];
+  id("more_label").hidden = !more;
+  id("more").required = Boolean(more);
+  id("more_name").textContent = more?.name ?? "";
+  id("more").value = more?.example ?? "";
 }
 
 id("try").addEventListener("submit", async (event) => {
@@ -250,8 +270,7 @@ id("try").addEventListener("submit", async (event) => {
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify({
         model: chosen.value,
-        item: itemOf(id("item").value),
-        keywords: chosen.dataset.kind === "classification" ? { top_k: 5 } : {},
+        ...wish(kindOf(chosen), id("item").value, id("more").value),
       }),
     });
     id("answer").replaceChildren(...answerParts(answer));
@@ -261,7 +280,18 @@ id("try").addEventListener("submit", async (event) => {
   id("run").disabled = false;
 });
 
-// JSON's lists and objects are items of models that take more than a text.
+// The item, and the keywords of the model's task.
+function wish(kind, text, more) {
+  const item = itemOf(text);
+  if (kind === "rerank" && item === text) return { item: { query: more, text } };
+  if (kind === "zero_shot") {
+    const labels = more.split(",").map((each) => each.trim());
+    return { item, keywords: { labels: labels.filter(Boolean) } };
+  }
+  return { item, keywords: kind === "classification" ? { top_k: 5 } : {} };
+}
+
+// JSON's lists and objects are items that are no text: pairs of texts, or token ids.
 function itemOf(text) {
   if (!/^\s*[[{]/.test(text)) return text;
   try {
@@ -280,10 +310,23 @@ function answerParts({ kind, result, duration_ms }) {
     const first = result.vector.slice(0, FIRST_NUMBERS).map((each) => each.toFixed(4));
     return [make("p", facts.join(", "), "muted"), make("pre", `${first.join("  ")}  …`)];
   }
-  if (kind === "classification" && result?.scores) {
-    return [make("p", facts.join(", "), "muted"), ...Object.entries(result.scores).map(scoreRow)];
+  const scores = scoresOf(kind, result);
+  if (scores) {
+    return [make("p", facts.join(", "), "muted"), ...scores.map(scoreRow)];
   }
-  return [make("p", facts.join(", "), "muted"), make("pre", JSON.stringify(result, null, 2))];
+  const text = JSON.stringify(result, null, 2);
+  const shown = text.length > MAX_CHARS ? `${text.slice(0, MAX_CHARS)} …` : text;
+  return [make("p", facts.join(", "), "muted"), make("pre", shown)];
+}
+
+// Names and scores that are shown as bars; null for another kind of result.
+function scoresOf(kind, result) {
+  if (result?.scores) return Object.entries(result.scores);
+  if (kind === "rerank" && typeof result?.score === "number") return [["score", result.score]];
+  if (kind === "token_classification" && result?.entities?.length) {
+    return result.entities.map((each) => [`${each.text} (${each.label})`, each.score]);
+  }
+  return null;
 }
 
 function scoreRow([label, score]) {
