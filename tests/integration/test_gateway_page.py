@@ -156,7 +156,12 @@ def test_figures_change_while_jobs_run(
         (device,) = page.rows("devices")
         assert device.startswith(f"cpu {model_worker.name}, ready ")
         assert device.endswith(" MiB main memory")
-        assert [row.split()[0] for row in page.rows("queues")] == ["celery", "embed", "fits", "mood"]
+        assert [row.split()[0] for row in page.rows("queues")] == [
+            "celery",
+            "embed",
+            "fits",
+            "mood",
+        ]
         assert "tokens/s" in page.text("rates")
     wait_for(lambda: page.number("items_per_s") == 0 == page.number("waiting"), "quiet", 60)
     # What it shows is what the worker says.
