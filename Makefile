@@ -23,7 +23,7 @@ PROCESSES ?= 3
 REDIS_SERVER ?=
 
 # What `make bench` measures, as docs/benchmarks.md lists it: queue, engine, engine.requests,
-# inprocess, load, bulk or chaos. `make bench BENCH=engine ARGS=--help` lists the options.
+# inprocess, http, load, bulk or chaos. `make bench BENCH=engine ARGS=--help` lists the options.
 BENCH ?= queue
 
 # Versions of transformers for `make matrix`: the oldest one that packs all models, and one between.

@@ -95,7 +95,11 @@ class GatewaySettings(BaseModel):
         Field(description="Tasks that `POST /tasks/NAME` may call; `*` at an end is any."),
     ] = []
     webhook_hosts: Annotated[
-        list[str], Field(description="Hosts that a result may be posted to; none by default.")
+        list[str],
+        Field(
+            description="Hosts to which results may be posted: names, and addresses or networks."
+            " A name that leads to a private address needs that address, too."
+        ),
     ] = []
     files: Annotated[
         str, Field(min_length=1, description="Where OpenAI's files are kept: folder or fsspec URL.")

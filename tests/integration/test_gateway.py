@@ -105,7 +105,7 @@ def test_openai_client_lists_models(openai_client: openai.OpenAI) -> None:
             "no such model of kind embedding; there are: embed",
         ),
         ({"input": [], "model": "embed"}, 400, "input"),
-        ({"input": ["a", ""], "model": "embed"}, 400, "item 1: text: is empty"),
+        ({"input": ["a", ""], "model": "embed"}, 400, "item 1 of input: is empty"),
         ({"input": "a", "model": "embed", "dimensions": 1000}, 400, "vectors have 384"),
         ({"input": {"a": 1}, "model": "embed"}, 400, "input"),
         ({"input": [1.5], "model": "embed"}, 400, "input"),

@@ -62,6 +62,7 @@ def take(browser: Browser, gateway: GatewayProcess) -> None:
     browser.get(gateway.url)
     time.sleep(RUN_S)
     browser.click("run")
+    wait_for(lambda: browser.number("items_per_s") > 25, "the load is high", 60)
     wait_for(lambda: " numbers, " in browser.text("answer"), "an answer", 60)
     browser.execute_cdp_cmd("Emulation.setScrollbarsHidden", {"hidden": True})
     whole = (DESK[0], browser.execute_script("return document.documentElement.scrollHeight"))

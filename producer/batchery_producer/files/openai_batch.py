@@ -27,7 +27,7 @@ CLIENT_ERRORS = ("InvalidItem", "BatchArgumentError", "ValueError", "TypeError")
 EXPIRED = "TaskRevokedError"
 
 #: Message for an invalid input.
-INPUT = f"body: input must be a text, or a list of 1 to {MAX_ITEMS:,} texts"
+INPUT = f"body: input must be a text or token ids, or a list of 1 to {MAX_ITEMS:,} of them"
 
 #: How a request wants its vectors: fields of its body.
 FORM = ("encoding_format", "dimensions")
@@ -73,8 +73,8 @@ class RequestPicker(Picker):
         reason = self.used(id_, line) or self._reject(row)
         if reason:
             return Broken(line, id_, reason, self.source)
-        texts = _texts_of(row["body"].get("input")) or []
-        item, item_count = (texts[0], 0) if len(texts) == 1 else (texts, len(texts))
+        items = _items_of(row["body"].get("input"))
+        item, item_count = (items[0], 0) if len(items) == 1 else (items, len(items))
         wanted = {name: row["body"].get(name) for name in FORM}
         form = {name: value for name, value in wanted.items() if value not in (None, "float")}
         return Record(line, id_, item, self.source, item_count, form or None)
@@ -93,14 +93,22 @@ class RequestPicker(Picker):
             (encoding not in (None, "float", "base64"), "encoding_format: float or base64"),
             (not _is_dimensions(dimensions), "dimensions: a whole number from 1 on"),
             (found != model, f"model {found!r}, but the first request has model {model!r}"),
-            (not _texts_of(body.get("input")), INPUT),
+            (not _items_of(body.get("input")), INPUT),
         )
         return next((reason for holds, reason in clauses if holds), "")
 
 
-def _texts_of(given: Any) -> list[str] | None:
-    texts = given if isinstance(given, list) else [given]
-    return texts if len(texts) <= MAX_ITEMS and all(isinstance(t, str) for t in texts) else None
+def _items_of(given: Any) -> list[Any]:
+    """The items of an input, each a text or the ids of its tokens; none if it is something else."""
+    items = [given] if isinstance(given, str) or _are_ids(given) else given
+    if not isinstance(items, list) or len(items) > MAX_ITEMS:
+        return []
+    is_one_kind = all(isinstance(each, str) for each in items) or all(map(_are_ids, items))
+    return items if is_one_kind else []
+
+
+def _are_ids(given: Any) -> bool:
+    return isinstance(given, list) and bool(given) and all(type(i) is int and i >= 0 for i in given)
 
 
 def _is_dimensions(value: Any) -> bool:
@@ -152,11 +160,27 @@ def _numbers(vector: Any) -> Sequence[float] | None:
 class OpenAIFormat:
     """Converts results and failures to lines of OpenAI's output and error files."""
 
-    def __init__(self, journal: Journal, model: str, line_name: Callable[[int, int], str]) -> None:
-        """Prepares; `line_name` names a line of the input, given its source and its number."""
+    def __init__(
+        self,
+        journal: Journal,
+        model: str,
+        line_name: Callable[[int, int], str],
+        *,
+        unpack: Callable[[str], Any] | None = None,
+    ) -> None:
+        """Prepares.
+
+        Args:
+            journal: Knows the ids of the jobs.
+            model: Its name, for results.
+            line_name: Names a line of the input, given its source and its number.
+            unpack: Makes numbers of a vector in base64 where a request wants those; by default it
+                stays as it is.
+        """
         self._journal = journal
         self._model = model
         self._line_name = line_name
+        self._unpack = unpack
         self._numbers = {name: number for number, name in enumerate(journal.files)}
 
     def result(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -208,18 +232,19 @@ class OpenAIFormat:
         return {
             "object": "list",
             "data": [
-                {"object": "embedding", "index": index, "embedding": _encoded(vector, encoding)}
+                {"object": "embedding", "index": index, "embedding": self._as(encoding, vector)}
                 for index, vector in enumerate(vectors)
             ],
             "model": self._model,
             "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
         }
 
-
-def _encoded(vector: Sequence[float] | str, encoding: str) -> Any:
-    if isinstance(vector, str) or encoding == "float":
-        return vector
-    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+    def _as(self, encoding: str, vector: Sequence[float] | str) -> Any:
+        if isinstance(vector, str):
+            return self._unpack(vector) if self._unpack and encoding == "float" else vector
+        if encoding == "float":
+            return vector
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
 def _is_vector(value: Any) -> bool:

@@ -1,9 +1,7 @@
-"""The gateway's application: what it holds, and its routes."""
+"""The gateway's application: its routes, and what is put around them."""
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -17,23 +15,29 @@ from starlette.routing import Route
 
 from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
-from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
-from batchery_producer.gateway.health import Health, stop
-from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.measurements import Measured, Measurements
-from batchery_producer.gateway.monitor import Monitor
+from batchery_producer.gateway.openapi import describe_errors
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
 from batchery_producer.gateway.routes import (
+    cohere_rerank,
     metrics,
+    openai_batches,
     openai_embeddings,
+    openai_files,
     openai_models,
     page,
     probes,
+    process_batch,
     status,
+    tasks,
+    tei_embeddings,
+    tei_root,
+    tei_scores,
+    tei_tokens,
 )
-from batchery_producer.gateway.served_models import ServedModels
+from batchery_producer.gateway.running import running
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -44,56 +48,64 @@ FRAMEWORK_KINDS = {
     415: Kind.INVALID,
 }
 
-#: The routes of each API.
-ROUTES = (openai_embeddings, openai_models, probes, status, metrics, page)
+
+#: Modules of routes; those of more general paths come later.
+ROUTES = (
+    openai_embeddings,
+    openai_models,
+    openai_files,
+    openai_batches,
+    cohere_rerank,
+    tei_embeddings,
+    tei_scores,
+    tei_tokens,
+    tei_root,
+    process_batch,
+    tasks,
+    probes,
+    status,
+    metrics,
+    page,
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Gateway:
-    """What the routes share; `request.app.state.gateway`."""
+class Web(FastAPI):
+    """The application; its `/openapi.json` has the errors of each route, too."""
 
-    app: Celery
-    settings: Settings
-    models: ServedModels
-    inference: Inference
-    health: Health
-    monitor: Monitor
-    measurements: Measurements
+    def openapi(self) -> dict[str, Any]:
+        """The schema of all routes."""
+        if self.openapi_schema is None:
+            self.openapi_schema = describe_errors(super().openapi())
+        return self.openapi_schema
 
 
-def make_app(app: Celery, settings: Settings, metrics_folder: str | None = None) -> FastAPI:
+def make_app(
+    app: Celery,
+    settings: Settings,
+    load: Callable[[], Celery],
+    metrics_folder: str | None = None,
+) -> FastAPI:
     """Makes the application.
 
     Args:
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
+        load: Gives the app again, in another process; can be pickled.
         metrics_folder: Where several processes share what they count; None for one process.
 
     Raises:
         SettingsError: A key has a class that is not there.
+        DatasetError: There is no such place for files.
     """
     callers = Callers(settings)
-    models = ServedModels(settings.models)
     measurements = Measurements(metrics_folder)
 
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        health = Health(app)
-        monitor = Monitor(app, {model.queue for model in models})
-        async with AsyncClient(app) as client:
-            inference = Inference(client, settings.gateway.timeout_s, measurements)
-            web.state.gateway = Gateway(
-                app, settings, models, inference, health, monitor, measurements
-            )
-            await health.look()
-            watching = asyncio.create_task(health.watch())
-            try:
-                yield
-            finally:
-                await stop(watching)
-                await monitor.close()
+        async with running(app, settings, load, measurements) as web.state.gateway:
+            yield
 
-    web = FastAPI(
+    web = Web(
         title="Batchery",
         description="Batched inference on a Celery queue.",
         version=version("batchery"),

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from functools import lru_cache
 from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -196,6 +197,7 @@ class Body:
         )
 
 
+@lru_cache(64)
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine alone, by its name."""
     bare = host.strip("[]")

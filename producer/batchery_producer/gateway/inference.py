@@ -51,12 +51,7 @@ class Inference:
             Problem: That of the first item that failed, or why there are no results.
         """
         outcomes = await self.outcomes(request, model, items, keywords)
-        for outcome in outcomes:
-            if outcome.error is not None:
-                problem = problem_of(outcome.error)
-                if len(items) > 1:
-                    problem.message = f"item {outcome.index}: {problem.message}"
-                raise problem
+        check_all(outcomes)
         return [outcome.value for outcome in outcomes]
 
     async def outcomes(
@@ -65,6 +60,7 @@ class Inference:
         model: ServedModel,
         items: Sequence[Any],
         keywords: Mapping[str, Any] | None = None,
+        per_job: int = ITEMS_PER_JOB,
     ) -> list[Outcome]:
         """How each item ended, in order; if the caller hangs up, the jobs are revoked.
 
@@ -74,7 +70,7 @@ class Inference:
         task = self.task(request, model.name, model.queue)
         try:
             outcomes = await unless_gone(
-                request, task.outcomes(items, per_job=ITEMS_PER_JOB, keywords=keywords)
+                request, task.outcomes(items, per_job=per_job, keywords=keywords)
             )
         except Problem:
             raise
@@ -114,6 +110,20 @@ class Inference:
         return min(wanted, self._timeout_s)
 
 
+def check_all(outcomes: Sequence[Outcome]) -> None:
+    """Makes sure that all items of a request succeeded.
+
+    Raises:
+        Problem: That of the first item that failed.
+    """
+    for outcome in outcomes:
+        if outcome.error is not None:
+            problem = problem_of(outcome.error)
+            if len(outcomes) > 1:
+                problem.message = f"item {outcome.index}: {problem.message}"
+            raise problem
+
+
 async def unless_gone(request: Request, call: Awaitable[T]) -> T:
     """Awaits a call, and cancels it when its caller hangs up.
 
@@ -121,8 +131,7 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
         Problem: The caller has gone, so nobody reads an answer.
     """
     answer = asyncio.ensure_future(call)
-    # The body was read to its end, so the next message says that the caller has gone.
-    gone = asyncio.ensure_future(request.receive())
+    gone = asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -131,3 +140,9 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
     finally:
         answer.cancel()
         gone.cancel()
+
+
+async def _hung_up(request: Request) -> None:
+    # A body that no route wanted may be there still.
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -3,14 +3,16 @@
 import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from batchery.errors import (
     BatchArgumentError,
     BrokerRefused,
+    DatasetError,
     DeadlineExceeded,
     InvalidItem,
     NoResult,
@@ -29,6 +31,7 @@ class Kind(StrEnum):
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
+    UNFIT = "unfit"
     CONFLICT = "conflict"
     NO_SUCH_METHOD = "no_such_method"
     OVERLOADED = "overloaded"
@@ -47,6 +50,8 @@ STATUS = {
     Kind.UNAUTHORIZED: 401,
     Kind.FORBIDDEN: 403,
     Kind.NOT_FOUND: 404,
+    # No model can do this, though there may be one of the name.
+    Kind.UNFIT: 404,
     Kind.CONFLICT: 409,
     Kind.NO_SUCH_METHOD: 405,
     Kind.OVERLOADED: 429,
@@ -101,7 +106,7 @@ def problem_of(error: BaseException) -> Problem:
         return Problem(Kind.INVALID, text)
     if isinstance(error, NoResult | DeadlineExceeded):
         return Problem(Kind.TIMEOUT, text)
-    if isinstance(error, GaveUp | BrokerRefused):
+    if isinstance(error, GaveUp | BrokerRefused | DatasetError):
         return Problem(Kind.UNAVAILABLE, text, retry_after_s=1)
     return Problem(Kind.FAILED, f"{type(error).__name__}: {text}", code=type(error).__name__)
 
@@ -112,10 +117,50 @@ class Form(NamedTuple):
     Attributes:
         status: Statuses of kinds that differ from the usual ones.
         body: Makes the body of a problem, given its status.
+        schema: What such a body looks like.
     """
 
     status: Mapping[Kind, int]
     body: Callable[[Problem, int], Any]
+    schema: type[BaseModel]
+
+    def status_of(self, kind: Kind) -> int:
+        """The status of a kind."""
+        return self.status.get(kind, STATUS[kind])
+
+
+class OpenAIErrorDetails(BaseModel):
+    """What is wrong, as OpenAI tells it."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorBody(BaseModel):
+    """An error of OpenAI's routes."""
+
+    error: OpenAIErrorDetails
+
+
+class TeiErrorBody(BaseModel):
+    """An error of the routes of Text Embeddings Inference."""
+
+    error: str
+    error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
+
+
+class CohereErrorBody(BaseModel):
+    """An error of Cohere's routes."""
+
+    message: str
+
+
+class PlainErrorBody(BaseModel):
+    """An error of the routes that are our own."""
+
+    detail: str
 
 
 def _openai(problem: Problem, status: int) -> Any:
@@ -138,6 +183,7 @@ TEI_TYPES = {
     Kind.EMPTY: "Empty",
     Kind.OVERLOADED: "Overloaded",
     Kind.FAILED: "Backend",
+    Kind.UNFIT: "Backend",
     Kind.UNAVAILABLE: "Unhealthy",
     Kind.TIMEOUT: "Unhealthy",
 }
@@ -155,10 +201,12 @@ def _plain(problem: Problem, _: int) -> Any:
     return {"detail": problem.message}
 
 
-OPENAI = Form({Kind.INVALID: 400, Kind.EMPTY: 400}, _openai)
-TEI = Form({Kind.EMPTY: 400, Kind.FAILED: 424, Kind.TIMEOUT: 503}, _tei)
-COHERE = Form({Kind.INVALID: 400, Kind.EMPTY: 400}, _cohere)
-PLAIN = Form({}, _plain)
+OPENAI = Form({Kind.INVALID: 400, Kind.EMPTY: 400}, _openai, OpenAIErrorBody)
+TEI = Form(
+    {Kind.EMPTY: 400, Kind.UNFIT: 424, Kind.FAILED: 424, Kind.TIMEOUT: 503}, _tei, TeiErrorBody
+)
+COHERE = Form({Kind.INVALID: 400, Kind.EMPTY: 400}, _cohere, CohereErrorBody)
+PLAIN = Form({}, _plain, PlainErrorBody)
 
 #: The form of each path; the longest beginning wins.
 FORMS: dict[str, Form] = {
@@ -187,13 +235,15 @@ _LONGEST_FIRST = sorted(FORMS, key=len, reverse=True)
 
 def form_of(path: str) -> Form:
     """The form in which errors of a path are told."""
+    if path == "/":
+        return TEI  # Its clients post there.
     return FORMS[next((each for each in _LONGEST_FIRST if path.startswith(each)), "/")]
 
 
 def answer(path: str, problem: Problem) -> Response:
     """The answer to a request that failed."""
     form = form_of(path)
-    status = form.status.get(problem.kind, STATUS[problem.kind])
+    status = form.status_of(problem.kind)
     headers = problem.headers
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))

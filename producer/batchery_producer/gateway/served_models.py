@@ -43,22 +43,34 @@ class ServedModels:
         """In the order of the settings."""
         return iter(self._models.values())
 
-    def find(self, name: str | None, kinds: Collection[str]) -> ServedModel:
+    def find(self, name: str | None, kinds: Collection[str] | None = None) -> ServedModel:
         """The model of a name or alias; without a name, the first one of these kinds.
+
+        Args:
+            name: Name or alias.
+            kinds: Kinds that fit; None if all do.
 
         Raises:
             Problem: There is none; the text names those that there are.
         """
+        model = None
         if name is not None:
             model = self._models.get(name) or self._by_alias.get(name)
-            if model is not None and model.kind in kinds:
+            if model is not None and (kinds is None or model.kind in kinds):
                 return model
-        there = [model for model in self if model.kind in kinds]
+        there = [each.name for each in self if kinds is None or each.kind in kinds]
         if name is None and there:
-            return there[0]
-        wanted = " or ".join(sorted(kinds))
-        what = f"model {name!r:.100}: no such model of kind {wanted}" if name else f"no {wanted}"
-        names = ", ".join(model.name for model in there) or "none; see [models] in the settings"
+            return self._models[there[0]]
+        wanted = " or ".join(sorted(kinds or ()))
+        if model is not None:
+            what = f"model {name!r:.100}: is of kind {model.kind}, not {wanted}"
+        else:
+            what = "no model" if name is None else f"model {name!r:.100}: no such model"
+            what += f" of kind {wanted}" if wanted else ""
+        names = ", ".join(there) or "none; see [models] in the settings"
         raise Problem(
-            Kind.NOT_FOUND, f"{what}; there are: {names}", code="model_not_found", param="model"
+            Kind.NOT_FOUND if name is not None and model is None else Kind.UNFIT,
+            f"{what}; there are: {names}",
+            code="model_not_found",
+            param="model",
         )

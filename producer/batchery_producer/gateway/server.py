@@ -22,7 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
 from batchery.cli.app import load_app
-from batchery.errors import SettingsError, StartError
+from batchery.errors import AppNotImportable, SettingsError, StartError
 from batchery.gateway_settings import GatewaySettings
 from batchery.installation import installation_of
 from batchery.settings import Settings
@@ -88,10 +88,23 @@ def settings_of(app_path: str, redis_url: str | None) -> Settings:
 
 
 def application(options: ServeOptions) -> FastAPI:
-    """The application of one process."""
+    """The application of one process.
+
+    Raises:
+        AppNotImportable: One of the modules of its tasks cannot be imported.
+    """
     threading.Thread(target=end_with_parent, args=(options.metrics_folder,), daemon=True).start()
-    app = load_app(options.app_path, options.redis_url)
-    return make_app(app, options.settings(), options.metrics_folder)
+    load = partial(load_app, options.app_path, options.redis_url)
+    app: Any = load()
+    try:
+        # As a worker does: where a task goes is said in its code.
+        app.loader.import_default_modules()
+    except Exception as error:
+        raise AppNotImportable(
+            f"app {options.app_path!r}: its tasks cannot be imported:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    return make_app(app, options.settings(), load, options.metrics_folder)
 
 
 def serve(options: ServeOptions) -> None:
@@ -131,6 +144,7 @@ def configuration(options: ServeOptions, gateway: GatewaySettings) -> uvicorn.Co
         access_log=options.access_log,
         log_level="info",
         server_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,

@@ -3,13 +3,44 @@
 import builtins
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from celery import states
 
 from batchery import errors
 from batchery.errors import BatchArgumentError, ItemFailed, WrongLength
 from batchery.protocol.multi_item import HEADER, MAX_ITEMS, VERSION
+
+
+class BatchFacts(NamedTuple):
+    """The batch in which a job ran, as its worker stored it.
+
+    Attributes:
+        id: Its name; each worker counts its own.
+        size: Number of its items.
+        forward_ms: Time of the computation.
+        device: Name of the device, as torch spells it.
+    """
+
+    id: str
+    size: int
+    forward_ms: float
+    device: str
+
+
+def batch_of(stored: Any) -> BatchFacts | None:
+    """Reads the stored facts of a batch; None if there are none, or of another form."""
+    if not isinstance(stored, Mapping):
+        return None
+    try:
+        return BatchFacts(
+            str(stored["id"]),
+            int(stored["size"]),
+            float(stored["forward_ms"]),
+            str(stored["device"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +51,18 @@ class Answer:
         value: Return value of the job; None if it failed.
         error: Name of the error's type, and its text; None if the job succeeded.
         stored: The stored form of a failure: an exception, or Celery's mapping for one.
-        batch_size: Number of items in the job's batch; 0 if unknown.
+        batch: The job's batch; None if unknown.
     """
 
     value: Any = None
     error: tuple[str, str] | None = None
     stored: Any = field(default=None, compare=False)
-    batch_size: int = field(default=0, compare=False)
+    batch: BatchFacts | None = field(default=None, compare=False)
+
+    @property
+    def batch_size(self) -> int:
+        """Number of items in the job's batch; 0 if unknown."""
+        return 0 if self.batch is None else self.batch.size
 
 
 def answer_of(status: str | None, result: Any, batch: Any = None) -> Answer | None:
@@ -40,12 +76,10 @@ def answer_of(status: str | None, result: Any, batch: Any = None) -> Answer | No
     Returns:
         None while the job has not ended.
     """
-    size = batch.get("size", 0) if isinstance(batch, Mapping) else 0
-    size = size if isinstance(size, int) else 0
     if status == states.SUCCESS:
-        return Answer(value=result, batch_size=size)
+        return Answer(value=result, batch=batch_of(batch))
     if status in states.EXCEPTION_STATES and status in states.READY_STATES:
-        return Answer(error=describe(result), stored=result, batch_size=size)
+        return Answer(error=describe(result), stored=result, batch=batch_of(batch))
     return None
 
 
@@ -80,11 +114,13 @@ class Outcome:
         index: Index of the item, from 0.
         value: Result of the item; None if it failed.
         error: Why the item failed; None if it succeeded.
+        batch: The batch in which its job ran; None if unknown.
     """
 
     index: int
     value: Any = None
     error: Exception | None = None
+    batch: BatchFacts | None = field(default=None, compare=False)
 
 
 def check_per_job(per_job: int | None) -> int:
@@ -123,10 +159,10 @@ def outcomes_of(answer: Answer, indexes: range, is_multi_item: bool, backend: An
     """
     if answer.error is not None:
         error = exception_of(answer, backend)
-        return [Outcome(index, error=error) for index in indexes]
+        return [Outcome(index, error=error, batch=answer.batch) for index in indexes]
     if not is_multi_item:
-        return [Outcome(indexes.start, answer.value)]
-    return list(_each_outcome(answer.value, indexes))
+        return [Outcome(indexes.start, answer.value, batch=answer.batch)]
+    return list(_each_outcome(answer.value, indexes, answer.batch))
 
 
 def joined(answer: Answer, count: int) -> Answer:
@@ -141,19 +177,21 @@ def joined(answer: Answer, count: int) -> Answer:
     return Answer(value=[outcome.value for outcome in outcomes])
 
 
-def _each_outcome(entries: Any, indexes: range) -> Iterator[Outcome]:
+def _each_outcome(
+    entries: Any, indexes: range, batch: BatchFacts | None = None
+) -> Iterator[Outcome]:
     if not isinstance(entries, list) or len(entries) != len(indexes):
         wrong = WrongLength(
             f"a job of {len(indexes)} items has the result {entries!r:.80}:"
             " its task does not know multi-item jobs"
         )
-        yield from (Outcome(index, error=wrong) for index in indexes)
+        yield from (Outcome(index, error=wrong, batch=batch) for index in indexes)
         return
     for index, entry in zip(indexes, entries, strict=True):
         if isinstance(entry, dict) and "ok" in entry:
-            yield Outcome(index, entry["ok"])
+            yield Outcome(index, entry["ok"], batch=batch)
         else:
-            yield Outcome(index, error=_error_of(entry))
+            yield Outcome(index, error=_error_of(entry), batch=batch)
 
 
 def _error_of(entry: Any) -> Exception:

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import Any
 
 from celery import Celery
 
@@ -20,7 +19,7 @@ from batchery_producer.results.answers import Answer, joined
 from batchery_producer.results.collector import collector_for
 from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
 from batchery_producer.run.options import SubmitOptions
-from batchery_producer.run.output import Output
+from batchery_producer.run.output import RunOutput
 from batchery_producer.run.reader import Feed
 from batchery_producer.run.report import Figures
 from batchery_producer.run.resume import InFlightRecovery
@@ -67,10 +66,17 @@ class Stopped(BatcheryError):
 class FileRun:
     """Submits the rows of a dataset, once."""
 
-    def __init__(self, app: Celery, task: str, options: SubmitOptions) -> None:
+    def __init__(
+        self, app: Celery, task: str, options: SubmitOptions, *, is_certain: bool = False
+    ) -> None:
         """Checks that jobs can be sent, that a worker has the task, and that results come back.
 
-        The options for reading and writing files do not matter here.
+        Args:
+            app: App to which jobs are sent and in which results are stored.
+            task: Name of the task, or alias of a model.
+            options: Those for reading and writing files do not matter here.
+            is_certain: Whether the task has this name, and a worker for it may come yet: then
+                workers are not asked, which may take seconds.
 
         Raises:
             RedisUnavailable: No Redis answers at one of the app's URLs.
@@ -84,29 +90,27 @@ class FileRun:
         if getattr(app.tasks.get(task), "ignore_result", False):
             raise SettingsError(f"task {task!r} ignores its results, so none would come back")
         check_broker(app)
-        self.task = task = find_task(app, task, options.queue)
+        self.task = task if is_certain else find_task(app, task, options.queue)
         self._app = app
         self._options = options
         self._retries = RetryPolicy(options.stop)
         self._collector = collector_for(app, self._retries)
-        expires: dict[str, Any] = (
-            {} if options.expires_s is None else {"expires": options.expires_s}
-        )
         self._publisher = Publisher(
             app,
-            task,
+            self.task,
             queue=options.queue,
             keywords=options.keywords,
             outage_policy=self._retries,
             persistent=True,
-            **expires,
+            **options.sending,
         )
-        check_workers(app, task, self._publisher.queue)
+        if not is_certain:
+            check_workers(app, self.task, self._publisher.queue)
 
     def run(
         self,
         rows: Iterable[Record | Broken],
-        output: Output,
+        output: RunOutput,
         journal: Journal,
         *,
         total: Callable[[], int | None] = lambda: None,
@@ -144,6 +148,7 @@ class FileRun:
             self._publisher,
             missing=self._to_be_sent,
             keep_results=options.keep_results,
+            flush_s=options.flush_s,
             timeout_s=options.timeout_s,
             explain=lambda: explain_stall(self._app, self.task, queue),
             notice=options.notice,
@@ -192,6 +197,11 @@ class FileRun:
             raise Stopped(self._stopped_by)
         if over := self._stream.stalled():
             raise GaveUp(over)
+
+    @property
+    def in_flight(self) -> Sequence[str]:
+        """Ids of the jobs that were sent and have not ended."""
+        return self._window.in_flight
 
     @property
     def exhausted(self) -> bool:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from batchery.protocol.tenant import with_tenant
 from batchery_producer.run.summary import Snapshot
+from batchery_producer.stream import FLUSH_S
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +23,8 @@ class SubmitOptions:
     Attributes:
         queue: By default as the app routes the task; if the app does not know it, the task's name.
         keywords: Keyword arguments of every job.
+        priority: Celery's priority of the jobs; by default that of the task.
+        tenant: For whom the jobs run; by default for nobody in particular.
         errors: Gets one line per failure; by default `<output>.errors.jsonl`.
         ordered: Write results in the order of the input, when all are there.
         overwrite: Replace an output that is there.
@@ -30,6 +34,7 @@ class SubmitOptions:
         keep_results: Leave results in the backend, too, until they expire.
         window: Maximum number of jobs in flight.
         expires_s: Jobs that no worker has begun by then, in seconds, fail as revoked.
+        flush_s: How often results are written and then removed from the backend, in seconds.
         timeout_s: Give up when no result has come for so long, in seconds; by default never.
         report: Gets figures and plots of the run when it has ended, as one HTML page.
         progress: Called several times a second, on the caller's thread.
@@ -45,6 +50,8 @@ class SubmitOptions:
 
     queue: str | None = None
     keywords: Mapping[str, Any] | None = None
+    priority: int | None = None
+    tenant: str | None = None
     errors: str | Path | None = None
     ordered: bool = False
     overwrite: bool = False
@@ -53,6 +60,7 @@ class SubmitOptions:
     keep_results: bool = False
     window: int = WINDOW
     expires_s: float | None = None
+    flush_s: float = FLUSH_S
     timeout_s: float | None = None
     report: str | Path | None = None
     progress: Callable[[Snapshot], None] = lambda _: None
@@ -64,6 +72,17 @@ class SubmitOptions:
     limit: int | None = None
     sample: int | None = None
     retry_failed: str | Path | None = None
+
+    @property
+    def sending(self) -> dict[str, Any]:
+        """The options of `apply_async` for all jobs, but for the queue.
+
+        Raises:
+            InvalidItem: The tenant is no name.
+        """
+        given = {"priority": self.priority, "expires": self.expires_s}
+        known = {name: value for name, value in given.items() if value is not None}
+        return with_tenant(known, self.tenant)
 
     @property
     def reading(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from batchery.errors import DatasetError
 from batchery_producer.files.compression import bare_name
@@ -88,6 +88,35 @@ def is_same(one: Path | None, other: Path | None) -> bool:
     if one.exists() and other.exists():
         return one.samefile(other)
     return one.resolve() == other.resolve()
+
+
+class RunOutput(Protocol):
+    """Where a run writes what comes back.
+
+    Attributes:
+        is_resumed: Whether jobs of an earlier process may be in flight.
+    """
+
+    is_resumed: bool
+
+    def result(self, row: Record, result: Any) -> str | None:
+        """Adds the result of a job.
+
+        Returns:
+            None; or why the result cannot be written.
+        """
+
+    def failure(self, row: Record | Broken, type_: str, message: str) -> None:
+        """Adds a job that failed, or a line that could not become a job."""
+
+    def line_name(self, row: Record | Broken) -> str:
+        """Names a line of the input in messages."""
+
+    def flush(self) -> None:
+        """Writes what was added: then the backend forgets it."""
+
+    def finish(self, *, complete: bool) -> None:
+        """Ends the output; `complete` says whether every row is done."""
 
 
 class Output:

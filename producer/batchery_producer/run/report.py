@@ -179,7 +179,9 @@ class Figures:
         self.done.add(at_s)
         if kind not in self._kinds and len(self._kinds) >= MAX_KINDS:
             kind = OTHER_KINDS
-        known = self._kinds.setdefault(kind, FailureKind(kind, 0, line_name, message[:MAX_CHARACTERS]))
+        known = self._kinds.setdefault(
+            kind, FailureKind(kind, 0, line_name, message[:MAX_CHARACTERS])
+        )
         known.count += 1
 
     @property

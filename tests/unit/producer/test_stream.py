@@ -1,3 +1,4 @@
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -6,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery.protocol.multi_item import HEADER, VERSION
-from batchery_producer import stream
 from batchery_producer.client import ItemSource
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer
@@ -196,11 +196,11 @@ def test_stream_removes_discarded_results_with_the_next_flush(keep: bool) -> Non
 
 
 def test_stream_is_due_for_a_flush_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _, _ = stream_of([])
+    made, _, _ = stream_of([], flush_s=3600)
     assert not made.flush_is_due
-    monkeypatch.setattr(stream, "FLUSH_S", 0.0)
+    now_s = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now_s + 3601)
     assert made.flush_is_due
-    monkeypatch.undo()
     made.flush()
     assert not made.flush_is_due
 

@@ -11,7 +11,7 @@ from batchery_worker.models.forward import Forward
 from batchery_worker.models.items import check_fields
 from batchery_worker.models.keywords import ClassificationKeywords, read_keywords
 from batchery_worker.models.loading.source import ModelSource
-from batchery_worker.models.loading.tokenizer import Input, Prepared
+from batchery_worker.models.loading.tokenizer import Cut, Input, Prepared
 from batchery_worker.models.text_model import Outputs, TextModel, check_head
 
 
@@ -53,15 +53,24 @@ class ClassificationModel(TextModel):
     def _wanted(self, keywords: Mapping[str, Any]) -> ClassificationKeywords:
         return read_keywords(ClassificationKeywords, keywords)
 
+    def _cut(self, wanted: Any) -> Cut:
+        return super()._cut(wanted)._replace(max_length=wanted.max_length)
+
     def _input(self, item: Any, prompt: str) -> Input:
         if not isinstance(item, dict):
             return super()._input(item, prompt)
         text, pair = check_fields(item, ("text", "text_pair"), self.settings.max_chars)
         return text, pair
 
-    def forward(self, batch: Sequence[Prepared], **_: Any) -> Outputs:
+    def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model; values are scores, (B, C) float32, in batch order."""
-        return self._outputs(lambda: self._scores(self._values(self._pass, batch)), batch)
+        raw = self._wanted(keywords).raw_scores
+
+        def compute() -> Tensor:
+            logits = self._values(self._pass, batch)
+            return logits if raw else self._scores(logits)
+
+        return self._outputs(compute, batch)
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         return forward.logits(batch)

@@ -78,10 +78,15 @@ class ClassificationKeywords(TextKeywords):
     """Keywords of a classification job.
 
     Attributes:
+        max_length: Tokens that are read of each text, if that is fewer than the model may read: at
+            least 8, so that some are left between special ones.
         top_k: Also tell the scores of this many labels, at least 1, likeliest first.
+        raw_scores: Give the model's outputs as they are, of any size, not probabilities.
     """
 
+    max_length: Annotated[int, Field(ge=8)] | None = None
     top_k: Annotated[int, Field(ge=1)] | None = None
+    raw_scores: bool = False
 
 
 class RerankKeywords(TextKeywords):

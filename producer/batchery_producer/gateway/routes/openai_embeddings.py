@@ -1,20 +1,21 @@
 """OpenAI's `/v1/embeddings`, which is TEI's as well."""
 
-import base64
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import numpy as np
-import orjson
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.fields import Inputs
+from batchery_producer.gateway.routes.shared import (
+    items_of,
+    json_response,
+    model_of,
+    results_of,
+)
+from batchery_producer.gateway.vectors import numbers
 
 router = APIRouter(tags=["openai"])
-
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class EmbeddingsRequest(BaseModel):
@@ -22,10 +23,7 @@ class EmbeddingsRequest(BaseModel):
 
     model_config = ConfigDict(strict=True)
 
-    input: Annotated[
-        str | TokenIds | list[str] | list[TokenIds],
-        Field(description="A text, token ids of the model's own tokenizer, or a list of either."),
-    ]
+    input: Inputs
     model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int | None, Field(ge=1)] = None
@@ -59,15 +57,11 @@ class EmbeddingsResponse(BaseModel):
 @router.post("/v1/embeddings", response_model=EmbeddingsResponse)
 async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
     """One vector for each input."""
-    gateway = request.app.state.gateway
-    model = gateway.models.find(wanted.model, ("embedding",))
-    items = items_of(wanted.input)
-    request.state.caller.check(len(items), chars_of(items))
-    gateway.health.check()
+    model = model_of(request, wanted.model, ("embedding",))
     keywords: dict[str, Any] = {"encoding": "base64"}
     if wanted.dimensions is not None:
         keywords["dimensions"] = wanted.dimensions
-    results = await gateway.inference.values(request, model, items, keywords)
+    results = await results_of(request, model, items_of("input", wanted.input), keywords)
     tokens = sum(result["tokens"] for result in results)
     as_text = wanted.encoding_format == "base64"
     content = {
@@ -83,29 +77,4 @@ async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
         "model": model.name,
         "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
     }
-    return Response(
-        orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json"
-    )
-
-
-def numbers(vector: str) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-    """The numbers of a vector in base64; orjson writes them with the fewest digits."""
-    return np.frombuffer(base64.b64decode(vector), dtype="<f4").astype(np.float32, copy=False)
-
-
-def items_of(given: str | Sequence[Any]) -> list[Any]:
-    """The items of a request: one, or a list.
-
-    Raises:
-        Problem: There is none.
-    """
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]
-    if not given:
-        raise Problem(Kind.EMPTY, "input: an empty list; send a text at least", param="input")
-    return list(given)
-
-
-def chars_of(items: Sequence[Any]) -> int:
-    """Characters of all items; of token ids, as many as there are."""
-    return sum(map(len, items))
+    return json_response(content)

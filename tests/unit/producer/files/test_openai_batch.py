@@ -32,6 +32,7 @@ def write(path: Path, rows: list[Any]) -> Path:
 
 def test_requests_of_openai_are_recognised(tmp_path: Path) -> None:
     rows = [request(1, "one"), request(2, ["two"]), request(3, ["a", "b"], user="somebody")]
+    rows += [request(4, [7, 8]), request(5, [[7], [8, 9]])]
     dataset = Dataset(write(tmp_path / "in.jsonl", rows))
     assert (dataset.is_openai, dataset.model) == (True, "embed")
     assert task_of(dataset, None) == "embed"
@@ -39,6 +40,8 @@ def test_requests_of_openai_are_recognised(tmp_path: Path) -> None:
         Record(1, "request-1", "one"),
         Record(2, "request-2", "two"),
         Record(3, "request-3", ["a", "b"], 0, 2),
+        Record(4, "request-4", [7, 8]),
+        Record(5, "request-5", [[7], [8, 9]], 0, 2),
     ]
 
 
@@ -59,9 +62,11 @@ def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Pa
         (request(2) | {"method": "GET"}, "method 'GET': must be POST"),
         (request(2, model="other"), "model 'other', but the first request has model 'embed'"),
         (request(2, encoding_format="hex"), "encoding_format: float or base64"),
-        (request(2, []), "input must be a text, or a list of 1 to 10,000 texts"),
-        (request(2, [1, 2]), "input must be a text, or a list"),
-        (request(2, ["a"] * 10_001), "input must be a text, or a list"),
+        (request(2, []), "input must be a text or token ids, or a list of 1 to 10,000 of them"),
+        (request(2, [1, "a"]), "input must be a text or token ids"),
+        (request(2, [1, -2]), "input must be a text or token ids"),
+        (request(2, [[1], []]), "input must be a text or token ids"),
+        (request(2, ["a"] * 10_001), "input must be a text or token ids"),
         (request(2, dimensions=0), "dimensions: a whole number from 1 on"),
         (request(2, dimensions="8"), "dimensions: a whole number from 1 on"),
         (request(1), "the id is already used in line 1"),

@@ -17,9 +17,11 @@ from batchery import (
     Failed,
     ItemFailed,
     RetryAfter,
+    Settings,
     WrongLength,
     batched,
 )
+from batchery_worker.inprocess.options import USUAL_CLASSES
 from support.gate import WAIT_S, Gate, batcher_threads
 from support.harness import wait_for
 
@@ -46,6 +48,13 @@ def test_coroutines_of_any_event_loop_call_it() -> None:
 
     for _ in range(2):
         assert asyncio.run(main()) == ["A", ["B", "C"], []]
+
+
+def test_usual_classes_are_those_of_a_worker() -> None:
+    # `batched` must not load the settings, which need pydantic.
+    assert dict(USUAL_CLASSES) == {
+        name: each.share for name, each in Settings.model_fields["classes"].default.items()
+    }
 
 
 def test_an_item_that_is_a_list_is_submitted() -> None:

@@ -125,7 +125,8 @@ def test_a_result_is_a_classification(
         ({"top_k": "all"}, "keyword top_k = 'all': Input should be a valid integer"),
         (
             {"prompt": "query"},
-            "keyword prompt: no such keyword; there are top_k, truncate, truncation_direction",
+            "keyword prompt: no such keyword; there are "
+            + "raw_scores, top_k, truncate, truncation_direction",
         ),
     ],
 )
@@ -164,6 +165,18 @@ def test_pairs_have_the_scores_that_transformers_computes(
         expected = torch.tensor(logits).softmax(dim=0).tolist()
         assert [result["scores"][label] for label in LABELS] == pytest.approx(expected, abs=1e-5)
     assert results[-1]["score"] == pytest.approx(run(model, ["the cat"])[0]["score"], abs=1e-5)
+
+
+@pytest.mark.parametrize("multi_label", [False, True])
+def test_raw_scores_are_the_outputs_of_the_model(
+    multi_label: bool, build: Build, classifier: Load
+) -> None:
+    folder = build("bert", labels=LABELS)
+    model = classifier(folder, multi_label=multi_label)
+    (result,) = run(model, ["the cat"], top_k=3, raw_scores=True)
+    logits = direct_logits(folder, "the cat")
+    assert [result["scores"][label] for label in LABELS] == pytest.approx(logits, abs=1e-5)
+    assert result["score"] == pytest.approx(max(logits), abs=1e-5)
 
 
 def test_the_longer_text_of_a_pair_is_cut(build: Build, classifier: Load) -> None:

@@ -101,3 +101,24 @@ def test_a_bad_keyword_fails_the_batch(
 ) -> None:
     outcomes = run(embedder(build("bert")), ["a", "b"], **keywords)
     assert [str(each.exception) for each in outcomes] == [message, message]
+
+
+@pytest.mark.parametrize("architecture", ["bert", "llama"])
+def test_max_length_of_a_job_is_the_limit_if_it_is_lower(
+    architecture: str, build: Build, classifier: Load
+) -> None:
+    model = classifier(build(architecture, labels=("no", "yes")), max_length=20)
+    long = " ".join(["cat"] * 50)
+    for given, held in ((8, 8), (19, 19), (20, 20), (30, 20), (None, 20)):
+        short, cut = run(model, ["the cat", long], max_length=given)
+        assert (cut["tokens"], cut["truncated"]) == (held, True)
+        assert "truncated" not in short
+        # Token ids and pairs as well.
+        (ids,) = as_ids(model, [long])
+        assert run(model, [ids], max_length=given)[0]["tokens"] == held
+        pair = {"text": long, "text_pair": long}
+        assert run(model, [pair], max_length=given)[0]["tokens"] == held
+    (refused,) = run(model, [long], max_length=10, truncate=False)
+    assert "are more than max_length = 10 tokens" in str(refused.exception)
+    (wrong,) = run(model, ["a"], max_length=7)
+    assert "keyword max_length = 7" in str(wrong.exception)

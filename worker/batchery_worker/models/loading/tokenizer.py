@@ -50,11 +50,13 @@ class Cut(NamedTuple):
         truncate: They are cut; otherwise they are refused.
         side: Where they lose tokens: `left` or `right`.
         only_first: Of a pair, only the first text loses tokens; otherwise the longer one.
+        max_length: The limit, if it is lower than that of the model.
     """
 
     truncate: bool
     side: str
     only_first: bool = False
+    max_length: int | None = None
 
     @property
     def strategy(self) -> str:
@@ -62,6 +64,11 @@ class Cut(NamedTuple):
         if not self.truncate:
             return "do_not_truncate"
         return "only_first" if self.only_first else "longest_first"
+
+    def within(self, max_length: int | None) -> "Cut":
+        """The same, with the lower one of both limits."""
+        known = [each for each in (self.max_length, max_length) if each is not None]
+        return self._replace(max_length=min(known, default=None))
 
 
 class Located(NamedTuple):
@@ -129,7 +136,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._max_length = max_length
-        self.usual_cut = Cut(truncate, getattr(tokenizer, "truncation_side", "right"))
+        side = getattr(tokenizer, "truncation_side", "right")
+        self.usual_cut = Cut(truncate, side, max_length=max_length)
         self.names = [name for name in wanted if name in self._call(["a"], self.usual_cut)]
         #: Special tokens of one text, and of a pair.
         self._frames: dict[int, SpecialTokens] = {}
@@ -149,7 +157,7 @@ class TextTokenizer:
             `Failed` with an `InvalidItem` for a text with no tokens, too many, or one that the
             model does not know.
         """
-        cut = cut or self.usual_cut
+        cut = (cut or self.usual_cut).within(self._max_length)
         done: dict[int, Prepared | Failed] = {}
         for kind in {type(each) for each in inputs}:
             places = [place for place, each in enumerate(inputs) if type(each) is kind]
@@ -166,6 +174,7 @@ class TextTokenizer:
         """
         if not texts:
             return []
+        cut = cut.within(self._max_length)
         found = self._call(texts, cut, return_offsets_mapping=True, return_special_tokens_mask=True)
         tokenized = self._prepared(*self._usual(texts, cut, found), cut)
         return [
@@ -199,11 +208,11 @@ class TextTokenizer:
         tokenized = [rows[:, start:end] for start, end in pairwise(accumulate(lengths, initial=0))]
         if cut.truncate:
             for place, length in enumerate(lengths):
-                if length == self._max_length and is_cut(place):
+                if length == cut.max_length and is_cut(place):
                     tokenized[place] = tokenized[place].view(Truncated)
-        if self._all_fit(rows[0], lengths):
+        if self._all_fit(rows[0], lengths, cut):
             return list(tokenized)
-        return [self._checked(each) for each in tokenized]
+        return [self._checked(each, cut) for each in tokenized]
 
     def _framed(self, inputs: Sequence[Any], cut: Cut) -> list[Prepared | Failed]:
         """Puts special tokens around token ids."""
@@ -218,12 +227,12 @@ class TextTokenizer:
             )
         others = [] if pair is None else [self._ids(pair)]
         room = len(ids)
-        if cut.truncate and self._max_length is not None:
-            room = self._max_length - len(frame) - sum(map(len, others))
+        if cut.truncate and cut.max_length is not None:
+            room = cut.max_length - len(frame) - sum(map(len, others))
         if len(ids) <= room:
-            return self._checked(frame.around(ids, *others))
+            return self._checked(frame.around(ids, *others), cut)
         kept = ids[:room] if cut.side == "right" else ids[len(ids) - room :]
-        checked = self._checked(frame.around(kept, *others))
+        checked = self._checked(frame.around(kept, *others), cut)
         return checked if isinstance(checked, Failed) else checked.view(Truncated)
 
     def _frame_of(self, probes: str) -> SpecialTokens:
@@ -239,16 +248,16 @@ class TextTokenizer:
         ids: list[int] = found["input_ids"][0]
         return ids
 
-    def _all_fit(self, ids: NDArray[np.int64], lengths: Sequence[int]) -> bool:
-        longest = max(lengths) if self._max_length is None else self._max_length
+    def _all_fit(self, ids: NDArray[np.int64], lengths: Sequence[int], cut: Cut) -> bool:
+        longest = max(lengths) if cut.max_length is None else cut.max_length
         return 0 < min(lengths) <= max(lengths) <= longest and ids.max() < self._vocabulary
 
-    def _checked(self, prepared: Prepared) -> Prepared | Failed:
+    def _checked(self, prepared: Prepared, cut: Cut) -> Prepared | Failed:
         length = prepared.shape[1]
         if length == 0:
             return Failed(InvalidItem("text: has no tokens; the model's tokenizer drops all of it"))
-        if self._max_length is not None and length > self._max_length:
-            limit = f"max_length = {self._max_length} tokens"
+        if cut.max_length is not None and length > cut.max_length:
+            limit = f"max_length = {cut.max_length} tokens"
             return Failed(InvalidItem(f"text: {length} tokens are more than {limit}"))
         largest = int(prepared[0].max())
         if largest >= self._vocabulary:
@@ -268,7 +277,7 @@ class TextTokenizer:
 
     def _call(self, texts: Sequence[Any], cut: Cut, **more: Any) -> Any:
         self._tokenizer.truncation_side = cut.side
-        is_cut = cut.truncate and self._max_length is not None
+        is_cut = cut.truncate and cut.max_length is not None
         is_single = isinstance(texts[0], str)
         # Of pairs it takes all first texts, and then all second ones.
         columns = [list(texts)] if is_single else map(list, zip(*texts, strict=True))
@@ -276,7 +285,7 @@ class TextTokenizer:
             *columns,
             padding=False,
             truncation=cut.strategy if is_cut else False,
-            max_length=self._max_length if is_cut else None,
+            max_length=cut.max_length if is_cut else None,
             return_attention_mask=False,
             verbose=False,  # it would log every long text; those are dealt with here
             **more,
@@ -286,11 +295,11 @@ class TextTokenizer:
         """`_usual`, but without the offsets of tokens, which are five sixths of the work."""
         # Other calls of the tokenizer leave their own limits behind.
         self._tokenizer.truncation_side = cut.side
-        strategy = "do_not_truncate" if self._max_length is None else cut.strategy
+        strategy = "do_not_truncate" if cut.max_length is None else cut.strategy
         self._tokenizer.set_truncation_and_padding(
             padding_strategy=PaddingStrategy.DO_NOT_PAD,
             truncation_strategy=TruncationStrategy(strategy),
-            max_length=self._max_length,
+            max_length=cut.max_length,
             stride=0,
             pad_to_multiple_of=None,
             padding_side=None,

@@ -1,0 +1,140 @@
+"""Validation: what is wrong with the file of a batch, before any of its requests runs.
+
+As with OpenAI, a file is taken as a whole: a line that is no request, an id that is missing or used
+twice, another route or model, and nothing runs. What only a request's own body has wrong fails
+alone, later, in the error file.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from batchery_producer.files.records import SeenIds
+from batchery_producer.files.rows import InvalidLine, JsonRows, Lines
+from batchery_producer.gateway.batches.records import MAX_REQUESTS, BatchError
+from batchery_producer.gateway.problems import Problem
+
+#: Routes that a batch may ask for, and the kinds of models that they need.
+ENDPOINTS: Mapping[str, tuple[str, ...]] = {"/v1/embeddings": ("embedding",)}
+
+#: Maximum errors that are told of one file.
+MAX_ERRORS = 100
+
+
+@dataclass(slots=True)
+class Validated:
+    """What a file was found to be.
+
+    Attributes:
+        model: Name of the model, as the settings have it; None if there is an error.
+        requests: Number of requests.
+        errors: What is wrong; at most `MAX_ERRORS`, by line.
+    """
+
+    model: str | None = None
+    requests: int = 0
+    errors: list[BatchError] = field(default_factory=list)
+
+
+def validated(file: BinaryIO, endpoint: str, find_model: Callable[[str], str]) -> Validated:
+    """Reads a file of requests, a line at a time.
+
+    Args:
+        file: The file, open.
+        endpoint: Route of all requests.
+        find_model: Gives the model of a name; raises a `Problem` if there is none.
+    """
+    found = Validated()
+    named: str | None = None
+    with SeenIds() as seen:
+        for line, row in _rows(file):
+            found.requests += 1
+            if found.requests > MAX_REQUESTS:
+                text = f"more than {MAX_REQUESTS:,} requests; send several batches"
+                found.errors = [BatchError(code="too_many_requests", message=text)]
+                break
+            error = row if isinstance(row, BatchError) else _error_in(row, line, endpoint)
+            if error is None and not isinstance(row, BatchError):
+                first_line = seen.first_line(row["custom_id"], 0, line)[1]
+                name = str(row["body"]["model"])
+                if named is None:
+                    named = name
+                    found.model, error = _model(name, line, find_model)
+                else:
+                    error = _clash(line, first_line, name, named)
+            if error is not None and len(found.errors) < MAX_ERRORS:
+                found.errors.append(error)
+    if not found.requests:
+        text = "the file has no requests"
+        found.errors.append(BatchError(code="empty_file", message=text))
+    return found
+
+
+def _rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BatchError]]:
+    rows = JsonRows(Lines(file))
+    while True:
+        try:
+            row = next(rows, None)
+        except InvalidLine as error:
+            yield rows.number, _bad(rows.number, "invalid_json_line", str(error))
+            continue
+        if row is None:
+            return
+        if isinstance(row, Mapping):
+            yield rows.number, row
+        else:
+            text = "a text; expected an object with custom_id, method, url and body"
+            yield rows.number, _bad(rows.number, "invalid_json_line", text)
+
+
+def _error_in(row: Mapping[str, Any], line: int, endpoint: str) -> BatchError | None:
+    """What makes a row no request of this batch."""
+    id_, body = row.get("custom_id"), row.get("body")
+    if not isinstance(id_, str) or not id_:
+        return _bad(line, "missing_custom_id", "no custom_id, or it is no text", "custom_id")
+    if not _is_unicode(id_):
+        return _bad(line, "invalid_custom_id", "custom_id has half a character", "custom_id")
+    if row.get("method") != "POST":
+        text = f"method {row.get('method')!r:.100}: must be POST"
+        return _bad(line, "invalid_method", text, "method")
+    if row.get("url") != endpoint:
+        text = f"url {row.get('url')!r:.100}: must be {endpoint}, the endpoint of the batch"
+        return _bad(line, "invalid_url", text, "url")
+    if not isinstance(body, Mapping):
+        return _bad(line, "missing_body", "no body, or it is no object", "body")
+    if not isinstance(body.get("model"), str) or not body["model"]:
+        return _bad(line, "missing_model", "no model, or it is no text", "body.model")
+    return None
+
+
+def _model(
+    name: str, line: int, find_model: Callable[[str], str]
+) -> tuple[str | None, BatchError | None]:
+    try:
+        return find_model(name), None
+    except Problem as problem:
+        return None, _bad(line, "model_not_found", problem.message, "body.model")
+
+
+def _clash(line: int, first_line: int, name: str, named: str) -> BatchError | None:
+    """What makes a request unfit for those before it."""
+    if first_line != line:
+        text = f"custom_id is that of line {first_line} already; each request needs its own"
+        return _bad(line, "duplicate_custom_id", text, "custom_id")
+    if name != named:
+        text = f"model {name!r:.100}, but the first request has {named!r:.100}; send two batches"
+        return _bad(line, "mismatched_model", text, "body.model")
+    return None
+
+
+def _bad(line: int, code: str, text: str, param: str | None = None) -> BatchError:
+    message = text.encode(errors="replace").decode()
+    return BatchError(code=code, line=line, message=message, param=param)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

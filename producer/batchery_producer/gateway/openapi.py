@@ -1,0 +1,61 @@
+"""The errors of each route in `/openapi.json`."""
+
+from collections import defaultdict
+from typing import Any
+
+from batchery_producer.gateway.problems import FORMS, Form, Kind, form_of
+
+#: What each kind of problem means to a caller.
+MEANINGS = {
+    Kind.INVALID: "The request, or one of its items, is wrong.",
+    Kind.EMPTY: "There is nothing to do.",
+    Kind.TOO_LARGE: "Too many items, characters or bytes.",
+    Kind.TOO_SLOW: "The body did not come in time.",
+    Kind.UNAUTHORIZED: "No key, or a wrong one.",
+    Kind.FORBIDDEN: "This host is not served.",
+    Kind.NOT_FOUND: "There is nothing of this name.",
+    Kind.UNFIT: "No model can do this.",
+    Kind.OVERLOADED: "Too many requests; come again after `Retry-After`.",
+    Kind.FAILED: "The model failed.",
+    Kind.UNAVAILABLE: "Redis is away.",
+    Kind.TIMEOUT: "No result in time.",
+}
+
+REF = "#/components/schemas/"
+
+
+def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
+    """Adds to each route how its API tells errors; what a route says itself stays.
+
+    Args:
+        schema: OpenAPI, as FastAPI makes it. It is changed.
+    """
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+    for form in FORMS.values():
+        body = form.schema.model_json_schema(ref_template=REF + "{model}")
+        schemas.update(body.pop("$defs", {}))
+        schemas[form.schema.__name__] = body
+    for path, methods in schema["paths"].items():
+        errors = responses_of(form_of(path))
+        for operation in methods.values():
+            own = operation["responses"]
+            if FRAMEWORK_BODY in str(own.get("422")):
+                del own["422"]
+            operation["responses"] = {**errors, **own}
+    return schema
+
+
+#: How FastAPI would tell that a request is wrong, which it never does here.
+FRAMEWORK_BODY = "HTTPValidationError"
+
+
+def responses_of(form: Form) -> dict[str, Any]:
+    """The errors of an API by their status."""
+    meanings = defaultdict(list)
+    for kind, meaning in MEANINGS.items():
+        meanings[form.status_of(kind)].append(meaning)
+    content = {"application/json": {"schema": {"$ref": REF + form.schema.__name__}}}
+    return {
+        str(status): {"description": " ".join(meanings[status]), "content": content}
+        for status in sorted(meanings)
+    }

@@ -1,0 +1,121 @@
+"""OpenAI's `/v1/batches`: the requests of a file, run when there is time."""
+
+import re
+from functools import partial
+from typing import Annotated, Literal
+
+import orjson
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from batchery_producer.gateway.batches.records import Batch, ExpiresAfter, Metadata
+from batchery_producer.gateway.batches.store import owner_of
+from batchery_producer.gateway.batches.validation import ENDPOINTS
+from batchery_producer.gateway.routes.openai_files import listed
+
+router = APIRouter(tags=["openai"])
+
+#: Seconds of each unit of a completion window.
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+#: Maximum completion window, in seconds.
+MAX_WINDOW_S = 30 * 86_400
+
+
+class BatchRequest(BaseModel):
+    """What OpenAI's clients send; other fields are ignored, as there."""
+
+    model_config = ConfigDict(strict=True)
+
+    input_file_id: str
+    endpoint: Annotated[str, Field(description=f"One of {', '.join(ENDPOINTS)}.")]
+    completion_window: Annotated[
+        str, Field(description="How much time the batch has: 24h, or another time as 90s, 5m, 7d.")
+    ]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_served(cls, endpoint: str) -> str:
+        if endpoint not in ENDPOINTS:
+            raise ValueError(f"{endpoint!r:.100} is not served; use {', '.join(ENDPOINTS)}")
+        return endpoint
+
+    @field_validator("completion_window")
+    @classmethod
+    def _is_time(cls, window: str) -> str:
+        if not re.fullmatch(r"[1-9][0-9]{0,6}[smhd]", window) or _seconds(window) > MAX_WINDOW_S:
+            raise ValueError(f"{window!r:.40}: must be 24h, or another time up to 30d")
+        return window
+
+    @property
+    def window_s(self) -> int:
+        """How much time the batch has, in seconds."""
+        return _seconds(self.completion_window)
+
+
+class BatchList(BaseModel):
+    """Some batches."""
+
+    object: Literal["list"] = "list"
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+@router.post("/v1/batches", response_model=Batch)
+async def create_batch(request: Request, wanted: BatchRequest) -> Response:
+    """Begins a batch: its file is read, then its requests run."""
+    keep = wanted.output_expires_after
+    create = partial(
+        request.app.state.gateway.batches.create,
+        request.state.caller,
+        wanted.input_file_id,
+        wanted.window_s,
+        keep.seconds if keep else None,
+        endpoint=wanted.endpoint,
+        completion_window=wanted.completion_window,
+        metadata=wanted.metadata,
+    )
+    return _answer(await run_in_threadpool(create))
+
+
+@router.get("/v1/batches", response_model=BatchList)
+async def list_batches(
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> Response:
+    """The caller's batches, the newest first."""
+    batches = request.app.state.gateway.batches.batches
+    found, has_more = await run_in_threadpool(
+        batches.page, owner_of(request.state.caller), after, limit
+    )
+    content = listed([each.model_dump() for each in found], has_more=has_more)
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+@router.get("/v1/batches/{batch_id}", response_model=Batch)
+async def get_batch(request: Request, batch_id: str) -> Response:
+    """A batch, as it is now."""
+    batches, owner = request.app.state.gateway.batches.batches, owner_of(request.state.caller)
+    return _answer(await run_in_threadpool(lambda: batches.seen(batches.get(owner, batch_id))))
+
+
+@router.post("/v1/batches/{batch_id}/cancel", response_model=Batch)
+async def cancel_batch(request: Request, batch_id: str) -> Response:
+    """Ends a batch; what is done by then is kept."""
+    service = request.app.state.gateway.batches
+    return _answer(await run_in_threadpool(service.cancel, request.state.caller, batch_id))
+
+
+def _seconds(window: str) -> int:
+    return int(window[:-1]) * UNITS_S[window[-1]]
+
+
+def _answer(batch: Batch) -> Response:
+    return Response(orjson.dumps(batch.model_dump()), media_type="application/json")

@@ -1,0 +1,196 @@
+"""OpenAI's `/v1/files`: what batches read, and what they have written."""
+
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, BinaryIO, Literal
+from urllib.parse import urlsplit
+
+import orjson
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.responses import Response, StreamingResponse
+
+from batchery_producer.gateway.batches.records import INPUT_PURPOSE, ExpiresAfter, FileObject
+from batchery_producer.gateway.batches.storage import CHUNK_BYTES
+from batchery_producer.gateway.batches.store import owner_of
+from batchery_producer.gateway.problems import Kind, Problem
+
+router = APIRouter(tags=["openai"])
+
+#: Fields of an upload, more than it needs.
+MAX_FIELDS = 10
+
+UPLOAD_SCHEMA = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": [INPUT_PURPOSE]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+class FileList(BaseModel):
+    """Some files."""
+
+    object: Literal["list"] = "list"
+    data: list[FileObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class FileDeleted(BaseModel):
+    """A file that was removed."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+class UploadFields(BaseModel):
+    """What an upload has beside its file."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+@router.post("/v1/files", response_model=FileObject, openapi_extra=UPLOAD_SCHEMA)
+async def upload_file(request: Request) -> Response:
+    """Keeps a file of requests, for a batch."""
+    gateway = request.app.state.gateway
+    check_origin(request, gateway.settings.gateway.cors_origins)
+    # Not by FastAPI, which would hide why the guard refuses the rest of a body.
+    async with request.form(max_files=1, max_fields=MAX_FIELDS) as form:
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise Problem(
+                Kind.INVALID, "file: missing; send multipart/form-data with a file", param="file"
+            )
+        fields = _fields(form)
+        expires_s = fields.expires_after.seconds if fields.expires_after else None
+        made = await gateway.batches.files.upload(
+            owner_of(request.state.caller), file.filename or "", _chunks(file), expires_s
+        )
+    return _answer(made.model_dump())
+
+
+@router.get("/v1/files", response_model=FileList)
+async def list_files(
+    request: Request,
+    after: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str | None = None,
+) -> Response:
+    """The caller's files, the newest first."""
+    page = partial(
+        request.app.state.gateway.batches.files.page,
+        owner_of(request.state.caller),
+        after,
+        limit,
+        newest_first=order == "desc",
+        purpose=purpose,
+    )
+    found, has_more = await run_in_threadpool(page)
+    return _answer(listed([each.model_dump() for each in found], has_more=has_more))
+
+
+@router.get("/v1/files/{file_id}", response_model=FileObject)
+async def get_file(request: Request, file_id: str) -> Response:
+    """A file, without its content."""
+    files = request.app.state.gateway.batches.files
+    found = await run_in_threadpool(files.get, owner_of(request.state.caller), file_id)
+    return _answer(found.model_dump())
+
+
+@router.get("/v1/files/{file_id}/content", response_class=Response)
+async def get_content(request: Request, file_id: str) -> Response:
+    """The content of a file."""
+    files, owner = request.app.state.gateway.batches.files, owner_of(request.state.caller)
+    found = await run_in_threadpool(files.get, owner, file_id)
+    file = await run_in_threadpool(files.open, owner, file_id)
+    # A browser must not take what a caller sent for a page of ours.
+    headers = {"Content-Length": str(found.bytes), "X-Content-Type-Options": "nosniff"}
+    return StreamingResponse(_parts(file), media_type="application/octet-stream", headers=headers)
+
+
+@router.delete("/v1/files/{file_id}", response_model=FileDeleted)
+async def delete_file(request: Request, file_id: str) -> Response:
+    """Removes a file."""
+    service = request.app.state.gateway.batches
+    await run_in_threadpool(service.delete_file, request.state.caller, file_id)
+    return _answer(FileDeleted(id=file_id).model_dump())
+
+
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
+    """Keeps web pages out that send a form: a browser does not ask us first, as for JSON.
+
+    Raises:
+        Problem: It comes from a page of another origin, which is not allowed to call.
+    """
+    origin = request.headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if urlsplit(origin).netloc != request.headers.get("host"):
+        raise Problem(
+            Kind.FORBIDDEN,
+            f"pages of {origin!r:.100} may not send files; see the setting gateway.cors_origins",
+        )
+
+
+def listed(found: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
+    """A page of a list."""
+    return {
+        "object": "list",
+        "data": found,
+        "first_id": found[0]["id"] if found else None,
+        "last_id": found[-1]["id"] if found else None,
+        "has_more": has_more,
+    }
+
+
+def _fields(form: Mapping[str, Any]) -> UploadFields:
+    given = {
+        name: form[f"expires_after[{name}]"]
+        for name in ("anchor", "seconds")
+        if f"expires_after[{name}]" in form
+    }
+    try:
+        return UploadFields.model_validate(
+            {"purpose": form.get("purpose"), "expires_after": given or None}
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Problem(Kind.INVALID, f"{where}: {first['msg']}", param=where) from None
+
+
+async def _chunks(file: UploadFile) -> AsyncIterator[bytes]:
+    while chunk := await file.read(CHUNK_BYTES):
+        yield chunk
+
+
+def _parts(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while part := file.read(CHUNK_BYTES):
+            yield part
+
+
+def _answer(content: dict[str, Any]) -> Response:
+    return Response(orjson.dumps(content), media_type="application/json")

@@ -1,0 +1,84 @@
+"""What the routes that run models have in common."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi import Request
+from starlette.responses import Response
+
+from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.served_models import ServedModel
+
+
+def model_of(request: Request, name: str | None, kinds: Collection[str] | None) -> ServedModel:
+    """The model of a name; without a name, the first one of these kinds; None is any kind.
+
+    Raises:
+        Problem: There is none.
+    """
+    found: ServedModel = request.app.state.gateway.models.find(name, kinds)
+    return found
+
+
+def items_of(field: str, given: str | Sequence[Any]) -> list[Any]:
+    """The items of a request: one, or a list; none of them is empty.
+
+    Args:
+        field: Name of the field, for the error.
+        given: A text, token ids, or a list of either.
+
+    Raises:
+        Problem: There is none, or one of them is empty.
+    """
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    items = [given] if is_one else list(given)
+    if not items:
+        raise Problem(Kind.EMPTY, f"{field}: an empty list; send a text at least", param=field)
+    for index, item in enumerate(items):
+        if not item:
+            which = f"item {index} of {field}" if items[1:] else field
+            raise Problem(Kind.EMPTY, f"{which}: is empty", param=field)
+    return items
+
+
+def chars_of(items: Sequence[Any]) -> int:
+    """Characters of all items; of token ids, as many as there are."""
+    return sum(
+        sum(map(len, item.values())) if isinstance(item, dict) else len(item) for item in items
+    )
+
+
+async def results_of(
+    request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
+) -> list[Any]:
+    """Runs items, within the caller's limits.
+
+    Raises:
+        Problem: There are too many, one of them failed, or there are no results.
+    """
+    gateway = request.app.state.gateway
+    request.state.caller.check(len(items), chars_of(items))
+    gateway.health.check()
+    found: list[Any] = await gateway.inference.values(request, model, items, keywords)
+    return found
+
+
+def json_response(content: Any) -> Response:
+    """An answer; arrays of numpy are lists in it."""
+    return Response(
+        orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json"
+    )
+
+
+def best_first(scores: Sequence[float]) -> list[int]:
+    """Places of scores, the largest first, equal ones in their order.
+
+    Raises:
+        Problem: One of them is not a number, so they have no order.
+    """
+    for index, score in enumerate(scores):
+        if math.isnan(score):
+            raise Problem(Kind.FAILED, f"item {index}: the model's score is not a number")
+    return sorted(range(len(scores)), key=lambda index: -scores[index])

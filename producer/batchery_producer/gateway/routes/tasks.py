@@ -1,0 +1,247 @@
+"""Tasks of an allow list: sent, looked at and revoked over HTTP."""
+
+from typing import Annotated, Any, Self
+
+from celery import states
+from fastapi import APIRouter, Header, Path, Query, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.responses import Response
+
+from batchery.protocol.multi_item import MAX_ITEMS
+from batchery_producer.gateway.inference import unless_gone
+from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.task_calls import TaskCall
+from batchery_producer.gateway.task_names import is_allowed
+from batchery_producer.gateway.task_records import TaskRecord, to_json
+from batchery_producer.gateway.webhook_target import target_of
+
+router = APIRouter(tags=["tasks"])
+
+#: Fields of the two forms of a request.
+ITEM_FIELDS = frozenset({"item", "items", "keywords"})
+ARGUMENT_FIELDS = frozenset({"args", "kwargs"})
+
+WaitS = Annotated[
+    float | None,
+    Field(ge=0, description="How long to wait for the result, in seconds; at most `timeout_s`."),
+]
+
+#: One path has one name of its parameter.
+TaskId = Annotated[str, Path(alias="task", description="Id of a task, from `POST`.")]
+
+
+def _without(*fields: str) -> dict[str, Any]:
+    return {"not": {"anyOf": [{"required": [field]} for field in fields]}}
+
+
+class TaskRequest(BaseModel):
+    """A task: with an item or items for a batch task, with arguments for any other."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["item"], **_without("items", *sorted(ARGUMENT_FIELDS))},
+                {"required": ["items"], **_without("item", *sorted(ARGUMENT_FIELDS))},
+                _without(*sorted(ITEM_FIELDS)),
+            ]
+        },
+    )
+
+    item: Annotated[Any, Field(description="The item of a batch task.")] = None
+    items: Annotated[
+        list[Any],
+        Field(
+            default_factory=list, min_length=1, max_length=MAX_ITEMS, description="Several items."
+        ),
+    ]
+    keywords: Annotated[dict[str, Any], Field(description="Keywords of a batch task.")] = {}
+    args: Annotated[list[Any], Field(description="Of a task that is no batch task.")] = []
+    kwargs: Annotated[dict[str, Any], Field(description="Of a task that is no batch task.")] = {}
+    wait_s: WaitS = None
+    webhook: Annotated[
+        str | None, Field(max_length=2000, description="URL to which the result is posted.")
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        given = self.model_fields_set
+        if len(given & {"item", "items"}) == 1 and not given & ARGUMENT_FIELDS:
+            return self
+        if not given & ITEM_FIELDS:
+            # A task may need no arguments at all.
+            return self
+        raise ValueError("expected item or items, with keywords; or else args and kwargs")
+
+    def call(self, task: str) -> TaskCall:
+        """The task with its arguments."""
+        if self.items:
+            return TaskCall(task, [self.items], self.keywords, len(self.items), is_batch=True)
+        if "item" in self.model_fields_set:
+            return TaskCall(task, [self.item], self.keywords, 0, is_batch=True)
+        return TaskCall(task, self.args, self.kwargs, 0, is_batch=False)
+
+
+class TaskError(BaseModel):
+    """Why a task or an item failed: what its worker raised."""
+
+    type: str
+    message: str
+
+
+class ItemResult(BaseModel):
+    """How an item ended: one of the two."""
+
+    ok: Any = None
+    error: TaskError | None = None
+
+
+class TaskState(BaseModel):
+    """How a task is."""
+
+    id: str
+    task: str
+    status: Annotated[str, Field(description="Celery's name of the state, such as `SUCCESS`.")]
+    result: Any = None
+    results: Annotated[list[ItemResult] | None, Field(description="Of a task with items.")] = None
+    error: TaskError | None = None
+
+
+@router.post(
+    "/tasks/{task}",
+    response_model=TaskState,
+    responses={
+        202: {"model": TaskState, "description": "No result yet; see `Location`."},
+        409: {"description": "The `Idempotency-Key` was used for another request."},
+    },
+)
+async def send_task(
+    request: Request,
+    name: Annotated[str, Path(alias="task", description="Name of a task.")],
+    wanted: TaskRequest,
+    idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
+) -> Response:
+    """Sends a task; answers with its result, or with its id if that takes longer."""
+    gateway, caller = request.app.state.gateway, request.state.caller
+    if not is_allowed(name, gateway.settings.gateway.tasks):
+        raise Problem(
+            Kind.NOT_FOUND,
+            f"task {name!r:.100}: not in the list of tasks that may be called; see the setting"
+            " gateway.tasks",
+            code="task_not_allowed",
+        )
+    call = wanted.call(name)
+    caller.check(max(call.count, 1), len(call.json.decode()))
+    gateway.task_sender.check(call)
+    if wanted.webhook is not None:
+        target_of(wanted.webhook, gateway.settings.gateway.webhook_hosts)
+    gateway.health.check()
+    wait_s = _wait_s(request, wanted.wait_s)
+    record = await _sent(request, call, wanted.webhook, idempotency_key)
+    if not wait_s:
+        return _answer({"id": record.id, "task": name, "status": states.PENDING}, 202)
+    try:
+        await _wait(request, record.id, wait_s)
+    except Problem as problem:
+        # Nobody else can ask for it, or will be told.
+        if problem.kind is Kind.GONE and idempotency_key is None and wanted.webhook is None:
+            await _revoke(request, record)
+        raise
+    state = await gateway.task_records.state(record)
+    return _answer(state, 200 if _has_ended(state) else 202)
+
+
+@router.get("/tasks/{task}", response_model=TaskState)
+async def get_task(
+    request: Request, task_id: TaskId, wait_s: Annotated[float, Query(ge=0)] = 0
+) -> Response:
+    """How a task is; waits for its end if it is told to."""
+    gateway, caller = request.app.state.gateway, request.state.caller
+    gateway.health.check()
+    records = gateway.task_records
+    record = await records.find(task_id, caller.name)
+    state = await records.state(record)
+    if wait_s and not _has_ended(state):
+        await _wait(request, task_id, _wait_s(request, wait_s))
+        # It may have been revoked meanwhile.
+        record = await records.find(task_id, caller.name)
+        state = await records.state(record)
+    return _answer(state, 200)
+
+
+@router.delete("/tasks/{task}", response_model=TaskState)
+async def revoke_task(request: Request, task_id: TaskId) -> Response:
+    """Tells workers not to begin a task; one that has ended stays as it is."""
+    gateway, caller = request.app.state.gateway, request.state.caller
+    gateway.health.check()
+    records = gateway.task_records
+    record = await records.find(task_id, caller.name)
+    state = await records.state(record)
+    if not _has_ended(state):
+        state = await records.state(await _revoke(request, record))
+    return _answer(state, 200)
+
+
+async def _sent(
+    request: Request, call: TaskCall, webhook: str | None, key: str | None
+) -> TaskRecord:
+    """Sends a task, or finds the one that was sent for the same idempotency key.
+
+    Raises:
+        Problem: It cannot be sent, or the key was used for another one.
+    """
+    gateway, caller = request.app.state.gateway, request.state.caller
+    records = gateway.task_records
+    record = TaskRecord.new(call.task, caller.name, call.count)
+    if key is not None:
+        task_id, is_new = await records.once(caller.name, key, call.digest(webhook))
+        if not is_new:
+            found: TaskRecord = await records.find(task_id, caller.name)
+            return found
+        record = record.with_id(task_id)
+    try:
+        await gateway.task_sender.send(
+            call,
+            record.id,
+            caller,
+            reply=await gateway.result_waiter.headers(),
+            expires_s=records.expires_s,
+        )
+    except Problem:
+        if key is not None:
+            await records.not_sent(caller.name, key)
+        raise
+    if webhook is None:
+        await records.add(record)
+    else:
+        await records.add(record, gateway.webhooks.keys_of(webhook, record))
+        await gateway.webhooks.begin(record.id)
+    return record
+
+
+async def _revoke(request: Request, record: TaskRecord) -> TaskRecord:
+    gateway = request.app.state.gateway
+    revoked: TaskRecord = await gateway.task_records.revoke(record)
+    await gateway.webhooks.forget(record.id)
+    await gateway.task_sender.revoke(record.id)
+    return revoked
+
+
+async def _wait(request: Request, task_id: str, wait_s: float) -> None:
+    if wait_s > 0:
+        await unless_gone(request, request.app.state.gateway.result_waiter.wait(task_id, wait_s))
+
+
+def _wait_s(request: Request, wanted_s: float | None) -> float:
+    longest_s: float = request.app.state.gateway.inference.timeout_s(request)
+    return longest_s if wanted_s is None else min(wanted_s, longest_s)
+
+
+def _has_ended(state: dict[str, Any]) -> bool:
+    return state["status"] in states.READY_STATES
+
+
+def _answer(state: dict[str, Any], status: int) -> Response:
+    headers = {"Location": f"/tasks/{state['id']}"} if status == 202 else {}
+    return Response(to_json(state), status, headers, media_type="application/json")

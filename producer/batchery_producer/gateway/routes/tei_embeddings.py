@@ -1,0 +1,158 @@
+"""TEI's routes for vectors: `/embed`, `/embed_all`, `/embed_sparse` and `/similarity`."""
+
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from batchery_producer.gateway.fields import Inputs, ModelName
+from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.shared import (
+    items_of,
+    json_response,
+    model_of,
+    results_of,
+)
+from batchery_producer.gateway.served_models import ServedModel
+from batchery_producer.gateway.tei_requests import PromptRequest, TeiRequest
+from batchery_producer.gateway.tokenizing import ModelTokenizer
+from batchery_producer.gateway.vectors import numbers
+
+router = APIRouter(tags=["tei"])
+
+#: The smallest number that a vector's length is divided by.
+LEAST_NORM = 1e-12
+
+
+class EmbedRequest(PromptRequest):
+    """Texts for `/embed`."""
+
+    inputs: Inputs
+    normalize: Annotated[
+        bool | None,
+        Field(description="Scale vectors to length 1; the model's setting if missing."),
+    ] = None
+    dimensions: Annotated[
+        int | None, Field(ge=1, description="Keep only this many leading dimensions.")
+    ] = None
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job."""
+        found = super().keywords(model) | {"encoding": "base64"}
+        if self.normalize is not None and self.normalize != model.settings.normalize:
+            found["normalize"] = self.normalize
+        if self.dimensions is not None:
+            found["dimensions"] = self.dimensions
+        return found
+
+
+class EmbedAllRequest(PromptRequest):
+    """Texts for `/embed_all`."""
+
+    inputs: Inputs
+
+
+class EmbedSparseRequest(PromptRequest):
+    """Texts for `/embed_sparse`."""
+
+    inputs: Inputs
+
+
+class SparseValue(BaseModel):
+    """One number of a sparse vector."""
+
+    index: Annotated[int, Field(ge=0)]
+    value: float
+
+
+class SimilarityInputs(BaseModel):
+    """A text, and those that it is compared with."""
+
+    model_config = ConfigDict(strict=True)
+
+    source_sentence: Annotated[str, Field(examples=["the cat sleeps"])]
+    sentences: Annotated[list[str], Field(examples=[["the cat rests", "the dog barks"]])]
+
+
+class SimilarityRequest(TeiRequest):
+    """Texts for `/similarity`."""
+
+    inputs: SimilarityInputs
+    parameters: PromptRequest | None = None
+
+
+async def texts_of(request: Request, model: ServedModel, inputs: str | list[Any]) -> list[Any]:
+    """The items of a request. Token ids lose the special tokens around them, as workers add those.
+
+    Raises:
+        Problem: There are none, or one is empty.
+    """
+    items = items_of("inputs", inputs)
+    if all(isinstance(item, str) for item in items):
+        return items
+    try:
+        tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(model)
+    except Problem:
+        # Without its files here, ids are taken as they are.
+        return items
+    return [item if isinstance(item, str) else tokenizer.without_frame(item) for item in items]
+
+
+@router.post("/embed", response_model=list[list[float]])
+async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None) -> Response:
+    """One vector for each text."""
+    served = model_of(request, wanted.model or model, ("embedding",))
+    items = await texts_of(request, served, wanted.inputs)
+    results = await results_of(request, served, items, wanted.keywords(served))
+    return json_response([numbers(result["vector"]) for result in results])
+
+
+@router.post("/embed_all", response_model=list[list[list[float]]])
+async def embed_all(request: Request, wanted: EmbedAllRequest, model: ModelName = None) -> Response:
+    """One vector for each token of each text."""
+    served = model_of(request, wanted.model or model, ("multi_vector_embedding",))
+    items = await texts_of(request, served, wanted.inputs)
+    keywords = {**wanted.keywords(served), "encoding": "base64"}
+    results = await results_of(request, served, items, keywords)
+    return json_response(
+        [numbers(result["vectors"]).reshape(-1, result["dimensions"]) for result in results]
+    )
+
+
+@router.post("/embed_sparse", response_model=list[list[SparseValue]])
+async def embed_sparse(
+    request: Request, wanted: EmbedSparseRequest, model: ModelName = None
+) -> Response:
+    """One sparse vector for each text."""
+    served = model_of(request, wanted.model or model, ("sparse_embedding",))
+    items = await texts_of(request, served, wanted.inputs)
+    results = await results_of(request, served, items, wanted.keywords(served))
+    return json_response(
+        [
+            [
+                {"index": index, "value": value}
+                for index, value in zip(result["indices"], result["values"], strict=True)
+            ]
+            for result in results
+        ]
+    )
+
+
+@router.post("/similarity", response_model=list[float])
+async def similarity(
+    request: Request, wanted: SimilarityRequest, model: ModelName = None
+) -> Response:
+    """The cosine of the angle between a text's vector and that of each other text."""
+    options = wanted.parameters or PromptRequest()
+    served = model_of(request, wanted.model or options.model or model, ("embedding",))
+    if not wanted.inputs.sentences:
+        raise Problem(Kind.EMPTY, "inputs.sentences: an empty list; send a text at least")
+    items = items_of("inputs", [wanted.inputs.source_sentence, *wanted.inputs.sentences])
+    keywords = {**options.keywords(served), "encoding": "base64"}
+    results = await results_of(request, served, items, keywords)
+    vectors = np.stack([numbers(result["vector"]) for result in results])
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = vectors / np.maximum(norms, LEAST_NORM)
+    return json_response(np.clip(vectors[1:] @ vectors[0], -1, 1))

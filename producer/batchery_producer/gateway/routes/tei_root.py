@@ -1,0 +1,168 @@
+"""`POST /` and `/info`: what clients of TEI expect of a server with one model."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Annotated, Any, NamedTuple
+
+from fastapi import APIRouter, Body, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field, ValidationError
+from starlette.responses import Response
+
+from batchery_producer.gateway.fields import ModelName
+from batchery_producer.gateway.model_facts import UNKNOWN, ModelFacts, info_of
+from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.shared import json_response, model_of
+from batchery_producer.gateway.routes.tei_embeddings import (
+    EmbedAllRequest,
+    EmbedRequest,
+    EmbedSparseRequest,
+    SimilarityRequest,
+    embed,
+    embed_all,
+    embed_sparse,
+    similarity,
+)
+from batchery_producer.gateway.routes.tei_scores import (
+    PipelineRequest,
+    PredictRequest,
+    RerankTextsRequest,
+    pipeline,
+    predict,
+    rerank,
+)
+
+router = APIRouter(tags=["tei"])
+
+
+class Way(NamedTuple):
+    """What to do with a body.
+
+    Attributes:
+        form: Its model.
+        run: The route that takes it.
+    """
+
+    form: type[BaseModel]
+    run: Callable[[Request, Any, str | None], Awaitable[Response]]
+
+
+WAYS: Mapping[str, Way] = {
+    "embedding": Way(EmbedRequest, embed),
+    "multi_vector_embedding": Way(EmbedAllRequest, embed_all),
+    "sparse_embedding": Way(EmbedSparseRequest, embed_sparse),
+    "classification": Way(PredictRequest, predict),
+    "rerank": Way(RerankTextsRequest, rerank),
+}
+
+
+#: Where the schema has what `POST /` takes.
+BODIES = [
+    {"$ref": f"#/components/schemas/{way.form.__name__}"}
+    for way in (*WAYS.values(), Way(SimilarityRequest, similarity))
+]
+
+
+class PoolingInfo(BaseModel):
+    """How token vectors become one."""
+
+    pooling: str
+
+
+class LabelInfo(BaseModel):
+    """The labels of a model."""
+
+    id2label: dict[str, str]
+    label2id: dict[str, Annotated[int, Field(ge=0)]]
+
+
+class EmbeddingType(BaseModel):
+    """A model of vectors."""
+
+    embedding: PoolingInfo
+
+
+class ClassifierType(BaseModel):
+    """A model of labels."""
+
+    classifier: LabelInfo
+
+
+class RerankerType(BaseModel):
+    """A model that compares."""
+
+    reranker: LabelInfo
+
+
+Count = Annotated[int, Field(ge=0)]
+
+
+class ServerInfo(BaseModel):
+    """A model and the limits of the server, as TEI tells them."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: Annotated[str, Field(description="`auto` where the device decides.")]
+    served_model_name: str
+    model_type: EmbeddingType | ClassifierType | RerankerType
+    max_concurrent_requests: Count
+    max_input_length: Annotated[int, Field(ge=0, description="Tokens; 0 if unknown here.")]
+    max_batch_tokens: Annotated[int, Field(ge=0, description="0 where the device decides.")]
+    max_batch_requests: Count | None
+    max_client_batch_size: Count
+    auto_truncate: bool
+    tokenization_workers: Count
+    version: str
+    sha: str | None
+    docker_label: str | None
+
+
+@router.post(
+    "/",
+    response_model=None,
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"anyOf": BODIES}}},
+        }
+    },
+)
+async def root(
+    request: Request, body: Annotated[dict[str, Any], Body()], model: ModelName = None
+) -> Response:
+    """What the first model does, or the named one: `/embed`, `/predict`, `/rerank` and so on."""
+    given = body.get("model")
+    name = given if isinstance(given, str) and given else model
+    served = model_of(request, name, None if name else WAYS)
+    way = _way(served.kind, body)
+    if way is None:
+        raise Problem(
+            Kind.UNFIT,
+            f"model {served.name!r}: is of kind {served.kind}, for which TEI has no route",
+        )
+    try:
+        wanted = way.form.model_validate(body)
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from error
+    return await way.run(request, wanted, served.name)
+
+
+def _way(kind: str, body: Mapping[str, Any]) -> Way | None:
+    """What to do with a body; its form tells what the kind leaves open."""
+    if kind == "embedding" and isinstance(body.get("inputs"), dict):
+        return Way(SimilarityRequest, similarity)
+    if kind == "classification" and "parameters" in body:
+        return Way(PipelineRequest, pipeline)
+    return WAYS.get(kind)
+
+
+@router.get("/info", response_model=ServerInfo)
+async def info(request: Request, model: ModelName = None) -> Response:
+    """The first model, or the named one, and the limits of requests."""
+    gateway = request.app.state.gateway
+    served = model_of(request, model, None)
+    try:
+        facts: ModelFacts = await gateway.model_facts.of(served)
+    except Problem:
+        # Only a worker has its files.
+        facts = UNKNOWN
+    return json_response(info_of(served, facts, gateway.settings, request.state.caller))

@@ -1,0 +1,99 @@
+"""TEI's routes for tokens: `/tokenize` and `/decode`. They need no worker."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from batchery_producer.gateway.fields import ModelName, TokenId, expected
+from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.shared import chars_of, items_of, model_of
+from batchery_producer.gateway.served_models import ServedModel
+from batchery_producer.gateway.tei_requests import TeiRequest
+from batchery_producer.gateway.tokenizing import ModelTokenizer, off_loop
+
+router = APIRouter(tags=["tei"])
+
+
+class TokenizeRequest(TeiRequest):
+    """Texts for `/tokenize`."""
+
+    inputs: Annotated[
+        str | list[str],
+        expected("a text, or a list of texts"),
+        Field(examples=["the cat", ["the cat", "a dog"]]),
+    ]
+    add_special_tokens: bool = True
+    prompt_name: Annotated[
+        str | None, Field(description="Name of a prompt to put in front of each text.")
+    ] = None
+
+
+class SimpleToken(BaseModel):
+    """One token of a text."""
+
+    id: Annotated[int, Field(ge=0)]
+    text: Annotated[str, Field(description="As it stands in the text; the name of special ones.")]
+    special: bool
+    start: Annotated[
+        int | None, Field(ge=0, description="Its first byte in the text's UTF-8, with the prompt.")
+    ] = None
+    stop: Annotated[int | None, Field(ge=0, description="The byte behind its last one.")] = None
+
+
+class DecodeRequest(TeiRequest):
+    """Token ids for `/decode`."""
+
+    ids: Annotated[
+        list[TokenId] | list[list[TokenId]],
+        expected("a list of token ids, or a list of such"),
+        Field(examples=[[101, 1996, 4937, 102]]),
+    ]
+    skip_special_tokens: bool = True
+
+
+@router.post("/tokenize", response_model=list[list[SimpleToken]])
+async def tokenize(request: Request, wanted: TokenizeRequest, model: ModelName = None) -> Response:
+    """The tokens of each text, and where they stand."""
+    served = model_of(request, wanted.model or model, None)
+    texts = items_of("inputs", wanted.inputs)
+    chars = chars_of(texts)
+    request.state.caller.check(len(texts), chars)
+    _check_lengths(served, texts)
+    tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
+    prompt = tokenizer.prompt(wanted.prompt_name)
+    prompted = [prompt + text for text in texts]
+    content = await off_loop(
+        chars, lambda: tokenizer.tokens(prompted, special=wanted.add_special_tokens)
+    )
+    return Response(content, media_type="application/json")
+
+
+@router.post("/decode", response_model=list[str])
+async def decode(request: Request, wanted: DecodeRequest, model: ModelName = None) -> Response:
+    """The text of each list of token ids."""
+    served = model_of(request, wanted.model or model, None)
+    ids = items_of("ids", wanted.ids)
+    count = chars_of(ids)
+    request.state.caller.check(len(ids), count)
+    _check_lengths(served, ids)
+    tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
+    content = await off_loop(
+        count, lambda: tokenizer.texts(ids, skip_special=wanted.skip_special_tokens)
+    )
+    return Response(content, media_type="application/json")
+
+
+def _check_lengths(model: ServedModel, items: list[str] | list[list[int]]) -> None:
+    """Holds texts to the model's limit, as its workers do.
+
+    Raises:
+        Problem: One is too long.
+    """
+    limit = model.settings.max_chars
+    for index, item in enumerate(items):
+        if len(item) > limit:
+            raise Problem(
+                Kind.INVALID, f"item {index}: its length {len(item)} is above max_chars = {limit}"
+            )

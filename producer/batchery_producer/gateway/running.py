@@ -1,0 +1,98 @@
+"""What a running gateway has, and what runs beside its requests."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from celery import Celery
+
+from batchery.settings import Settings
+from batchery_producer.async_client import AsyncClient
+from batchery_producer.gateway.batch_counters import BatchCounters
+from batchery_producer.gateway.batches.service import BatchService
+from batchery_producer.gateway.device_figures import DeviceLook
+from batchery_producer.gateway.health import Health, stop
+from batchery_producer.gateway.inference import Inference
+from batchery_producer.gateway.measurements import Measurements
+from batchery_producer.gateway.model_facts import ModelFacts, read_facts
+from batchery_producer.gateway.model_files import PerModel
+from batchery_producer.gateway.monitor import Monitor
+from batchery_producer.gateway.result_waiter import ResultWaiter
+from batchery_producer.gateway.served_models import ServedModels
+from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.task_calls import TaskSender
+from batchery_producer.gateway.task_records import TaskRecords
+from batchery_producer.gateway.tokenizing import ModelTokenizer, load_tokenizer
+from batchery_producer.gateway.webhooks import Webhooks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """What the routes share; `request.app.state.gateway`."""
+
+    app: Celery
+    settings: Settings
+    models: ServedModels
+    inference: Inference
+    health: Health
+    tokenizers: PerModel[ModelTokenizer]
+    model_facts: PerModel[ModelFacts]
+    batches: BatchService
+    batch_counters: BatchCounters
+    devices: DeviceLook
+    task_sender: TaskSender
+    task_records: TaskRecords
+    result_waiter: ResultWaiter
+    webhooks: Webhooks
+    monitor: Monitor
+    measurements: Measurements
+
+
+@asynccontextmanager
+async def running(
+    app: Celery, settings: Settings, load: Callable[[], Celery], measurements: Measurements
+) -> AsyncIterator[Gateway]:
+    """Runs a gateway while entered.
+
+    Args:
+        app: The Celery app to which jobs are sent.
+        settings: Its models, and the table `gateway`.
+        load: Gives the app again, in another process; can be pickled.
+        measurements: Where results are counted.
+    """
+    models = ServedModels(settings.models)
+    monitor = Monitor(app, {model.queue for model in models})
+    health, store, waiter = Health(app), Store(app), ResultWaiter(app)
+    records = TaskRecords(store)
+    webhooks = Webhooks(store, records, waiter, settings.gateway)
+    batches = BatchService(settings, load)
+    async with AsyncClient(app) as client, batches:
+        await health.look()
+        watching = [asyncio.create_task(health.watch())]
+        if settings.gateway.webhook_hosts:
+            watching.append(asyncio.create_task(webhooks.watch()))
+        try:
+            yield Gateway(
+                app=app,
+                settings=settings,
+                models=models,
+                inference=Inference(client, settings.gateway.timeout_s, measurements),
+                health=health,
+                tokenizers=PerModel(load_tokenizer),
+                model_facts=PerModel(read_facts),
+                batches=batches,
+                batch_counters=BatchCounters(store),
+                devices=DeviceLook(app),
+                task_sender=TaskSender(app),
+                task_records=records,
+                result_waiter=waiter,
+                webhooks=webhooks,
+                monitor=monitor,
+                measurements=measurements,
+            )
+        finally:
+            for each in watching:
+                await stop(each)
+            await monitor.close()
+            await asyncio.to_thread(waiter.close)

@@ -1,0 +1,50 @@
+"""The Redis of the results, in which gateways keep what a kill must not lose."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.backends.redis import RedisBackend
+
+from batchery.protocol.completion_stream import backend_prefix
+from batchery_producer.gateway.problems import Kind, Problem
+
+#: In how many seconds to come again while Redis is away.
+AWAY_RETRY_S = 1.0
+
+
+class Store:
+    """Runs commands on the result backend's Redis, from coroutines.
+
+    Its keys begin like those of results, so that apps with prefixes of their own stay apart.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        """Prepares; does not connect."""
+        #: Celery's backend; one for all threads, as its client is.
+        self.backend: Any = app.backend
+        self._is_redis = isinstance(self.backend, RedisBackend)
+        self._prefix = backend_prefix(self.backend) if self._is_redis else b""
+
+    def key(self, *parts: str) -> bytes:
+        """A key of the gateway's own."""
+        return self._prefix + b":".join((b"batchery:http", *(part.encode() for part in parts)))
+
+    async def run(self, call: Callable[[Any], Any]) -> Any:
+        """Calls a function with the Redis client, on another thread.
+
+        Raises:
+            Problem: Redis is away, or is not the app's result backend.
+        """
+        if not self._is_redis:
+            raise Problem(
+                Kind.UNAVAILABLE, "this route needs a Redis as result backend; set result_backend"
+            )
+        try:
+            return await asyncio.to_thread(lambda: call(self.backend.client))
+        except redis.RedisError as error:
+            raise Problem(
+                Kind.UNAVAILABLE, f"no Redis: {error}", retry_after_s=AWAY_RETRY_S
+            ) from error

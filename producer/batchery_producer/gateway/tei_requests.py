@@ -1,0 +1,58 @@
+"""What the requests of Text Embeddings Inference (TEI) have in common."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from batchery_producer.gateway.served_models import ServedModel
+
+
+class TeiRequest(BaseModel):
+    """Fields of all bodies; unknown ones are ignored, as there."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: Annotated[
+        str | None, Field(description="Name or alias of a model; TEI itself has only one.")
+    ] = None
+
+
+class TextRequest(TeiRequest):
+    """Fields of the routes that run a model."""
+
+    truncate: Annotated[
+        bool | None,
+        Field(description="Cut texts that are too long; the model's setting if missing."),
+    ] = None
+    truncation_direction: Annotated[
+        Literal["Left", "Right", "left", "right"] | None,
+        Field(description="Where they are cut; that of the model's tokenizer if missing."),
+    ] = None
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job.
+
+        Jobs share a batch only if their keywords are equal, so nothing is said twice: neither what
+        the caller left out, nor what is the model's setting anyway.
+        """
+        found: dict[str, Any] = {}
+        if self.truncate is not None and self.truncate != (model.settings.overflow == "truncate"):
+            found["truncate"] = self.truncate
+        if self.truncation_direction is not None:
+            found["truncation_direction"] = self.truncation_direction.lower()
+        return found
+
+
+class PromptRequest(TextRequest):
+    """Fields of the routes whose models have prompts."""
+
+    prompt_name: Annotated[
+        str | None, Field(description="Name of a prompt to put in front of each text.")
+    ] = None
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job, the prompt among them."""
+        found = super().keywords(model)
+        if self.prompt_name is not None:
+            found["prompt"] = self.prompt_name
+        return found

@@ -1,0 +1,418 @@
+"""OpenAI's files and batches, by openai's own client, in front of real workers."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import psutil
+import pytest
+from openai.types import Batch
+
+from batchery_producer.gateway.callers import make_key
+from conftest import StartGateway, StartWorker
+from support.gateway import EMBED, GatewayProcess
+from support.harness import Worker, queue_length, unsettled, wait_for
+
+MODELS = {
+    "embed": {**EMBED["embed"], "aliases": ["text-embedding-3-small"]},
+    "slow": EMBED["embed"],
+    # No worker serves it.
+    "away": EMBED["embed"],
+}
+
+KEY, HASH = make_key()
+OTHER_KEY, OTHER_HASH = make_key()
+
+#: What kombu adds to the name of a queue for jobs of the lowest class.
+LOW = "\x06\x166"
+
+OVER = ("completed", "failed", "expired", "cancelled")
+
+#: Seconds after which a batch is taken up whose process was killed, and then some.
+TAKEN_UP_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the slow worker notes what it computes."""
+    return tmp_path_factory.mktemp("trace") / "trace"
+
+
+#: Starts a worker of the slow task.
+StartSlow = Callable[[], Worker]
+
+
+@pytest.fixture(scope="module")
+def start_slow(start_module_worker: StartWorker, trace: Path) -> StartSlow:
+    env = {"TRACE": str(trace), "PAUSE_S": "0.05"}
+    return lambda: start_module_worker("apps.slow_vectors", "-Q", "slow", env=env)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def slow_workers(start_module_worker: StartWorker, start_slow: StartSlow) -> list[Worker]:
+    """Those that were started; a worker of the model runs beside them."""
+    models = {"embed": MODELS["embed"]}
+    start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+    return [start_slow()]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the gateways without keys keep their files."""
+    return tmp_path_factory.mktemp("files")
+
+
+@pytest.fixture(scope="module")
+def gateway(start_gateway: StartGateway, files: Path) -> GatewayProcess:
+    """Serves anybody on this machine."""
+    options = {"files": str(files), "max_file_bytes": 1_000_000}
+    return start_gateway(models=MODELS, gateway=options)
+
+
+@pytest.fixture(scope="module")
+def keyed(start_gateway: StartGateway) -> GatewayProcess:
+    """Serves those who have a key."""
+    keys = {"shop": {"hash": HASH, "class": "high"}, "other": {"hash": OTHER_HASH}}
+    return start_gateway(models=MODELS, gateway={"keys": keys})
+
+
+@pytest.fixture
+def api(gateway: GatewayProcess) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client, as it comes."""
+    with client_of(gateway) as made:
+        yield made
+
+
+def client_of(gateway: GatewayProcess, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key=key, max_retries=0)
+
+
+def request(id_: str, given: Any, model: str = "embed", **body: Any) -> dict[str, Any]:
+    return {
+        "custom_id": id_,
+        "method": "POST",
+        "url": "/v1/embeddings",
+        "body": {"model": model, "input": given, **body},
+    }
+
+
+def upload(api: openai.OpenAI, rows: Sequence[Any]) -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    file = ("requests.jsonl", "\n".join(lines).encode())
+    return api.files.create(file=file, purpose="batch").id
+
+
+def begin(api: openai.OpenAI, rows: Sequence[Any], window: str = "24h") -> Batch:
+    created: Batch = api.batches.create(
+        input_file_id=upload(api, rows),
+        endpoint="/v1/embeddings",
+        completion_window=window,  # type: ignore[arg-type]
+        metadata={"made by": "a test"},
+    )
+    return created
+
+
+def end_of(api: openai.OpenAI, batch_id: str, timeout_s: float = 60) -> Batch:
+    def over() -> Batch | None:
+        batch: Batch = api.batches.retrieve(batch_id)
+        return batch if batch.status in OVER else None
+
+    found = wait_for(over, "the batch to be over", timeout_s)
+    assert found is not None
+    return found
+
+
+def lines_of(api: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    return [json.loads(line) for line in api.files.content(file_id).text.splitlines()]
+
+
+def counts(batch: Batch) -> tuple[int, int, int]:
+    found = batch.request_counts
+    assert found is not None
+    return found.total, found.completed, found.failed
+
+
+def slow_rows(count: int) -> list[dict[str, Any]]:
+    return [request(f"r-{n}", "x" * (n % 9 + 1), "slow") for n in range(count)]
+
+
+def kill_runners(gateway: GatewayProcess) -> None:
+    """Kills the process that runs the batches of a gateway."""
+    for each in psutil.Process(gateway.process.pid).children(recursive=True):
+        if any("spawn_main" in argument for argument in each.cmdline()):
+            each.kill()
+
+
+def kill_all(gateway: GatewayProcess) -> None:
+    """Kills a gateway and the process that runs its batches, at once."""
+    top = psutil.Process(gateway.process.pid)
+    for each in [*top.children(recursive=True), top]:
+        each.kill()
+    gateway.process.wait()
+
+
+def test_life_of_a_batch(api: openai.OpenAI) -> None:
+    rows = [
+        request("one", "a text", model="text-embedding-3-small"),
+        request("many", ["a text", "another"], "text-embedding-3-small", encoding_format="base64"),
+        request("short", "a text", "text-embedding-3-small", dimensions=8),
+        request("ids", [[7592, 2088]], "text-embedding-3-small"),
+        request("empty", "", "text-embedding-3-small"),
+        request("number", 7, "text-embedding-3-small"),
+    ]
+    begun = begin(api, rows)
+    assert begun.status == "validating"
+    assert begun.expires_at == begun.created_at + 86_400
+    batch = end_of(api, begun.id)
+    assert (batch.status, batch.model, counts(batch)) == ("completed", "embed", (6, 4, 2))
+    assert batch.metadata == {"made by": "a test"}
+    times = (batch.in_progress_at, batch.finalizing_at, batch.completed_at)
+    assert all(at is not None and at >= batch.created_at for at in times)
+    assert batch.errors is None
+    answers = {line["custom_id"]: line["response"] for line in lines_of(api, batch.output_file_id)}
+    assert set(answers) == {"one", "many", "short", "ids"}
+    assert {answer["status_code"] for answer in answers.values()} == {200}
+    one = api.embeddings.create(model="embed", input="a text", encoding_format="float")
+    vector = answers["one"]["body"]["data"][0]["embedding"]
+    assert vector == pytest.approx(one.data[0].embedding, abs=1e-5)
+    assert [each["index"] for each in answers["many"]["body"]["data"]] == [0, 1]
+    assert isinstance(answers["many"]["body"]["data"][0]["embedding"], str)
+    assert len(answers["short"]["body"]["data"][0]["embedding"]) == 8
+    tokens = sum(answer["body"]["usage"]["total_tokens"] for answer in answers.values())
+    assert batch.usage is not None
+    assert batch.usage.total_tokens == batch.usage.input_tokens == tokens > 0
+    failed = {line["custom_id"]: line["response"] for line in lines_of(api, batch.error_file_id)}
+    assert set(failed) == {"empty", "number"}
+    assert {each["status_code"] for each in failed.values()} == {400}
+    assert "is empty" in failed["empty"]["body"]["error"]["message"]
+    assert "input must be a text" in failed["number"]["body"]["error"]["message"]
+
+
+def test_file_that_is_no_batch_fails_as_a_whole(api: openai.OpenAI) -> None:
+    rows = [
+        request("a", "good"),
+        "{not json",
+        request("a", "again"),
+        {**request("b", "other route"), "url": "/v1/chat/completions"},
+        request("c", "other model", model="slow"),
+        {"method": "POST", "url": "/v1/embeddings", "body": {"model": "embed"}},
+    ]
+    batch = end_of(api, begin(api, rows).id)
+    assert (batch.status, batch.output_file_id, batch.error_file_id) == ("failed", None, None)
+    assert batch.failed_at is not None
+    assert batch.errors is not None
+    assert batch.errors.data is not None
+    assert [(each.line, each.code) for each in batch.errors.data] == [
+        (2, "invalid_json_line"),
+        (3, "duplicate_custom_id"),
+        (4, "invalid_url"),
+        (5, "mismatched_model"),
+        (6, "missing_custom_id"),
+    ]
+    with pytest.raises(openai.ConflictError, match="is failed: too late"):
+        api.batches.cancel(batch.id)
+    unknown = end_of(api, begin(api, [request("a", "text", model="gpt-9")]).id)
+    assert unknown.errors is not None
+    assert unknown.errors.data is not None
+    assert [each.code for each in unknown.errors.data] == ["model_not_found"]
+    assert "there are: embed" in str(unknown.errors.data[0].message)
+    page = api.batches.list(limit=1)
+    assert ([each.id for each in page.data], page.has_more) == ([unknown.id], True)
+    assert [each.id for each in api.batches.list(limit=1)][:2] == [unknown.id, batch.id]
+
+
+def test_files_are_kept_and_paged_and_deleted(api: openai.OpenAI) -> None:
+    made = [upload(api, [request("a", f"text {n}")]) for n in range(3)]
+    file = api.files.retrieve(made[0])
+    content = api.files.content(made[0]).content
+    assert json.loads(content) == request("a", "text 0")
+    assert (file.filename, file.bytes, file.purpose) == ("requests.jsonl", len(content), "batch")
+    page = api.files.list(limit=2, purpose="batch")
+    assert ([each.id for each in page.data], page.has_more) == ([made[2], made[1]], True)
+    assert [each.id for each in api.files.list(limit=2)][:3] == made[::-1]
+    after = api.files.list(order="asc", after=made[0], limit=1)
+    assert [each.id for each in after.data] == [made[1]]
+    assert api.files.delete(made[1]).deleted
+    with pytest.raises(openai.NotFoundError, match="no such file"):
+        api.files.retrieve(made[1])
+    assert made[1] not in [each.id for each in api.files.list()]
+    expiring = api.files.create(
+        file=("a.jsonl", b"{}"),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    assert expiring.expires_at == expiring.created_at + 3600
+
+
+def test_bad_uploads_and_requests_say_what_is_wrong(
+    api: openai.OpenAI, gateway: GatewayProcess
+) -> None:
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        api.files.create(file=("a.jsonl", b"{}"), purpose="vision")
+    with pytest.raises(openai.BadRequestError, match="file: empty"):
+        api.files.create(file=("a.jsonl", b""), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match=r"expires_after\.seconds"):
+        api.files.create(
+            file=("a.jsonl", b"{}"),
+            purpose="batch",
+            expires_after={"anchor": "created_at", "seconds": 1},
+        )
+    with pytest.raises(openai.APIStatusError, match="larger than 1000000 bytes") as raised:
+        api.files.create(file=("a.jsonl", b"x" * 1_200_000), purpose="batch")
+    assert raised.value.status_code == 413
+    bare = httpx2.post(f"{gateway.url}/v1/files", json={"purpose": "batch"})
+    assert (bare.status_code, bare.json()["error"]["param"]) == (400, "file")
+    page = httpx2.post(
+        f"{gateway.url}/v1/files",
+        files={"file": ("a.jsonl", b"{}")},
+        data={"purpose": "batch"},
+        headers={"origin": "https://evil.example"},
+    )
+    assert page.status_code == 403
+    short = api.files.create(
+        file=("a.jsonl", b"{}"),
+        purpose="batch",
+        expires_after={"anchor": "created_at", "seconds": 3600},
+    )
+    with pytest.raises(openai.BadRequestError, match="expires before"):
+        api.batches.create(
+            input_file_id=short.id, endpoint="/v1/embeddings", completion_window="24h"
+        )
+    odd = api.files.create(file=("../../" + "n" * 300, b"{}"), purpose="batch")
+    assert odd.filename.startswith("../../n")
+    given: dict[str, Any] = {"endpoint": "/v1/embeddings", "completion_window": "24h"}
+    with pytest.raises(openai.NotFoundError, match="no such file"):
+        api.batches.create(input_file_id="../../secret", **given)
+    for wrong, text in (
+        ({"endpoint": "/v1/chat/completions"}, "use /v1/embeddings"),
+        ({"completion_window": "soon"}, "must be 24h"),
+        ({"completion_window": "31d"}, "must be 24h"),
+        ({"metadata": {str(n): "a" for n in range(17)}}, "metadata"),
+        ({"metadata": {"a": "b" * 513}}, "metadata"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=text):
+            api.batches.create(input_file_id=odd.id, **{**given, **wrong})
+    with pytest.raises(openai.NotFoundError, match="no such batch"):
+        api.batches.retrieve("batch_1")
+
+
+def test_files_and_batches_of_another_key_are_not_there(keyed: GatewayProcess) -> None:
+    with client_of(keyed, KEY) as mine, client_of(keyed, OTHER_KEY) as other:
+        batch = begin(mine, [request("a", "text")])
+        file_id = batch.input_file_id
+        for call in (
+            lambda: other.files.retrieve(file_id),
+            lambda: other.files.content(file_id),
+            lambda: other.files.delete(file_id),
+            lambda: other.batches.retrieve(batch.id),
+            lambda: other.batches.cancel(batch.id),
+            lambda: other.batches.create(
+                input_file_id=file_id, endpoint="/v1/embeddings", completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                call()
+        assert [*other.files.list(), *other.batches.list()] == []
+        ended = end_of(mine, batch.id)
+        assert counts(ended) == (1, 1, 0)
+        assert [each.id for each in mine.files.list(purpose="batch_output")] == [
+            ended.output_file_id
+        ]
+
+
+def test_cancelled_batch_keeps_what_was_done(
+    api: openai.OpenAI, trace: Path, redis_url: str
+) -> None:
+    begun = begin(api, slow_rows(5000))
+    wait_for(lambda: counts(api.batches.retrieve(begun.id))[1] > 0, "progress")
+    with pytest.raises(openai.ConflictError, match="still reads it"):
+        api.files.delete(begun.input_file_id)
+    cancelling = api.batches.cancel(begun.id)
+    assert (cancelling.status, cancelling.cancelling_at is not None) == ("cancelling", True)
+    batch = end_of(api, begun.id)
+    total, completed, failed = counts(batch)
+    assert (batch.status, total, failed) == ("cancelled", 5000, 0)
+    assert batch.cancelled_at is not None
+    lines = lines_of(api, batch.output_file_id)
+    assert len({line["custom_id"] for line in lines}) == len(lines) == completed
+    assert 0 < completed < 5000
+    # Its jobs do not run on.
+    wait_for(lambda: queue_length(redis_url, f"slow{LOW}") + unsettled(redis_url) == 0, "jobs gone")
+    assert len(trace.read_text().splitlines()) < 5000
+
+
+def tenants_in(store: Any, queue: str) -> set[str | None]:
+    messages = map(json.loads, store.lrange(queue, 0, -1))
+    return {message["headers"].get("batchery_tenant") for message in messages}
+
+
+def test_jobs_are_of_the_key_s_tenant_and_class(keyed: GatewayProcess, store: Any) -> None:
+    for key, tenant, queue in ((KEY, "shop", "away"), (OTHER_KEY, "other", f"away{LOW}")):
+        with client_of(keyed, key) as api:
+            begun = begin(api, [request("a", "text", model="away")])
+            wait_for(lambda: tenant in tenants_in(store, queue), f"a job in {queue!r}")  # noqa: B023
+            api.batches.cancel(begun.id)
+
+
+def test_batch_whose_worker_is_away_waits_and_expires(api: openai.OpenAI) -> None:
+    begun = begin(api, [request(f"r-{n}", "text", model="away") for n in range(3)], window="4s")
+    wait_for(lambda: api.batches.retrieve(begun.id).status == "in_progress", "in progress")
+    batch = end_of(api, begun.id)
+    assert (batch.status, counts(batch), batch.output_file_id) == ("expired", (3, 0, 3), None)
+    assert batch.expired_at is not None
+    lines = lines_of(api, batch.error_file_id)
+    assert sorted(line["custom_id"] for line in lines) == ["r-0", "r-1", "r-2"]
+    assert {line["error"]["code"] for line in lines} == {"batch_expired"}
+
+
+def test_batch_is_finished_after_gateway_worker_and_device_were_killed(
+    start_gateway: StartGateway,
+    gateway: GatewayProcess,
+    start_slow: StartSlow,
+    slow_workers: list[Worker],
+    files: Path,
+) -> None:
+    count = 800
+    # The same place as a URL.
+    other = start_gateway(models=MODELS, gateway={"files": f"file://{files}"})
+    with client_of(other) as api:
+        begun = begin(api, slow_rows(count))
+        wait_for(lambda: counts(api.batches.retrieve(begun.id))[1] > 50, "progress")
+    # Whoever of the two gateways runs it.
+    kill_runners(gateway)
+    kill_all(other)
+    for device in slow_workers[-1].devices():
+        device.kill()
+    slow_workers[-1].kill()
+    slow_workers.append(start_slow())
+    with client_of(gateway) as api:
+        batch = end_of(api, begun.id, TAKEN_UP_S)
+        assert (batch.status, counts(batch)) == ("completed", (count, count, 0))
+        lines = lines_of(api, batch.output_file_id)
+    assert sorted(line["custom_id"] for line in lines) == sorted(f"r-{n}" for n in range(count))
+    for line in lines:
+        text = "x" * (int(line["custom_id"].removeprefix("r-")) % 9 + 1)
+        assert line["response"]["body"]["data"][0]["embedding"] == [len(text), 1.0]
+    # Of what it needed while it ran, there is nothing left.
+    wait_for(
+        lambda: [path.name for path in files.rglob(f"*{begun.id}*")] == [f"{begun.id}.json"], "tidy"
+    )
+
+
+def test_several_gateways_on_one_store_run_each_batch_once(
+    start_gateway: StartGateway, gateway: GatewayProcess, files: Path, trace: Path
+) -> None:
+    others = start_gateway("--processes", "2", models=MODELS, gateway={"files": str(files)})
+    trace.write_text("")
+    with client_of(gateway) as one, client_of(others) as other:
+        begun = [begin(api, slow_rows(40)) for api in (one, other) for _ in range(3)]
+        for each in begun:
+            batch = end_of(one, each.id)
+            assert (batch.status, counts(batch)) == ("completed", (40, 40, 0))
+        assert [each.id for each in other.batches.list(limit=6)][:6] == [b.id for b in begun[::-1]]
+    assert len(trace.read_text().splitlines()) == 40 * len(begun)

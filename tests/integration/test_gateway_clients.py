@@ -1,0 +1,166 @@
+"""Clients of Cohere, Jina and LangChain, unmodified, in front of a real worker."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cohere
+import httpx2
+import openai
+import pytest
+from cohere.core.api_error import ApiError
+from langchain_openai import OpenAIEmbeddings
+
+from conftest import StartGateway, StartWorker
+from support.gateway import GatewayProcess
+from support.tiny_models import save_model
+
+QUERY = "what do cats do"
+
+DOCUMENTS = ["the cat sat on the mat", "a dog barked", "rain falls on green hills", "tea"]
+
+Models = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A reranker and an embedding model."""
+    folder: Path = tmp_path_factory.mktemp("models")
+    save_model(folder / "rerank", "bert", labels=("relevance",))
+    save_model(folder / "embed", "bert")
+    return {
+        "rerank": {"kind": "rerank", "model": str(folder / "rerank"), "aliases": ["rerank-v3.5"]},
+        "embed": {"kind": "embedding", "model": str(folder / "embed")},
+    }
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    models: Models, start_module_worker: StartWorker, start_gateway: StartGateway
+) -> GatewayProcess:
+    """A gateway, and a worker with those models."""
+    start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+    return start_gateway(models=models)
+
+
+@pytest.fixture
+def client(gateway: GatewayProcess) -> Iterator[cohere.Client]:
+    """Cohere's client of the first version."""
+    with cohere.Client(api_key="none", base_url=gateway.url) as made:
+        yield made
+
+
+@pytest.fixture
+def client_v2(gateway: GatewayProcess) -> Iterator[cohere.ClientV2]:
+    """Cohere's client of the second version."""
+    with cohere.ClientV2(api_key="none", base_url=gateway.url) as made:
+        yield made
+
+
+def test_cohere_ranks_documents(client_v2: cohere.ClientV2) -> None:
+    answer = client_v2.rerank(model="rerank-v3.5", query=QUERY, documents=DOCUMENTS)
+    assert sorted(each.index for each in answer.results) == [0, 1, 2, 3]
+    scores = [each.relevance_score for each in answer.results]
+    assert scores == sorted(scores, reverse=True)
+    assert all(0 < score < 1 for score in scores)
+    assert answer.id
+    assert answer.meta is not None
+    assert answer.meta.billed_units is not None
+    assert answer.meta.billed_units.search_units == 1
+    assert answer.meta.tokens is not None
+    assert answer.meta.tokens.input_tokens
+    for each in answer.results:
+        alone = client_v2.rerank(
+            model="rerank", query=QUERY, documents=[DOCUMENTS[each.index]], max_tokens_per_doc=4096
+        )
+        assert alone.results[0].relevance_score == pytest.approx(each.relevance_score, abs=1e-5)
+    best = client_v2.rerank(model="rerank", query=QUERY, documents=DOCUMENTS, top_n=2)
+    assert [each.index for each in best.results] == [each.index for each in answer.results[:2]]
+
+
+def test_cohere_ranks_objects(client: cohere.Client) -> None:
+    documents = [{"text": text, "id": str(number)} for number, text in enumerate(DOCUMENTS)]
+    answer = client.rerank(query=QUERY, documents=documents, return_documents=True)
+    for each in answer.results:
+        assert each.document is not None
+        assert each.document.model_dump() == documents[each.index]
+    plain = client.rerank(model="rerank", query=QUERY, documents=DOCUMENTS)
+    assert [each.index for each in plain.results] == [each.index for each in answer.results]
+    assert plain.results[0].document is None
+    fields = [{"title": "the cat", "body": text} for text in DOCUMENTS]
+    joined = client.rerank(
+        model="rerank", query=QUERY, documents=fields, rank_fields=["title", "body"]
+    )
+    texts = client.rerank(
+        model="rerank", query=QUERY, documents=[f"the cat\n{text}" for text in DOCUMENTS]
+    )
+    assert [(each.index, each.relevance_score) for each in joined.results] == [
+        (each.index, each.relevance_score) for each in texts.results
+    ]
+
+
+def test_cohere_is_told_what_is_wrong(client: cohere.Client, client_v2: cohere.ClientV2) -> None:
+    with pytest.raises(cohere.NotFoundError, match="no such model of kind rerank"):
+        client_v2.rerank(model="command", query=QUERY, documents=DOCUMENTS)
+    with pytest.raises(cohere.BadRequestError, match="documents: an empty list"):
+        client_v2.rerank(model="rerank", query=QUERY, documents=[])
+    with pytest.raises(cohere.BadRequestError, match="query: is empty"):
+        client.rerank(model="rerank", query="", documents=DOCUMENTS)
+    with pytest.raises(cohere.BadRequestError, match="document 0: has no field 'text'"):
+        client.rerank(model="rerank", query=QUERY, documents=[{"body": "a"}])
+    with pytest.raises(ApiError, match="max_items"):
+        client.rerank(model="rerank", query=QUERY, documents=["a"] * 3000)
+
+
+def test_jina_finds_its_fields(gateway: GatewayProcess) -> None:
+    body = {"model": "rerank", "query": QUERY, "documents": DOCUMENTS, "top_n": 3}
+    answer = httpx2.post(
+        f"{gateway.url}/v1/rerank", json={**body, "return_documents": True}, timeout=60
+    ).json()
+    assert answer["model"] == "rerank"
+    assert answer["usage"]["total_tokens"] > 10
+    assert len(answer["results"]) == 3
+    for each in answer["results"]:
+        assert each["document"] == {"text": DOCUMENTS[each["index"]]}
+        assert 0 < each["relevance_score"] < 1
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        ({"query": QUERY, "documents": DOCUMENTS}, "model: Field required"),
+        ({"model": "rerank", "query": QUERY, "documents": "a"}, "documents: expected a list"),
+        ({"model": "rerank", "query": QUERY, "documents": [1]}, "(see item 0)"),
+        ({"model": "rerank", "query": QUERY, "documents": ["a"], "top_n": 0}, "top_n"),
+        ({"model": "rerank", "documents": ["a"]}, "query: Field required"),
+        ({"model": "rerank", "query": "a", "documents": ["b", " "]}, "item 1: text: is only"),
+    ],
+)
+def test_bad_request_says_what_is_wrong(
+    gateway: GatewayProcess, body: dict[str, Any], text: str
+) -> None:
+    answer = httpx2.post(f"{gateway.url}/v2/rerank", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert text in answer.json()["message"]
+
+
+def test_langchain_embeds_texts(gateway: GatewayProcess) -> None:
+    made = OpenAIEmbeddings(  # type: ignore[call-arg]
+        model="embed",
+        base_url=f"{gateway.url}/v1",
+        api_key="none",
+        check_embedding_ctx_length=False,
+    )
+    vectors = made.embed_documents(DOCUMENTS)
+    assert [len(each) for each in vectors] == [32] * 4
+    assert made.embed_query(DOCUMENTS[1]) == pytest.approx(vectors[1], abs=1e-5)
+
+
+def test_token_ids_of_another_tokenizer_are_refused(gateway: GatewayProcess) -> None:
+    # LangChain sends those of OpenAI's tokenizers unless it is told not to.
+    with (
+        openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none") as client,
+        pytest.raises(openai.BadRequestError, match="none of the model's"),
+    ):
+        client.embeddings.create(model="embed", input=[[1820, 8415]])

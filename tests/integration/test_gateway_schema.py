@@ -1,0 +1,122 @@
+"""schemathesis against the gateway's own schema: no request that it makes up is a surprise."""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+import pytest
+
+from conftest import StartGateway, StartWorker
+from support.gateway import GatewayProcess
+from support.served_models import save_models
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "negative_data_rejection",
+    "unsupported_method",
+)
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    start_module_worker: StartWorker,
+    start_gateway: StartGateway,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> GatewayProcess:
+    """A gateway, and a worker with a tiny model of every kind."""
+    models = save_models(tmp_path_factory.mktemp("models"))
+    start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+    return start_gateway(models=models)
+
+
+@pytest.fixture(scope="module")
+def schema(gateway: GatewayProcess) -> dict[str, Any]:
+    """The schema of all routes."""
+    found: dict[str, Any] = httpx2.get(f"{gateway.url}/openapi.json").json()
+    return found
+
+
+def with_known_models(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose requests name models that are there; all other names are answered alike."""
+    made: dict[str, Any] = json.loads(json.dumps(schema))
+    for name, described in made["components"]["schemas"].items():
+        if "model" in described.get("required", ()) and name.endswith("Request"):
+            described["properties"]["model"] = {"enum": ["rerank"]}
+        elif name.endswith("Request"):
+            described["properties"].pop("model", None)
+    for methods in made["paths"].values():
+        for operation in methods.values():
+            parameters = operation.get("parameters", ())
+            operation["parameters"] = [each for each in parameters if each["in"] != "query"]
+    return made
+
+
+def test_every_answer_is_as_the_schema_says(
+    gateway: GatewayProcess, schema: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "openapi.json"
+    path.write_text(json.dumps(with_known_models(schema)))
+    program = str(Path(sys.executable).with_name("schemathesis"))
+    command = [program, "run", str(path), "--url", gateway.url, "--checks", ",".join(CHECKS)]
+    options = ["--generation-deterministic", "--max-examples", "4", "--no-color"]
+    report = tmp_path / "report.har"
+    done = subprocess.run(
+        [
+            *command,
+            *options,
+            "--phases",
+            "examples,coverage,fuzzing",
+            "--report-har-path",
+            str(report),
+        ],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    answered = statuses(json.loads(report.read_text()))
+    # So the checks have seen real answers, not errors alone.
+    silent = [route for route in routes(schema) if 200 not in answered[route]]
+    assert silent == ["GET /v1/models/{name}"]
+
+
+def statuses(report: dict[str, Any]) -> dict[str, set[int]]:
+    """The statuses that each route answered with, by method and path."""
+    found = defaultdict(set)
+    for entry in report["log"]["entries"]:
+        route = f"{entry['request']['method']} {urlsplit(entry['request']['url']).path}"
+        found[route].add(entry["response"]["status"])
+    return found
+
+
+def routes(schema: dict[str, Any]) -> list[str]:
+    """All routes of a schema, as method and path."""
+    return [
+        f"{method.upper()} {path}"
+        for path, methods in schema["paths"].items()
+        for method in methods
+    ]
+
+
+def test_errors_of_a_route_are_in_the_form_of_its_api(schema: dict[str, Any]) -> None:
+    forms = {
+        "/v1/embeddings": ("OpenAIErrorBody", {"400", "404", "413", "429", "500", "503"}),
+        "/v2/rerank": ("CohereErrorBody", {"400", "404", "413", "429", "500", "503"}),
+        "/embed": ("TeiErrorBody", {"400", "404", "413", "422", "424", "429", "503"}),
+        "/": ("TeiErrorBody", {"400", "404", "413", "422", "424", "429", "503"}),
+    }
+    for path, (name, wanted) in forms.items():
+        responses = schema["paths"][path]["post"]["responses"]
+        assert wanted <= responses.keys()
+        for status in wanted:
+            shown = responses[status]["content"]["application/json"]["schema"]["$ref"]
+            assert shown.endswith(f"/{name}")

@@ -1,0 +1,431 @@
+"""Tasks of an allow list over HTTP, with a real worker: now, later, revoked, posted, repeated."""
+
+import base64
+import hashlib
+import hmac
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from celery import Celery
+
+from batchery_producer.gateway.callers import make_key
+from conftest import StartGateway
+from support.gateway import GatewayProcess
+from support.harness import Worker, queue_length, unsettled, wait_for
+from support.own_redis import OwnRedis
+from support.webhook_receiver import WebhookReceiver
+
+KEY, HASH = make_key()
+OTHER_KEY, OTHER_HASH = make_key()
+
+#: Making one takes longer than a request.
+CLIENT = httpx2.Client(timeout=60)
+
+SETTINGS = {
+    "tasks": ["apps.shop.*", "apps.nobody.task"],
+    "webhook_hosts": ["127.0.0.1"],
+    "keys": {"shop": {"hash": HASH}, "other": {"hash": OTHER_HASH, "max_items": 2}},
+    "timeout_s": 30,
+}
+
+
+@pytest.fixture(scope="module")
+def start_shop(start_gateway: StartGateway, worker: Worker, redis_url: str) -> Any:
+    """Starts gateways of the worker's app."""
+
+    def start(**settings: Any) -> GatewayProcess:
+        return start_gateway(
+            "-A",
+            "apps.shop",
+            models={},
+            gateway={**SETTINGS, **settings},
+            environment={"CELERY_BROKER_URL": redis_url, "CELERY_RESULT_BACKEND": redis_url},
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def gateway(start_shop: Any) -> Iterator[GatewayProcess]:
+    """Serves two callers."""
+    with CLIENT:
+        yield start_shop()
+
+
+def call(
+    gateway: GatewayProcess,
+    method: str,
+    path: str,
+    body: Any = None,
+    key: str = KEY,
+    **headers: str,
+) -> httpx2.Response:
+    headers = {"authorization": f"Bearer {key}", **headers}
+    return CLIENT.request(method, f"{gateway.url}{path}", json=body, headers=headers)
+
+
+def post(gateway: GatewayProcess, task: str, **body: Any) -> httpx2.Response:
+    return call(gateway, "POST", f"/tasks/apps.shop.{task}", body)
+
+
+def later(gateway: GatewayProcess, task: str, **body: Any) -> str:
+    """Sends a task without waiting for it; returns its path."""
+    answer = post(gateway, task, wait_s=0, **body)
+    assert answer.status_code == 202, answer.text
+    assert answer.json()["status"] == "PENDING"
+    assert answer.headers["location"] == f"/tasks/{answer.json()['id']}"
+    return answer.headers["location"]
+
+
+def test_item_of_a_batch_task_is_answered_now(gateway: GatewayProcess) -> None:
+    answer = post(gateway, "batch_of", item={"a": [1]}, keywords={"tag": "x"})
+    assert answer.status_code == 200
+    state = answer.json()
+    assert (state["task"], state["status"]) == ("apps.shop.batch_of", "SUCCESS")
+    assert (state["result"]["item"], state["result"]["tag"]) == ({"a": [1]}, "x")
+    # Null is an item as well.
+    assert post(gateway, "batch_of", item=None).json()["result"]["item"] is None
+
+
+def test_items_have_results_of_their_own(gateway: GatewayProcess) -> None:
+    items = [{"answer": "value", "value": 1}, {"answer": "failed", "why": "no stock"}]
+    state = post(gateway, "moody", items=items).json()
+    assert state["status"] == "SUCCESS"
+    assert state["results"] == [
+        {"ok": 1},
+        {"error": {"type": "ItemFailed", "message": "no stock"}},
+    ]
+
+
+def test_ordinary_task_takes_arguments(gateway: GatewayProcess) -> None:
+    assert post(gateway, "double", args=[21]).json()["result"] == 42
+    assert post(gateway, "double", kwargs={"number": 4}).json()["result"] == 8
+
+
+def test_curl(gateway: GatewayProcess) -> None:
+    done = subprocess.run(
+        [
+            *("curl", "-sS", f"{gateway.url}/tasks/apps.shop.shout"),
+            *("-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"),
+            *("-d", '{"item": "hello"}'),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    assert json.loads(done.stdout)["result"] == "HELLO"
+
+
+def test_result_that_comes_later_is_waited_for(gateway: GatewayProcess) -> None:
+    path = later(gateway, "nap", item=0.5)
+    assert call(gateway, "GET", path).json()["status"] in ("PENDING", "STARTED")
+    ended = call(gateway, "GET", f"{path}?wait_s=20").json()
+    assert (ended["status"], ended["result"]) == ("SUCCESS", 0.5)
+    # It is still there.
+    assert call(gateway, "GET", path).json() == ended
+
+
+def test_wait_that_is_too_short_answers_with_the_id(gateway: GatewayProcess) -> None:
+    answer = post(gateway, "nap", item=1, wait_s=0.1)
+    assert answer.status_code == 202
+    path = answer.headers["location"]
+    assert call(gateway, "GET", f"{path}?wait_s=0.1").json()["status"] == "PENDING"
+    assert call(gateway, "GET", f"{path}?wait_s=20").json()["status"] == "SUCCESS"
+
+
+def test_many_wait_at_once(gateway: GatewayProcess) -> None:
+    def one(number: int) -> bool:
+        return bool(post(gateway, "batch_of", item=number).json()["result"]["item"] == number)
+
+    with ThreadPoolExecutor(30) as pool:
+        assert all(pool.map(one, range(150)))
+
+
+@pytest.mark.parametrize(
+    ("task", "body", "kind", "text"),
+    [
+        ("nasty", {"item": "raise"}, "KeyError", "a bad one"),
+        ("moody", {"item": {"answer": "failed", "why": "no stock"}}, "ItemFailed", "no stock"),
+        ("moody", {"item": {"answer": "object"}}, "UnserialisableResult", "object"),
+        ("double", {"args": [None]}, "TypeError", "unsupported operand"),
+    ],
+)
+def test_error_of_a_task_is_its_type_and_message(
+    gateway: GatewayProcess, task: str, body: dict[str, Any], kind: str, text: str
+) -> None:
+    answer = post(gateway, task, **body)
+    assert answer.status_code == 200
+    state = answer.json()
+    assert (state["status"], state["error"]["type"]) == ("FAILURE", kind)
+    assert text in state["error"]["message"]
+    assert "Traceback" not in answer.text
+
+
+def test_date_is_written_as_iso(gateway: GatewayProcess) -> None:
+    state = post(gateway, "moody", item={"answer": "date"}).json()
+    assert state["result"] == "2026-01-02T00:00:00+00:00"
+
+
+def test_result_that_is_no_json_is_an_error(gateway: GatewayProcess, client: Celery) -> None:
+    path = later(gateway, "nap", item=0.05)
+    call(gateway, "GET", f"{path}?wait_s=20")
+    backend: Any = client.backend
+    name = backend.get_key_for_task(path.rsplit("/", 1)[1])
+    for stored in (b"\x80\x04K*.", b'{"status": "SUCCESS", "result": {"__type__": "decimal",'):
+        backend.client.set(name, stored)
+        state = call(gateway, "GET", path).json()
+        assert (state["status"], state["error"]["type"]) == ("FAILURE", "UnserialisableResult")
+        assert "no JSON" in state["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("task", "body", "status", "text"),
+    [
+        ("apps.other.task", {"item": 1}, 404, "gateway.tasks"),
+        ("celery.backend_cleanup", {"args": []}, 404, "gateway.tasks"),
+        ("apps.shop.shout", {"item": 1, "items": [1]}, 422, "expected item or items"),
+        ("apps.shop.shout", {"item": 1, "args": [1]}, 422, "expected item or items"),
+        ("apps.shop.shout", {"keywords": {}}, 422, "expected item or items"),
+        ("apps.shop.shout", {"items": []}, 422, "items: "),
+        ("apps.shop.shout", {"item": "a", "wait_s": -1}, 422, "wait_s: "),
+        ("apps.shop.shout", {"item": "a", "wait_s": "1"}, 422, "wait_s: "),
+        ("apps.shop.shout", {"items": None}, 422, "items: "),
+        ("apps.shop.shout", {"args": None}, 422, "args: "),
+        ("apps.shop.shout", {"item": "a", "when": "now"}, 422, "when: "),
+        ("apps.shop.shout", {"item": "a", "keywords": [1]}, 422, "keywords: "),
+        ("apps.shop.shout", [1], 422, "dictionary"),
+        ("apps.shop.shout", {"args": ["a"]}, 422, "is a batch task; send item"),
+        ("apps.shop.double", {"item": 1}, 422, "is no batch task; send args"),
+        ("apps.shop.double", {"args": [1, 2, 3]}, 422, "apps.shop.double: "),
+        ("apps.shop.shout", {"item": "a" * 4_000_001}, 413, "max_chars"),
+        ("apps.shop.shout", {"items": ["a"] * 2049}, 413, "max_items = 2048"),
+        ("apps.shop.shout", {"item": 1, "webhook": "http://10.0.0.1/"}, 422, "not allowed"),
+        ("apps.shop.shout", {"item": 1, "webhook": "file:///etc/passwd"}, 422, "webhook: "),
+    ],
+)
+def test_bad_request_says_what_is_wrong(
+    gateway: GatewayProcess, task: str, body: Any, status: int, text: str
+) -> None:
+    answer = call(gateway, "POST", f"/tasks/{task}", body)
+    assert answer.status_code == status, answer.text
+    assert text in answer.json()["detail"]
+
+
+def test_item_that_is_nested_too_deeply_is_refused(gateway: GatewayProcess) -> None:
+    body = f'{{"item": {"[" * 500}{"]" * 500}}}'
+    answer = httpx2.post(
+        f"{gateway.url}/tasks/apps.shop.shout",
+        content=body,
+        headers={"authorization": f"Bearer {KEY}", "content-type": "application/json"},
+    )
+    assert answer.status_code == 422
+    assert "cannot be sent" in answer.json()["detail"]
+
+
+def test_id_of_another_key_is_unknown(gateway: GatewayProcess) -> None:
+    path = later(gateway, "shout", item="a")
+    for method in ("GET", "DELETE"):
+        for wrong, key in ((path, OTHER_KEY), (f"/tasks/{'0' * 8}-0000-4000-8000-{'0' * 12}", KEY)):
+            answer = call(gateway, method, wrong, key=key)
+            assert answer.status_code == 404
+            assert "no task of yours has this id, or its result has expired" in answer.text
+    assert call(gateway, "GET", "/tasks/nonsense").status_code == 404
+    assert call(gateway, "GET", path).status_code == 200
+    assert call(gateway, "GET", path, key="sk-batchery-wrong").status_code == 401
+
+
+def test_limits_are_those_of_the_key(gateway: GatewayProcess) -> None:
+    body = {"items": ["a", "b", "c"]}
+    answer = call(gateway, "POST", "/tasks/apps.shop.shout", body, key=OTHER_KEY)
+    assert (answer.status_code, "max_items = 2" in answer.text) == (413, True)
+
+
+def test_task_of_a_module_that_the_app_includes_goes_to_its_queue(
+    start_gateway: StartGateway, redis_url: str
+) -> None:
+    including = start_gateway(
+        "-A",
+        "apps.including",
+        gateway={"tasks": ["apps.included.*"]},
+        environment={"CELERY_BROKER_URL": redis_url, "CELERY_RESULT_BACKEND": redis_url},
+    )
+    body = {"item": "A", "wait_s": 0}
+    assert call(including, "POST", "/tasks/apps.included.whisper", body).status_code == 202
+    assert queue_length(redis_url, "included") == 1
+
+
+def test_redis_away_is_told_at_once(tmp_path: Path, own_redis: OwnRedis) -> None:
+    away = GatewayProcess(tmp_path, own_redis.url, gateway={"tasks": ["*"]}).wait_ready()
+    try:
+        own_redis.kill()
+        wait_for(lambda: CLIENT.get(f"{away.url}/health").status_code == 503, "unhealthy")
+        for method, path, body in (
+            ("POST", "/tasks/embed", {"item": "a"}),
+            ("GET", "/tasks/1", None),
+            ("DELETE", "/tasks/1", None),
+            ("GET", "/batch-stats", None),
+        ):
+            answer = call(away, method, path, body)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    finally:
+        away.kill()
+
+
+def test_without_a_list_there_are_no_tasks(start_shop: Any) -> None:
+    bare = start_shop(tasks=[], webhook_hosts=[])
+    assert post(bare, "shout", item="a").status_code == 404
+
+
+@pytest.fixture
+def kept(client: Celery, worker: Worker) -> Iterator[None]:
+    """Tasks wait in the queue, and are taken when the test ends."""
+    client.control.cancel_consumer("celery", destination=[worker.name])
+    wait_for(
+        lambda: "celery" not in {each["name"] for each in worker.inspect(client, "active_queues")},
+        "the queue is left alone",
+    )
+    yield
+    client.control.add_consumer("celery", destination=[worker.name], reply=True)
+
+
+def test_revoked_task_does_not_run(
+    gateway: GatewayProcess, kept: None, worker: Worker, client: Celery, redis_url: str
+) -> None:
+    path = later(gateway, "shout", item="never")
+    task_id = path.rsplit("/", 1)[1]
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, gateway, "GET", f"{path}?wait_s=20")
+        revoked = call(gateway, "DELETE", path)
+        assert (revoked.status_code, revoked.json()["status"]) == (200, "REVOKED")
+        assert revoked.json()["error"]["type"] == "TaskRevokedError"
+        wait_for(lambda: f"flagged as revoked: {task_id}" in worker.log, "the worker knows")
+        client.control.add_consumer("celery", destination=[worker.name], reply=True)
+        assert waiting.result().json()["status"] == "REVOKED"
+    wait_for(lambda: queue_length(redis_url) + unsettled(redis_url) == 0, "it is gone")
+    assert f"[{task_id}] succeeded" not in worker.log
+    # Once more changes nothing.
+    assert call(gateway, "DELETE", path).json()["status"] == "REVOKED"
+
+
+def test_task_that_has_ended_is_not_revoked(gateway: GatewayProcess) -> None:
+    path = f"/tasks/{post(gateway, 'shout', item='a').json()['id']}"
+    assert call(gateway, "DELETE", path).json()["result"] == "A"
+
+
+def test_caller_who_hangs_up_frees_the_task(
+    gateway: GatewayProcess, kept: None, worker: Worker, redis_url: str
+) -> None:
+    before = len(re.findall("flagged as revoked", worker.log))
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(
+            f"{gateway.url}/tasks/apps.shop.shout",
+            json={"item": "a"},
+            headers={"authorization": f"Bearer {KEY}"},
+            timeout=1,
+        )
+    wait_for(lambda: len(re.findall("flagged as revoked", worker.log)) > before, "revoked")
+
+
+def test_idempotency_key_gives_the_same_task(
+    gateway: GatewayProcess, start_shop: Any, kept: None, redis_url: str
+) -> None:
+    def send(gateway: GatewayProcess, text: str, once: str, key: str = KEY) -> httpx2.Response:
+        body = {"item": text, "wait_s": 0}
+        headers = {"idempotency-key": once}
+        return call(gateway, "POST", "/tasks/apps.shop.shout", body, key, **headers)
+
+    first = send(gateway, "a", "order 1")
+    # Another process knows it as well.
+    again = send(start_shop(), "a", "order 1")
+    assert (first.status_code, again.status_code) == (202, 202)
+    assert first.json()["id"] == again.json()["id"]
+    assert queue_length(redis_url) == 1
+    other = send(gateway, "b", "order 1")
+    assert (other.status_code, "used for another request" in other.text) == (409, True)
+    assert send(gateway, "a", "order 2").json()["id"] != first.json()["id"]
+    assert send(gateway, "a", "order 1", OTHER_KEY).json()["id"] != first.json()["id"]
+    assert queue_length(redis_url) == 3
+
+    def ids(_: int) -> str:
+        # While one sends, the others are told to come again.
+        answer = wait_for(
+            lambda: [each for each in [send(gateway, "c", "order 3")] if each.status_code != 409],
+            "an answer",
+        )
+        return str(answer[0].json()["id"])
+
+    with ThreadPoolExecutor(10) as pool:
+        assert len(set(pool.map(ids, range(20)))) == 1
+    assert queue_length(redis_url) == 4
+
+
+def check_signed(headers: Any, body: bytes, task_id: str) -> None:
+    assert headers["webhook-id"] == task_id
+    signed = f"{task_id}.{headers['webhook-timestamp']}.".encode() + body
+    secret = hashlib.sha256(KEY.encode()).digest()
+    digest = hmac.new(secret, signed, hashlib.sha256).digest()
+    assert headers["webhook-signature"] == f"v1,{base64.b64encode(digest).decode()}"
+
+
+def test_webhook_gets_the_result_signed_and_again_until_it_takes_it(
+    gateway: GatewayProcess,
+) -> None:
+    with WebhookReceiver(500, 302, 204) as receiver:
+        path = later(gateway, "shout", item="hello", webhook=f"{receiver.url}/done?a=b")
+        wait_for(lambda: len(receiver.received) == 3, "third attempt")
+    state = call(gateway, "GET", path).json()
+    for received in receiver.received:
+        assert received.path == "/done?a=b"
+        assert json.loads(received.body) == state
+        check_signed(received.headers, received.body, state["id"])
+    assert state["result"] == "HELLO"
+
+
+def test_webhook_of_a_failed_task_tells_its_error(gateway: GatewayProcess) -> None:
+    with WebhookReceiver() as receiver:
+        later(gateway, "nasty", item="raise", webhook=receiver.url)
+        (received,) = wait_for(lambda: receiver.received, "a webhook")
+    state = json.loads(received.body)
+    assert (state["status"], state["error"]["type"]) == ("FAILURE", "KeyError")
+
+
+def test_receiver_that_is_gone_is_not_asked_again(gateway: GatewayProcess, store: Any) -> None:
+    with WebhookReceiver(410) as receiver:
+        later(gateway, "shout", item="a", webhook=receiver.url)
+        wait_for(lambda: receiver.received, "a webhook")
+        wait_for(lambda: not store.keys("batchery:http:webhook*"), "it is given up")
+    assert len(receiver.received) == 1
+
+
+def test_webhook_of_a_killed_gateway_is_posted_by_another(
+    start_shop: Any, kept: None, client: Celery, worker: Worker
+) -> None:
+    doomed = start_shop()
+    with WebhookReceiver() as receiver:
+        path = later(doomed, "shout", item="survivor", webhook=receiver.url)
+        doomed.kill()
+        client.control.add_consumer("celery", destination=[worker.name], reply=True)
+        start_shop()
+        (received,) = wait_for(lambda: receiver.received, "a webhook")
+    state = json.loads(received.body)
+    assert state["id"] == path.rsplit("/", 1)[1]
+    assert (state["status"], state["result"]) == ("SUCCESS", "SURVIVOR")
+    check_signed(received.headers, received.body, state["id"])
+
+
+def test_webhook_of_a_revoked_task_is_not_posted(
+    gateway: GatewayProcess, kept: None, client: Celery, worker: Worker
+) -> None:
+    with WebhookReceiver() as receiver:
+        path = later(gateway, "shout", item="never", webhook=f"{receiver.url}/never")
+        call(gateway, "DELETE", path)
+        client.control.add_consumer("celery", destination=[worker.name], reply=True)
+        later(gateway, "shout", item="after it", webhook=f"{receiver.url}/after")
+        wait_for(lambda: receiver.received, "a webhook")
+    assert [each.path for each in receiver.received] == ["/after"]

@@ -1,0 +1,350 @@
+"""The routes of Text Embeddings Inference in front of a real worker, with unmodified clients."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
+from tokenizers import Tokenizer
+
+from conftest import StartGateway, StartWorker
+from support.gateway import GatewayProcess
+from support.harness import wait_for
+from support.served_models import LABELS, save_models
+
+#: Greatest difference of any number between a text alone and in a batch, in fp32.
+TOLERANCE = 1e-5
+
+#: Texts of different lengths.
+TEXTS = ["the cat", "a dog barked at nine cats in the old garden", "rain falls", "tea and salt"]
+
+Models = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A tiny model of every kind."""
+    made = save_models(tmp_path_factory.mktemp("models"))
+    made["embedding"] |= {"aliases": ["bge"], "prompts": {"query": "the cat "}, "max_length": 20}
+    return made
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    models: Models, start_module_worker: StartWorker, start_gateway: StartGateway
+) -> GatewayProcess:
+    """A gateway, and a worker with those models."""
+    start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+    return start_gateway(models=models)
+
+
+def post(gateway: GatewayProcess, path: str, body: Any) -> httpx2.Response:
+    return httpx2.post(gateway.url + path, json=body, timeout=60)
+
+
+def answer(gateway: GatewayProcess, path: str, body: Any) -> Any:
+    found = post(gateway, path, body)
+    assert found.status_code == 200, found.text
+    return found.json()
+
+
+def test_inference_client_gets_vectors(gateway: GatewayProcess) -> None:
+    client = InferenceClient(model=gateway.url)
+    one = client.feature_extraction("the cat")
+    assert one.shape == (1, 32)
+    assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
+    # It sends lists as they are, too.
+    texts: Any = TEXTS
+    many = client.feature_extraction(texts, normalize=False, truncate=True, dimensions=8)
+    assert many.shape == (4, 8)
+    assert np.linalg.norm(many[0]) != pytest.approx(1, abs=1e-2)
+    prompted = client.feature_extraction("sat", prompt_name="query")
+    np.testing.assert_allclose(
+        prompted, client.feature_extraction("the cat sat"), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_inference_client_compares_sentences(gateway: GatewayProcess) -> None:
+    client = InferenceClient(model=gateway.url)
+    same, other = client.sentence_similarity("the cat", ["the cat", "tea and salt"])
+    assert same == pytest.approx(1, abs=1e-5)
+    assert other < 0.99
+
+
+def test_inference_client_labels_texts(gateway: GatewayProcess) -> None:
+    client = InferenceClient(model=f"{gateway.url}/?model=classification")
+    labels = client.text_classification("the cat")
+    assert {each.label for each in labels} == set(LABELS)
+    assert sum(each.score for each in labels) == pytest.approx(1, abs=1e-5)
+    assert labels == sorted(labels, key=lambda each: -each.score)
+    (best,) = client.text_classification("the cat", top_k=1)
+    assert best == labels[0]
+    raw = client.text_classification("the cat", function_to_apply="none")
+    powers = np.exp([each.score for each in raw])
+    assert powers / powers.sum() == pytest.approx([each.score for each in labels], abs=1e-5)
+
+
+def test_inference_client_is_told_what_is_wrong(gateway: GatewayProcess) -> None:
+    with pytest.raises(HfHubHTTPError, match="there are query"):
+        InferenceClient(model=gateway.url).feature_extraction("a", prompt_name="nothing")
+
+
+@pytest.mark.parametrize("path", ["/embed", "/embed_all"])
+def test_vectors_of_a_batch_are_those_of_single_texts(gateway: GatewayProcess, path: str) -> None:
+    many = answer(gateway, path, {"inputs": TEXTS})
+    assert len(many) == len(TEXTS)
+    for text, vectors in zip(TEXTS, many, strict=True):
+        (alone,) = answer(gateway, path, {"inputs": text})
+        np.testing.assert_allclose(vectors, alone, atol=TOLERANCE, rtol=0)
+
+
+def test_a_vector_for_each_token_special_ones_included(gateway: GatewayProcess) -> None:
+    (vectors,) = answer(gateway, "/embed_all", {"inputs": "the cat"})
+    assert np.shape(vectors) == (4, 32)
+
+
+def test_sparse_vectors_of_a_batch_are_those_of_single_texts(gateway: GatewayProcess) -> None:
+    many = answer(gateway, "/embed_sparse", {"inputs": TEXTS})
+    for text, values in zip(TEXTS, many, strict=True):
+        (alone,) = answer(gateway, "/embed_sparse", {"inputs": text})
+        assert [each["index"] for each in values] == [each["index"] for each in alone]
+        assert [each["value"] for each in values] == pytest.approx(
+            [each["value"] for each in alone], abs=TOLERANCE
+        )
+        assert all(each["value"] > 0 for each in values)
+
+
+def test_token_ids_have_the_vector_of_their_text(gateway: GatewayProcess) -> None:
+    (of_text,) = answer(gateway, "/embed", {"inputs": "the cat sat"})
+    for special in (True, False):
+        body = {"inputs": "the cat sat", "add_special_tokens": special}
+        ids = [each["id"] for each in answer(gateway, "/tokenize", body)[0]]
+        assert len(ids) == (5 if special else 3)
+        (alone,) = answer(gateway, "/embed", {"inputs": ids})
+        assert alone == pytest.approx(of_text, abs=TOLERANCE)
+        of_ids, _ = answer(gateway, "/embed", {"inputs": [ids, "the cat sat"]})
+        assert of_ids == pytest.approx(of_text, abs=TOLERANCE)
+
+
+def test_predictions_of_a_batch_are_those_of_single_texts(gateway: GatewayProcess) -> None:
+    inputs = [["the cat"], ["a dog", "barked"], [TEXTS[1]]]
+    many = answer(gateway, "/predict", {"inputs": inputs})
+    singles = ["the cat", ["a dog", "barked"], [TEXTS[1]]]
+    for one, labels in zip(singles, many, strict=True):
+        alone = answer(gateway, "/predict", {"inputs": one})
+        assert [each["label"] for each in alone] == [each["label"] for each in labels]
+        assert [each["score"] for each in alone] == pytest.approx(
+            [each["score"] for each in labels], abs=TOLERANCE
+        )
+        assert {each["label"] for each in alone} == set(LABELS)
+        assert sum(each["score"] for each in alone) == pytest.approx(1, abs=TOLERANCE)
+
+
+def test_texts_are_ranked_as_they_score_alone(gateway: GatewayProcess) -> None:
+    body: dict[str, Any] = {"query": "cats", "texts": TEXTS, "return_text": True}
+    ranks = answer(gateway, "/rerank", body)
+    assert [TEXTS[each["index"]] for each in ranks] == [each["text"] for each in ranks]
+    scores = [each["score"] for each in ranks]
+    assert scores == sorted(scores, reverse=True)
+    for rank in ranks:
+        (alone,) = answer(gateway, "/rerank", {"query": "cats", "texts": [rank["text"]]})
+        assert alone == {"index": 0, "score": pytest.approx(rank["score"], abs=TOLERANCE)}
+    raw = answer(gateway, "/rerank", {**body, "raw_scores": True})
+    squashed = 1 / (1 + np.exp([-each["score"] for each in raw]))
+    assert squashed == pytest.approx(scores, abs=TOLERANCE)
+
+
+def test_truncation_is_the_callers_choice(gateway: GatewayProcess) -> None:
+    long = "the cat sat " * 10
+    usual = answer(gateway, "/embed", {"inputs": long})
+    assert usual == answer(gateway, "/embed", {"inputs": long, "truncate": True})
+    left = {"inputs": long + "tea and salt", "truncate": True, "truncation_direction": "Left"}
+    assert usual != answer(gateway, "/embed", left)
+    refused = post(gateway, "/embed", {"inputs": long, "truncate": False})
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
+    assert "32 tokens are more than max_length = 20" in refused.json()["error"]
+
+
+def test_similarity_is_the_cosine_of_the_vectors(gateway: GatewayProcess) -> None:
+    inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS}
+    found = answer(gateway, "/similarity", {"inputs": inputs})
+    vectors = np.array(answer(gateway, "/embed", {"inputs": TEXTS}))
+    assert found == pytest.approx(list(vectors @ vectors[0]), abs=1e-5)
+    prompted = {"inputs": inputs, "parameters": {"prompt_name": "query", "truncate": True}}
+    assert answer(gateway, "/similarity", prompted) != found
+
+
+def test_tokens_are_those_of_the_tokenizer(gateway: GatewayProcess, models: Models) -> None:
+    library = Tokenizer.from_file(f"{models['embedding']['model']}/tokenizer.json")
+    for text in ("the cat", "tea, Zürich and 数字 🙂 dog", " the  dog "):
+        (tokens,) = answer(gateway, "/tokenize", {"inputs": text})
+        assert [each["id"] for each in tokens] == library.encode(text).ids
+        first, *others, last = tokens
+        assert first == {"id": 0, "text": "[CLS]", "special": True, "start": None, "stop": None}
+        assert last["special"]
+        for each in others:
+            # Places are in bytes, as with TEI.
+            assert text.encode()[each["start"] : each["stop"]].decode() == each["text"]
+    plain = {"inputs": ["the cat"], "add_special_tokens": False, "prompt_name": "query"}
+    (tokens,) = answer(gateway, "/tokenize", plain)
+    assert [each["text"] for each in tokens] == ["the", "cat", "the", "cat"]
+
+
+def test_token_ids_are_decoded(gateway: GatewayProcess) -> None:
+    tokenized = answer(gateway, "/tokenize", {"inputs": TEXTS})
+    ids = [[each["id"] for each in tokens] for tokens in tokenized]
+    assert answer(gateway, "/decode", {"ids": ids}) == TEXTS
+    whole = {"ids": ids[0], "skip_special_tokens": False}
+    assert answer(gateway, "/decode", whole) == ["[CLS] the cat [SEP]"]
+    assert answer(gateway, "/decode", {"ids": [*ids[0], 2**31 - 1]}) == ["the cat"]
+
+
+def test_long_texts_are_tokenized_while_others_are_answered(gateway: GatewayProcess) -> None:
+    texts = ["the cat " * 50_000] * 2
+    answered_meanwhile = 0
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(answer, gateway, "/tokenize", {"inputs": texts})
+        while not long.done():
+            assert httpx2.get(f"{gateway.url}/health").status_code == 200
+            answered_meanwhile += 1
+    assert [len(tokens) for tokens in long.result()] == [100_002] * 2
+    assert answered_meanwhile > 2
+
+
+def test_info_has_the_limits_of_the_settings(gateway: GatewayProcess, models: Models) -> None:
+    info = httpx2.get(f"{gateway.url}/info").json()
+    assert info["model_id"] == models["embedding"]["model"]
+    assert info["model_type"] == {"embedding": {"pooling": "auto"}}
+    limits = ("max_client_batch_size", "max_concurrent_requests", "max_input_length")
+    assert [info[each] for each in limits] == [2048, 4096, 20]
+    assert (info["auto_truncate"], info["model_dtype"], info["sha"]) == (True, "auto", None)
+    labelled = httpx2.get(f"{gateway.url}/info?model=classification").json()["model_type"]
+    assert labelled["classifier"]["id2label"] == {str(i): each for i, each in enumerate(LABELS)}
+    ranked = httpx2.get(f"{gateway.url}/info?model=rerank").json()
+    assert ranked["model_type"]["reranker"]["label2id"] == {"relevance": 0}
+    assert ranked["max_input_length"] == 80
+
+
+@pytest.mark.parametrize(
+    ("model", "body", "path"),
+    [
+        ("embedding", {"inputs": TEXTS}, "/embed"),
+        ("bge", {"inputs": TEXTS}, "/embed"),
+        ("multi_vector_embedding", {"inputs": TEXTS}, "/embed_all"),
+        ("sparse_embedding", {"inputs": TEXTS}, "/embed_sparse"),
+        ("classification", {"inputs": [["the cat"]]}, "/predict"),
+        ("rerank", {"query": "cats", "texts": TEXTS}, "/rerank"),
+    ],
+)
+def test_root_does_what_the_kind_of_model_does(
+    gateway: GatewayProcess, model: str, body: dict[str, Any], path: str
+) -> None:
+    wanted = answer(gateway, path, body)
+    assert answer(gateway, f"/?model={model}", body) == wanted
+    assert answer(gateway, "/", {**body, "model": model}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "kind", "text"),
+    [
+        ("/embed", {"inputs": []}, 400, "Empty", "inputs: an empty list"),
+        ("/embed", {"inputs": ""}, 400, "Empty", "inputs: is empty"),
+        ("/embed", {"inputs": ["a", ""]}, 400, "Empty", "item 1 of inputs: is empty"),
+        ("/embed", {"inputs": [[]]}, 400, "Empty", "inputs: is empty"),
+        ("/embed", {"inputs": ["a", "\t"]}, 422, "Validation", "item 1: text: is only white"),
+        ("/embed", {"inputs": ["a", 1]}, 422, "Validation", "or a list of either (see item 1)"),
+        ("/embed", {"inputs": [True]}, 422, "Validation", "expected a text"),
+        ("/embed", {"inputs": [10**30]}, 422, "Validation", "expected a text"),
+        ("/embed", {"inputs": [30_000]}, 422, "Validation", "none of the model's"),
+        ("/embed", {"inputs": {"a": 1}}, 422, "Validation", "expected a text"),
+        ("/embed", {}, 422, "Validation", "inputs: Field required"),
+        ("/embed", ["a"], 422, "Validation", "dictionary"),
+        ("/embed", {"inputs": ["a"] * 3000}, 413, "Validation", "max_items = 2048"),
+        ("/embed", {"inputs": "a", "dimensions": 99}, 422, "Validation", "vectors have 32"),
+        ("/embed", {"inputs": "a", "normalize": 1}, 422, "Validation", "normalize"),
+        ("/embed", {"inputs": "a", "truncation_direction": "up"}, 422, "Validation", "'Left'"),
+        ("/embed", {"inputs": "a", "model": "gpt"}, 404, "Validation", "no such model"),
+        ("/embed", {"inputs": "a", "model": "rerank"}, 424, "Backend", "not embedding"),
+        ("/embed_all", {"inputs": []}, 400, "Empty", "inputs"),
+        ("/embed_sparse", {"inputs": [["a"]]}, 422, "Validation", "inputs"),
+        ("/predict", {"inputs": ["a", "b", "c"]}, 422, "Validation", "a pair of texts"),
+        ("/predict", {"inputs": [["a"], "b"]}, 422, "Validation", "(see item 1)"),
+        ("/predict", {"inputs": []}, 400, "Empty", "inputs"),
+        ("/predict", {"inputs": [["a"], [""]]}, 400, "Empty", "item 1"),
+        ("/predict", {"inputs": ["a", ""]}, 422, "Validation", "text_pair: is empty"),
+        ("/rerank", {"query": "a", "texts": []}, 400, "Empty", "texts"),
+        ("/rerank", {"query": "", "texts": ["a"]}, 422, "Validation", "query: is empty"),
+        ("/rerank", {"texts": ["a"]}, 422, "Validation", "query: Field required"),
+        ("/rerank", {"query": "a", "texts": "b"}, 422, "Validation", "texts"),
+        ("/similarity", {"inputs": "a"}, 422, "Validation", "inputs"),
+        (
+            "/similarity",
+            {"inputs": {"source_sentence": "a", "sentences": []}},
+            400,
+            "Empty",
+            "inputs.sentences",
+        ),
+        ("/tokenize", {"inputs": ""}, 400, "Empty", "inputs"),
+        ("/tokenize", {"inputs": [1]}, 422, "Validation", "a list of texts"),
+        ("/tokenize", {"inputs": "a", "prompt_name": "x"}, 422, "Validation", "there are: query"),
+        ("/tokenize", {"inputs": "a" * 1_000_001}, 422, "Validation", "max_chars = 1000000"),
+        ("/decode", {"ids": []}, 400, "Empty", "ids"),
+        ("/decode", {"ids": [[1], []]}, 400, "Empty", "item 1"),
+        ("/decode", {"ids": [-1]}, 422, "Validation", "a list of token ids"),
+        ("/", {"inputs": []}, 400, "Empty", "inputs"),
+        ("/", {"inputs": 1}, 422, "Validation", "inputs: expected a text"),
+        ("/", {"model": "zero_shot", "inputs": "a"}, 424, "Backend", "is of kind zero_shot"),
+        ("/", {"model": "gpt", "inputs": "a"}, 404, "Validation", "no such model"),
+        ("/", [], 422, "Validation", "dictionary"),
+    ],
+)
+def test_bad_request_says_what_is_wrong(
+    gateway: GatewayProcess, path: str, body: Any, status: int, kind: str, text: str
+) -> None:
+    found = post(gateway, path, body)
+    assert (found.status_code, found.json()["error_type"]) == (status, kind)
+    assert text in found.json()["error"]
+
+
+def test_a_kind_that_is_not_served_is_named(start_gateway: StartGateway, models: Models) -> None:
+    only = start_gateway(models={"embed": models["embedding"]})
+    found = post(only, "/embed_all", {"inputs": "a"})
+    assert (found.status_code, found.json()["error_type"]) == (424, "Backend")
+    assert "no model of kind multi_vector_embedding" in found.json()["error"]
+
+
+def test_what_needs_files_of_a_model_elsewhere(start_gateway: StartGateway) -> None:
+    far = {"kind": "embedding", "model": "/nowhere/at all"}
+    gateway = start_gateway(models={"far": {**far, "overflow": "refuse"}})
+    found = post(gateway, "/tokenize", {"inputs": "a"})
+    assert (found.status_code, found.json()["error_type"]) == (424, "Backend")
+    assert "cannot read tokenizer.json of '/nowhere/at all'" in found.json()["error"]
+    info = httpx2.get(f"{gateway.url}/info").json()
+    assert (info["max_input_length"], info["auto_truncate"]) == (0, False)
+
+
+def test_no_worker_and_a_full_queue(start_gateway: StartGateway, models: Models) -> None:
+    idle = {**models["embedding"], "queue": "nobody"}
+    classes = {"normal": {"level": 0, "share": 1, "max_waiting": 1}}
+    gateway = start_gateway(
+        models={"idle": idle}, environment={"BATCHERY_CLASSES": json.dumps(classes)}
+    )
+    late = httpx2.post(
+        f"{gateway.url}/embed", json={"inputs": "a"}, headers={"x-request-timeout": "0.3"}
+    )
+    assert (late.status_code, late.json()["error_type"]) == (503, "Unhealthy")
+
+    def is_full() -> bool:
+        found = httpx2.post(
+            f"{gateway.url}/embed", json={"inputs": "a"}, headers={"x-request-timeout": "0.3"}
+        )
+        if found.status_code != 429:
+            return False
+        assert found.json()["error_type"] == "Overloaded"
+        return int(found.headers["retry-after"]) > 0
+
+    wait_for(is_full, "the queue is full")

@@ -1,0 +1,86 @@
+import json
+from io import BytesIO
+from typing import Any
+
+import pytest
+
+from batchery_producer.gateway.batches import validation
+from batchery_producer.gateway.batches.validation import MAX_ERRORS, Validated, validated
+from batchery_producer.gateway.problems import Kind, Problem
+
+ENDPOINT = "/v1/embeddings"
+
+
+def find_model(name: str) -> str:
+    if name not in ("embed", "alias"):
+        raise Problem(Kind.NOT_FOUND, f"model {name!r}: no such model")
+    return "embed"
+
+
+def request(id_: Any, **changes: Any) -> dict[str, Any]:
+    row = {"custom_id": id_, "method": "POST", "url": ENDPOINT}
+    return {**row, "body": {"model": "alias", "input": "text"}, **changes}
+
+
+def check(*rows: Any) -> Validated:
+    lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row in rows]
+    return validated(BytesIO(b"\n".join(lines)), ENDPOINT, find_model)
+
+
+def test_good_file_has_a_model_and_no_errors() -> None:
+    found = check(request("a"), b"", request("b"))
+    assert (found.model, found.requests, found.errors) == ("embed", 2, [])
+
+
+@pytest.mark.parametrize(
+    ("row", "code", "text"),
+    [
+        (b"{", "invalid_json_line", "not JSON"),
+        (b"[1]", "invalid_json_line", "list"),
+        (b'"text"', "invalid_json_line", "expected an object"),
+        (b"\xff\xfe", "invalid_json_line", "not UTF-8"),
+        (b"[" * 100_000, "invalid_json_line", "not JSON"),
+        (request(None), "missing_custom_id", "no custom_id"),
+        (request(7), "missing_custom_id", "no custom_id"),
+        (b'{"custom_id": "\\ud800"}', "invalid_custom_id", "half a character"),
+        (request("a"), "duplicate_custom_id", "that of line 1"),
+        (request("b", method="GET"), "invalid_method", "'GET': must be POST"),
+        (request("b", url="/v1/completions"), "invalid_url", "must be /v1/embeddings"),
+        (request("b", body=[]), "missing_body", "no body"),
+        (request("b", body={"input": "a"}), "missing_model", "no model"),
+        (request("b", body={"model": "embed"}), "mismatched_model", "the first request has"),
+    ],
+)
+def test_line_that_is_no_request_of_the_batch_is_told(row: Any, code: str, text: str) -> None:
+    found = check(request("a"), row, request("c"))
+    (error,) = found.errors
+    assert (error.line, error.code, found.requests) == (2, code, 3)
+    assert text in error.message
+
+
+def test_what_only_the_body_has_wrong_is_no_error_of_the_file() -> None:
+    assert check(request("a", body={"model": "embed", "input": 7, "dimensions": "x"})).errors == []
+
+
+def test_unknown_model_is_told_once() -> None:
+    body = {"model": "gpt-9", "input": "a"}
+    found = check(request("a", body=body), request("b", body=body))
+    assert [(each.line, each.code) for each in found.errors] == [(1, "model_not_found")]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_file_without_requests_is_no_batch(content: bytes) -> None:
+    found = validated(BytesIO(content), ENDPOINT, find_model)
+    assert [each.code for each in found.errors] == ["empty_file"]
+
+
+def test_file_has_a_maximum_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validation, "MAX_REQUESTS", 3)
+    found = check(*[request(f"r-{n}") for n in range(4)])
+    assert [(each.line, each.code) for each in found.errors] == [(None, "too_many_requests")]
+    assert check(*[request(f"r-{n}") for n in range(3)]).errors == []
+
+
+def test_only_so_many_errors_are_told() -> None:
+    found = check(*[b"{"] * (MAX_ERRORS + 5))
+    assert (len(found.errors), found.requests) == (MAX_ERRORS, MAX_ERRORS + 5)

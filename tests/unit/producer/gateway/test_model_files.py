@@ -1,0 +1,78 @@
+"""What the gateway reads of a model: files of its folder, once, in a thread."""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+
+from batchery.settings import ModelSettings
+from batchery_producer.gateway.model_facts import UNKNOWN, ModelFacts, read_facts
+from batchery_producer.gateway.model_files import ModelFiles, PerModel
+from batchery_producer.gateway.problems import Problem
+from batchery_producer.gateway.served_models import ServedModel
+
+
+def served(folder: Path) -> ServedModel:
+    return ServedModel("m", ModelSettings(kind="classification", model=str(folder)))
+
+
+def test_missing_file_is_empty_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    files = ModelFiles(served(tmp_path))
+    assert files.json("config.json") == {}
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(Problem, match=r"model 'm': the gateway cannot read config\.json"):
+        files.json("config.json")
+
+
+def test_facts_are_the_smallest_limit_and_the_labels(tmp_path: Path) -> None:
+    assert read_facts(served(tmp_path)) == UNKNOWN
+    (tmp_path / "config.json").write_text(
+        '{"max_position_embeddings": 512, "id2label": {"0": "no", "1": "yes"}}'
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1e30}')
+    assert read_facts(served(tmp_path)) == ModelFacts({0: "no", 1: "yes"}, 512)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    assert read_facts(served(tmp_path)).max_tokens == 256
+
+
+def test_callers_at_once_share_what_is_made(tmp_path: Path) -> None:
+    made: list[str] = []
+    may_go = threading.Event()
+
+    def make(model: ServedModel) -> int:
+        may_go.wait(30)
+        made.append(model.name)
+        return 7
+
+    async def ask() -> list[int]:
+        things = PerModel(make)
+        calls = [asyncio.create_task(things.of(served(tmp_path))) for _ in range(5)]
+        gone = asyncio.create_task(things.of(served(tmp_path)))
+        await asyncio.sleep(0)
+        # One that gives up takes nothing from the others.
+        gone.cancel()
+        may_go.set()
+        return [*await asyncio.gather(*calls), await things.of(served(tmp_path))]
+
+    assert asyncio.run(ask()) == [7] * 6
+    assert made == ["m"]
+
+
+def test_what_cannot_be_made_is_tried_again(tmp_path: Path) -> None:
+    tries = 0
+
+    def make(_: ServedModel) -> int:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError("away")
+        return tries
+
+    async def ask() -> int:
+        things = PerModel(make)
+        with pytest.raises(OSError, match="away"):
+            await things.of(served(tmp_path))
+        return await things.of(served(tmp_path))
+
+    assert asyncio.run(ask()) == 2

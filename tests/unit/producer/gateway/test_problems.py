@@ -1,0 +1,57 @@
+"""How each API tells what went wrong."""
+
+from typing import Any
+
+import orjson
+import pytest
+
+from batchery.errors import BrokerRefused, DeadlineExceeded, InvalidItem
+from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
+
+CAUSES = {
+    Kind.INVALID: InvalidItem("text: is empty"),
+    Kind.TIMEOUT: DeadlineExceeded("too late"),
+    Kind.UNAVAILABLE: BrokerRefused("no space"),
+    Kind.FAILED: RuntimeError("out of order"),
+    Kind.UNFIT: Problem(Kind.UNFIT, "no such kind"),
+    Kind.EMPTY: Problem(Kind.EMPTY, "nothing"),
+    Kind.TOO_LARGE: Problem(Kind.TOO_LARGE, "too much"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "path", "status", "named"),
+    [
+        (Kind.INVALID, "/embed", 422, {"error_type": "Validation"}),
+        (Kind.EMPTY, "/embed_all", 400, {"error_type": "Empty"}),
+        (Kind.TOO_LARGE, "/predict", 413, {"error_type": "Validation"}),
+        (Kind.UNFIT, "/rerank", 424, {"error_type": "Backend"}),
+        (Kind.FAILED, "/similarity", 424, {"error_type": "Backend"}),
+        (Kind.FAILED, "/", 424, {"error_type": "Backend"}),
+        (Kind.UNAVAILABLE, "/embed_sparse", 503, {"error_type": "Unhealthy"}),
+        (Kind.TIMEOUT, "/embed", 503, {"error_type": "Unhealthy"}),
+        (Kind.INVALID, "/v1/embeddings", 400, {"error": {"type": "invalid_request_error"}}),
+        (Kind.FAILED, "/v1/embeddings", 500, {"error": {"type": "server_error"}}),
+        (Kind.INVALID, "/v2/rerank", 400, {"message": "text: is empty"}),
+        (Kind.UNFIT, "/v1/rerank", 404, {"message": "no such kind"}),
+        (Kind.FAILED, "/v1/rerank", 500, {"message": "RuntimeError: out of order"}),
+        (Kind.INVALID, "/elsewhere", 422, {"detail": "text: is empty"}),
+    ],
+)
+def test_each_api_has_its_own_words_and_statuses(
+    kind: Kind, path: str, status: int, named: dict[str, Any]
+) -> None:
+    problem = problem_of(CAUSES[kind])
+    assert problem.kind is kind
+    found = answer(path, problem)
+    assert found.status_code == status
+    body = orjson.loads(found.body)
+    for name, value in named.items():
+        part = body[name]
+        assert (part.items() >= value.items()) if isinstance(value, dict) else part == value
+
+
+@pytest.mark.parametrize("path", ["/embed", "/v1/embeddings", "/v2/rerank", "/tasks/a"])
+def test_full_queue_says_when_to_come_again(path: str) -> None:
+    found = answer(path, Problem(Kind.OVERLOADED, "full", retry_after_s=2.2))
+    assert (found.status_code, found.headers["retry-after"]) == (429, "3")

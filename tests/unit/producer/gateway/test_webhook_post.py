@@ -1,0 +1,15 @@
+import hashlib
+
+from batchery_producer.gateway.callers import hash_of
+from batchery_producer.gateway.webhook_post import secret_of, signature
+
+
+def test_signature_is_the_hmac_that_openssl_computes() -> None:
+    # printf ID.TIME.BODY | openssl dgst -sha256 -hmac SECRET -binary | base64
+    wanted = "v1,MD1MPdHgvT7t00HqI0smnVTsEOlI81T0Q/7zk48bmFY="
+    secret = b"32 bytes that are a digest, too.."
+    assert signature(secret, "a-task", 1790000000, b'{"number": 7}') == wanted
+
+
+def test_secret_is_the_digest_of_the_key() -> None:
+    assert secret_of(hash_of("sk-batchery-a")) == hashlib.sha256(b"sk-batchery-a").digest()

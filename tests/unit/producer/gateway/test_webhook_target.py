@@ -1,0 +1,89 @@
+import pytest
+
+from batchery_producer.gateway.problems import Problem
+from batchery_producer.gateway.webhook_target import WebhookTarget, may_connect, target_of
+
+HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8"]
+
+
+@pytest.mark.parametrize(
+    ("url", "target", "header"),
+    [
+        (
+            "https://hooks.example.com/a/b?c=d#e",
+            WebhookTarget("https", "hooks.example.com", 443, "/a/b?c=d"),
+            "hooks.example.com",
+        ),
+        (
+            "http://HOOKS.example.com:8080",
+            WebhookTarget("http", "hooks.example.com", 8080, "/"),
+            "hooks.example.com:8080",
+        ),
+        ("http://10.1.2.3/x", WebhookTarget("http", "10.1.2.3", 80, "/x"), "10.1.2.3"),
+        ("http://[fd00::1]:81/", WebhookTarget("http", "fd00::1", 81, "/"), "[fd00::1]:81"),
+    ],
+)
+def test_url_of_a_listed_host(url: str, target: WebhookTarget, header: str) -> None:
+    found = target_of(url, HOSTS)
+    assert (found, found.host_header) == (target, header)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "hooks.example.com",
+        "ftp://hooks.example.com/",
+        "file:///etc/passwd",
+        "https://",
+        "https://evil.example/",
+        "https://hooks.example.com.evil.example/",
+        "https://hooks.example.com@evil.example/",
+        "https://user@hooks.example.com/",
+        "https://user:secret@hooks.example.com/",
+        "https://hooks.example.com:0/",
+        "https://hooks.example.com:99999/",
+        "https://hooks.example.com/a b",
+        "https://hooks.example.com/\r\nX: 1",
+        "https://hooks.exam\tple.com/",
+        "https://höoks.example.com/",
+        "http://10.2.0.1/",
+        "http://[::1]/",
+        "http://[::ffff:10.2.0.1]/",
+        "http://2130706433/",
+        "http://[hooks.example.com]/",
+    ],
+)
+def test_any_other_url_is_refused(url: str) -> None:
+    with pytest.raises(Problem, match="webhook: "):
+        target_of(url, HOSTS)
+
+
+def test_without_hosts_none_is_allowed() -> None:
+    with pytest.raises(Problem, match="webhook_hosts"):
+        target_of("https://hooks.example.com/", [])
+
+
+@pytest.mark.parametrize(
+    ("address", "may"),
+    [
+        ("93.184.215.14", True),
+        ("2606:4700::1111", True),
+        ("127.0.0.1", True),
+        ("127.0.0.2", False),
+        ("10.1.255.255", True),
+        ("10.2.0.0", False),
+        ("192.168.0.1", False),
+        ("169.254.169.254", False),
+        ("0.0.0.0", False),
+        ("224.0.0.1", False),
+        ("::1", False),
+        ("::ffff:192.168.0.1", False),
+        ("::ffff:127.0.0.1", True),
+        ("fe80::1%eth0", False),
+        ("fd00::1", True),
+        ("name", False),
+    ],
+)
+def test_private_address_must_be_listed(address: str, may: bool) -> None:
+    assert may_connect(address, HOSTS) is may
