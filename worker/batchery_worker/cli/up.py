@@ -92,10 +92,8 @@ def up(
     if redis_url and data:
         raise click.UsageError("--data is for the private Redis: give it or --redis, not both")
     settings = Settings.load()
-    if app == DEFAULT_APP and not settings.models:
-        raise SettingsError(NO_MODELS)
     if app == DEFAULT_APP:
-        check_hub(settings.models)
+        check_models(settings)
     if not data and "redis_url" in settings.model_fields_set:
         redis_url = redis_url or settings.redis_url
     printer = LinePrinter(Console(highlight=False, soft_wrap=True))
@@ -122,12 +120,23 @@ def up(
                 announce(Announcement(stack.redis_url, app)) as is_found,
             ):
                 printer.console.print(summary(stack, app, tasks, private=redis_url is None))
-                printer.pin(
-                    what_to_type(app, tasks, is_found=is_found, gateway_url=stack.gateway_url)
-                )
+                lines = what_to_type(app, tasks, stack.gateway_url, is_found=is_found)
+                printer.pin(lines)
                 stack.wait(printer.show_pinned)
         except KeyboardInterrupt:
             printer("up", "stopping; the worker finishes what it runs, Ctrl-C again kills it")
+
+
+def check_models(settings: Settings) -> None:
+    """Makes sure that the default app has models, and that they can be had.
+
+    Raises:
+        SettingsError: There is none.
+        StartError: One is neither on this machine nor to be downloaded.
+    """
+    if not settings.models:
+        raise SettingsError(NO_MODELS)
+    check_hub(settings.models)
 
 
 class LinePrinter:
@@ -190,15 +199,15 @@ class LinePrinter:
 
 
 def what_to_type(
-    app: str, tasks: Collection[str], *, is_found: bool, gateway_url: str | None = None
+    app: str, tasks: Collection[str], gateway_url: str | None = None, *, is_found: bool
 ) -> list[str]:
     """The commands for another terminal.
 
     Args:
         app: Name of the Celery app.
         tasks: Names of its tasks.
-        is_found: Whether commands in this folder find the Redis.
         gateway_url: URL of the gateway; None if it does not run.
+        is_found: Whether commands in this folder find the Redis.
     """
     option = "" if app == DEFAULT_APP else f" -A {app}"
     where = "in this folder" if is_found else "with what is exported above"
