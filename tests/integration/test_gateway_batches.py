@@ -283,6 +283,7 @@ def test_bad_uploads_and_requests_say_what_is_wrong(
         api.batches.create(
             input_file_id=short.id, endpoint="/v1/embeddings", completion_window="24h"
         )
+    assert httpx2.put(f"{gateway.url}/v1/files/{short.id}").headers["allow"] == "DELETE, GET"
     odd = api.files.create(file=("../../" + "n" * 300, b"{}"), purpose="batch")
     assert odd.filename.startswith("../../n")
     given: dict[str, Any] = {"endpoint": "/v1/embeddings", "completion_window": "24h"}

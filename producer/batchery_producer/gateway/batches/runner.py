@@ -152,19 +152,22 @@ class BatchRun:
         if self._was_cancelled():
             self._cancel()
             return
-        if self._has_expired():
+        done, total = len(output.done), self._batch.request_counts.total
+        if done >= total:
+            self._move(Status.FINALIZING, ending=Status.COMPLETED)
+        elif self._has_expired():
             output.expire(dataset, NO_TIME)
             output.flush()
             self._move(Status.FINALIZING, ending=Status.EXPIRED)
-            return
-        if len(output.done) < self._batch.request_counts.total:
-            raise Unfinished(f"{len(output.done)} of {self._batch.request_counts.total} are done")
-        self._move(Status.FINALIZING, ending=Status.COMPLETED)
+        else:
+            raise Unfinished(f"{done} of {total} requests are done, and no more come")
 
     def _finalize(self) -> None:
         """Makes the files of what has come back."""
         output, record = self._output(), self._record
-        format_ = OpenAIFormat(self._journal(), self._batch.model or "", _line_name, unpack=numbers)
+        format_ = OpenAIFormat(
+            self._journal(), self._batch.model or "", _line_name, unpack=_unpacked
+        )
         tokens = 0
 
         def lines_of_results() -> Iterator[bytes]:
@@ -173,7 +176,7 @@ class BatchRun:
                 if "result" in entry:
                     line = format_.result(entry)
                     tokens += _tokens_of(line)
-                    yield orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+                    yield _encoded(line)
 
         failures: Iterable[Entry] = (each for each in output.entries() if "error" in each)
         made = [
@@ -306,6 +309,21 @@ class BatchRun:
         record = self._record.with_batch(batch)
         self._shared.batches.save(record)
         self._record = record
+
+
+def _unpacked(vector: str) -> Any:
+    """The numbers of a vector; a text that is none stays as it is."""
+    try:
+        return numbers(vector)
+    except ValueError:
+        return vector
+
+
+def _encoded(line: Entry) -> bytes:
+    try:
+        return orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
+    except orjson.JSONEncodeError:  # Half a character, or an integer that is too large for it.
+        return encoded(line)
 
 
 def _tokens_of(line: Entry) -> int:

@@ -106,7 +106,11 @@ async def get_batch(request: Request, batch_id: str) -> Response:
     return _answer(await run_in_threadpool(lambda: batches.seen(batches.get(owner, batch_id))))
 
 
-@router.post("/v1/batches/{batch_id}/cancel", response_model=Batch)
+@router.post(
+    "/v1/batches/{batch_id}/cancel",
+    response_model=Batch,
+    responses={409: {"description": "It is too late."}},
+)
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Ends a batch; what is done by then is kept."""
     service = request.app.state.gateway.batches

@@ -130,7 +130,11 @@ async def get_content(request: Request, file_id: str) -> Response:
     return StreamingResponse(_parts(file), media_type="application/octet-stream", headers=headers)
 
 
-@router.delete("/v1/files/{file_id}", response_model=FileDeleted)
+@router.delete(
+    "/v1/files/{file_id}",
+    response_model=FileDeleted,
+    responses={409: {"description": "A batch still reads it."}},
+)
 async def delete_file(request: Request, file_id: str) -> Response:
     """Removes a file."""
     service = request.app.state.gateway.batches
