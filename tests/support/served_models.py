@@ -1,4 +1,4 @@
-"""Tiny models of every kind, as settings for a worker and a gateway."""
+"""Tiny models of every kind that the gateway has routes for, as settings."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "rerank": {"labels": ("relevance",)},
     "sparse_embedding": {"head": "MaskedLM"},
     "multi_vector_embedding": {},
-    "token_classification": {"labels": ("O", "B-PER"), "head": "TokenClassification"},
-    "zero_shot": {"labels": ("contradiction", "neutral", "entailment")},
 }
 
 
