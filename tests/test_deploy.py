@@ -1,4 +1,4 @@
-"""deploy/ is true as far as it can be without Docker: files, commands, options, Redis, Flower."""
+"""deploy/ is true as far as it can be without Docker: files, commands, Redis, Flower, gateway."""
 
 import contextlib
 import importlib
@@ -20,6 +20,7 @@ import redis
 import tornado.options
 import yaml
 
+from batchery_producer.gateway.callers import make_key
 from batchery_worker.local.redis_server import find_redis_server, free_port
 from conftest import StartWorker
 from support.docs_commands import check, check_install, executable, search_path
@@ -33,8 +34,18 @@ VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<text>[^}]*))?\}")
 
 #: What a service may say, of all that the Compose specification knows; a typing error is not in it.
 SERVICE_KEYS = {
-    *("build", "command", "depends_on", "deploy", "environment", "healthcheck", "image", "init"),
-    *("ports", "profiles", "pull_policy", "restart", "stop_grace_period", "stop_signal", "volumes"),
+    *("build", "command", "depends_on", "deploy", "entrypoint", "environment", "healthcheck"),
+    *(
+        "image",
+        "init",
+        "ports",
+        "profiles",
+        "pull_policy",
+        "restart",
+        "stop_grace_period",
+        "stop_signal",
+        "volumes",
+    ),
 }
 HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
 TOP_KEYS = {"name", "services", "volumes", "x-worker"}
@@ -121,9 +132,13 @@ def test_every_volume_is_declared_and_every_mounted_file_exists(name: str) -> No
             assert source in COMPOSE["volumes"], volume
 
 
-def test_only_flower_is_published_and_only_on_this_machine() -> None:
+def test_only_what_asks_who_calls_is_published_and_only_on_this_machine() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
-    assert published == {"flower": ["127.0.0.1:5555:5555"]}
+    assert published == {
+        "flower": ["127.0.0.1:5555:5555"],
+        "gateway": ["127.0.0.1:8000:8000"],
+    }
+    assert re.search(r"GATEWAY_KEY_HASH:\?", TEXT)
     assert re.search(r"FLOWER_BASIC_AUTH: \$\{FLOWER_BASIC_AUTH:\?", TEXT)
 
 
@@ -143,6 +158,7 @@ def test_each_tag_is_built_once() -> None:
     pulled = [name for name, each in SERVICES.items() if "build" not in each]
     assert {SERVICES[name].get("pull_policy") for name in pulled} == {None, "never"}
     assert SERVICES["flower"]["image"] in built
+    assert SERVICES["gateway"]["image"] in built
 
 
 def test_every_variable_is_documented_with_the_default_that_it_has() -> None:
@@ -152,6 +168,7 @@ def test_every_variable_is_documented_with_the_default_that_it_has() -> None:
     for name, found in used.items():
         assert documented[name] == (found["text"] if found["kind"] == "-" else ""), name
     assert documented["FLOWER_BASIC_AUTH"] == ""
+    assert documented["GATEWAY_KEY_HASH"] == ""
     assert documented["HF_TOKEN"] == ""
     assert (DEPLOY / ".gitignore").read_text().split() == [".env"]
 
@@ -164,7 +181,7 @@ def test_every_command_exists_with_its_options(name: str) -> None:
         assert server == "redis-server"
         assert f"./redis.conf:{config}:ro" in SERVICES[name]["volumes"]
         return
-    entrypoint = json.loads(instructions("ENTRYPOINT")[0])
+    entrypoint = SERVICES[name].get("entrypoint") or json.loads(instructions("ENTRYPOINT")[0])
     check([*entrypoint, *command])
     if name == "flower":
         importlib.import_module("flower.options")
@@ -312,6 +329,52 @@ def test_flower_asks_for_the_password_and_says_that_it_lives(
                 urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10)
             assert refused.value.code == 401
             refused.value.close()
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_gateway_asks_for_the_key_and_says_that_it_lives(tmp_path: Path, redis_url: str) -> None:
+    port = free_port()
+    gateway = SERVICES["gateway"]
+    replaced = {"--port=8000": f"--port={port}", "--host=0.0.0.0": "--host=127.0.0.1"}
+    command = [replaced.get(word, word) for word in gateway["command"]]
+    (tmp_path / "batchery.toml").write_text((DEPLOY / "batchery.toml").read_text())
+    key, hashed = make_key()
+    found = re.search(r"BATCHERY_GATEWAY: >-\n(.*?\})\n    depends_on", TEXT, re.DOTALL)
+    assert found
+    spelled = VARIABLE.sub(hashed, found[1])
+    assert json.loads(spelled)["keys"] == {"default": {"hash": hashed}}
+    environment = {**os.environ, "PATH": search_path()}
+    log = tmp_path / "gateway.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [executable("batchery") or "", *command],
+            env={**environment, "BATCHERY_GATEWAY": spelled, "BATCHERY_REDIS_URL": redis_url},
+            stdout=output,
+            stderr=output,
+            cwd=tmp_path,
+        )
+    try:
+        health = gateway["healthcheck"]["test"]
+        assert health[:3] == ["CMD", "python", "-c"]
+        words = [word.replace(":8000/", f":{port}/") for word in health[1:]]
+
+        def healthy() -> bool:
+            assert process.poll() is None, log.read_text()
+            done = subprocess.run(words, env=environment, capture_output=True, check=False)
+            return done.returncode == 0
+
+        wait_for(healthy, "the gateway is healthy", 60)
+        url = f"http://127.0.0.1:{port}/v1/models"
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(url, timeout=10)
+        assert refused.value.code == 401
+        refused.value.close()
+        asked = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            served = [model["id"] for model in json.load(answer)["data"]]
+        assert served == list(tomllib.loads((DEPLOY / "batchery.toml").read_text())["models"])
     finally:
         process.terminate()
         process.wait(30)

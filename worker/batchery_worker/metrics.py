@@ -14,6 +14,12 @@ logger = logging.getLogger("batchery.pool")
 #: three.
 STAGES = ("prepare_ms", "queued_ms", "forward_ms", "commit_ms")
 
+#: Classes of errors that are counted each; there are few, unless somebody makes them as it goes.
+MAX_REASONS = 50
+
+#: Name of all others.
+OTHER_REASONS = "others"
+
 
 @dataclass(slots=True)
 class CacheMetrics:
@@ -51,6 +57,29 @@ class CacheMetrics:
 
 
 @dataclass(slots=True)
+class DeviceMetrics:
+    """Sums over the batches of one device, since the worker started."""
+
+    batches: int = 0
+    items: int = 0
+    forward_ms: float = 0.0
+    tokens: int = 0
+    computed_tokens: int = 0
+
+    def count(self, done: Done, items: int) -> None:
+        """Counts one batch."""
+        self.batches += 1
+        self.items += items
+        self.forward_ms += done.forward_ms
+        self.tokens += done.tokens
+        self.computed_tokens += done.computed_tokens
+
+    def snapshot(self) -> dict[str, Any]:
+        """The sums."""
+        return {**asdict(self), "forward_ms": round(self.forward_ms, 3)}
+
+
+@dataclass(slots=True)
 class Metrics:
     """Sums over all batches since the worker started; `celery inspect stats` shows them."""
 
@@ -78,9 +107,19 @@ class Metrics:
     tracer_jobs: Counter[str] = field(default_factory=Counter)
     #: Counts of the caches, by task.
     caches: dict[str, CacheMetrics] = field(default_factory=dict)
+    #: Sums of the devices, by name.
+    devices: dict[str, DeviceMetrics] = field(default_factory=dict)
+    #: Items of multi-item jobs that failed; their jobs did not.
+    failed_items: int = 0
+    #: Number of failed jobs and of these items, by class of the error.
+    failures: Counter[str] = field(default_factory=Counter)
 
-    def batch_done(self, done: Done, *, items: int, waited_ms: float) -> None:
+    def batch_done(self, done: Done, device: str, *, items: int, waited_ms: float) -> None:
         """Counts one batch, whose jobs together waited so long from arrival to dispatch."""
+        self.devices.setdefault(device, DeviceMetrics()).count(done, items)
+        for reason, count in (done.failed_items or {}).items():
+            self.failed_items += count
+            self._count_failure(reason, count)
         self.batches += 1
         self.jobs += len(done.jobs)
         self.items += items
@@ -90,6 +129,19 @@ class Metrics:
         self.tokens += done.tokens
         self.computed_tokens += done.computed_tokens
         self.sizes[1 << (items - 1).bit_length()] += 1
+
+    def job_failed(self, reason: str) -> None:
+        """Counts a job that failed; the reason is the class of its error."""
+        self.failed_jobs += 1
+        self._count_failure(reason, 1)
+
+    def _count_failure(self, reason: str, count: int) -> None:
+        known = reason in self.failures or len(self.failures) < MAX_REASONS
+        self.failures[reason if known else OTHER_REASONS] += count
+
+    def of_device(self, device: str) -> dict[str, Any]:
+        """The sums of one device."""
+        return self.devices.get(device, DeviceMetrics()).snapshot()
 
     def reused(self, task: str, reused: Mapping[str, Any]) -> None:
         """Counts how the items of one batch of a task with a cache got their outcomes."""
@@ -110,6 +162,8 @@ class Metrics:
             "jobs": self.jobs,
             "items": self.items,
             "failed_jobs": self.failed_jobs,
+            "failed_items": self.failed_items,
+            "failures": dict(self.failures.most_common()),
             "committed_jobs": self.committed_jobs,
             "fenced_jobs": self.fenced_jobs,
             "shed_jobs": self.shed_jobs,

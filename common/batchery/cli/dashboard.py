@@ -78,6 +78,8 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
     # A worker of an earlier version reports none of these.
     for task, facts in figures.get("costs", {}).items():
         rows[f"batch of {task}"] = _batch_costs(facts)
+    if failures := batches.get("failures"):
+        rows["failed by"] = "\n".join(f"{count:,}: {error}" for error, count in failures.items())
     if slow := batches.get("tracer_jobs"):
         rows["by the tracer"] = "\n".join(f"{jobs:,}: {reason}" for reason, jobs in slow.items())
     for task, cache in batches.get("caches", {}).items():

@@ -1,8 +1,8 @@
 """The figures of all workers at one moment, and the lengths of their queues."""
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery
@@ -12,6 +12,8 @@ from redis.exceptions import RedisError
 
 from batchery.cli.registered import parse_registered
 from batchery.errors import RedisUnavailable
+from batchery.queue_limits import Waiting, look_into
+from batchery.settings import LOWEST_PRIORITY
 from batchery.transport.dead_letters import DeadLetters
 
 #: Remote-control command that the workers answer.
@@ -35,11 +37,14 @@ class Survey:
             that runs no batches.
         queues: Messages that wait in the broker, by name of each queue that a worker consumes.
         dead_letters: Number of dead letters; None if the broker is not a Redis.
+        oldest_s: For how long the oldest of these messages has waited, in seconds, by queue; None
+            where it does not say when it was sent, and where no message waits.
     """
 
     workers: Mapping[str, Mapping[str, Any]]
     queues: Mapping[str, int]
     dead_letters: int | None = None
+    oldest_s: Mapping[str, float | None] = field(default_factory=dict)
 
     def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
         """The rates of a worker since the survey before, by the worker's own clock.
@@ -59,7 +64,7 @@ class Survey:
         return {f"{name}_per_s": round(count / seconds, 3) for name, count in gained.items()}
 
     def report(self, before: "Survey | None" = None) -> dict[str, Any]:
-        """The survey for JSON: `workers`, each with its `rates`; `queues`; `dead_letters`."""
+        """The survey for JSON: `workers`, each with its `rates`; the other attributes as such."""
         workers = {
             name: {**figures, "rates": self.rates(name, before)}
             if "batches" in figures
@@ -70,6 +75,7 @@ class Survey:
             "workers": workers,
             "queues": {**self.queues},
             "dead_letters": self.dead_letters,
+            "oldest_s": {**self.oldest_s},
         }
 
 
@@ -125,13 +131,16 @@ def installed_workers(answers: Mapping[str, Any]) -> dict[str, bool]:
     return {worker: "True" in found for worker, found in told.items() if found}
 
 
-def survey(directory: WorkerDirectory, app: Celery, timeout_s: float) -> Survey:
+def survey(
+    directory: WorkerDirectory, app: Celery, timeout_s: float, queues: Collection[str] = ()
+) -> Survey:
     """Asks the workers, then the broker.
 
     Args:
         directory: The workers; kept from one survey to the next.
         app: The app whose broker is asked.
         timeout_s: How long answers are collected, in seconds.
+        queues: Names of queues that are looked into, whether a worker consumes them or not.
 
     Raises:
         RedisUnavailable: The broker does not answer.
@@ -139,29 +148,41 @@ def survey(directory: WorkerDirectory, app: Celery, timeout_s: float) -> Survey:
     try:
         workers = directory.ask(timeout_s)
         names = {name for figures in workers.values() for name in figures.get("queues", ())}
-        return Survey(workers, queue_depths(app, names), dead_letters(app))
+        names.update(queues)
+        waiting = waiting_in(app, names)
+        return Survey(
+            workers,
+            {name: each.jobs for name, each in waiting.items()},
+            dead_letters(app),
+            {name: each.oldest_s for name, each in waiting.items()},
+        )
     except (OperationalError, RedisError, OSError) as error:
         raise RedisUnavailable(f"the broker does not answer: {error}; is it up?") from error
 
 
-def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
-    """How many messages wait in each queue, sorted by name, without those that a worker holds.
+def waiting_in(app: Celery, names: set[str]) -> dict[str, Waiting]:
+    """What waits in each queue, sorted by name, without what a worker holds.
 
-    It declares each queue passively, which every broker of Celery's answers without creating it.
+    Of another broker than Redis it only knows how many messages there are.
     """
-    depths: dict[str, int] = {}
+    found: dict[str, Waiting] = {}
     with app.connection_for_read() as connection:
         for name in sorted(names):
             channel: Any = connection.channel()
             try:
                 with channel:
-                    declared = channel.queue_declare(queue=name, passive=True)
+                    # Declared passively, it is not created; every broker answers with its length.
+                    found[name] = look_into(channel, name, range(LOWEST_PRIORITY + 1)) or Waiting(
+                        channel.queue_declare(queue=name, passive=True).message_count
+                    )
             except connection.channel_errors:
-                # In Redis an empty queue does not exist.
-                depths[name] = 0
-            else:
-                depths[name] = declared.message_count
-    return depths
+                found[name] = Waiting(0)
+    return found
+
+
+def queue_depths(app: Celery, names: set[str]) -> dict[str, int]:
+    """How many messages wait in each queue, as `waiting_in` says."""
+    return {name: each.jobs for name, each in waiting_in(app, names).items()}
 
 
 def dead_letters(app: Celery) -> int | None:

@@ -147,6 +147,11 @@ class LeaseStore:
         """Whether a lease is held, as far as this process knows; from any thread."""
         return token in self.leases and not self.fenced
 
+    def key_of(self, token: str) -> str | None:
+        """Key of the queue that a message came from; None if its lease is not held."""
+        lease = self.leases.get(token)
+        return None if lease is None else lease.key
+
     def deaths(self, token: str) -> int | None:
         """How many workers died while the job ran alone; None if it is no suspect.
 

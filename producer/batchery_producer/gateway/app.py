@@ -13,19 +13,24 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.routing import Match, Route
 
+from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
+from batchery_producer.gateway.measurements import Measured, Measurements
 from batchery_producer.gateway.openapi import describe_errors
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
 from batchery_producer.gateway.routes import (
     cohere_rerank,
+    metrics,
     openai_batches,
     openai_embeddings,
     openai_files,
     openai_models,
+    page,
     probes,
     process_batch,
+    status,
     tasks,
     tei_embeddings,
     tei_root,
@@ -58,6 +63,9 @@ ROUTES = (
     process_batch,
     tasks,
     probes,
+    status,
+    metrics,
+    page,
 )
 
 
@@ -71,23 +79,30 @@ class Web(FastAPI):
         return self.openapi_schema
 
 
-def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> FastAPI:
+def make_app(
+    app: Celery,
+    settings: Settings,
+    load: Callable[[], Celery],
+    metrics_folder: str | None = None,
+) -> FastAPI:
     """Makes the application.
 
     Args:
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
         load: Gives the app again, in another process; can be pickled.
+        metrics_folder: Where several processes share what they count; None for one process.
 
     Raises:
         SettingsError: A key has a class that is not there.
         DatasetError: There is no such place for files.
     """
     callers = Callers(settings)
+    measurements = Measurements(metrics_folder)
 
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        async with running(app, settings, load) as web.state.gateway:
+        async with running(app, settings, load, measurements) as web.state.gateway:
             yield
 
     web = Web(
@@ -105,16 +120,30 @@ def make_app(app: Celery, settings: Settings, load: Callable[[], Celery]) -> Fas
     web.add_exception_handler(RequestValidationError, _on_invalid)
     web.add_exception_handler(HTTPException, _on_http)
     web.add_exception_handler(Exception, _on_problem)
-    web.add_middleware(Guard, callers=callers, settings=settings.gateway)
-    if settings.gateway.cors_origins:
+    _wrap(web, settings.gateway, callers, measurements)
+    return web
+
+
+def _wrap(
+    web: FastAPI, settings: GatewaySettings, callers: Callers, measurements: Measurements
+) -> None:
+    """Puts around the routes what every request passes; the innermost first."""
+    web.add_middleware(Guard, callers=callers, settings=settings)
+    if settings.cors_origins:
         # Outermost: a browser's first request has no key.
         web.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.gateway.cors_origins,
+            allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    return web
+    routes = [
+        route.path
+        for router in (web, *(module.router for module in ROUTES))
+        for route in router.routes
+        if isinstance(route, Route)
+    ]
+    web.add_middleware(Measured, measurements=measurements, routes=routes)
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:

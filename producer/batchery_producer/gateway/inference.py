@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.measurements import Measurements
 from batchery_producer.gateway.problems import Kind, Problem, problem_of
 from batchery_producer.gateway.served_models import ServedModel
 from batchery_producer.results.answers import Outcome
@@ -25,13 +26,15 @@ TIMEOUT_HEADER = "x-request-timeout"
 class Inference:
     """Runs the items of requests."""
 
-    def __init__(self, client: AsyncClient, timeout_s: float) -> None:
+    def __init__(self, client: AsyncClient, timeout_s: float, measurements: Measurements) -> None:
         """Prepares.
 
         Args:
             client: Sends the jobs.
             timeout_s: How long a request waits for its results at most, in seconds.
+            measurements: Where results are counted.
         """
+        self._measurements = measurements
         self._client = client
         self._timeout_s = timeout_s
 
@@ -66,13 +69,15 @@ class Inference:
         """
         task = self.task(request, model.name, model.queue)
         try:
-            return await unless_gone(
+            outcomes = await unless_gone(
                 request, task.outcomes(items, per_job=per_job, keywords=keywords)
             )
         except Problem:
             raise
         except Exception as error:
             raise problem_of(error) from error
+        self._measurements.results(model.name, outcomes)
+        return outcomes
 
     def task(self, request: Request, name: str, queue: str | None = None) -> AsyncTask:
         """A task on behalf of the caller: their tenant and class, and the time that they have."""

@@ -14,8 +14,10 @@ from batchery_producer.gateway.batches.service import BatchService
 from batchery_producer.gateway.device_figures import DeviceLook
 from batchery_producer.gateway.health import Health, stop
 from batchery_producer.gateway.inference import Inference
+from batchery_producer.gateway.measurements import Measurements
 from batchery_producer.gateway.model_facts import ModelFacts, read_facts
 from batchery_producer.gateway.model_files import PerModel
+from batchery_producer.gateway.monitor import Monitor
 from batchery_producer.gateway.result_waiter import ResultWaiter
 from batchery_producer.gateway.served_models import ServedModels
 from batchery_producer.gateway.store import Store
@@ -43,11 +45,13 @@ class Gateway:
     task_records: TaskRecords
     result_waiter: ResultWaiter
     webhooks: Webhooks
+    monitor: Monitor
+    measurements: Measurements
 
 
 @asynccontextmanager
 async def running(
-    app: Celery, settings: Settings, load: Callable[[], Celery]
+    app: Celery, settings: Settings, load: Callable[[], Celery], measurements: Measurements
 ) -> AsyncIterator[Gateway]:
     """Runs a gateway while entered.
 
@@ -55,7 +59,10 @@ async def running(
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
         load: Gives the app again, in another process; can be pickled.
+        measurements: Where results are counted.
     """
+    models = ServedModels(settings.models)
+    monitor = Monitor(app, {model.queue for model in models})
     health, store, waiter = Health(app), Store(app), ResultWaiter(app)
     records = TaskRecords(store)
     webhooks = Webhooks(store, records, waiter, settings.gateway)
@@ -69,8 +76,8 @@ async def running(
             yield Gateway(
                 app=app,
                 settings=settings,
-                models=ServedModels(settings.models),
-                inference=Inference(client, settings.gateway.timeout_s),
+                models=models,
+                inference=Inference(client, settings.gateway.timeout_s, measurements),
                 health=health,
                 tokenizers=PerModel(load_tokenizer),
                 model_facts=PerModel(read_facts),
@@ -81,8 +88,11 @@ async def running(
                 task_records=records,
                 result_waiter=waiter,
                 webhooks=webhooks,
+                monitor=monitor,
+                measurements=measurements,
             )
         finally:
             for each in watching:
                 await stop(each)
+            await monitor.close()
             await asyncio.to_thread(waiter.close)

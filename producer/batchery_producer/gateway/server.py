@@ -4,15 +4,20 @@ import asyncio
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import socket
+import tempfile
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.supervisors import Multiprocess
 
@@ -49,6 +54,7 @@ class ServeOptions:
         port: Port; None for that of the settings.
         processes: Number of processes; None for that of the settings.
         access_log: Whether each request is logged.
+        metrics_folder: Where the processes share their metrics; None for one process.
     """
 
     app_path: str
@@ -57,6 +63,7 @@ class ServeOptions:
     port: int | None = None
     processes: int | None = None
     access_log: bool = False
+    metrics_folder: str | None = None
 
     def settings(self) -> Settings:
         """The settings of the app, with what the command line says.
@@ -86,7 +93,7 @@ def application(options: ServeOptions) -> FastAPI:
     Raises:
         AppNotImportable: One of the modules of its tasks cannot be imported.
     """
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(options.metrics_folder,), daemon=True).start()
     load = partial(load_app, options.app_path, options.redis_url)
     app: Any = load()
     try:
@@ -97,7 +104,7 @@ def application(options: ServeOptions) -> FastAPI:
             f"app {options.app_path!r}: its tasks cannot be imported:"
             f" {type(error).__name__}: {error}"
         ) from error
-    return make_app(app, options.settings(), load)
+    return make_app(app, options.settings(), load, options.metrics_folder)
 
 
 def serve(options: ServeOptions) -> None:
@@ -110,7 +117,23 @@ def serve(options: ServeOptions) -> None:
     check_host(gateway)
     sock = listen(gateway.host, gateway.port)
     allow_many_files()
-    config = uvicorn.Config(
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Uvicorn stops in order, and raises the signal again.
+        signal.signal(number, _end)
+    url = f"http://{_spelled(gateway.host)}:{sock.getsockname()[1]}"
+    print(f"batchery serve: {url}", flush=True)  # noqa: T201 - what its caller waits for
+    with sock:
+        if gateway.processes == 1:
+            uvicorn.Server(configuration(options, gateway)).run(sockets=[sock])
+            return
+        with metrics_folder() as folder:
+            config = configuration(replace(options, metrics_folder=folder), gateway)
+            Processes(config, [sock], folder).run()
+
+
+def configuration(options: ServeOptions, gateway: GatewaySettings) -> uvicorn.Config:
+    """What uvicorn runs, and how."""
+    return uvicorn.Config(
         partial(application, options),
         factory=True,
         http=partial(Connection, head_timeout_s=gateway.body_timeout_s),  # type: ignore[arg-type]
@@ -126,16 +149,30 @@ def serve(options: ServeOptions) -> None:
         timeout_graceful_shutdown=GRACE_S,
         backlog=BACKLOG,
     )
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Uvicorn stops in order, and raises the signal again.
-        signal.signal(number, _end)
-    url = f"http://{_spelled(gateway.host)}:{sock.getsockname()[1]}"
-    print(f"batchery serve: {url}", flush=True)  # noqa: T201 - what its caller waits for
-    with sock:
-        if gateway.processes == 1:
-            uvicorn.Server(config).run(sockets=[sock])
-        else:
-            Multiprocess(config, sockets=[sock]).run()
+
+
+@contextmanager
+def metrics_folder() -> Iterator[str]:
+    """A folder in which the processes that are started meanwhile share their metrics."""
+    with tempfile.TemporaryDirectory(prefix="batchery-metrics-") as folder:
+        # prometheus_client looks for it when it is imported.
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+        yield folder
+
+
+class Processes(Multiprocess):
+    """Several processes; what is counted of the present goes with the one that it was about."""
+
+    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], folder: str) -> None:
+        super().__init__(config, sockets)
+        self._folder = folder
+
+    def keep_subprocess_alive(self) -> None:
+        """Starts others for those that have died."""
+        before = [process.pid for process in self.processes]
+        super().keep_subprocess_alive()
+        for pid in set(before) - {process.pid for process in self.processes}:
+            mark_process_dead(pid, self._folder)  # type: ignore[no-untyped-call]
 
 
 def _end(*_: object) -> None:
@@ -237,9 +274,12 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
 
-def end_with_parent() -> None:
+def end_with_parent(metrics_folder: str | None) -> None:
     """Ends this process when the one that started it has ended, however it did."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        if metrics_folder is not None:
+            # It is still there if the parent was killed.
+            shutil.rmtree(metrics_folder, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -1,23 +1,17 @@
 """Texts to tokens and back: no device is needed for that, so it never leaves the gateway."""
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from batchery_producer.gateway.json_lists import json_list
 from batchery_producer.gateway.model_files import ModelFiles
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.served_models import ServedModel
-
-T = TypeVar("T")
-
-#: Work on more characters or tokens goes to a thread: it takes longer than to get there.
-INLINE_CHARS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +56,7 @@ class ModelTokenizer:
             special: Whether special tokens are added.
         """
         encodings = self.library.encode_batch(texts, add_special_tokens=special)
-        # One by one, so that other threads have their turn.
-        parts = (
-            orjson.dumps(_described(text, encoding), option=orjson.OPT_SERIALIZE_NUMPY)
-            for text, encoding in zip(texts, encodings, strict=True)
-        )
-        return b"[" + b",".join(parts) + b"]"
+        return json_list(map(_described, texts, encodings))
 
     def without_frame(self, ids: list[int]) -> list[int]:
         """Token ids without the special tokens that the tokenizer puts around a text."""
@@ -79,7 +68,7 @@ class ModelTokenizer:
 
     def texts(self, ids: Sequence[Sequence[int]], *, skip_special: bool) -> bytes:
         """The texts of token ids, as JSON; ids of no token are left out."""
-        return orjson.dumps(
+        return json_list(
             self.library.decode_batch([*map(list, ids)], skip_special_tokens=skip_special)
         )
 
@@ -123,16 +112,6 @@ def _frame(library: Tokenizer) -> tuple[list[int], list[int]]:
     if not inside:
         return [], []
     return whole.ids[: inside[0]], whole.ids[inside[-1] + 1 :]
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Does work in a thread if there is much of it.
-
-    Args:
-        size: How much, in characters or tokens.
-        work: What to do.
-    """
-    return work() if size <= INLINE_CHARS else await asyncio.to_thread(work)
 
 
 def _described(text: str, encoding: Encoding) -> list[dict[str, Any]]:

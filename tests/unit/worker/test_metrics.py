@@ -1,13 +1,14 @@
 """Sums and means over batches."""
 
 import json
+from typing import Any
 
 from batchery_worker.ipc.messages import Done
-from batchery_worker.metrics import Metrics
+from batchery_worker.metrics import MAX_REASONS, Metrics
 
 
-def done(*, jobs: int, forward_ms: float) -> Done:
-    return Done(1, [("committed", ())] * jobs, forward_ms, 75, 100, 1.0, 2.0, 3.0)
+def done(*, jobs: int, forward_ms: float, **more: Any) -> Done:
+    return Done(1, [("committed", ())] * jobs, forward_ms, 75, 100, 1.0, 2.0, 3.0, **more)
 
 
 def test_a_worker_without_batches_has_no_means() -> None:
@@ -20,8 +21,8 @@ def test_a_worker_without_batches_has_no_means() -> None:
 
 def test_means_and_waste_follow_from_the_sums() -> None:
     metrics = Metrics()
-    metrics.batch_done(done(jobs=2, forward_ms=10), items=4, waited_ms=30)
-    metrics.batch_done(done(jobs=4, forward_ms=30), items=8, waited_ms=30)
+    metrics.batch_done(done(jobs=2, forward_ms=10), "cpu", items=4, waited_ms=30)
+    metrics.batch_done(done(jobs=4, forward_ms=30), "cpu", items=8, waited_ms=30)
     snapshot = metrics.snapshot()
     assert (snapshot["batches"], snapshot["jobs"], snapshot["items"]) == (2, 6, 12)
     assert snapshot["mean_batch_size"] == 6
@@ -37,7 +38,7 @@ def test_means_and_waste_follow_from_the_sums() -> None:
 def test_sizes_are_counted_by_the_next_power_of_two() -> None:
     metrics = Metrics()
     for items in (1, 2, 3, 4, 5, 64, 65):
-        metrics.batch_done(done(jobs=1, forward_ms=0), items=items, waited_ms=0)
+        metrics.batch_done(done(jobs=1, forward_ms=0), "cpu", items=items, waited_ms=0)
     assert metrics.snapshot()["batch_sizes"] == {
         "<=1": 1,
         "<=2": 1,
@@ -64,3 +65,38 @@ def test_the_items_of_each_cache_are_counted_by_how_they_got_their_results() -> 
         **told,
     }
     assert caches["mood"]["hit_rate"] is None
+
+
+def test_each_device_has_sums_of_its_own() -> None:
+    metrics = Metrics()
+    metrics.batch_done(done(jobs=2, forward_ms=10), "cuda:0", items=4, waited_ms=0)
+    metrics.batch_done(done(jobs=2, forward_ms=5), "cuda:1", items=2, waited_ms=0)
+    metrics.batch_done(done(jobs=2, forward_ms=10), "cuda:0", items=4, waited_ms=0)
+    assert metrics.of_device("cuda:0") == {
+        "batches": 2,
+        "items": 8,
+        "forward_ms": 20,
+        "tokens": 150,
+        "computed_tokens": 200,
+    }
+    assert metrics.of_device("cuda:1")["items"] == 2
+    assert metrics.of_device("cpu")["batches"] == 0
+
+
+def test_failures_are_counted_by_class_of_their_error() -> None:
+    metrics = Metrics()
+    metrics.job_failed("ValueError")
+    told = {"InvalidItem": 3, "ValueError": 1}
+    metrics.batch_done(done(jobs=2, forward_ms=1, failed_items=told), "cpu", items=9, waited_ms=0)
+    snapshot = metrics.snapshot()
+    assert (snapshot["failed_jobs"], snapshot["failed_items"]) == (1, 4)
+    assert snapshot["failures"] == {"InvalidItem": 3, "ValueError": 2}
+
+
+def test_errors_of_ever_new_classes_are_counted_together() -> None:
+    metrics = Metrics()
+    for number in range(MAX_REASONS + 7):
+        metrics.job_failed(f"Error{number}")
+    failures = metrics.snapshot()["failures"]
+    assert len(failures) == MAX_REASONS + 1
+    assert failures["others"] == 7

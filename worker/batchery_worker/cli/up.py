@@ -1,4 +1,4 @@
-"""`batchery up`: Redis, a worker and Flower in one terminal."""
+"""`batchery up`: Redis, a worker, Flower and the HTTP gateway in one terminal."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ from batchery_worker.local.hub_check import check_hub
 from batchery_worker.local.stack import Stack
 
 #: Colours of the prefixes.
-STYLES = {"redis": "red", "worker": "green", "flower": "magenta", "up": "bold"}
+STYLES = {"redis": "red", "worker": "green", "flower": "magenta", "gateway": "blue", "up": "bold"}
 
 #: How long nothing must be printed before pinned lines are shown again, in seconds.
 QUIET_S = 0.5
@@ -59,6 +59,12 @@ or name a Celery app of your own with -A"""
 )
 @click.option("--no-flower", is_flag=True, help="Run without Flower.")
 @click.option(
+    "--gateway-port",
+    type=click.IntRange(0, 65535),
+    help="Port of the HTTP gateway, or the next free one; by default that of the settings.",
+)
+@click.option("--no-gateway", is_flag=True, help="Run without the HTTP gateway.")
+@click.option(
     "--ready-file",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write URLs and process ids to this file, as JSON, while all is ready.",
@@ -73,9 +79,11 @@ def up(
     queues: str | None,
     flower_port: int,
     no_flower: bool,
+    gateway_port: int | None,
+    no_gateway: bool,
     ready_file: Path | None,
 ) -> None:
-    """Run Redis, a worker and Flower in this terminal.
+    """Run Redis, a worker, Flower and the HTTP gateway in this terminal.
 
     The Redis is a private one, unless --redis or the setting redis_url names another. Other
     `batchery` commands in this folder find it by themselves. Ctrl-C stops all in order; a second
@@ -84,10 +92,8 @@ def up(
     if redis_url and data:
         raise click.UsageError("--data is for the private Redis: give it or --redis, not both")
     settings = Settings.load()
-    if app == DEFAULT_APP and not settings.models:
-        raise SettingsError(NO_MODELS)
     if app == DEFAULT_APP:
-        check_hub(settings.models)
+        check_models(settings)
     if not data and "redis_url" in settings.model_fields_set:
         redis_url = redis_url or settings.redis_url
     printer = LinePrinter(Console(highlight=False, soft_wrap=True))
@@ -97,6 +103,9 @@ def up(
         data=data,
         flower=not no_flower,
         flower_port=flower_port,
+        gateway=not no_gateway,
+        gateway_host=settings.gateway.host,
+        gateway_port=settings.gateway.port if gateway_port is None else gateway_port,
         loglevel=loglevel,
         concurrency=concurrency,
         queues=queues,
@@ -111,10 +120,23 @@ def up(
                 announce(Announcement(stack.redis_url, app)) as is_found,
             ):
                 printer.console.print(summary(stack, app, tasks, private=redis_url is None))
-                printer.pin(what_to_type(app, tasks, is_found=is_found))
+                lines = what_to_type(app, tasks, stack.gateway_url, is_found=is_found)
+                printer.pin(lines)
                 stack.wait(printer.show_pinned)
         except KeyboardInterrupt:
             printer("up", "stopping; the worker finishes what it runs, Ctrl-C again kills it")
+
+
+def check_models(settings: Settings) -> None:
+    """Makes sure that the default app has models, and that they can be had.
+
+    Raises:
+        SettingsError: There is none.
+        StartError: One is neither on this machine nor to be downloaded.
+    """
+    if not settings.models:
+        raise SettingsError(NO_MODELS)
+    check_hub(settings.models)
 
 
 class LinePrinter:
@@ -172,16 +194,19 @@ class LinePrinter:
 
     def _render(self, name: str, style: str) -> str:
         with self.console.capture() as capture:
-            self.console.print(Text(f"{name:<6} | ", style), end="")
+            self.console.print(Text(f"{name:<7} | ", style), end="")
         return capture.get()
 
 
-def what_to_type(app: str, tasks: Collection[str], *, is_found: bool) -> list[str]:
+def what_to_type(
+    app: str, tasks: Collection[str], gateway_url: str | None = None, *, is_found: bool
+) -> list[str]:
     """The commands for another terminal.
 
     Args:
         app: Name of the Celery app.
         tasks: Names of its tasks.
+        gateway_url: URL of the gateway; None if it does not run.
         is_found: Whether commands in this folder find the Redis.
     """
     option = "" if app == DEFAULT_APP else f" -A {app}"
@@ -193,6 +218,7 @@ def what_to_type(app: str, tasks: Collection[str], *, is_found: bool) -> list[st
             for task in list(tasks)[:1]
         ),
         f"  batchery stats{option}",
+        *([f"In a browser: {gateway_url}"] if gateway_url is not None else []),
     ]
 
 
@@ -206,7 +232,11 @@ def summary(stack: Stack, app: str, tasks: Mapping[str, str | None], *, private:
         private: Whether the Redis is the stack's own, whose password nobody else knows.
     """
     url = stack.redis_url if private else masked(stack.redis_url)
-    rows = [("Redis", url), ("Flower", stack.flower_url or "does not run")]
+    rows = [
+        ("Redis", url),
+        ("Flower", stack.flower_url or "does not run"),
+        ("Gateway", stack.gateway_url or "does not run"),
+    ]
     # Both empty where the app has switched remote control off: then we do not ask twice.
     if tasks:
         rows += [
@@ -247,7 +277,12 @@ def announced(stack: Stack, path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    facts = {"redis_url": stack.redis_url, "flower_url": stack.flower_url, "pids": stack.pids}
+    facts = {
+        "redis_url": stack.redis_url,
+        "flower_url": stack.flower_url,
+        "gateway_url": stack.gateway_url,
+        "pids": stack.pids,
+    }
     try:
         # Readable for the owner alone, as it has the password; complete as soon as it is there.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")

@@ -222,16 +222,17 @@ class CompletionExecutor:
             completion.held = None
             logger.error("%s[%s] cannot be completed: %r", call.task_name, call.task_id, error)
             if call.request is not None and is_backend_away(self._app.backend, error):
-                self._end(completion, lambda _: _give_back(call), None, failed=False)
+                self._end(completion, lambda _: _give_back(call), None)
                 return
-            self._end(completion, call.error_callback, ExceptionInfo(), failed=True)
+            self._end(completion, call.error_callback, ExceptionInfo(), type(error).__name__)
 
     def _tell(self, completion: Completion, held: HeldJob | None = None) -> None:
         """Tells Celery that a job has ended; with `held`, its message is acknowledged already."""
         is_error, value = completion.traced
         # The run time is the device's, without the tracer's own.
         runtime_s = completion.facts["forward_ms"] / 1e3 if completion.facts else 0.0
-        failed = bool(is_error) and not isinstance(raised(value), NOT_FAILURES)
+        error = raised(value) if is_error else None
+        is_failure = error is not None and not isinstance(error, NOT_FAILURES)
 
         def tell(result: Any) -> None:
             request = completion.call.request
@@ -241,15 +242,20 @@ class CompletionExecutor:
                 request.acknowledged = True
             completion.call.callback(result)
 
-        self._end(completion, tell, (is_error, value, runtime_s), failed=failed)
+        reason = type(error).__name__ if is_failure else None
+        self._end(completion, tell, (is_error, value, runtime_s), reason)
 
     def _drop(self, completion: Completion) -> None:
-        self._end(completion, lambda _: self._on_fenced(completion.call), None, failed=False)
+        self._end(completion, lambda _: self._on_fenced(completion.call), None)
 
     def _end(
-        self, completion: Completion, callback: Callable[[Any], None], result: Any, *, failed: bool
+        self,
+        completion: Completion,
+        callback: Callable[[Any], None],
+        result: Any,
+        failure: str | None = None,
     ) -> None:
-        """Ends a job on the pool's thread."""
+        """Ends a job on the pool's thread; `failure` is the class of its error, if it failed."""
         call = completion.call
 
         def end() -> None:
@@ -263,7 +269,7 @@ class CompletionExecutor:
                 logger.warning("%s[%s] is given back: %r", call.task_name, call.task_id, error)
                 _give_back(call)
             finally:
-                completion.on_end(failed)
+                completion.on_end(failure)
 
         self._deliver(end)
 

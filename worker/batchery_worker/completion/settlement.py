@@ -241,10 +241,11 @@ class Settlement:
         self._executor.stop()
         self.empty_mailbox()
 
-    def _settled(self, call: TaskCall, failed: bool) -> None:
+    def _settled(self, call: TaskCall, failure: str | None) -> None:
         self._in_flight.remove(call)
         self.pending -= 1
-        self._metrics.failed_jobs += failed
+        if failure is not None:
+            self._metrics.job_failed(failure)
 
 
 def _stored_result(task_id: str, backend: Any) -> Any:

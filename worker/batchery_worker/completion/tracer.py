@@ -38,8 +38,8 @@ class Completion(JobCompletion):
     call: TaskCall
     #: Makes the outcome, given the backend, which decodes exceptions.
     make_outcome: Callable[[Any], Any]
-    #: Called at the end, on the pool's thread, with whether the job failed.
-    on_end: Callable[[bool], None]
+    #: Called at the end, on the pool's thread, with the class of the job's error, if it failed.
+    on_end: Callable[[str | None], None]
     #: Whether the job's messages and result may be held back.
     may_hold: bool
     #: The tracer's answer: whether the job failed, and its result.

@@ -1,6 +1,7 @@
 """From the outcomes of a batch to the message that answers it, by way of the commit."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -75,10 +76,9 @@ def answer(
             computed_tokens=batch.computed_tokens,
         )
         statuses = committer.commit(settled, context, facts)
-    reused = None
-    if batch.deduped is not None and reuse is not None:
-        # The callers come first: they wait.
-        reused = reuse.keep(batch.deduped, work)
+    # The callers came first: they wait.
+    deduped = batch.deduped
+    reused = reuse.keep(deduped, work) if deduped is not None and reuse is not None else None
     return Done(
         id=work.id,
         jobs=[
@@ -93,7 +93,23 @@ def answer(
         commit_ms=(time.perf_counter() - started_s) * 1e3,
         figures=batch.figures,
         reused=reused,
+        failed_items=_failed_items(work, outcomes),
     )
+
+
+def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int] | None:
+    """Counts failed items of multi-item jobs, by class of the error; None if none failed."""
+    failed: Counter[str] = Counter()
+    for (_, _, is_multi_item), outcome in zip(work.jobs, outcomes, strict=True):
+        if not is_multi_item:
+            continue
+        if type(outcome) is Encoded:
+            # To look for the key costs little; to decode the vectors would cost much.
+            entries = outcome.value if b'{"error":' in outcome.json else ()
+        else:
+            entries = outcome
+        failed.update(entry["error"]["type"] for entry in entries if "error" in entry)
+    return dict(failed) or None
 
 
 def _rest(

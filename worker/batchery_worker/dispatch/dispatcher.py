@@ -30,6 +30,7 @@ from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import ChildLimits, DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
+from batchery_worker.dispatch.backlog import waiting_by_queue
 from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
@@ -195,11 +196,15 @@ class Dispatcher:
         now_s = monotonic()
         oldest_s = min((job.arrived_s for job in self._scheduler), default=None)
         return {
-            "devices": {device.name: device.figures() for device in self._supervisor},
+            "devices": {
+                device.name: {**device.figures(), "done": self._metrics.of_device(device.name)}
+                for device in self._supervisor
+            },
             "costs": self._scheduler.costs.figures(),
             "clock_s": round(now_s, 3),
             "waiting": len(self._scheduler),
             "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
+            "waiting_by_queue": waiting_by_queue(self._scheduler, now_s),
             "batches": self._metrics.snapshot(),
         }
 
@@ -480,7 +485,7 @@ class Dispatcher:
             self._times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
             self._check_target(task, jobs[0].limits.target_s)
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
-        self._metrics.batch_done(done, items=items, waited_ms=sum(waited_ms))
+        self._metrics.batch_done(done, device.name, items=items, waited_ms=sum(waited_ms))
         if done.reused is not None:
             self._metrics.reused(jobs[0].key.task, done.reused)
         facts = batch_facts(

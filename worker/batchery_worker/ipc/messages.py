@@ -124,6 +124,8 @@ class Done:
     figures: Mapping[str, Any] | None = None
     #: Counts of how the items got their outcomes; None for a task without a cache.
     reused: Mapping[str, Any] | None = None
+    #: Number of failed items of multi-item jobs, by class of the error; None if none failed.
+    failed_items: Mapping[str, int] | None = None
 
 
 Reply = Ready | NotReady | Waiting | Began | Done

@@ -1,4 +1,4 @@
-"""Redis, a worker and Flower as child processes, for `batchery up`."""
+"""Redis, a worker, Flower and the HTTP gateway as child processes, for `batchery up`."""
 
 import errno
 import importlib.util
@@ -29,8 +29,8 @@ from batchery.valkey import redis_url as as_redis
 from batchery_worker.local.guarded_process import GuardedProcess
 from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 
-#: How long Flower may take for one answer, in seconds.
-FLOWER_TIMEOUT_S = 2.0
+#: How long Flower and the gateway may take for one answer, in seconds.
+HTTP_TIMEOUT_S = 2.0
 
 #: How long the worker may take for one answer, in seconds; a busy machine needs that long.
 WORKER_TIMEOUT_S = 5.0
@@ -51,11 +51,23 @@ START_TIMEOUT_S = 660.0
 #: Pause between two polls of the child processes, in seconds.
 POLL_S = 0.2
 
-#: Number of ports that are tried for Flower, from the one asked for.
-FLOWER_PORTS = 100
+#: Number of ports that are tried for Flower, and for the gateway, from the one asked for.
+MAX_PORTS = 100
 
-#: What Flower says when its port is not free any more.
+#: What they say when their port is not free any more.
 PORT_TAKEN = os.strerror(errno.EADDRINUSE)
+
+#: Address of what only this machine may reach.
+LOOPBACK = "127.0.0.1"
+
+#: What the gateway needs; where it is missing, the extra is not installed.
+GATEWAY_MODULES = ("fastapi", "uvicorn", "prometheus_client")
+
+#: Addresses that mean all of this machine's.
+ANY_ADDRESS = ("0.0.0.0", "::", "")
+
+#: Who stops first: the gateway's callers wait for the worker, and Flower watches it to its end.
+STOP_ORDER = ("gateway", "worker", "flower")
 
 
 def flower_sees(url: str, worker: str) -> bool:
@@ -63,21 +75,53 @@ def flower_sees(url: str, worker: str) -> bool:
 
     From then on it misses no job. An answer alone only means that its web server runs.
     """
-    # Without a proxy: one from the environment cannot reach this machine's own addresses.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener = _opener()
     try:
-        with opener.open(f"{url}/workers?json=1", timeout=FLOWER_TIMEOUT_S) as answer:
+        with opener.open(f"{url}/workers?json=1", timeout=HTTP_TIMEOUT_S) as answer:
             workers = json.load(answer)["data"]
         if all(each["hostname"] != worker for each in workers):
             return False
         # Flower asks workers when it starts, which is too early, so it must ask again.
-        opener.open(f"{url}/api/workers?refresh=1", timeout=FLOWER_TIMEOUT_S).close()
+        opener.open(f"{url}/api/workers?refresh=1", timeout=HTTP_TIMEOUT_S).close()
     except urllib.error.HTTPError as error:
         # Flower is up, but the user has switched on a login, or chosen another path.
         error.close()
     except (OSError, ValueError, KeyError):
         return False
     return True
+
+
+def gateway_answers(url: str) -> bool:
+    """Whether the gateway serves."""
+    try:
+        _opener().open(f"{url}/health", timeout=HTTP_TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        # It serves, and says what is wrong: Redis is away, or it has other host names.
+        error.close()
+    except OSError:
+        return False
+    return True
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a port can be listened on.
+
+    Raises:
+        StartError: The host is none of this machine's addresses.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return False
+        raise StartError(f"cannot listen on {host}: {error.strerror}") from error
+    return True
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    # Without a proxy: one from the environment cannot reach this machine's own addresses.
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class RemoteWorker:
@@ -115,7 +159,7 @@ class RemoteWorker:
 
 
 class Stack:
-    """Redis, one worker and Flower; none of them outlives the process that started them.
+    """Redis, a worker, Flower, the gateway; none of them outlives the process that started them.
 
     ```python
     with Stack() as stack:
@@ -126,6 +170,9 @@ class Stack:
     #: URL of Flower; None if it does not run.
     flower_url: str | None = None
 
+    #: URL of the gateway on this machine; None if it does not run.
+    gateway_url: str | None = None
+
     def __init__(
         self,
         app: str = DEFAULT_APP,
@@ -134,6 +181,9 @@ class Stack:
         data: Path | None = None,
         flower: bool = True,
         flower_port: int = 5555,
+        gateway: bool = False,
+        gateway_host: str = LOOPBACK,
+        gateway_port: int = 8000,
         loglevel: str = "INFO",
         concurrency: int | None = None,
         queues: str | None = None,
@@ -150,19 +200,26 @@ class Stack:
             data: Directory of the embedded Redis, which is kept; None for a temporary one.
             flower: Whether to run Flower, if it is installed.
             flower_port: Its port on 127.0.0.1, or the next free one; 0 for any free port.
+            gateway: Whether to run the HTTP gateway, if it is installed.
+            gateway_host: Address that it listens on.
+            gateway_port: Its port there, or the next free one; 0 for any free port.
             loglevel: Log level of the worker.
             concurrency: Concurrency of the worker; None for Celery's default.
             queues: Queues of the worker, separated by commas; None for those of its tasks.
-            environment: More environment variables for worker and Flower, such as settings.
-            on_line: Called with `redis`, `worker` or `flower` and a line of its log, from threads.
-            start_timeout_s: How long worker and Flower may take to be ready, in seconds.
+            environment: More environment variables for all but Redis, such as settings.
+            on_line: Called with `redis`, `worker`, `flower` or `gateway` and a line of its log,
+                from threads.
+            start_timeout_s: How long all but Redis may take to be ready, in seconds.
             worker_arguments: Further arguments of `celery worker`.
         """
         self._app = app
         self._given_url = redis_url and as_redis(redis_url)
         self._data = data
         self._wants_flower = flower
-        self._wanted_port = flower_port
+        self._flower_port = flower_port
+        self._wants_gateway = gateway
+        self._gateway_host = gateway_host
+        self._gateway_port = gateway_port
         self._on_line = on_line
         self._environment = environment or {}
         self._start_timeout_s = start_timeout_s
@@ -203,15 +260,16 @@ class Stack:
             time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Stops the worker once it has finished what it runs, then Flower, then the Redis.
+        """Stops the gateway, the worker once it has finished what it runs, Flower, then the Redis.
 
         A `KeyboardInterrupt` meanwhile kills them all at once, and is raised again.
         """
         orderly = self._ready and (self._redis is None or self._redis.poll() is None)
         self._ready = False
         try:
-            for process in self._processes.values():
-                process.stop(None if orderly else GRACE_S)
+            for name in STOP_ORDER:
+                if name in self._processes:
+                    self._processes[name].stop(None if orderly else GRACE_S)
         except BaseException:
             for process in self._processes.values():
                 process.kill()
@@ -241,7 +299,7 @@ class Stack:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of what was started, by `redis`, `worker` and `flower`."""
+        """Process ids of what was started, by `redis`, `worker`, `flower` and `gateway`."""
         redis = {"redis": self._redis.pid} if self._redis is not None else {}
         return redis | {name: process.pid for name, process in self._processes.items()}
 
@@ -259,14 +317,18 @@ class Stack:
             self._redis = EmbeddedRedis(self._data, on_line=self._sink("redis")).start()
         deadline = time.monotonic() + self._start_timeout_s
         worker = ["worker", "--task-events", f"--hostname={self.worker_name}"]
-        self._spawn("worker", [*worker, *self._worker_arguments], {})
+        self._spawn("worker", self._celery(*worker, *self._worker_arguments), {})
         if self._wants_flower:
             self._start_flower()
+        if self._wants_gateway:
+            self._start_gateway()
         # A worker below log level INFO does not say it; one without remote control does not answer.
         remote, said = self.remote, self._said_ready
         self._wait_for("worker", lambda: said.is_set() or remote.answers(), deadline)
         if self.flower_url is not None:
             self._wait_for("flower", self._flower_is_ready, deadline)
+        if self.gateway_url is not None:
+            self._wait_for("gateway", lambda: gateway_answers(str(self.gateway_url)), deadline)
         self._ready = True
 
     def _flower_is_ready(self) -> bool:
@@ -276,28 +338,41 @@ class Stack:
         if importlib.util.find_spec("flower") is None:
             self._sink("flower")('not installed: `pip install "batchery[monitor]"` adds it')
             return
-        port = self._flower_port()
+        port = self._free_port("flower", LOOPBACK, self._flower_port)
         # A process that can reach 127.0.0.1 can also reach the Redis: a password protects nothing.
         environment = {"FLOWER_UNAUTHENTICATED_API": "true"}
-        self._spawn("flower", ["flower", "--address=127.0.0.1", f"--port={port}"], environment)
-        self.flower_url = f"http://127.0.0.1:{port}"
+        arguments = ["flower", f"--address={LOOPBACK}", f"--port={port}"]
+        self._spawn("flower", self._celery(*arguments), environment)
+        self.flower_url = f"http://{LOOPBACK}:{port}"
 
-    def _flower_port(self) -> int:
-        wanted = self._wanted_port
+    def _start_gateway(self) -> None:
+        if any(importlib.util.find_spec(module) is None for module in GATEWAY_MODULES):
+            self._sink("gateway")('not installed: `pip install "batchery[gateway]"` adds it')
+            return
+        host = self._gateway_host
+        port = self._free_port("gateway", host, self._gateway_port)
+        # Another package, which this one does not import.
+        command = [sys.executable, "-m", "batchery", "serve", "-A", self._app]
+        self._spawn("gateway", [*command, f"--host={host}", f"--port={port}"], {})
+        shown = LOOPBACK if host in ANY_ADDRESS else host
+        self.gateway_url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+
+    def _free_port(self, name: str, host: str, wanted: int) -> int:
+        """The port that is wanted, or the next free one."""
         if wanted == 0:
             return free_port()
-        last = min(wanted + FLOWER_PORTS, 2**16) - 1
+        last = min(wanted + MAX_PORTS, 2**16) - 1
         for port in range(wanted, last + 1):
-            try:
-                socket.create_server(("127.0.0.1", port)).close()
-            except OSError:
-                continue
-            return port
-        raise StartError(f"no free port for Flower from {wanted} to {last}: give --flower-port")
+            if is_free(host, port):
+                return port
+        raise StartError(f"no free port for {name} from {wanted} to {last}: give --{name}-port")
 
-    def _spawn(self, name: str, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def _celery(self, *arguments: str) -> list[str]:
+        return [sys.executable, "-m", "celery", "-A", self._app, *arguments]
+
+    def _spawn(self, name: str, command: list[str], environment: Mapping[str, str]) -> None:
         self._processes[name] = GuardedProcess(
-            [sys.executable, "-m", "celery", "-A", self._app, *arguments],
+            command,
             grace_s=GRACE_S,
             environment={
                 **os.environ,
@@ -346,9 +421,10 @@ class Stack:
         for name, process in list(self._processes.items()):
             if process.poll() is not None:
                 code, tail = process.wait(), process.tail()
-                # Somebody else took the port between our look at it and Flower's.
-                if name == "flower" and not self._ready and PORT_TAKEN in tail:
-                    self._start_flower()
+                again = {"flower": self._start_flower, "gateway": self._start_gateway}.get(name)
+                # Somebody else took the port between our look at it and theirs.
+                if again is not None and not self._ready and PORT_TAKEN in tail:
+                    again()
                 else:
                     raise _ended(name, code, tail)
 

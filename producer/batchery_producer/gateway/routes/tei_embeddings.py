@@ -1,5 +1,6 @@
 """TEI's routes for vectors: `/embed`, `/embed_all`, `/embed_sparse` and `/similarity`."""
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import numpy as np
@@ -8,8 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from batchery_producer.gateway.fields import Inputs, ModelName
+from batchery_producer.gateway.json_lists import json_list, off_loop
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.shared import (
+    chars_of,
     items_of,
     json_response,
     model_of,
@@ -24,6 +27,14 @@ router = APIRouter(tags=["tei"])
 
 #: The smallest number that a vector's length is divided by.
 LEAST_NORM = 1e-12
+
+
+#: More numbers are written in a thread, which takes milliseconds.
+INLINE_NUMBERS = 50_000
+
+#: Maximum characters of a request for a vector per token: those vectors take a thousand times as
+#: much memory as the text, here and in Redis.
+MAX_TOKEN_VECTOR_CHARS = 100_000
 
 
 class EmbedRequest(PromptRequest):
@@ -83,6 +94,17 @@ class SimilarityRequest(TeiRequest):
     parameters: PromptRequest | None = None
 
 
+async def list_response(values: Iterable[Any], count: int) -> Response:
+    """An answer of many numbers.
+
+    Args:
+        values: What is in the list.
+        count: How many numbers there are in all.
+    """
+    content = await off_loop(lambda: json_list(values), is_long=count > INLINE_NUMBERS)
+    return Response(content, media_type="application/json")
+
+
 async def texts_of(request: Request, model: ServedModel, inputs: str | list[Any]) -> list[Any]:
     """The items of a request. Token ids lose the special tokens around them, as workers add those.
 
@@ -106,7 +128,8 @@ async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None)
     served = model_of(request, wanted.model or model, ("embedding",))
     items = await texts_of(request, served, wanted.inputs)
     results = await results_of(request, served, items, wanted.keywords(served))
-    return json_response([numbers(result["vector"]) for result in results])
+    vectors = [numbers(result["vector"]) for result in results]
+    return await list_response(vectors, sum(map(len, vectors)))
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]])
@@ -114,10 +137,18 @@ async def embed_all(request: Request, wanted: EmbedAllRequest, model: ModelName 
     """One vector for each token of each text."""
     served = model_of(request, wanted.model or model, ("multi_vector_embedding",))
     items = await texts_of(request, served, wanted.inputs)
+    chars = chars_of(items)
+    if chars > MAX_TOKEN_VECTOR_CHARS:
+        raise Problem(
+            Kind.TOO_LARGE,
+            f"{chars} characters are more than {MAX_TOKEN_VECTOR_CHARS} of one request for a vector"
+            " per token; send several requests",
+        )
     keywords = {**wanted.keywords(served), "encoding": "base64"}
     results = await results_of(request, served, items, keywords)
-    return json_response(
-        [numbers(result["vectors"]).reshape(-1, result["dimensions"]) for result in results]
+    count = sum(result["tokens"] * result["dimensions"] for result in results)
+    return await list_response(
+        (numbers(result["vectors"]).reshape(-1, result["dimensions"]) for result in results), count
     )
 
 
@@ -129,15 +160,15 @@ async def embed_sparse(
     served = model_of(request, wanted.model or model, ("sparse_embedding",))
     items = await texts_of(request, served, wanted.inputs)
     results = await results_of(request, served, items, wanted.keywords(served))
-    return json_response(
+    vectors = (
         [
-            [
-                {"index": index, "value": value}
-                for index, value in zip(result["indices"], result["values"], strict=True)
-            ]
-            for result in results
+            {"index": index, "value": value}
+            for index, value in zip(result["indices"], result["values"], strict=True)
         ]
+        for result in results
     )
+    # An object takes as long as several numbers.
+    return await list_response(vectors, 5 * sum(len(result["indices"]) for result in results))
 
 
 @router.post("/similarity", response_model=list[float])

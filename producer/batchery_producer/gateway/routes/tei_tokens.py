@@ -7,13 +7,17 @@ from pydantic import BaseModel, Field
 from starlette.responses import Response
 
 from batchery_producer.gateway.fields import ModelName, TokenId, expected
+from batchery_producer.gateway.json_lists import off_loop
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.shared import chars_of, items_of, model_of
 from batchery_producer.gateway.served_models import ServedModel
 from batchery_producer.gateway.tei_requests import TeiRequest
-from batchery_producer.gateway.tokenizing import ModelTokenizer, off_loop
+from batchery_producer.gateway.tokenizing import ModelTokenizer
 
 router = APIRouter(tags=["tei"])
+
+#: Work on more characters or tokens goes to a thread: it takes longer than to get there.
+INLINE_CHARS = 2_000
 
 
 class TokenizeRequest(TeiRequest):
@@ -65,7 +69,8 @@ async def tokenize(request: Request, wanted: TokenizeRequest, model: ModelName =
     prompt = tokenizer.prompt(wanted.prompt_name)
     prompted = [prompt + text for text in texts]
     content = await off_loop(
-        chars, lambda: tokenizer.tokens(prompted, special=wanted.add_special_tokens)
+        lambda: tokenizer.tokens(prompted, special=wanted.add_special_tokens),
+        is_long=chars > INLINE_CHARS,
     )
     return Response(content, media_type="application/json")
 
@@ -80,7 +85,8 @@ async def decode(request: Request, wanted: DecodeRequest, model: ModelName = Non
     _check_lengths(served, ids)
     tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
     content = await off_loop(
-        count, lambda: tokenizer.texts(ids, skip_special=wanted.skip_special_tokens)
+        lambda: tokenizer.texts(ids, skip_special=wanted.skip_special_tokens),
+        is_long=count > INLINE_CHARS,
     )
     return Response(content, media_type="application/json")
 

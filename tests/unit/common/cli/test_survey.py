@@ -38,7 +38,7 @@ def figures(*, clock_s: float, jobs: int, items: int, **batches: Any) -> dict[st
 
 
 def survey(**workers: Any) -> Survey:
-    return Survey(workers, {"embed": 1234})
+    return Survey(workers, {"embed": 1234}, oldest_s={"embed": 12.5})
 
 
 BEFORE = survey(one=figures(clock_s=100.0, jobs=100, items=1000))
@@ -90,6 +90,7 @@ def test_the_report_is_json_with_rates_and_queues() -> None:
     assert report["workers"]["one"]["batches"]["jobs"] == 140
     assert report["queues"] == {"embed": 1234}
     assert report["dead_letters"] is None
+    assert report["oldest_s"] == {"embed": 12.5}
     assert NOW.report()["workers"]["one"]["rates"] is None
 
 

@@ -31,19 +31,19 @@ def test_pinned_lines_come_last_again_when_nothing_was_printed_for_a_moment() ->
     printer = LinePrinter(console, lambda: now_s)
     printer.pin(["type this", "or that"])
     printer("worker", "one")
-    assert screen(file.getvalue()) == ["worker | one", ""]
+    assert screen(file.getvalue()) == ["worker  | one", ""]
     printer.show_pinned()
-    assert screen(file.getvalue()) == ["worker | one", ""]
+    assert screen(file.getvalue()) == ["worker  | one", ""]
     now_s = QUIET_S
     printer.show_pinned()
     printer.show_pinned()
-    assert screen(file.getvalue()) == ["worker | one", "type this", "or that", ""]
+    assert screen(file.getvalue()) == ["worker  | one", "type this", "or that", ""]
     printer("worker", "two")
     now_s = 2 * QUIET_S
     printer.show_pinned()
     assert screen(file.getvalue()) == [
-        "worker | one",
-        "worker | two",
+        "worker  | one",
+        "worker  | two",
         "type this",
         "or that",
         "",
@@ -56,7 +56,7 @@ def test_without_a_terminal_they_are_printed_once() -> None:
     printer.pin(["type this"])
     printer("worker", "one")
     printer.show_pinned()
-    assert file.getvalue() == "type this\nworker | one\n"
+    assert file.getvalue() == "type this\nworker  | one\n"
 
 
 def test_what_to_type_names_a_task_and_the_app() -> None:

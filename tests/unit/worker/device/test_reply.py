@@ -168,3 +168,14 @@ def test_the_tracer_gets_what_it_would_have_got_without_a_cache() -> None:
         {"y": None},
     ]
     assert memory.kept == {b"a": b'"A"'}
+
+
+def test_failed_items_of_multi_item_jobs_are_counted_by_class_of_their_error() -> None:
+    good = computed(None, Failed("not in a multi-item job"), 2, 3, 4)
+    assert answer(good, "cpu", Judge(), backend).failed_items is None
+    # A set is no JSON, so it becomes a failure.
+    batch = computed(None, 1, Failed(LookupError("b")), {3}, 4)
+    assert answer(batch, "cpu", Judge(), backend).failed_items == {
+        "LookupError": 1,
+        "UnserialisableResult": 1,
+    }

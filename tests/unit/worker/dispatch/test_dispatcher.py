@@ -40,6 +40,8 @@ def test_a_busy_device_gets_one_more_batch_only_if_that_is_full(start_pool: Star
     assert worker.works() == [[1], [2, 3, 4, 5]]
     info = worker.info()
     assert info["waiting"] == 5
+    # This broker names no queue.
+    assert info["waiting_by_queue"][""]["jobs"] == 5
     assert info["devices"]["cpu"]["batches_in_flight"] == 2
     # With the first one back, the next full one goes; the tenth waits for company.
     worker.device.answer()

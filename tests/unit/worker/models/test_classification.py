@@ -126,7 +126,7 @@ def test_a_result_is_a_classification(
         (
             {"prompt": "query"},
             "keyword prompt: no such keyword; there are "
-            + "raw_scores, top_k, truncate, truncation_direction",
+            + "max_length, raw_scores, top_k, truncate, truncation_direction",
         ),
     ],
 )

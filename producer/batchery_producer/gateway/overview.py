@@ -1,0 +1,228 @@
+"""What workers, devices and queues do, in the figures of the page. Pure."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from batchery.cli.survey import Survey
+
+#: Sums of a device whose growth gives its present figures.
+SUMS = ("batches", "items", "forward_ms", "tokens", "computed_tokens")
+
+Share = float | None
+
+
+class ThroughputStatus(BaseModel):
+    """What all workers together did in the last seconds."""
+
+    items_per_s: float
+    jobs_per_s: float
+    tokens_per_s: float
+
+
+class QueueStatus(BaseModel):
+    """What waits in a queue."""
+
+    name: str
+    waiting: int = Field(description="Jobs in Redis, and those that workers took and have not run.")
+    in_workers: int = Field(description="Those of them that workers took.")
+    oldest_s: float | None = Field(description="Age of the oldest; null if none, or unknown.")
+
+
+class DeviceStatus(BaseModel):
+    """A device: in the last seconds, and since its worker started."""
+
+    worker: str
+    name: str
+    state: str
+    batches_in_flight: int
+    items_per_s: float | None
+    busy: Share = Field(description="Share of the time that went into forward passes.")
+    batch_size: float | None = Field(description="Items per batch, in the last seconds.")
+    mean_batch_size: float | None = Field(description="The same since the worker started.")
+    padding_waste: Share = Field(description="Share of padding in the tokens, in the last seconds.")
+    mean_padding_waste: Share = Field(description="The same since the worker started.")
+    resident_bytes: int | None = Field(description="Main memory of its process.")
+    memory_bytes: int | None = Field(description="Memory that torch holds of a GPU.")
+    memory_size_bytes: int | None = Field(description="All memory of the GPU.")
+
+
+class FailureStatus(BaseModel):
+    """Jobs, or items of jobs, that failed for one reason since the workers started."""
+
+    error: str
+    count: int
+
+
+class ModelStatus(BaseModel):
+    """A model of the settings."""
+
+    name: str
+    kind: str
+    queue: str
+
+
+class StatusResponse(BaseModel):
+    """Everything that the page shows."""
+
+    problem: str | None = Field(description="Why nothing is known now; null if it is known.")
+    age_s: float = Field(description="How old these figures are.")
+    workers: int = Field(description="Workers with devices that answered.")
+    notes: list[str] = Field(description="Workers that did not answer, or run no batches.")
+    throughput: ThroughputStatus | None = Field(description="Null in the first second.")
+    jobs: int = Field(description="Jobs that ran since the workers started.")
+    items: int = Field(description="Items that ran since the workers started.")
+    queues: list[QueueStatus]
+    devices: list[DeviceStatus]
+    failures: list[FailureStatus]
+    dead_letters: int | None
+    models: list[ModelStatus]
+
+
+def overview(
+    now: Survey | None, before: Survey | None, models: list[ModelStatus], problem: str, age_s: float
+) -> StatusResponse:
+    """The figures of a survey.
+
+    Args:
+        now: The survey; None if there is none.
+        before: One a few seconds earlier; None if there is none.
+        models: Those of the settings.
+        problem: Why there is no survey; empty if there is one.
+        age_s: How old it is, in seconds.
+    """
+    known = now or Survey({}, {})
+    answers = dict(_answers(known))
+    batches = [figures["batches"] for figures in answers.values()]
+    return StatusResponse(
+        problem=problem or None,
+        age_s=round(age_s, 3),
+        workers=len(answers),
+        notes=list(_notes(known, before)),
+        throughput=_throughput(known, before),
+        jobs=sum(each["jobs"] for each in batches),
+        items=sum(each["items"] for each in batches),
+        queues=list(queues_of(known)),
+        devices=list(devices_of(known, before)),
+        failures=[
+            FailureStatus(error=error, count=count)
+            for error, count in failures_of(known).most_common()
+        ],
+        dead_letters=known.dead_letters,
+        models=models,
+    )
+
+
+def queues_of(survey: Survey) -> Iterator[QueueStatus]:
+    """What waits in each queue, by name, be it in Redis or in a worker."""
+    names = set(survey.queues)
+    in_workers: Counter[str] = Counter()
+    ages_s: dict[str, list[float]] = {}
+    for _, figures in _answers(survey):
+        for name, found in figures.get("waiting_by_queue", {}).items():
+            in_workers[name] += found["jobs"]
+            ages_s.setdefault(name, []).append(found["oldest_s"])
+    for name in sorted(names | set(in_workers) - {""}):
+        in_redis_s = survey.oldest_s.get(name)
+        ages = ages_s.get(name, []) + ([] if in_redis_s is None else [in_redis_s])
+        yield QueueStatus(
+            name=name,
+            waiting=survey.queues.get(name, 0) + in_workers[name],
+            in_workers=in_workers[name],
+            oldest_s=round(max(ages), 3) if ages else None,
+        )
+
+
+def devices_of(now: Survey, before: Survey | None = None) -> Iterator[DeviceStatus]:
+    """The devices of all workers that answered."""
+    for worker, figures in _answers(now):
+        for name, state in figures["devices"].items():
+            seconds, gained = _gained(now, before, worker, name)
+            total = state.get("done", {})
+            memory = state.get("memory") or {}
+            resident_kib = state.get("resident_kib")
+            yield DeviceStatus(
+                worker=worker,
+                name=name,
+                state=state["state"],
+                batches_in_flight=state["batches_in_flight"],
+                items_per_s=_ratio(gained.get("items"), seconds),
+                busy=_busy(gained, seconds),
+                batch_size=_ratio(gained.get("items"), gained.get("batches")),
+                mean_batch_size=_ratio(total.get("items"), total.get("batches")),
+                padding_waste=_waste(gained),
+                mean_padding_waste=_waste(total),
+                resident_bytes=None if resident_kib is None else resident_kib * 1024,
+                memory_bytes=memory.get("reserved_bytes"),
+                memory_size_bytes=memory.get("total_bytes"),
+            )
+
+
+def failures_of(survey: Survey) -> "Counter[str]":
+    """How many jobs and items failed, by class of the error."""
+    failed: Counter[str] = Counter()
+    for _, figures in _answers(survey):
+        failed.update(figures["batches"].get("failures", {}))
+    return failed
+
+
+def _answers(survey: Survey) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The workers with devices, by name."""
+    for worker, figures in sorted(survey.workers.items()):
+        if "batches" in figures:
+            yield worker, figures
+
+
+def _notes(now: Survey, before: Survey | None) -> Iterator[str]:
+    for worker, figures in sorted(now.workers.items()):
+        if "batches" not in figures:
+            yield f"{worker}: {figures.get('error', 'answers with something else')}"
+    for worker in sorted(set(before.workers if before else ()) - set(now.workers)):
+        yield f"{worker}: no answer"
+
+
+def _throughput(now: Survey, before: Survey | None) -> ThroughputStatus | None:
+    rates = [rates for worker in now.workers if (rates := now.rates(worker, before)) is not None]
+    if not rates:
+        return None
+    tokens_per_s = 0.0
+    for worker, figures in _answers(now):
+        for device in figures["devices"]:
+            seconds, gained = _gained(now, before, worker, device)
+            tokens_per_s += _ratio(gained.get("tokens"), seconds) or 0.0
+    return ThroughputStatus(
+        items_per_s=round(sum(each["items_per_s"] for each in rates), 3),
+        jobs_per_s=round(sum(each["jobs_per_s"] for each in rates), 3),
+        tokens_per_s=round(tokens_per_s, 3),
+    )
+
+
+def _gained(
+    now: Survey, before: Survey | None, worker: str, device: str
+) -> tuple[float | None, dict[str, float]]:
+    """By how much a device's sums have grown, and in how many seconds; None for a new worker."""
+    new = now.workers[worker]
+    old = before.workers.get(worker, {}) if before is not None else {}
+    new_sums = new["devices"][device].get("done")
+    old_sums = old.get("devices", {}).get(device, {}).get("done")
+    if new_sums is None or old_sums is None or new["clock_s"] <= old["clock_s"]:
+        return None, {}
+    gained = {name: new_sums[name] - old_sums[name] for name in SUMS}
+    # A worker that was restarted under the same name has smaller ones.
+    return (new["clock_s"] - old["clock_s"], gained) if min(gained.values()) >= 0 else (None, {})
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return round(part / whole, 3) if part is not None and whole else None
+
+
+def _busy(gained: Mapping[str, float], seconds: float | None) -> Share:
+    # A pass that began before the first survey counts as a whole.
+    return min(1.0, round(gained["forward_ms"] / 1e3 / seconds, 3)) if seconds else None
+
+
+def _waste(sums: Mapping[str, float]) -> Share:
+    computed = sums.get("computed_tokens")
+    return round(1 - sums["tokens"] / computed, 3) if computed else None

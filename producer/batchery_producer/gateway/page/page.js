@@ -1,0 +1,342 @@
+// The page of the gateway. All texts are set by textContent: nothing that it shows is read as HTML.
+
+const INTERVAL_MS = 1000;
+const HISTORY = 120; // Points of the line: the last two minutes.
+const OLD_S = 5; // Older figures are said to be old.
+const FIRST_NUMBERS = 8; // Of a vector.
+const KEY = "batchery-key";
+const NONE = "–";
+const MAX_CHARS = 4000; // Of a result that is shown as JSON.
+
+// Kinds of models that take more than a text.
+const MORE = {
+  rerank: { name: "Query", example: "What was delicious?" },
+  zero_shot: { name: "Labels, with commas between them", example: "food, travel, weather" },
+};
+
+const history = [];
+let models = "";
+
+const id = (name) => document.getElementById(name);
+
+function make(tag, text = "", classes = "") {
+  const element = document.createElement(tag);
+  element.textContent = text;
+  element.className = classes;
+  return element;
+}
+
+// Numbers
+
+function number(value, digits = 0) {
+  if (value === null || value === undefined) return NONE;
+  return value.toLocaleString("en", { maximumFractionDigits: digits, minimumFractionDigits: 0 });
+}
+
+const rate = (value) => number(value, value !== null && value < 100 ? 1 : 0);
+const percent = (share) => (share === null ? NONE : `${number(100 * share)} %`);
+
+function age(seconds) {
+  if (seconds === null) return NONE;
+  if (seconds < 1) return `${number(1000 * seconds)} ms`;
+  if (seconds < 120) return `${number(seconds, 1)} s`;
+  if (seconds < 7200) return `${number(seconds / 60, 1)} min`;
+  return `${number(seconds / 3600, 1)} h`;
+}
+
+function bytes(size) {
+  if (size === null) return NONE;
+  return size < 2 ** 30 ? `${number(size / 2 ** 20)} MiB` : `${number(size / 2 ** 30, 1)} GiB`;
+}
+
+// The gateway
+
+async function ask(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const response = await fetch(path, { ...options, headers, cache: "no-store" });
+  const body = await response.json();
+  if (response.status === 401) askForKey(key ? "This key is not known." : "");
+  if (!response.ok) throw new Refused(body.detail ?? `status ${response.status}`, response.status);
+  return body;
+}
+
+class Refused extends Error {
+  constructor(text, status) {
+    super(text);
+    this.status = status;
+  }
+}
+
+function askForKey(error) {
+  sessionStorage.removeItem(KEY);
+  id("figures").hidden = true;
+  id("login_error").textContent = error;
+  if (id("login").hidden) {
+    id("login").hidden = false;
+    id("key").focus();
+  }
+  say("needs a key", "warn");
+  notices([]);
+}
+
+id("login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, id("key").value.trim());
+  id("key").value = "";
+  id("login").hidden = true;
+  look();
+});
+
+// The figures
+
+let timer;
+
+async function look() {
+  clearTimeout(timer);
+  if (document.hidden) return; // The workers are asked only while somebody looks.
+  try {
+    show(await ask("/status"));
+  } catch (error) {
+    if (error.status === 401) return; // It goes on once there is a key.
+    say("no answer", "bad");
+    const why = error instanceof Refused ? error.message : "is it still running?";
+    notices([`The gateway does not answer: ${why} The figures below are old.`]);
+  }
+  timer = setTimeout(look, INTERVAL_MS);
+}
+
+document.addEventListener("visibilitychange", look);
+
+function show(status) {
+  id("figures").hidden = false;
+  showState(status);
+  showThroughput(status.throughput);
+  const waiting = status.queues.reduce((sum, queue) => sum + queue.waiting, 0);
+  const ages = status.queues.map((queue) => queue.oldest_s).filter((each) => each !== null);
+  const known = status.problem === null;
+  id("waiting").textContent = known ? number(waiting) : NONE;
+  id("oldest").textContent = ages.length ? age(Math.max(...ages)) : NONE;
+  id("items").textContent = known ? number(status.items) : NONE;
+  id("jobs").textContent = known ? number(status.jobs) : NONE;
+  const failed = status.failures.reduce((sum, failure) => sum + failure.count, 0);
+  id("failed").textContent = known ? number(failed) : NONE;
+  id("failed").className = failed ? "bad" : "";
+  id("dead_letters").textContent = number(status.dead_letters);
+  rows("devices", status.devices.map(deviceRow), "No device answers.", 6);
+  rows("queues", status.queues.map(queueRow), "No queue is known.", 3);
+  const failures = status.failures.map((each) => [[each.error], [number(each.count)]]);
+  rows("failures", failures, "None.", 2);
+  showModels(status.models);
+}
+
+function showState(status) {
+  const found = [];
+  if (status.problem !== null) {
+    say("Redis is away", "bad");
+    found.push(`Redis does not answer, so nothing is known now: ${status.problem}`);
+  } else if (!status.workers) {
+    say("no worker answers", "bad");
+    found.push("No worker answers. Jobs wait in Redis until one starts: batchery up, or celery worker.");
+  } else {
+    say(`${status.workers} ${status.workers === 1 ? "worker" : "workers"}`, "good");
+  }
+  found.push(...status.notes);
+  if (status.age_s > OLD_S) found.push(`These figures are ${age(status.age_s)} old.`);
+  notices(found);
+}
+
+function say(text, kind) {
+  const state = id("state");
+  // Screen readers read it out, so only what is new is set.
+  if (state.textContent !== text) state.textContent = text;
+  state.className = `state ${kind}`;
+}
+
+function notices(texts) {
+  const there = [...id("notices").children].map((each) => each.textContent);
+  if (there.join("\n") === texts.join("\n")) return;
+  id("notices").replaceChildren(...texts.map((text) => make("p", text, "notice")));
+}
+
+function showThroughput(now) {
+  id("items_per_s").textContent = now ? rate(now.items_per_s) : NONE;
+  id("rates").textContent = now
+    ? `${rate(now.jobs_per_s)} jobs/s, ${rate(now.tokens_per_s)} tokens/s`
+    : NONE;
+  if (now) history.push(now.items_per_s);
+  if (history.length > HISTORY) history.shift();
+  const peak = Math.max(...history, 0);
+  const points = history.map((value, place) => {
+    const x = HISTORY - history.length + place + 1;
+    return `${x},${(38 - (36 * value) / (peak || 1)).toFixed(2)}`;
+  });
+  id("spark_line").setAttribute("points", points.join(" "));
+  const first = HISTORY - history.length + 1;
+  const area = points.length ? `${first},40 ${points.join(" ")} ${HISTORY},40` : "";
+  id("spark_area").setAttribute("points", area);
+  const text = history.length ? `last two minutes, up to ${rate(peak)}` : "";
+  id("spark_text").textContent = text;
+  id("spark").setAttribute("aria-label", `Items per second: ${text}`);
+}
+
+const since = (value) => (value === NONE ? "" : `${value} since start`);
+
+function deviceRow(device) {
+  const memory = device.memory_bytes === null ? device.resident_bytes : device.memory_bytes;
+  const size = device.memory_size_bytes === null ? "main memory" : `of ${bytes(device.memory_size_bytes)}`;
+  return [
+    [device.name, `${device.worker}, ${device.state}`],
+    [rate(device.items_per_s), "", "Items/s"],
+    [percent(device.busy), "", "Busy"],
+    [number(device.batch_size, 1), since(number(device.mean_batch_size, 1)), "Batch size"],
+    [percent(device.padding_waste), since(percent(device.mean_padding_waste)), "Padding waste"],
+    [bytes(memory), memory === null ? "" : size, "Memory"],
+  ];
+}
+
+function queueRow(queue) {
+  const held = queue.in_workers ? `${number(queue.in_workers)} in workers` : "";
+  return [[queue.name], [number(queue.waiting), held], [queue.waiting ? age(queue.oldest_s) : NONE]];
+}
+
+// Each row is a list of cells: text, a smaller text below it, and the column's name on a phone.
+function rows(name, found, none, columns) {
+  const body = id(name);
+  if (!found.length) {
+    const cell = make("td", none, "muted");
+    cell.colSpan = columns;
+    const row = make("tr");
+    row.append(cell);
+    body.replaceChildren(row);
+    return;
+  }
+  body.replaceChildren(...found.map(tableRow));
+}
+
+function tableRow(cells) {
+  const row = make("tr");
+  row.setAttribute("role", "row");
+  cells.forEach(([text, below, column], place) => {
+    const cell = make("td", "", place ? "amount" : "");
+    cell.setAttribute("role", "cell");
+    if (column) cell.dataset.name = column;
+    const both = make("div", text);
+    if (below) both.append(make("small", below));
+    cell.append(both);
+    row.append(cell);
+  });
+  return row;
+}
+
+// Try a model
+
+function showModels(found) {
+  const names = JSON.stringify(found);
+  if (names === models) return;
+  models = names;
+  const options = found.map((model) => {
+    const option = make("option", `${model.name} (${model.kind})`);
+    option.value = model.name;
+    option.dataset.kind = model.kind;
+    return option;
+  });
+  id("model").replaceChildren(...options);
+  showMore();
+  id("run").disabled = !found.length;
+  if (!found.length) id("answer").replaceChildren(make("p", "The settings name no model.", "muted"));
+}
+
+id("model").addEventListener("change", showMore);
+
+const kindOf = (model) => model?.dataset.kind ?? "";
+
+function showMore() {
+  const more = MORE[kindOf(id("model").selectedOptions[0])];
+  id("more_label").hidden = !more;
+  id("more").required = Boolean(more);
+  id("more_name").textContent = more?.name ?? "";
+  id("more").value = more?.example ?? "";
+}
+
+id("try").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const chosen = id("model").selectedOptions[0];
+  id("run").disabled = true;
+  id("answer").replaceChildren(make("p", "Running …", "muted"));
+  try {
+    const answer = await ask("/page/try", {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify({
+        model: chosen.value,
+        ...wish(kindOf(chosen), id("item").value, id("more").value),
+      }),
+    });
+    id("answer").replaceChildren(...answerParts(answer));
+  } catch (error) {
+    id("answer").replaceChildren(make("p", error.message, "error"));
+  }
+  id("run").disabled = false;
+});
+
+// The item, and the keywords of the model's task.
+function wish(kind, text, more) {
+  const item = itemOf(text);
+  if (kind === "rerank" && item === text) return { item: { query: more, text } };
+  if (kind === "zero_shot") {
+    const labels = more.split(",").map((each) => each.trim());
+    return { item, keywords: { labels: labels.filter(Boolean) } };
+  }
+  return { item, keywords: kind === "classification" ? { top_k: 5 } : {} };
+}
+
+// JSON's lists and objects are items that are no text: pairs of texts, or token ids.
+function itemOf(text) {
+  if (!/^\s*[[{]/.test(text)) return text;
+  try {
+    return JSON.parse(text);
+  } catch {
+    return text;
+  }
+}
+
+function answerParts({ kind, result, duration_ms }) {
+  const facts = [`${number(duration_ms, 1)} ms`];
+  if (typeof result?.tokens === "number") facts.unshift(`${number(result.tokens)} tokens`);
+  if (result?.truncated) facts.push("the text was too long, and its end was cut off");
+  if (kind === "embedding" && Array.isArray(result?.vector)) {
+    facts.unshift(`${number(result.vector.length)} numbers`);
+    const first = result.vector.slice(0, FIRST_NUMBERS).map((each) => each.toFixed(4));
+    return [make("p", facts.join(", "), "muted"), make("pre", `${first.join("  ")}  …`)];
+  }
+  const scores = scoresOf(kind, result);
+  if (scores) {
+    return [make("p", facts.join(", "), "muted"), ...scores.map(scoreRow)];
+  }
+  const text = JSON.stringify(result, null, 2);
+  const shown = text.length > MAX_CHARS ? `${text.slice(0, MAX_CHARS)} …` : text;
+  return [make("p", facts.join(", "), "muted"), make("pre", shown)];
+}
+
+// Names and scores that are shown as bars; null for another kind of result.
+function scoresOf(kind, result) {
+  if (result?.scores) return Object.entries(result.scores);
+  if (kind === "rerank" && typeof result?.score === "number") return [["score", result.score]];
+  if (kind === "token_classification" && result?.entities?.length) {
+    return result.entities.map((each) => [`${each.text} (${each.label})`, each.score]);
+  }
+  return null;
+}
+
+function scoreRow([label, score]) {
+  const row = make("div", "", "score");
+  const bar = make("div", "", "bar");
+  const filled = make("div");
+  filled.style.width = `${100 * Math.max(0, Math.min(1, score))}%`;
+  bar.append(filled);
+  row.append(make("span", label), bar, make("span", number(score, 3)));
+  return row;
+}
+
+look();

@@ -1,0 +1,97 @@
+"""The page at `/`: its three files, and the box in which people try a model."""
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import FileResponse, Response
+
+from batchery_producer.gateway.problems import Kind, Problem
+
+router = APIRouter(tags=["page"])
+
+FOLDER = Path(__file__).parents[1] / "page"
+
+#: Types of the files that the page consists of.
+FILES = {
+    "index.html": "text/html; charset=utf-8",
+    "page.js": "text/javascript; charset=utf-8",
+    "page.css": "text/css; charset=utf-8",
+}
+
+#: The page loads nothing from elsewhere, sends nothing elsewhere, and is shown in no other page.
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"
+        " img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    # It asks each time whether it has changed, so that no page talks to a newer gateway.
+    "Cache-Control": "no-cache",
+}
+
+
+class TryRequest(BaseModel):
+    """One item for one model."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str
+    item: Annotated[Any, Field(description="What the model takes: a text, or any JSON.")]
+    keywords: Annotated[dict[str, Any], Field(description="Keywords of the model's task.")] = {}
+
+
+class TryResponse(BaseModel):
+    """What the model made of it."""
+
+    model: str
+    kind: str
+    duration_ms: Annotated[float, Field(description="From the request to the result.")]
+    result: Any
+
+
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+async def page() -> Response:
+    """The page."""
+    return _file("index.html")
+
+
+@router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+async def page_file(name: str) -> Response:
+    """Its script and its style sheet."""
+    return _file(name)
+
+
+@router.api_route("/favicon.ico", methods=["GET", "HEAD"], include_in_schema=False)
+async def no_icon() -> Response:
+    """Says that there is none; browsers ask for it."""
+    return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})
+
+
+@router.post("/page/try", response_model=TryResponse)
+async def try_model(request: Request, wanted: TryRequest) -> Response:
+    """Runs one item through a model of any kind; the result is what Celery's clients get."""
+    gateway = request.app.state.gateway
+    model = gateway.models.find(wanted.model, {each.kind for each in gateway.models})
+    item = wanted.item
+    request.state.caller.check(1, len(item if isinstance(item, str) else orjson.dumps(item)))
+    gateway.health.check()
+    began_s = time.perf_counter()
+    (result,) = await gateway.inference.values(request, model, [item], wanted.keywords)
+    content = {
+        "model": model.name,
+        "kind": model.kind,
+        "duration_ms": round((time.perf_counter() - began_s) * 1e3, 2),
+        "result": result,
+    }
+    return Response(orjson.dumps(content), media_type="application/json")
+
+
+def _file(name: str) -> Response:
+    if name not in FILES:
+        raise Problem(Kind.NOT_FOUND, f"/page/{name:.100}: no such file of the page")
+    return FileResponse(FOLDER / name, media_type=FILES[name], headers=HEADERS)

@@ -1,0 +1,223 @@
+"""The gateway's metrics, of one process and of several; and surveys only while somebody asks."""
+
+import asyncio
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psutil
+import pytest
+from celery import Celery
+from prometheus_client.openmetrics import parser as openmetrics
+from redis import Redis
+
+from batchery_producer.gateway import monitor
+from batchery_producer.gateway.monitor import Monitor
+from conftest import StartGateway, StartWorker
+from support.gateway import EMBED, GatewayProcess, metric_samples
+from support.harness import wait_for
+
+
+def requests(samples: Any, route: str, status: int) -> float:
+    key = ("batchery_gateway_requests_total", (("route", route), ("status", str(status))))
+    return float(samples.get(key, 0.0))
+
+
+@pytest.fixture(scope="module")
+def gateway(start_gateway: StartGateway) -> GatewayProcess:
+    """Without a worker."""
+    return start_gateway(models={"embed": {**EMBED["embed"], "queue": "nobody"}})
+
+
+def test_requests_are_counted_by_route_and_status(gateway: GatewayProcess) -> None:
+    get = httpx2.get
+    for _ in range(3):
+        assert get(f"{gateway.url}/v1/models").status_code == 200
+    assert get(f"{gateway.url}/v1/models/embed").status_code == 200
+    assert get(f"{gateway.url}/v1/models/gpt-9").status_code == 404
+    assert get(f"{gateway.url}/v1/models", headers={"host": "evil.example"}).status_code == 403
+    for number in range(5):
+        assert get(f"{gateway.url}/nothing/{number}").status_code == 404
+    body = {"input": "a"}
+    headers = {"x-request-timeout": "0.2"}
+    url = f"{gateway.url}/v1/embeddings"
+    assert httpx2.post(url, json=body, headers=headers, timeout=30).status_code == 504
+    samples = metric_samples(gateway)
+    assert requests(samples, "/v1/models", 200) == 3
+    assert requests(samples, "/v1/models", 403) == 1
+    assert requests(samples, "/v1/models/{name:path}", 200) == 1
+    assert requests(samples, "/v1/models/{name:path}", 404) == 1
+    assert requests(samples, "/v1/embeddings", 504) == 1
+    assert requests(samples, "other", 404) == 5
+    routes = {value for _, labels in samples for name, value in labels if name == "route"}
+    assert "/nothing/1" not in routes
+    where = (("route", "/v1/embeddings"),)
+    assert samples["batchery_gateway_request_duration_seconds_count", where] == 1
+    assert 0.2 <= samples["batchery_gateway_request_duration_seconds_sum", where] < 20
+    # That which asks for the metrics.
+    assert samples["batchery_gateway_requests_in_flight", ()] == 1
+
+
+def test_caller_who_hangs_up_is_counted(gateway: GatewayProcess) -> None:
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(f"{gateway.url}/v1/embeddings", json={"input": "a"}, timeout=0.5)
+    wait_for(lambda: requests(metric_samples(gateway), "/v1/embeddings", 499) == 1, "it is counted")
+    assert metric_samples(gateway)["batchery_gateway_requests_in_flight", ()] == 1
+
+
+def test_results_are_counted_by_model_and_failures_by_kind(
+    gateway: GatewayProcess, start_gateway: StartGateway, start_module_worker: StartWorker
+) -> None:
+    # A task in the place of the model; its results have no tokens.
+    start_module_worker("apps.shop", "-Q", "celery")
+    served = start_gateway(
+        models={"apps.shop.nasty": {**EMBED["embed"], "queue": "celery"}}, gateway={}
+    )
+    url = f"{served.url}/page/try"
+    for item, status in (("a", 200), ("b", 200), ("raise", 500)):
+        body = {"model": "apps.shop.nasty", "item": item}
+        assert httpx2.post(url, json=body, timeout=60).status_code == status
+    samples = metric_samples(served)
+    of_model = (("model", "apps.shop.nasty"),)
+    assert samples["batchery_gateway_items_total", of_model] == 2
+    assert samples["batchery_gateway_tokens_total", of_model] == 0
+    assert samples["batchery_gateway_failed_items_total", (("kind", "failed"),)] == 1
+    failures = {labels: value for (name, labels), value in samples.items() if "failures" in name}
+    (labels,) = failures
+    assert dict(labels)["error"] == "KeyError"
+    assert failures[labels] == 1
+
+
+def test_format_is_what_prometheus_reads(gateway: GatewayProcess) -> None:
+    wanted = {"accept": "application/openmetrics-text; version=1.0.0"}
+    answer = httpx2.get(f"{gateway.url}/metrics", headers=wanted, timeout=30)
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    parse: Any = openmetrics.text_string_to_metric_families
+    names = {family.name for family in parse(answer.text)}
+    assert {"batchery_gateway_requests", "batchery_queue_waiting_jobs"} <= names
+    for name in names:
+        assert re.fullmatch(r"batchery_[a-z]+(_[a-z]+)*", name), name
+
+
+def test_promtool_has_no_complaint(gateway: GatewayProcess) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    text = httpx2.get(f"{gateway.url}/metrics", timeout=30).text
+    done = subprocess.run(
+        [promtool, "check", "metrics"], input=text, text=True, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def children(gateway: GatewayProcess) -> list[psutil.Process]:
+    """The processes that serve."""
+    found = psutil.Process(gateway.process.pid).children()
+    return [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+
+
+def metrics_folder(gateway: GatewayProcess) -> Path:
+    (serving, *_) = children(gateway)
+    return Path(serving.environ()["PROMETHEUS_MULTIPROC_DIR"])
+
+
+def in_flight(gateway: GatewayProcess) -> float:
+    return metric_samples(gateway)["batchery_gateway_requests_in_flight", ()]
+
+
+def test_processes_are_counted_together_and_the_dead_have_nothing_in_flight(
+    start_gateway: StartGateway,
+) -> None:
+    models = {"embed": {**EMBED["embed"], "queue": "nobody"}}
+    gateway = start_gateway("--processes", "2", models=models)
+    wait_for(lambda: len(children(gateway)) == 2, "two processes")
+    # Each connection may come to another process.
+    for _ in range(20):
+        assert httpx2.get(f"{gateway.url}/v1/models").status_code == 200
+    assert requests(metric_samples(gateway), "/v1/models", 200) == 20
+
+    def hang() -> None:
+        with pytest.raises(httpx2.TransportError):
+            httpx2.post(f"{gateway.url}/v1/embeddings", json={"input": "a"}, timeout=60)
+
+    hanging = threading.Thread(target=hang)
+    hanging.start()
+    wait_for(lambda: in_flight(gateway) == 2, "a request in flight, and this one")
+    for each in children(gateway):
+        each.send_signal(signal.SIGKILL)
+    hanging.join()
+
+    def served() -> bool:
+        try:
+            return in_flight(gateway) == 1
+        except httpx2.TransportError:
+            return False
+
+    wait_for(served, "others serve, and nothing is in flight", 60)
+    # What was counted stays.
+    assert requests(metric_samples(gateway), "/v1/models", 200) == 20
+    folder = metrics_folder(gateway)
+    assert folder.is_dir()
+    assert gateway.stop() == 0
+    assert not folder.exists()
+
+
+def test_folder_of_metrics_goes_with_a_killed_parent(start_gateway: StartGateway) -> None:
+    gateway = start_gateway("--processes", "2")
+    folder = metrics_folder(gateway)
+    gateway.kill()
+    wait_for(lambda: not folder.exists(), "the folder is gone")
+
+
+@pytest.fixture
+def pidbox(redis_url: str) -> Iterator[list[str]]:
+    """What is broadcast to all workers meanwhile."""
+    heard: list[str] = []
+    with Redis.from_url(redis_url) as redis, redis.pubsub() as subscription:
+        subscription.psubscribe(**{"*.pidbox*": lambda message: heard.append(message["channel"])})
+        thread = subscription.run_in_thread(sleep_time=0.01)
+        yield heard
+        thread.stop()
+        thread.join()
+
+
+def test_workers_are_asked_once_a_second_and_only_while_somebody_asks(
+    client: Celery, pidbox: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(monitor, "IDLE_S", 1.0)
+    monkeypatch.setattr(monitor, "ANSWER_TIMEOUT_S", 0.1)
+
+    async def ask() -> None:
+        watched = Monitor(client, {"empty"})
+        first = asyncio.create_task(watched.latest())
+        await asyncio.sleep(0)
+        # Who hangs up takes nothing from the others.
+        first.cancel()
+        looks = await asyncio.gather(*(watched.latest() for _ in range(100)))
+        assert {id(look) for look in looks} == {id(looks[0])}
+        assert looks[0].now is not None
+        assert looks[0].now.queues == {"empty": 0}
+        assert watched.surveys == 1
+        # One to find the workers, one to ask those that there are.
+        assert len(pidbox) <= 2
+        later = await watched.latest()
+        while (await watched.latest()) is later:
+            await asyncio.sleep(0.01)
+        assert watched.surveys == 2
+        # Then nobody asks any more.
+        assert watched._watching is not None
+        await watched._watching
+        asked = watched.surveys
+        assert asked <= 4
+        # After a pause nobody gets what was true before it.
+        assert (await watched.latest()).taken_s > later.taken_s
+        assert watched.surveys == asked + 1
+        await watched.close()
+
+    asyncio.run(ask())

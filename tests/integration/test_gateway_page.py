@@ -1,0 +1,364 @@
+"""The gateway's page in a real Chromium, and the figures behind it, while real jobs run."""
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from celery import Celery
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+
+import batchery_producer.gateway
+from batchery.errors import InvalidItem
+from batchery.protocol.sent_at import sent_now
+from batchery_producer.gateway.callers import make_key
+from conftest import StartGateway, StartWorker
+from support.browser import DESK, PHONE, Browser, chromium
+from support.gateway import EMBED, GatewayProcess, metric_samples
+from support.harness import Worker, wait_for
+from support.own_redis import OwnRedis
+from support.tiny_models import save_model
+
+KEY, HASH = make_key()
+
+PAGE = Path(batchery_producer.gateway.__file__).parent / "page"
+
+#: A label that would be bold, if it were read as HTML.
+BOLD = "<b>good</b>"
+
+#: Of each visible text its contrast with what is behind it, by WCAG, and what it is.
+CONTRASTS = """
+const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
+const context = canvas.getContext("2d", {willReadFrequently: true});
+const light = (r, g, b) => [r, g, b].map(v => v / 255)
+  .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+function luminance(...colours) {
+  for (const colour of colours) { context.fillStyle = colour; context.fillRect(0, 0, 1, 1); }
+  return light(...context.getImageData(0, 0, 1, 1).data);
+}
+function behind(element) {
+  const colours = [];
+  for (let each = element; each; each = each.parentElement)
+    colours.unshift(getComputedStyle(each).backgroundColor);
+  return colours;
+}
+return [...document.querySelectorAll("body *")]
+  .filter(e => e.checkVisibility() && !e.disabled)
+  .filter(e => [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim()))
+  .map(e => {
+    const ground = behind(e);
+    const [a, b] = [luminance(...ground, getComputedStyle(e).color), luminance(...ground)];
+    return [(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), e.outerHTML];
+  });
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("mood")
+    save_model(folder, "bert", labels=("bad", BOLD))
+    pairs = tmp_path_factory.mktemp("fits")
+    save_model(pairs, "bert", labels=("fits",))
+    return {
+        **EMBED,
+        "mood": {"kind": "classification", "model": str(folder)},
+        "fits": {"kind": "rerank", "model": str(pairs)},
+    }
+
+
+@pytest.fixture(scope="module")
+def model_worker(start_module_worker: StartWorker, models: dict[str, Any]) -> Worker:
+    return start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    start_gateway: StartGateway, model_worker: Worker, models: dict[str, Any]
+) -> GatewayProcess:
+    return start_gateway(models=models)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def page(browser: Browser, gateway: GatewayProcess) -> Iterator[Browser]:
+    """The page of the gateway, at a desk."""
+    browser.looks(DESK)
+    browser.get(gateway.url)
+    wait_for(lambda: browser.text("state") == "1 worker", "the page shows the worker")
+    yield browser
+    assert browser.complaints() == []
+
+
+@contextmanager
+def load(client: Celery) -> Iterator[None]:
+    """Sends texts of many lengths for as long as it lasts."""
+    done = threading.Event()
+
+    def send() -> None:
+        with client.connection_for_write() as connection, client.amqp.Producer(connection) as to:
+            for number in itertools.count():
+                client.send_task(
+                    "embed",
+                    ["word " * (1 + 7 * number % 50)],
+                    queue="embed",
+                    ignore_result=True,
+                    headers=sent_now(),
+                    producer=to,
+                )
+                if done.wait(0.05):
+                    return
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def status_of(gateway: GatewayProcess) -> Any:
+    return httpx2.get(f"{gateway.url}/status", timeout=30).raise_for_status().json()
+
+
+def answer(page: Browser) -> str:
+    """What the box shows when the model has answered."""
+
+    def shown() -> str:
+        text = page.text("answer")
+        return "" if "Running" in text else text
+
+    return wait_for(shown, "an answer", 60)
+
+
+def test_figures_change_while_jobs_run(
+    page: Browser, gateway: GatewayProcess, model_worker: Worker, client: Celery
+) -> None:
+    before = page.number("items")
+    with load(client):
+        wait_for(lambda: page.number("items_per_s") > 0, "a rate")
+        wait_for(lambda: page.number("items") > before, "items that ran")
+        wait_for(lambda: "since start" in page.text("devices"), "the size of batches")
+        line = page.find_element(By.ID, "spark_line").get_attribute("points") or ""
+        assert len(line.split()) >= 2
+        (device,) = page.rows("devices")
+        assert device.startswith(f"cpu {model_worker.name}, ready ")
+        assert device.endswith(" MiB main memory")
+        assert [row.split()[0] for row in page.rows("queues")] == [
+            "celery",
+            "embed",
+            "fits",
+            "mood",
+        ]
+        assert "tokens/s" in page.text("rates")
+    wait_for(lambda: page.number("items_per_s") == 0 == page.number("waiting"), "quiet", 60)
+    # What it shows is what the worker says.
+    told = model_worker.inspect(client, "stats")["pool"]
+    assert page.number("items") == told["batches"]["items"] == status_of(gateway)["items"]
+    assert page.text("state") == "1 worker"
+
+
+def test_what_waits_has_an_age_in_redis_and_in_the_worker(
+    page: Browser, gateway: GatewayProcess, client: Celery
+) -> None:
+    client.control.cancel_consumer("embed", reply=True, timeout=10, limit=1)
+    jobs = [client.send_task("embed", ["a"], queue="embed", headers=sent_now()) for _ in range(3)]
+
+    try:
+        # The queue is one of the settings' models, so it is shown though nobody consumes it.
+        wait_for(
+            lambda: any(row.startswith("embed 3 ") for row in page.rows("queues")),
+            "three jobs wait",
+        )
+        (queue,) = [each for each in status_of(gateway)["queues"] if each["name"] == "embed"]
+        assert (queue["waiting"], queue["in_workers"]) == (3, 0)
+        assert 0 < queue["oldest_s"] < 60
+        assert page.number("waiting") == 3
+    finally:
+        client.control.add_consumer("embed", reply=True, timeout=10, limit=1)
+    for job in jobs:
+        job.get(timeout=30)
+    wait_for(lambda: page.number("waiting") == 0, "none waits")
+
+
+def test_failures_are_shown_by_reason(
+    page: Browser, gateway: GatewayProcess, client: Celery
+) -> None:
+    before = page.number("failed")
+    # A job, and one item of a job with two.
+    with pytest.raises(InvalidItem):
+        client.send_task("embed", [""], queue="embed").get(timeout=60)
+    body = {"model": "embed", "input": ["good", ""]}
+    assert httpx2.post(f"{gateway.url}/v1/embeddings", json=body, timeout=60).status_code == 400
+    wait_for(lambda: page.number("failed") == before + 2, "two more failures")
+    assert page.rows("failures") == [f"InvalidItem {before + 2:.0f}"]
+
+
+def test_embedding_is_tried_by_keyboard_alone(page: Browser) -> None:
+    text = page.find_element(By.ID, "item")
+    page.type("item", "Some other text")
+    text.send_keys(Keys.TAB)
+    assert page.switch_to.active_element.get_attribute("id") == "run"
+    page.switch_to.active_element.send_keys(Keys.ENTER)
+    facts, numbers = answer(page).splitlines()
+    assert facts.startswith("384 numbers, 5 tokens, ")
+    assert facts.endswith(" ms")
+    assert len([float(each) for each in numbers.removesuffix("…").split()]) == 8
+
+
+def test_classification_shows_labels_and_html_is_text(page: Browser) -> None:
+    page.find_element(By.ID, "model").send_keys("mood")
+    page.type("item", "<img src=x onerror=alert(1)> the cat")
+    page.click("run")
+    shown = answer(page)
+    assert " tokens, " in shown
+    assert BOLD in shown
+    assert "bad" in shown
+    assert page.find_elements(By.CSS_SELECTOR, "#answer b") == []
+    # Nor is an error, which quotes what was sent.
+    page.type("item", '{"<img src=x>": 1}')
+    page.click("run")
+    error = wait_for(lambda: page.find_elements(By.CSS_SELECTOR, "#answer .error"), "the error")
+    assert "text" in error[0].text
+    assert page.find_elements(By.CSS_SELECTOR, "img") == []
+
+
+def test_reranking_takes_a_query_beside_the_text(page: Browser) -> None:
+    assert not page.find_element(By.ID, "more").is_displayed()
+    page.find_element(By.ID, "model").send_keys("fits")
+    assert page.text("more_label") == "Query"
+    page.type("more", "what sat on the mat")
+    page.type("item", "the cat sat on the mat")
+    page.click("run")
+    facts, name, score = answer(page).splitlines()
+    assert " tokens, " in facts
+    assert name == "score"
+    assert 0 <= float(score) <= 1
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_page_is_readable(page: Browser, size: tuple[int, int], dark: bool) -> None:
+    page.looks(size, dark=dark)
+    page.click("run")
+    answer(page)
+    wide, inside = page.execute_script(
+        "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+    )
+    assert wide <= inside <= size[0]
+    found = page.execute_script(CONTRASTS)
+    assert len(found) > 20
+    poor = [(ratio, what) for ratio, what in found if ratio < 4.5]
+    assert poor == []
+    unnamed = "return [...document.querySelectorAll('input, select, textarea')]"
+    assert page.execute_script(f"{unnamed}.filter(e => !e.labels.length).length") == 0
+    ground = page.execute_script("return getComputedStyle(document.body).backgroundColor")
+    assert (ground == "rgb(16, 19, 23)") is dark
+
+
+def test_key_is_asked_for_and_kept_in_the_tab(
+    browser: Browser, start_gateway: StartGateway, models: dict[str, Any], model_worker: Worker
+) -> None:
+    keyed = start_gateway(models=models, gateway={"keys": {"shop": {"hash": HASH}}})
+    for path in ("/status", "/metrics"):
+        assert httpx2.get(f"{keyed.url}{path}").status_code == 401
+    assert httpx2.post(f"{keyed.url}/page/try", json={}).status_code == 401
+    browser.looks(PHONE)
+    browser.get(keyed.url)
+    wait_for(lambda: browser.text("state") == "needs a key", "the page asks for a key")
+    browser.type("key", "sk-batchery-wrong" + Keys.ENTER)
+    wait_for(lambda: browser.text("login_error") == "This key is not known.", "it is refused")
+    assert browser.text("figures") == ""
+    browser.type("key", KEY + Keys.ENTER)
+    wait_for(lambda: browser.text("state") == "1 worker", "the figures")
+    browser.click("run")
+    assert " numbers, " in answer(browser)
+    browser.refresh()
+    wait_for(lambda: browser.text("state") == "1 worker", "it is kept")
+    assert browser.execute_script("return localStorage.length + document.cookie.length") == 0
+    assert browser.complaints() == []
+
+
+def test_page_says_who_is_away(browser: Browser, own_redis: OwnRedis, tmp_path: Path) -> None:
+    gateway = GatewayProcess(tmp_path, own_redis.url).wait_ready()
+    try:
+        browser.get(gateway.url)
+        wait_for(lambda: browser.text("state") == "no worker answers", "no worker")
+        assert "No worker answers. Jobs wait in Redis until one starts" in browser.text("notices")
+        own_redis.kill()
+        wait_for(lambda: browser.text("state") == "Redis is away", "no Redis")
+        assert "Redis does not answer, so nothing is known now: " in browser.text("notices")
+        assert browser.text("waiting") == "\N{EN DASH}"
+        own_redis.start()
+        wait_for(lambda: browser.text("state") == "no worker answers", "Redis is back")
+        gateway.kill()
+        wait_for(lambda: browser.text("state") == "no answer", "no gateway")
+        assert "The gateway does not answer" in browser.text("notices")
+    finally:
+        gateway.kill()
+        browser.get("about:blank")
+        browser.complaints()
+
+
+def test_metrics_tell_of_queues_and_devices(
+    gateway: GatewayProcess, model_worker: Worker, client: Celery
+) -> None:
+    samples = {
+        (name, dict(labels).get("device") or dict(labels).get("queue")): value
+        for (name, labels), value in metric_samples(gateway).items()
+    }
+    (device,) = status_of(gateway)["devices"]
+    assert samples["batchery_device_ready", "cpu"] == 1
+    assert samples["batchery_device_items_total", "cpu"] == status_of(gateway)["items"]
+    assert samples["batchery_device_resident_memory_bytes", "cpu"] > 2**20
+    assert device["worker"] == model_worker.name
+    assert samples["batchery_queue_waiting_jobs", "embed"] == 0
+    assert samples["batchery_queue_oldest_job_seconds", "embed"] == 0
+    assert samples["batchery_broker_up", None] == samples["batchery_workers", None] == 1
+
+
+def test_page_is_three_files_that_load_nothing_from_elsewhere(gateway: GatewayProcess) -> None:
+    assert {each.name for each in PAGE.iterdir()} == {"index.html", "page.js", "page.css"}
+    for path in ("/", "/page/index.html", "/page/page.js", "/page/page.css"):
+        answer = httpx2.get(f"{gateway.url}{path}")
+        assert answer.status_code == 200
+        assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "://" not in answer.text
+        again = httpx2.head(f"{gateway.url}{path}")
+        assert again.headers["etag"] == answer.headers["etag"]
+    script = (PAGE / "page.js").read_text(encoding="utf-8")
+    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert word not in script
+    for name in ("nothing.js", "..%2fapp.py", "%2e%2e/app.py"):
+        assert httpx2.get(f"{gateway.url}/page/{name}").status_code in (401, 404)
+    assert httpx2.get(f"{gateway.url}/favicon.ico").status_code == 204
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "text"),
+    [
+        ({"model": "gpt-9", "item": "a"}, 404, "no such model"),
+        ({"model": "embed"}, 422, "item: Field required"),
+        ({"model": "embed", "item": ""}, 422, "is empty"),
+        ({"model": "embed", "item": "a", "keywords": {"nothing": 1}}, 422, "nothing"),
+        ({"model": "embed", "item": "a", "more": 1}, 422, "more"),
+    ],
+)
+def test_wrong_trial_says_what_is_wrong(
+    gateway: GatewayProcess, body: Any, status: int, text: str
+) -> None:
+    answer = httpx2.post(f"{gateway.url}/page/try", json=body, timeout=60)
+    assert (answer.status_code, text in answer.json()["detail"]) == (status, True)
