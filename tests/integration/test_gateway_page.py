@@ -200,8 +200,9 @@ def test_failures_are_shown_by_reason(
     # A job, and one item of a job with two.
     with pytest.raises(InvalidItem):
         client.send_task("embed", [""], queue="embed").get(timeout=60)
-    body = {"model": "embed", "input": ["good", ""]}
-    assert httpx2.post(f"{gateway.url}/v1/embeddings", json=body, timeout=60).status_code == 400
+    header = {"batchery": {"v": 1, "n": 2}}
+    job = client.send_task("embed", [["good", ""]], queue="embed", headers=header)
+    assert [*job.get(timeout=60)[1]] == ["error"]
     wait_for(lambda: page.number("failed") == before + 2, "two more failures")
     assert page.rows("failures") == [f"InvalidItem {before + 2:.0f}"]
 

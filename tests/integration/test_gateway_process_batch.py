@@ -135,6 +135,7 @@ def test_limits_themselves_are_allowed(gateway: GatewayProcess) -> None:
     assert (answer["total_texts"], len(answer["results"])) == (100, 100)
     assert 1 <= answer["batch_info"]["actual_batches_used"] <= 4
     assert post(gateway, texts=["a"], batch_size=1, max_length=50).status_code == 200
+    assert post(gateway, texts=["a"], batch_size=2.0).status_code == 200
 
 
 def test_model_is_that_of_the_body(gateway: GatewayProcess) -> None:
@@ -260,7 +261,7 @@ def test_counters_are_those_of_all_processes(
 def test_without_a_classifier_there_is_none(start_gateway: StartGateway) -> None:
     gateway = start_gateway()
     answer = post(gateway, texts=["a"])
-    assert (answer.status_code, "no classification" in answer.json()["detail"]) == (404, True)
+    assert (answer.status_code, "classif" in answer.json()["detail"]) == (404, True)
     stats = httpx2.get(f"{gateway.url}/batch-stats", timeout=30).json()
     assert (stats["device"], stats["model_loaded"]) == (None, False)
 

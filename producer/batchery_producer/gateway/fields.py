@@ -3,7 +3,13 @@
 from typing import Annotated, Any
 
 from fastapi import Query
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 #: Maximum token id: that of every tokenizer is a signed number of 32 bits.
 MAX_TOKEN_ID = 2**31 - 1
@@ -40,3 +46,11 @@ Inputs = Annotated[
         examples=["the cat", ["the cat", "a dog"], [[101, 1996, 4937, 102], "a dog"]],
     ),
 ]
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+#: Lets JSON write a whole number as 5.0.
+WHOLE = BeforeValidator(_whole)

@@ -13,6 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from batchery_producer.gateway.device_figures import DeviceFigures, in_gb
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
+from batchery_producer.gateway.fields import WHOLE
 from batchery_producer.gateway.inference import check_all
 from batchery_producer.gateway.problems import problem_of
 from batchery_producer.gateway.served_models import ServedModel
@@ -41,10 +42,14 @@ class ProcessBatchRequest(BaseModel):
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=100)]
     max_length: Annotated[
-        int, Field(ge=50, le=1024, description="Tokens that are read of each text, at most.")
+        int,
+        Field(ge=50, le=1024, description="Tokens that are read of each text, at most."),
+        WHOLE,
     ] = 512
     batch_size: Annotated[
-        int, Field(ge=1, le=32, description="Texts in one message; workers join messages.")
+        int,
+        Field(ge=1, le=32, description="Texts in one message; workers join messages."),
+        WHOLE,
     ] = 16
     model: Annotated[str | None, Field(description="The first classifier if missing.")] = None
 
