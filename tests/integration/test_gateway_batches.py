@@ -249,9 +249,7 @@ def test_files_are_kept_and_paged_and_deleted(api: openai.OpenAI) -> None:
     assert expiring.expires_at == expiring.created_at + 3600
 
 
-def test_bad_uploads_and_requests_say_what_is_wrong(
-    api: openai.OpenAI, gateway: GatewayProcess
-) -> None:
+def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProcess) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose"):
         api.files.create(file=("a.jsonl", b"{}"), purpose="vision")
     with pytest.raises(openai.BadRequestError, match="file: empty"):
@@ -277,6 +275,9 @@ def test_bad_uploads_and_requests_say_what_is_wrong(
             input_file_id=short.id, endpoint="/v1/embeddings", completion_window="24h"
         )
     assert httpx2.put(f"{gateway.url}/v1/files/{short.id}").headers["allow"] == "DELETE, GET"
+
+
+def test_bad_batches_say_what_is_wrong(api: openai.OpenAI) -> None:
     odd = api.files.create(file=("../../" + "n" * 300, b"{}"), purpose="batch")
     assert odd.filename.startswith("../../n")
     given: dict[str, Any] = {"endpoint": "/v1/embeddings", "completion_window": "24h"}
