@@ -1,8 +1,8 @@
 """HTTP requests for vectors: the gateway beside infinity's own server, in one run.
 
 Connections in a closed loop, each with one text per request, of log-normal length; MiniLM, and a
-model of two tiny layers that computes next to nothing. Both servers run at the same time, and are
-asked in turn; the last vector of each text is compared with the right one.
+model of two tiny layers that computes next to nothing. Both servers are asked in turn, while the
+other one stands still; the last vector of each text is compared with the right one.
 
     python -m benchmarks.http --rounds 2 --write
 """
@@ -93,13 +93,16 @@ def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         if not options.alone:
             servers.append(Infinity(path, options.venvs))
             stack.callback(servers[1].stop)
+            servers[1].pause()
         client = stack.enter_context(load_client())
         for number in range(-1, options.rounds):
             for connections in options.connections:
                 for server in servers if number % 2 else reversed(servers):
                     # The first round warms up.
                     seconds = options.seconds if number >= 0 else 2.0
+                    server.go_on()
                     figures = ask(client, server, files, connections, seconds, options)
+                    server.pause()
                     if number >= 0:
                         runs.setdefault((server.name, connections), []).append(figures)
                         progress(model, number, server.name, connections, figures)

@@ -43,6 +43,12 @@ class Server(Protocol):
     def pids(self) -> Mapping[str, int]:
         """Its processes, by what they are for."""
 
+    def pause(self) -> None:
+        """Takes no processor time until `go_on`, while another one is measured."""
+
+    def go_on(self) -> None:
+        """Serves again."""
+
     def stop(self) -> None:
         """Ends it."""
 
@@ -86,6 +92,12 @@ class Batchery:
         (device,) = psutil.Process(self._pids["worker"]).children()
         return {**self._pids, "device": device.pid}
 
+    def pause(self) -> None:
+        """Nothing: it sleeps while nobody asks."""
+
+    def go_on(self) -> None:
+        """Nothing."""
+
     def stop(self) -> None:
         """Ends all of it."""
         self._stack.close()
@@ -123,8 +135,17 @@ class Infinity:
         """Its one process."""
         return {"server": self._process.pid}
 
+    def pause(self) -> None:
+        """Stops it where it is: its threads look for work all the time."""
+        psutil.Process(self._process.pid).suspend()
+
+    def go_on(self) -> None:
+        """Lets it go on."""
+        psutil.Process(self._process.pid).resume()
+
     def stop(self) -> None:
         """Ends it."""
+        self.go_on()
         self._process.stop(GRACE_S)
 
 
