@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from batchery.redis_scripts import RedisScripts
-from batchery_producer.gateway import webhooks
+from batchery_producer.gateway.tasks import webhooks
 from support.harness import wait_for
 
 FOLDER = Path(webhooks.__file__).parent / "lua"

@@ -17,7 +17,7 @@ from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
-from batchery_producer.gateway.measurements import Measured, Measurements
+from batchery_producer.gateway.monitoring.measurements import Measured, Measurements
 from batchery_producer.gateway.openapi import describe_errors
 from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
 from batchery_producer.gateway.routes import (

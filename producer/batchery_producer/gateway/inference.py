@@ -8,9 +8,9 @@ from starlette.requests import Request
 
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.measurements import Measurements
+from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.monitoring.measurements import Measurements
 from batchery_producer.gateway.problems import Kind, Problem, problem_of
-from batchery_producer.gateway.served_models import ServedModel
 from batchery_producer.results.answers import Outcome
 
 T = TypeVar("T")

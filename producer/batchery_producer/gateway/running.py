@@ -9,22 +9,22 @@ from celery import Celery
 
 from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
-from batchery_producer.gateway.batch_counters import BatchCounters
 from batchery_producer.gateway.batches.service import BatchService
-from batchery_producer.gateway.device_figures import DeviceLook
-from batchery_producer.gateway.health import Health, stop
 from batchery_producer.gateway.inference import Inference
-from batchery_producer.gateway.measurements import Measurements
-from batchery_producer.gateway.model_facts import ModelFacts, read_facts
-from batchery_producer.gateway.model_files import PerModel
-from batchery_producer.gateway.monitor import Monitor
-from batchery_producer.gateway.result_waiter import ResultWaiter
-from batchery_producer.gateway.served_models import ServedModels
+from batchery_producer.gateway.models.facts import ModelFacts, read_facts
+from batchery_producer.gateway.models.files import PerModel
+from batchery_producer.gateway.models.served_models import ServedModels
+from batchery_producer.gateway.models.tokenizing import ModelTokenizer, load_tokenizer
+from batchery_producer.gateway.monitoring.batch_counters import BatchCounters
+from batchery_producer.gateway.monitoring.device_figures import DeviceLook
+from batchery_producer.gateway.monitoring.health import Health, stop
+from batchery_producer.gateway.monitoring.measurements import Measurements
+from batchery_producer.gateway.monitoring.monitor import Monitor
 from batchery_producer.gateway.store import Store
-from batchery_producer.gateway.task_calls import TaskSender
-from batchery_producer.gateway.task_records import TaskRecords
-from batchery_producer.gateway.tokenizing import ModelTokenizer, load_tokenizer
-from batchery_producer.gateway.webhooks import Webhooks
+from batchery_producer.gateway.tasks.calls import TaskSender
+from batchery_producer.gateway.tasks.records import TaskRecords
+from batchery_producer.gateway.tasks.result_waiter import ResultWaiter
+from batchery_producer.gateway.tasks.webhooks import Webhooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

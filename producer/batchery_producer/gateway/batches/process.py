@@ -24,8 +24,8 @@ from batchery_producer.gateway.batches.leases import Lease, LeaseLost, Leases, l
 from batchery_producer.gateway.batches.runner import BatchRun, Surroundings
 from batchery_producer.gateway.batches.storage import Storage
 from batchery_producer.gateway.batches.store import BatchPlace, BatchStore, FileStore
+from batchery_producer.gateway.models.served_models import ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.served_models import ServedModels
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,9 @@ from batchery_producer.gateway.batches.records import (
 )
 from batchery_producer.gateway.batches.store import FILE_NOT_FOUND, BatchStore, FileStore
 from batchery_producer.gateway.batches.validation import ENDPOINTS, validated
+from batchery_producer.gateway.models.served_models import ServedModels
+from batchery_producer.gateway.models.vectors import numbers
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.served_models import ServedModels
-from batchery_producer.gateway.vectors import numbers
 from batchery_producer.publishing.connection import REVOKE_CHUNK
 from batchery_producer.run.loop import FileRun
 from batchery_producer.run.options import SubmitOptions

@@ -14,7 +14,7 @@ from batchery_producer.gateway.batches.records import INPUT_PURPOSE, Batch, Batc
 from batchery_producer.gateway.batches.storage import Storage
 from batchery_producer.gateway.batches.store import BatchStore, FileStore, owner_of
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.health import stop
+from batchery_producer.gateway.monitoring.health import stop
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.run.options import WINDOW
 

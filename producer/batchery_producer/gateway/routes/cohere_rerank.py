@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from batchery_producer.gateway.fields import expected
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.fields import expected
 from batchery_producer.gateway.routes.shared import (
     best_first,
     json_response,

@@ -12,9 +12,9 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from batchery.cli.survey import Survey
-from batchery_producer.gateway.measurements import Measurements
-from batchery_producer.gateway.monitor import Look
-from batchery_producer.gateway.overview import devices_of, queues_of
+from batchery_producer.gateway.monitoring.measurements import Measurements
+from batchery_producer.gateway.monitoring.monitor import Look
+from batchery_producer.gateway.monitoring.overview import devices_of, queues_of
 
 router = APIRouter(tags=["operations"])
 

@@ -6,14 +6,14 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from batchery_producer.gateway.fields import Inputs
+from batchery_producer.gateway.models.vectors import numbers
+from batchery_producer.gateway.routes.fields import Inputs
 from batchery_producer.gateway.routes.shared import (
     items_of,
     json_response,
     model_of,
     results_of,
 )
-from batchery_producer.gateway.vectors import numbers
 
 router = APIRouter(tags=["openai"])
 

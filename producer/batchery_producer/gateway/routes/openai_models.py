@@ -4,8 +4,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.served_models import ServedModel
 
 router = APIRouter(tags=["openai"])
 

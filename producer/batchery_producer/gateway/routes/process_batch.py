@@ -11,13 +11,13 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
 
-from batchery_producer.gateway.device_figures import DeviceFigures, in_gb
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
-from batchery_producer.gateway.fields import WHOLE
 from batchery_producer.gateway.inference import check_all
+from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, in_gb
 from batchery_producer.gateway.problems import problem_of
-from batchery_producer.gateway.served_models import ServedModel
-from batchery_producer.gateway.text_batches import (
+from batchery_producer.gateway.routes.fields import WHOLE
+from batchery_producer.gateway.routes.text_batches import (
     DIGITS,
     batches_of,
     cut,

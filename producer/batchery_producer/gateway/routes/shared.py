@@ -8,8 +8,8 @@ import orjson
 from fastapi import Request
 from starlette.responses import Response
 
+from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.served_models import ServedModel
 
 
 def model_of(request: Request, name: str | None, kinds: Collection[str] | None) -> ServedModel:

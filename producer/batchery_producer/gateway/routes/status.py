@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from batchery_producer.gateway.overview import ModelStatus, StatusResponse, overview
+from batchery_producer.gateway.monitoring.overview import ModelStatus, StatusResponse, overview
 
 router = APIRouter(tags=["operations"])
 

@@ -10,10 +10,10 @@ from starlette.responses import Response
 from batchery.protocol.multi_item import MAX_ITEMS
 from batchery_producer.gateway.inference import unless_gone
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.task_calls import TaskCall
-from batchery_producer.gateway.task_names import is_allowed
-from batchery_producer.gateway.task_records import TaskRecord, to_json
-from batchery_producer.gateway.webhook_target import target_of
+from batchery_producer.gateway.tasks.calls import TaskCall
+from batchery_producer.gateway.tasks.names import is_allowed
+from batchery_producer.gateway.tasks.records import TaskRecord, to_json
+from batchery_producer.gateway.tasks.webhook_target import target_of
 
 router = APIRouter(tags=["tasks"])
 

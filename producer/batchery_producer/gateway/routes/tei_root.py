@@ -8,9 +8,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 
-from batchery_producer.gateway.fields import ModelName
-from batchery_producer.gateway.model_facts import UNKNOWN, ModelFacts, info_of
+from batchery_producer.gateway.models.facts import UNKNOWN, ModelFacts, info_of
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.fields import ModelName
 from batchery_producer.gateway.routes.shared import json_response, model_of
 from batchery_producer.gateway.routes.tei_embeddings import (
     EmbedAllRequest,

@@ -7,8 +7,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from batchery_producer.gateway.fields import ModelName, expected
+from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.fields import ModelName, expected
 from batchery_producer.gateway.routes.shared import (
     best_first,
     items_of,
@@ -16,8 +17,7 @@ from batchery_producer.gateway.routes.shared import (
     model_of,
     results_of,
 )
-from batchery_producer.gateway.served_models import ServedModel
-from batchery_producer.gateway.tei_requests import TeiRequest, TextRequest
+from batchery_producer.gateway.routes.tei_requests import TeiRequest, TextRequest
 
 router = APIRouter(tags=["tei"])
 

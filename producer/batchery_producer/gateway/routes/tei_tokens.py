@@ -6,13 +6,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from batchery_producer.gateway.fields import ModelName, TokenId, expected
-from batchery_producer.gateway.json_lists import off_loop
+from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models.tokenizing import ModelTokenizer
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.fields import ModelName, TokenId, expected
+from batchery_producer.gateway.routes.json_lists import off_loop
 from batchery_producer.gateway.routes.shared import chars_of, items_of, model_of
-from batchery_producer.gateway.served_models import ServedModel
-from batchery_producer.gateway.tei_requests import TeiRequest
-from batchery_producer.gateway.tokenizing import ModelTokenizer
+from batchery_producer.gateway.routes.tei_requests import TeiRequest
 
 router = APIRouter(tags=["tei"])
 

@@ -1,6 +1,6 @@
 from typing import Any
 
-from batchery_producer.gateway.device_figures import DeviceFigures, figures_of, in_gb
+from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, figures_of, in_gb
 
 MEMORY = {"allocated_bytes": 2**30, "peak_bytes": 2**31}
 

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from batchery_producer.gateway.served_models import ServedModel
+from batchery_producer.gateway.models.served_models import ServedModel
 
 
 class TeiRequest(BaseModel):

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.served_models import ServedModel
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-from batchery_producer.gateway.text_batches import (
+from batchery_producer.gateway.routes.text_batches import (
     batches_of,
     cut,
     devices_of,

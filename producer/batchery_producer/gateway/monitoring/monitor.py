@@ -10,7 +10,7 @@ from celery import Celery
 
 from batchery.cli.survey import Survey, WorkerDirectory, survey
 from batchery.errors import StartError
-from batchery_producer.gateway.health import stop
+from batchery_producer.gateway.monitoring.health import stop
 
 #: Seconds between two surveys.
 INTERVAL_S = 1.0

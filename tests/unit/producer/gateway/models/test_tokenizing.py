@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchery_producer.gateway.models.tokenizing import ModelTokenizer, bytes_of_chars
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.tokenizing import ModelTokenizer, bytes_of_chars
 from support.tiny_models import make_tokenizer
 
 

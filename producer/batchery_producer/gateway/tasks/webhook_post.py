@@ -8,7 +8,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 
-from batchery_producer.gateway.webhook_target import WebhookTarget, may_connect
+from batchery_producer.gateway.tasks.webhook_target import WebhookTarget, may_connect
 
 #: How long a receiver may take for each step, in seconds.
 TIMEOUT_S = 10.0

@@ -1,7 +1,7 @@
 import hashlib
 
 from batchery_producer.gateway.callers import hash_of
-from batchery_producer.gateway.webhook_post import secret_of, signature
+from batchery_producer.gateway.tasks.webhook_post import secret_of, signature
 
 
 def test_signature_is_the_hmac_that_openssl_computes() -> None:

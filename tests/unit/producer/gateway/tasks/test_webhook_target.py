@@ -1,7 +1,7 @@
 import pytest
 
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.webhook_target import WebhookTarget, may_connect, target_of
+from batchery_producer.gateway.tasks.webhook_target import WebhookTarget, may_connect, target_of
 
 HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from batchery.settings import ModelSettings
-from batchery_producer.gateway.model_facts import UNKNOWN, ModelFacts, read_facts
-from batchery_producer.gateway.model_files import ModelFiles, PerModel
+from batchery_producer.gateway.models.facts import UNKNOWN, ModelFacts, read_facts
+from batchery_producer.gateway.models.files import ModelFiles, PerModel
+from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.served_models import ServedModel
 
 
 def served(folder: Path) -> ServedModel:

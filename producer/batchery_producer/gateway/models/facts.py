@@ -7,8 +7,8 @@ from typing import Any
 
 from batchery.settings import Settings
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.model_files import ModelFiles
-from batchery_producer.gateway.served_models import ServedModel
+from batchery_producer.gateway.models.files import ModelFiles
+from batchery_producer.gateway.models.served_models import ServedModel
 
 #: torch's names of number formats.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

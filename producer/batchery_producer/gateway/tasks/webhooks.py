@@ -20,11 +20,11 @@ import orjson
 from batchery.gateway_settings import GatewaySettings
 from batchery.redis_scripts import RedisScripts
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.result_waiter import ResultWaiter
 from batchery_producer.gateway.store import Store
-from batchery_producer.gateway.task_records import TaskRecord, TaskRecords, to_json
-from batchery_producer.gateway.webhook_post import Undeliverable, post, secret_of
-from batchery_producer.gateway.webhook_target import target_of
+from batchery_producer.gateway.tasks.records import TaskRecord, TaskRecords, to_json
+from batchery_producer.gateway.tasks.result_waiter import ResultWaiter
+from batchery_producer.gateway.tasks.webhook_post import Undeliverable, post, secret_of
+from batchery_producer.gateway.tasks.webhook_target import target_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The models that requests ask for, and what the gateway knows of them without a worker."""

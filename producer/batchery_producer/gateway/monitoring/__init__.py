@@ -1,0 +1,1 @@
+"""What the gateway knows of itself, of Redis and of the workers."""

@@ -1,0 +1,1 @@
+"""Tasks of the allow list: their calls, their records, their results and webhooks."""
