@@ -9,6 +9,7 @@ from starlette.requests import Request
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.monitoring.health import Health
 from batchery_producer.gateway.monitoring.measurements import Measurements
 from batchery_producer.gateway.problems import Kind, Problem, problem_of
 from batchery_producer.results.answers import Outcome
@@ -26,14 +27,18 @@ TIMEOUT_HEADER = "x-request-timeout"
 class Inference:
     """Runs the items of requests."""
 
-    def __init__(self, client: AsyncClient, timeout_s: float, measurements: Measurements) -> None:
+    def __init__(
+        self, client: AsyncClient, timeout_s: float, measurements: Measurements, health: Health
+    ) -> None:
         """Prepares.
 
         Args:
             client: Sends the jobs.
             timeout_s: How long a request waits for its results at most, in seconds.
             measurements: Where results are counted.
+            health: Hears that results have come.
         """
+        self._health = health
         self._measurements = measurements
         self._client = client
         self._timeout_s = timeout_s
@@ -76,6 +81,7 @@ class Inference:
             raise
         except Exception as error:
             raise problem_of(error) from error
+        self._health.worked()
         self._measurements.results(model.name, outcomes)
         return outcomes
 

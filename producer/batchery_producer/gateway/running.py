@@ -77,7 +77,7 @@ async def running(
                 app=app,
                 settings=settings,
                 models=models,
-                inference=Inference(client, settings.gateway.timeout_s, measurements),
+                inference=Inference(client, settings.gateway.timeout_s, measurements, health),
                 health=health,
                 tokenizers=PerModel(load_tokenizer),
                 model_facts=PerModel(read_facts),

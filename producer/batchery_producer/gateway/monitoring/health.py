@@ -1,6 +1,7 @@
-"""Whether Redis answers, asked once a second, so that no request has to wait to learn it."""
+"""Whether Redis answers: looked at while no results come, so that no request waits to learn it."""
 
 import asyncio
+import time
 from contextlib import suppress
 
 from celery import Celery
@@ -20,6 +21,11 @@ class Health:
         self._app = app
         #: Why requests are refused now; empty if they are not.
         self.problem = ""
+        self._worked_s = 0.0
+
+    def worked(self) -> None:
+        """Notes that a result has come, so that for a while nobody need look."""
+        self._worked_s = time.monotonic()
 
     def check(self) -> None:
         """Makes sure that jobs can be sent.
@@ -33,7 +39,9 @@ class Health:
     async def watch(self) -> None:
         """Looks until it is cancelled."""
         while True:
-            await self.look()
+            # A look takes some milliseconds, which requests would wait for.
+            if self.problem or time.monotonic() - self._worked_s > INTERVAL_S:
+                await self.look()
             await asyncio.sleep(INTERVAL_S)
 
     async def look(self) -> None:
