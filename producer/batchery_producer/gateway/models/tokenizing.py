@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
+from batchery_producer.gateway.json_lists import json_list
 from batchery_producer.gateway.models.files import ModelFiles
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.routes.json_lists import json_list
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.json_lists import json_list, off_loop
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer
 from batchery_producer.gateway.models.vectors import numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import Inputs, ModelName
-from batchery_producer.gateway.routes.json_lists import json_list, off_loop
 from batchery_producer.gateway.routes.shared import (
     chars_of,
     items_of,

@@ -6,11 +6,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.json_lists import off_loop
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName, TokenId, expected
-from batchery_producer.gateway.routes.json_lists import off_loop
 from batchery_producer.gateway.routes.shared import chars_of, items_of, model_of
 from batchery_producer.gateway.routes.tei_requests import TeiRequest
 
