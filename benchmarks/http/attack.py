@@ -153,6 +153,9 @@ def attack(port: int, connections: int, counted: Connection) -> None:
             asyncio.create_task(bother(port, kinds[number % len(kinds)], counts))
             for number in range(connections)
         ]
+        while len(counts.keys() & KINDS) < len(KINDS):
+            await asyncio.sleep(0.05)
+        counted.send("begun")
         await asyncio.to_thread(counted.poll, None)
         assert not any(task.done() for task in tasks)
         counted.send(dict(counts))
@@ -180,6 +183,7 @@ def measure(port: int, gateway: psutil.Process, options: argparse.Namespace) -> 
     ours, theirs = spawn.Pipe()
     bad = spawn.Process(target=attack, args=(port, options.connections, theirs))
     bad.start()
+    assert ours.recv() == "begun"
     for number in range(PHASES - 2):
         phase(f"during {number + 1}")
     ours.send("stop")

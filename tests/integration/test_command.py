@@ -87,7 +87,7 @@ def test_help_lists_all_commands_and_a_broken_one_names_itself(plugins: Path) ->
     assert "refuse Refuse to start." in commands
     assert "broken cannot be loaded: ModuleNotFoundError: No module named 'no_such_" in commands
     assert "no-command cannot be loaded: TypeError: plugins_of_test:not_a_command is" in commands
-    assert "up Run Redis, a worker and Flower" in commands
+    assert "up Run Redis, a worker, Flower and the HTTP gateway" in commands
 
 
 def test_a_command_is_only_imported_when_it_is_asked_for(plugins: Path) -> None:

@@ -202,7 +202,8 @@ def test_workers_are_asked_once_a_second_and_only_while_somebody_asks(
         looks = await asyncio.gather(*(watched.latest() for _ in range(100)))
         assert {id(look) for look in looks} == {id(looks[0])}
         assert looks[0].now is not None
-        assert looks[0].now.queues == {"empty": 0}
+        # Workers of other tests may be there, and have queues of their own.
+        assert looks[0].now.queues["empty"] == 0
         assert watched.surveys == 1
         # One to find the workers, one to ask those that there are.
         assert len(pidbox) <= 2

@@ -16,7 +16,6 @@ from batchery_producer.gateway.models.files import PerModel
 from batchery_producer.gateway.models.served_models import ServedModels
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer, load_tokenizer
 from batchery_producer.gateway.monitoring.batch_counters import BatchCounters
-from batchery_producer.gateway.monitoring.device_figures import DeviceLook
 from batchery_producer.gateway.monitoring.health import Health, stop
 from batchery_producer.gateway.monitoring.measurements import Measurements
 from batchery_producer.gateway.monitoring.monitor import Monitor
@@ -40,7 +39,6 @@ class Gateway:
     model_facts: PerModel[ModelFacts]
     batches: BatchService
     batch_counters: BatchCounters
-    devices: DeviceLook
     task_sender: TaskSender
     task_records: TaskRecords
     result_waiter: ResultWaiter
@@ -83,7 +81,6 @@ async def running(
                 model_facts=PerModel(read_facts),
                 batches=batches,
                 batch_counters=BatchCounters(store),
-                devices=DeviceLook(app),
                 task_sender=TaskSender(app),
                 task_records=records,
                 result_waiter=waiter,

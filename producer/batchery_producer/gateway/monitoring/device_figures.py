@@ -1,22 +1,7 @@
-"""What workers say of their devices, asked seldom, for the answers that tell of them."""
+"""The devices of a queue, from what their workers say."""
 
-import asyncio
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
-
-from celery import Celery
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
-
-from batchery.cli.survey import WorkerDirectory
-from batchery_producer.gateway.problems import Kind, Problem
-
-#: How long answers of workers are collected, in seconds.
-TIMEOUT_S = 1.0
-
-#: How long an answer is good, in seconds.
-MAX_AGE_S = 5.0
 
 #: Bytes of what the seed calls a GB, as torch's users count.
 GB = 2**30
@@ -62,31 +47,3 @@ def figures_of(workers: Mapping[str, Mapping[str, Any]], queue: str) -> DeviceFi
 def in_gb(size_bytes: int | None) -> float | None:
     """A size in GB; None for none."""
     return None if size_bytes is None else round(size_bytes / GB, 3)
-
-
-class DeviceLook:
-    """Asks the workers when somebody wants to know and the last answer is old."""
-
-    def __init__(self, app: Celery) -> None:
-        self._directory = WorkerDirectory(app)
-        self._asking = asyncio.Lock()
-        self._asked_s: float | None = None
-        self._workers: Mapping[str, Mapping[str, Any]] = {}
-
-    async def figures(self, queue: str) -> DeviceFigures:
-        """The devices that serve a queue; a few seconds old.
-
-        Raises:
-            Problem: Redis is away.
-        """
-        async with self._asking:
-            now_s = time.monotonic()
-            if self._asked_s is None or now_s - self._asked_s > MAX_AGE_S:
-                try:
-                    self._workers = await asyncio.to_thread(self._directory.ask, TIMEOUT_S)
-                except (OperationalError, RedisError, OSError) as error:
-                    raise Problem(
-                        Kind.UNAVAILABLE, f"no Redis: {error}", retry_after_s=TIMEOUT_S
-                    ) from error
-                self._asked_s = time.monotonic()
-        return figures_of(self._workers, queue)

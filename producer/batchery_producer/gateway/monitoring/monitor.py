@@ -3,14 +3,16 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from celery import Celery
 
 from batchery.cli.survey import Survey, WorkerDirectory, survey
 from batchery.errors import StartError
 from batchery_producer.gateway.monitoring.health import stop
+from batchery_producer.gateway.problems import Kind, Problem
 
 #: Seconds between two surveys.
 INTERVAL_S = 1.0
@@ -80,6 +82,17 @@ class Monitor:
             await asyncio.shield(self._first)
         assert self._look is not None
         return self._look
+
+    async def workers(self) -> Mapping[str, Mapping[str, Any]]:
+        """What each worker says, as from `celery inspect batchery`.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        look = await self.latest()
+        if look.now is None:
+            raise Problem(Kind.UNAVAILABLE, look.problem, retry_after_s=INTERVAL_S)
+        return look.now.workers
 
     async def close(self) -> None:
         """Stops the surveys."""

@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
 from batchery_producer.gateway.inference import check_all
 from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, in_gb
+from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, figures_of, in_gb
 from batchery_producer.gateway.problems import problem_of
 from batchery_producer.gateway.routes.fields import WHOLE
 from batchery_producer.gateway.routes.text_batches import (
@@ -188,7 +188,11 @@ async def batch_stats(request: Request) -> Response:
     gateway.health.check()
     totals = await gateway.batch_counters.totals()
     model = next((model for model in gateway.models if model.kind in KINDS), None)
-    devices = DeviceFigures() if model is None else await gateway.devices.figures(model.queue)
+    devices = (
+        DeviceFigures()
+        if model is None
+        else figures_of(await gateway.monitor.workers(), model.queue)
+    )
     content = {
         "total_requests": totals.requests,
         "total_texts_processed": totals.texts,
@@ -351,5 +355,5 @@ async def _gpu_memory(
 ) -> float | None:
     if all(batch.device.startswith("cpu") for batch in batches):
         return None
-    devices = await request.app.state.gateway.devices.figures(model.queue)
+    devices = figures_of(await request.app.state.gateway.monitor.workers(), model.queue)
     return in_gb(devices.allocated_bytes)
