@@ -29,14 +29,19 @@ def requests(samples: Any, route: str, status: int) -> float:
     return float(samples.get(key, 0.0))
 
 
+#: A model that no worker serves.
+IDLE = {"embed": {**EMBED["embed"], "queue": "nobody"}}
+
+
 @pytest.fixture(scope="module")
 def gateway(start_gateway: StartGateway) -> GatewayProcess:
     """Without a worker."""
-    return start_gateway(models={"embed": {**EMBED["embed"], "queue": "nobody"}})
+    return start_gateway(models=IDLE)
 
 
-def test_requests_are_counted_by_route_and_status(gateway: GatewayProcess) -> None:
-    get = httpx2.get
+def test_requests_are_counted_by_route_and_status(start_gateway: StartGateway) -> None:
+    # One that nobody else has asked.
+    gateway, get = start_gateway(models=IDLE), httpx2.get
     for _ in range(3):
         assert get(f"{gateway.url}/v1/models").status_code == 200
     assert get(f"{gateway.url}/v1/models/embed").status_code == 200
@@ -67,7 +72,7 @@ def test_requests_are_counted_by_route_and_status(gateway: GatewayProcess) -> No
 def test_caller_who_hangs_up_is_counted(gateway: GatewayProcess) -> None:
     with pytest.raises(httpx2.ReadTimeout):
         httpx2.post(f"{gateway.url}/v1/embeddings", json={"input": "a"}, timeout=0.5)
-    wait_for(lambda: requests(metric_samples(gateway), "/v1/embeddings", 499) == 1, "it is counted")
+    wait_for(lambda: requests(metric_samples(gateway), "/v1/embeddings", 499) >= 1, "it is counted")
     assert metric_samples(gateway)["batchery_gateway_requests_in_flight", ()] == 1
 
 
