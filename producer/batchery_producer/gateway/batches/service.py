@@ -40,6 +40,7 @@ class BatchService:
         self._priority = max(each.level for each in settings.classes.values())
 
     async def __aenter__(self) -> Self:
+        await asyncio.to_thread(self.files.storage.remove_torn, time.time())
         self._watching = asyncio.create_task(self._process.watch())
         return self
 

@@ -15,6 +15,10 @@ from batchery_producer.files.source import Remote, is_url
 #: Ending of files that are not whole yet.
 NEW_SUFFIX = ".new"
 
+#: After so long, in seconds, a file that is not whole was left by a process that was killed: no
+#: upload may take that long.
+TORN_AFTER_S = 86_400
+
 #: Bytes that are read or written at a time.
 CHUNK_BYTES = 256 * 1024
 
@@ -113,6 +117,19 @@ class Storage:
             self._files.invalidate_cache(path)
             self._files.rm(path, recursive=True)
         self._folders.discard(path)
+
+    def remove_torn(self, now_s: float) -> None:
+        """Removes what killed processes have left of files; object stores have rules for that.
+
+        Args:
+            now_s: The time, in Unix seconds.
+        """
+        if not self._is_local:
+            return
+        for path in Path(self._root).rglob(f"*{NEW_SUFFIX}"):
+            with suppress(OSError):  # Another gateway may tidy up as well.
+                if now_s - path.stat().st_mtime > TORN_AFTER_S:
+                    path.unlink()
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"

@@ -6,7 +6,7 @@ import fsspec
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.gateway.batches.storage import Storage
+from batchery_producer.gateway.batches.storage import TORN_AFTER_S, Storage
 
 
 @pytest.fixture(params=["folder", "file://", "memory://"])
@@ -80,3 +80,17 @@ def test_place_that_cannot_be_had_is_told_without_its_url(tmp_path: Path) -> Non
         storage.write("a/b", b"")
     with pytest.raises(DatasetError, match="pip install s3fs"):
         Storage("s3://bucket/files")
+
+
+def test_what_a_killed_upload_has_left_is_removed_after_a_day(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    storage.write("a/whole", b"whole")
+    writing = storage.create("a/torn")
+    writing.__enter__().write(b"half")  # Its process is killed here.
+    (torn,) = tmp_path.rglob("*.new")
+    now_s = torn.stat().st_mtime
+    storage.remove_torn(now_s + TORN_AFTER_S - 1)
+    assert torn.exists()
+    storage.remove_torn(now_s + TORN_AFTER_S + 1)
+    assert not torn.exists()
+    assert storage.read("a/whole") == b"whole"
