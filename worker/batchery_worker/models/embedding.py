@@ -41,6 +41,13 @@ def number_lists(rows: Iterable[NDArray[np.float32]]) -> list[list[float]]:
     return [orjson.loads(orjson.dumps(row, option=NUMPY)) for row in rows]
 
 
+def of_length_1(vectors: Tensor) -> Tensor:
+    """Scales each row of (N, D) to length 1."""
+    # As torch's `normalize`, which takes the host twice as long.
+    norms: Tensor = vector_norm(vectors, dim=1, keepdim=True)
+    return vectors / norms.clamp_min(LEAST_NORM)
+
+
 def encoded_results(
     heads: Sequence[dict[str, Any]], vectors: Iterable[NDArray[np.float32] | str]
 ) -> list[Encoded]:
@@ -100,11 +107,7 @@ class EmbeddingModel(PromptedModel):
             limit = wanted.dimensions or self.settings.dimensions
             if limit is not None:
                 vectors = vectors[:, :limit]
-            if not scale:
-                return vectors
-            # As torch's `normalize`, which takes the host twice as long.
-            norms: Tensor = vector_norm(vectors, dim=1, keepdim=True)
-            return vectors / norms.clamp_min(LEAST_NORM)
+            return of_length_1(vectors) if scale else vectors
 
         return self._outputs(compute, batch)
 

@@ -7,12 +7,11 @@ from typing import Any, ClassVar
 
 import orjson
 from torch import Tensor
-from torch.linalg import vector_norm
 from transformers import AutoModel
 
 from batchery.errors import ModelLoadError
 from batchery_worker.ipc.values import Encoded
-from batchery_worker.models.embedding import LEAST_NORM, NUMPY, number_lists
+from batchery_worker.models.embedding import NUMPY, number_lists, of_length_1
 from batchery_worker.models.forward import Forward
 from batchery_worker.models.keywords import MultiVectorKeywords, read_keywords
 from batchery_worker.models.loading.pooling_config import read_prompts
@@ -67,10 +66,7 @@ class MultiVectorEmbeddingModel(PromptedModel):
 
         def compute() -> Tensor:
             vectors = self._values(self._pass, batch)
-            if not scale:
-                return vectors
-            norms: Tensor = vector_norm(vectors, dim=1, keepdim=True)
-            return vectors / norms.clamp_min(LEAST_NORM)
+            return of_length_1(vectors) if scale else vectors
 
         return self._outputs(compute, batch)
 

@@ -4,7 +4,6 @@ import re
 from functools import partial
 from typing import Annotated, Literal
 
-import orjson
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from starlette.concurrency import run_in_threadpool
@@ -14,6 +13,7 @@ from batchery_producer.gateway.batches.records import Batch, ExpiresAfter, Metad
 from batchery_producer.gateway.batches.store import owner_of
 from batchery_producer.gateway.batches.validation import ENDPOINTS
 from batchery_producer.gateway.routes.openai_files import listed
+from batchery_producer.gateway.routes.shared import json_response
 
 router = APIRouter(tags=["openai"])
 
@@ -81,7 +81,7 @@ async def create_batch(request: Request, wanted: BatchRequest) -> Response:
         completion_window=wanted.completion_window,
         metadata=wanted.metadata,
     )
-    return _answer(await run_in_threadpool(create))
+    return json_response((await run_in_threadpool(create)).model_dump())
 
 
 @router.get("/v1/batches", response_model=BatchList)
@@ -95,15 +95,15 @@ async def list_batches(
     found, has_more = await run_in_threadpool(
         batches.page, owner_of(request.state.caller), after, limit
     )
-    content = listed([each.model_dump() for each in found], has_more=has_more)
-    return Response(orjson.dumps(content), media_type="application/json")
+    return json_response(listed([each.model_dump() for each in found], has_more=has_more))
 
 
 @router.get("/v1/batches/{batch_id}", response_model=Batch)
 async def get_batch(request: Request, batch_id: str) -> Response:
     """A batch, as it is now."""
     batches, owner = request.app.state.gateway.batches.batches, owner_of(request.state.caller)
-    return _answer(await run_in_threadpool(lambda: batches.seen(batches.get(owner, batch_id))))
+    found = await run_in_threadpool(lambda: batches.seen(batches.get(owner, batch_id)))
+    return json_response(found.model_dump())
 
 
 @router.post(
@@ -114,12 +114,9 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Ends a batch; what is done by then is kept."""
     service = request.app.state.gateway.batches
-    return _answer(await run_in_threadpool(service.cancel, request.state.caller, batch_id))
+    found = await run_in_threadpool(service.cancel, request.state.caller, batch_id)
+    return json_response(found.model_dump())
 
 
 def _seconds(window: str) -> int:
     return int(window[:-1]) * UNITS_S[window[-1]]
-
-
-def _answer(batch: Batch) -> Response:
-    return Response(orjson.dumps(batch.model_dump()), media_type="application/json")

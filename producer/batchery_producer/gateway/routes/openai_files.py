@@ -5,7 +5,6 @@ from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal
 from urllib.parse import urlsplit
 
-import orjson
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.concurrency import run_in_threadpool
@@ -16,6 +15,7 @@ from batchery_producer.gateway.batches.records import INPUT_PURPOSE, ExpiresAfte
 from batchery_producer.gateway.batches.storage import CHUNK_BYTES
 from batchery_producer.gateway.batches.store import owner_of
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.shared import json_response
 
 router = APIRouter(tags=["openai"])
 
@@ -87,7 +87,7 @@ async def upload_file(request: Request) -> Response:
         made = await gateway.batches.files.upload(
             owner_of(request.state.caller), file.filename or "", _chunks(file), expires_s
         )
-    return _answer(made.model_dump())
+    return json_response(made.model_dump())
 
 
 @router.get("/v1/files", response_model=FileList)
@@ -108,7 +108,7 @@ async def list_files(
         purpose=purpose,
     )
     found, has_more = await run_in_threadpool(page)
-    return _answer(listed([each.model_dump() for each in found], has_more=has_more))
+    return json_response(listed([each.model_dump() for each in found], has_more=has_more))
 
 
 @router.get("/v1/files/{file_id}", response_model=FileObject)
@@ -116,7 +116,7 @@ async def get_file(request: Request, file_id: str) -> Response:
     """A file, without its content."""
     files = request.app.state.gateway.batches.files
     found = await run_in_threadpool(files.get, owner_of(request.state.caller), file_id)
-    return _answer(found.model_dump())
+    return json_response(found.model_dump())
 
 
 @router.get("/v1/files/{file_id}/content", response_class=Response)
@@ -139,7 +139,7 @@ async def delete_file(request: Request, file_id: str) -> Response:
     """Removes a file."""
     service = request.app.state.gateway.batches
     await run_in_threadpool(service.delete_file, request.state.caller, file_id)
-    return _answer(FileDeleted(id=file_id).model_dump())
+    return json_response(FileDeleted(id=file_id).model_dump())
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
@@ -194,7 +194,3 @@ def _parts(file: BinaryIO) -> Iterator[bytes]:
     with file:
         while part := file.read(CHUNK_BYTES):
             yield part
-
-
-def _answer(content: dict[str, Any]) -> Response:
-    return Response(orjson.dumps(content), media_type="application/json")

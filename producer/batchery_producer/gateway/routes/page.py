@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import FileResponse, Response
 
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.shared import json_response
 
 router = APIRouter(tags=["page"])
 
@@ -88,7 +89,7 @@ async def try_model(request: Request, wanted: TryRequest) -> Response:
         "duration_ms": round((time.perf_counter() - began_s) * 1e3, 2),
         "result": result,
     }
-    return Response(orjson.dumps(content), media_type="application/json")
+    return json_response(content)
 
 
 def _file(name: str) -> Response:

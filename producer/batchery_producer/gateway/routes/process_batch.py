@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import orjson
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
@@ -17,6 +16,7 @@ from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, figures_of, in_gb
 from batchery_producer.gateway.problems import problem_of
 from batchery_producer.gateway.routes.fields import WHOLE
+from batchery_producer.gateway.routes.shared import json_response
 from batchery_producer.gateway.routes.text_batches import (
     DIGITS,
     batches_of,
@@ -178,7 +178,7 @@ async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Respon
             "total_tokens_processed": sum(result["token_count"] for result in results),
         },
     }
-    return Response(orjson.dumps(content), media_type="application/json")
+    return json_response(content)
 
 
 @router.get("/batch-stats", response_model=BatchStatsResponse)
@@ -203,7 +203,7 @@ async def batch_stats(request: Request) -> Response:
         "current_gpu_memory": in_gb(devices.allocated_bytes),
         "max_gpu_memory": in_gb(devices.peak_bytes),
     }
-    return Response(orjson.dumps(content), media_type="application/json")
+    return json_response(content)
 
 
 @router.post(
