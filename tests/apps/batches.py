@@ -27,7 +27,6 @@ def make(name: str, **options: Any) -> str:
 FOUR = make("four")
 PATIENT = make("patient", max_wait_ms=250)
 LIMITED = make("limited", time_limit=5)
-TRACKED = make("tracked", track_started=True)
 CACHED = make("cached", cache="1")
 
 #: Calls of the hooks of `HOOKED`: their names and what each was told.

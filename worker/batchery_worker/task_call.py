@@ -1,7 +1,6 @@
 """One call of the pool by Celery, and the batch in which a device runs it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +32,6 @@ class TaskCall:
     tracer_reason: str | None = None
     #: What the listeners of the job share, made by `commit/listeners.py`; None before the first.
     listened: Any = None
-    #: Done when the state STARTED is stored; None for a task that does not track it.
-    started: Future[None] | None = None
 
     @property
     def task_name(self) -> str:

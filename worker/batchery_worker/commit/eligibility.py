@@ -10,13 +10,13 @@ from typing import Any
 
 from celery import Celery
 from celery.app import trace
-from celery.backends.redis import RedisBackend
 
 from batchery.protocol import multi_item
 from batchery.protocol.completion_stream import stream_name_of
 from batchery.task import BatchTask
 from batchery_worker.commit import sentry
 from batchery_worker.commit.listeners import Listeners
+from batchery_worker.commit.stored_form import ALWAYS_STORED, only_celery_stores, stored_fields
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from batchery_worker.ipc.values import is_portable
 from batchery_worker.job import Job
@@ -29,20 +29,12 @@ ODD_FIELDS = "fields of its result that only Celery can store"
 
 logger = logging.getLogger("batchery.pool")
 
-#: Fields of every stored result. A stamp with such a name would overwrite the field, so a job with
-#: such a stamp is left to Celery.
-ALWAYS_STORED = frozenset(
-    {"status", "result", "traceback", "children", "date_done", "task_id", "batch"}
-)
-
-
 #: Reasons of all jobs of a task, each with what would make it go.
 FIXES = {
     "an overridden __call__": "put what it does into the function, or into before_start and"
     " after_return",
     "a wrapper of build_tracer": "use signals or hooks instead, or let it be",
     "Sentry's traces": "use the version of sentry-sdk that constraints.txt names",
-    "task_track_started": "switch it off; task events tell of the start, too",
     "a result backend of its own": "leave `backend` to the app",
     "a result backend other than Celery's for Redis": "keep results in Redis",
     "a result serializer other than JSON": "leave result_serializer at json",
@@ -72,23 +64,15 @@ def task_needs_tracer(app: Celery, task: BatchTask) -> str | None:
         app: The app of the worker.
         task: One of its tasks.
     """
-    backend: Any = task.backend
     own_call = sentry.unwrapped(type(task).__call__) is not BatchTask.__call__
     own_tracer = trace.build_tracer.__module__ not in (trace.__name__, sentry.INTEGRATION)
     clauses = (
         (own_call, "an overridden __call__"),
         (own_tracer, "a wrapper of build_tracer"),
         (sentry.is_tracing() and not sentry.can_trace(), "Sentry's traces"),
-        (task.track_started, "task_track_started"),
-        (backend is not app.backend, "a result backend of its own"),
-        (
-            _stock_class(backend) is not RedisBackend,
-            "a result backend other than Celery's for Redis",
-        ),
-        (backend.serializer != "json", "a result serializer other than JSON"),
-        (getattr(backend, "compression", None), "compressed results"),
     )
-    return next((reason for holds, reason in clauses if holds), None)
+    reason = next((reason for holds, reason in clauses if holds), None)
+    return reason or only_celery_stores(app, task)
 
 
 def warn_of_tracer(app: Celery, tasks: Iterable[BatchTask]) -> None:
@@ -118,12 +102,6 @@ def request_needs_tracer(message: Mapping[str, Any], embed: Mapping[str, Any] | 
         if embed and embed.get(name):
             return name
     return None
-
-
-def _stock_class(backend: Any) -> type:
-    """The class of the backend that the app chose; completion threads have a subclass of it."""
-    chosen: type = getattr(backend, "stock_class", type(backend))
-    return chosen
 
 
 class CommitEligibility:
@@ -220,46 +198,3 @@ def has_readers(call: TaskCall, task: BatchTask) -> bool:
     if not eventer or not eventer.enabled or not task.send_events:
         return False
     return not eventer.groups or "task" in eventer.groups
-
-
-def stored_fields(
-    message: Mapping[str, Any], *, ignores_result: bool, extended: bool
-) -> Mapping[str, Any] | None:
-    """The fields of the stored result that only some jobs have.
-
-    Args:
-        message: The headers of the job's message, with `args` and `kwargs` decoded.
-        ignores_result: The task's setting, which counts if the message has none.
-        extended: The setting `result_extended`.
-
-    Returns:
-        The fields; None if the job's result is not stored.
-    """
-    ignores = message.get("ignore_result")
-    if ignores_result if ignores is None else ignores:
-        return None
-    fields = {}
-    if message.get("group"):
-        fields["group_id"] = message["group"]
-    if message.get("parent_id"):
-        fields["parent_id"] = message["parent_id"]
-    if extended:
-        fields.update(_extended_fields(message))
-    return fields
-
-
-def _extended_fields(message: Mapping[str, Any]) -> dict[str, Any]:
-    fields = {
-        "name": message.get("task"),
-        "args": message.get("args"),
-        "kwargs": message.get("kwargs"),
-        "worker": message.get("hostname"),
-        "retries": message.get("retries"),
-        "queue": (message.get("delivery_info") or {}).get("routing_key"),
-    }
-    stamps = message.get("stamps")
-    if stamps:
-        headers = message.get("stamped_headers")
-        fields["stamped_headers"] = headers
-        fields.update((name, value) for name, value in stamps.items() if name in (headers or ()))
-    return fields

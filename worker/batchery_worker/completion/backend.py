@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from celery.backends.redis import RedisBackend
-from celery.states import PENDING, SUCCESS
+from celery.states import PENDING, STARTED, SUCCESS
 
 from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import Outbox
@@ -48,6 +48,15 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
         if completion is not None and completion.facts is not None:
             meta["batch"] = dict(completion.facts)
         return meta
+
+    def store_result(
+        self, task_id: str, result: Any, state: str, *args: Any, **options: Any
+    ) -> Any:
+        """Stores a state, but not STARTED for a batch job: its device has stored that."""
+        completion = current_completion()
+        if state == STARTED and completion is not None and completion.task_id == task_id:
+            return result
+        return super().store_result(task_id, result, state, *args, **options)
 
     def mark_as_done(self, *args: Any, **options: Any) -> Any:
         """Stores a result, publishes what follows the job, and counts it in a chord."""

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import redis
 from billiard.einfo import ExceptionInfo
 from celery import Celery
-from celery.app.task import Context
 from celery.exceptions import Ignore, Reject, Retry
-from celery.states import STARTED
 
 from batchery.completion import JobCompletion, completing
 from batchery.fork_gate import fork_gate
@@ -105,25 +103,16 @@ class CompletionExecutor:
         """
         self._submit(self._tell_listeners, jobs, on_told)
 
-    def tell_started(self, call: TaskCall, pid: int) -> None:
-        """Stores the state STARTED for a job of a tracked task, if possible before its outcome.
-
-        Args:
-            call: The job.
-            pid: The process that runs it.
-        """
-        call.started = self._submit(self._store_started, call, pid)
-
     def stop(self) -> None:
         """Waits for the jobs that were submitted."""
         self._threads.shutdown()
 
-    def _submit(self, function: Callable[..., None], *args: Any) -> Future[None]:
+    def _submit(self, function: Callable[..., None], *args: Any) -> None:
         def run() -> None:
             with fork_gate.working():
                 function(*args)
 
-        return self._threads.submit(run)
+        self._threads.submit(run)
 
     def _tell_listeners(
         self,
@@ -143,22 +132,6 @@ class CompletionExecutor:
                         "what listens to %s[%s] has ended early", call.task_name, call.task_id
                     )
         self._deliver(partial(on_told, jobs))
-
-    def _store_started(self, call: TaskCall, pid: int) -> None:
-        task = self._app.tasks[call.task_name]
-        ignored = call.message.get("ignore_result")
-        if task.ignore_result if ignored is None else ignored:
-            return
-        request = Context(dict(call.message))
-        meta = {"pid": pid, "hostname": request.hostname}
-        try:
-            with completing(JobCompletion()):
-                backend = for_completion(task.backend)
-                backend.store_result(call.task_id, meta, STARTED, request=request)
-        except (Exception, RetryDeadlineExceeded):
-            logger.exception(
-                "state STARTED of %s[%s] cannot be stored", call.task_name, call.task_id
-            )
 
     def _complete_next(self) -> None:
         """Completes the job that has waited longest, and others that may be finished with it."""
@@ -181,9 +154,6 @@ class CompletionExecutor:
     def _complete(self, completion: Completion) -> None:
         """Runs the tracer; ends the job, unless its messages and result are held back."""
         call = completion.call
-        if call.started is not None:
-            # A thread has it, as it was submitted before. The last state must be stored last.
-            wait([call.started])
         if not completion.may_hold and is_fenced(call):
             self._drop(completion)
             return

@@ -104,10 +104,6 @@ class Settlement:
         while self.pending:
             _run(self._mailbox.get())
 
-    def tell_started(self, call: TaskCall, pid: int) -> None:
-        """Stores the state STARTED for a job; `pid` is the process that runs it."""
-        self._executor.tell_started(call, pid)
-
     def fail(self, call: TaskCall, error: Exception) -> None:
         """Settles a job with a failure, because no device has answered it."""
         self.settle(call, lambda _: Failed(error), None)

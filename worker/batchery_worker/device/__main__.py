@@ -43,6 +43,7 @@ from batchery_worker.device.log_forwarding import ForwardingHandler, forward_log
 from batchery_worker.device.reply import Computed, answer
 from batchery_worker.device.served_model import ServedModel
 from batchery_worker.device.signals import leave_signals_to_parent
+from batchery_worker.device.started import StartedStates
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
     Began,
@@ -181,6 +182,7 @@ class Device:
             self._look_ahead()
 
     def _prepare(self) -> None:
+        started = StartedStates(self._app)
         while True:
             try:
                 work: Work = load_message(read_frame(self._end))
@@ -190,6 +192,8 @@ class Device:
             started_s = time.perf_counter()
             served = self._served.get(work.task)
             items, deduped = self._choose(work, served)
+            # Before the function, which may set states of its own.
+            started.store(work)
             prepared_s = time.perf_counter()
             prepare_ms = (prepared_s - started_s) * 1e3
             self._prepared.put(Prepared(work, items, served, deduped, prepare_ms, prepared_s))

@@ -96,13 +96,13 @@ def _around(task: BatchTask, work: Work, start: int, part: range) -> Iterator[No
 
 def _view(task: BatchTask, work: Work, part: range) -> BatchContext:
     """`self.request` of the call that is given a part of the batch's items."""
-    if not work.contexts:
+    if not task.sees_request:
         return BatchContext(partial(_unseen, task.name))
 
     parts = list(shares([len(items) for _, items, _ in work.jobs], part))
 
     def jobs() -> list[JobContext]:
-        return [_context(work, index, items) for index, items in parts]
+        return [JobContext.of(message_of(work, index), items) for index, items in parts]
 
     if len(parts) > 1:
         return BatchContext(jobs)
@@ -110,11 +110,11 @@ def _view(task: BatchTask, work: Work, part: range) -> BatchContext:
     return BatchContext(lambda: made, vars(made[0]))
 
 
-def _context(work: Work, index: int, items: range) -> JobContext:
+def message_of(work: Work, index: int) -> dict[str, Any]:
+    """The headers of a job's message, with `args` and `kwargs` decoded, if the work has them."""
     _, carried, is_multi_item = work.jobs[index]
     argument = carried if is_multi_item else carried[0]
-    message = {"args": [argument], "kwargs": work.keywords, **load_context(work.contexts[index])}
-    return JobContext.of(message, items)
+    return {"args": [argument], "kwargs": work.keywords, **load_context(work.contexts[index])}
 
 
 def _unseen(name: str) -> Sequence[JobContext]:

@@ -92,7 +92,7 @@ class Admission:
         header = message.get(multi_item.HEADER)
         call.items, call.is_multi_item = multi_item.items_of(argument, header)
         _check_portable(call.items, message.get("kwargs"))
-        if task.sees_request:
+        if needs_context(task):
             call.context = _context(message)
         return Job(
             id=call.task_id,
@@ -115,6 +115,11 @@ class Admission:
             tenant_of(message),
             is_large=items > (task.small_batch_threshold or self._small_batch_threshold),
         )
+
+
+def needs_context(task: BatchTask) -> bool:
+    """Whether a device needs the headers of a task's jobs: for `self.request`, or for STARTED."""
+    return task.sees_request or bool(task.track_started)
 
 
 def _context(message: Mapping[str, Any]) -> bytes:

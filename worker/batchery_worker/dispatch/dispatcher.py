@@ -29,7 +29,7 @@ from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import ChildLimits, DeviceProcess, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
-from batchery_worker.dispatch.admission import Admission
+from batchery_worker.dispatch.admission import Admission, needs_context
 from batchery_worker.dispatch.backlog import waiting_by_queue
 from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
@@ -427,7 +427,7 @@ class Dispatcher:
             max_batch_size=jobs[0].limits.max_batch_size,
             max_batch_tokens=self._admission.max_batch_tokens(task),
             soft_time_limit_s=soft_limit_s,
-            contexts=[job.payload.context for job in jobs] if task.sees_request else (),
+            contexts=[job.payload.context for job in jobs] if needs_context(task) else (),
             commit=self._eligibility.context(task, jobs, dispatched_s),
             cache=self._admission.cache(task),
             urgent=urgent,
@@ -438,8 +438,6 @@ class Dispatcher:
         self._supervisor.send(device, work, dispatched)
         for job in jobs:
             self._in_flight.add(job.payload, device.pid)
-            if task.track_started:
-                self._settlement.tell_started(job.payload, device.pid)
 
     def _begin(
         self, task: BatchTask, jobs: Sequence[Job[TaskCall]], pid: int

@@ -60,8 +60,8 @@ class Work:
     max_batch_tokens: int | None
     #: Limit of each call of the function, which may catch `SoftTimeLimitExceeded`.
     soft_time_limit_s: float | None = None
-    #: What the function may see of each job's request, written by `dump_context`; empty if it sees
-    #: nothing.
+    #: The headers of each job's message, written by `dump_context`; empty if neither the function
+    #: sees them, nor the state STARTED is stored.
     contexts: Sequence[bytes] = ()
     #: For the commit of the results; None if Celery's tracer must complete all jobs.
     commit: CommitContext | None = None
@@ -143,7 +143,7 @@ def load_message(frame: bytes) -> Any:
 
 
 def dump_context(message: Mapping[str, Any]) -> bytes:
-    """Encodes what a function may see of a job's message: ids, retries, headers.
+    """Encodes what a device may need of a job's message: ids, retries, headers.
 
     It returns bytes, so that a device pays only for those that the function looks at.
     """

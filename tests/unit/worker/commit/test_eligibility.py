@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 from celery.app import trace
+from celery.backends.redis import RedisBackend
 
 from batchery import BatchTask, install
 from batchery.transport.redis_schema import Keys
@@ -119,14 +120,15 @@ def test_batch_without_an_eligible_job_has_no_commit_context() -> None:
 def test_reason_of_all_jobs_of_a_task_is_logged_with_what_would_change_it(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    tracked = make_task(app, "tracked", track_started=True)
-    warn_of_tracer(app, [TASK, tracked])
+    reason = "a result backend of its own"
+    apart = make_task(app, "apart", backend=RedisBackend(app=app, url=URL))
+    warn_of_tracer(app, [TASK, apart])
     (line,) = caplog.messages
-    assert "task tracked: each job takes Celery's tracer" in line
-    assert line.endswith("because of task_track_started: " + FIXES["task_track_started"])
+    assert "task apart: each job takes Celery's tracer" in line
+    assert line.endswith(f"because of {reason}: {FIXES[reason]}")
     leased = job(LeaseHandle(lease_store, "7"))
-    assert CommitEligibility(app, Listeners()).context(tracked, [leased], 10.0) is None
-    assert leased.payload.tracer_reason == "task_track_started"
+    assert CommitEligibility(app, Listeners()).context(apart, [leased], 10.0) is None
+    assert leased.payload.tracer_reason == reason
 
 
 def test_device_sends_the_results_that_something_listens_to() -> None:

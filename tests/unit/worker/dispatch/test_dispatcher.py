@@ -7,7 +7,7 @@ import pytest
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
 from celery.worker import state as worker_state
 
-from apps.batches import FOUR, LIMITED, PATIENT, TRACKED, app
+from apps.batches import FOUR, LIMITED, PATIENT, app
 from batchery import BatchArgumentError, DeadlineExceeded, DeviceDied
 from batchery_worker.ipc.messages import Began, Done
 from batchery_worker.request import BatchRequest
@@ -175,17 +175,6 @@ def test_a_batch_of_revoked_jobs_does_not_hold_up_the_next_one(start_pool: Start
     worker_state.revoked.update(request.id for request in revoked)
     worker.receive_each(5)
     assert worker.works() == [[5]]
-
-
-def test_tracked_job_is_started_while_it_runs(start_pool: StartPool) -> None:
-    worker = start_pool()
-    (job,) = worker.receive_each("a", task=TRACKED)
-    worker.loop.settle()
-    worker.loop.until(lambda: app.AsyncResult(job.id).state == "STARTED", "it runs")
-    assert app.AsyncResult(job.id).info["pid"] == worker.device.pid
-    assert job.worker_pid == worker.device.pid
-    worker.work_off()
-    assert worker.result(job.id) == "a"
 
 
 # Waiting for a batch to fill

@@ -1,0 +1,174 @@
+"""The state STARTED as a device stores it: what it says, what it leaves alone, and no waiting."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.task import Context
+from celery.states import STARTED
+from redis import Redis
+
+from batchery import BatchTask, install
+from batchery_worker.device.started import StartedStates
+from batchery_worker.ipc.messages import Work, dump_context
+from conftest import flush
+from support.own_redis import OwnRedis
+
+# Celery's own backend calls it.
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex")
+
+
+@pytest.fixture
+def make_app(redis_url: str) -> Iterator[Any]:
+    flush(redis_url)
+    apps: list[Celery] = []
+
+    def make(url: str = redis_url, **conf: Any) -> Celery:
+        app = install(Celery("started", broker=url, backend=url, set_as_current=False))
+        app.conf.update({"task_track_started": True, **conf})
+        apps.append(app)
+        return app
+
+    yield make
+    for app in apps:
+        app.close()
+
+
+def same(items: list[Any]) -> list[Any]:
+    return items
+
+
+def task_of(app: Celery, **options: Any) -> None:
+    decorate: Any = app.task(base=BatchTask, shared=False, name="shout", **options)
+    decorate(same)
+
+
+#: Headers of a message, as a worker has read them.
+HEADERS: dict[str, Any] = {
+    "task": "shout",
+    "retries": 0,
+    "hostname": "worker@host",
+    "delivery_info": {"exchange": "", "routing_key": "celery", "priority": 0},
+    "args": ["a"],
+    "kwargs": {"loud": True},
+}
+
+
+def work_of(*messages: dict[str, Any]) -> Work:
+    return Work(
+        id=1,
+        task="shout",
+        keywords=HEADERS["kwargs"],
+        jobs=[(each["id"], each["args"], False) for each in messages],
+        max_batch_size=8,
+        max_batch_tokens=None,
+        contexts=[dump_context(each) for each in messages],
+    )
+
+
+def message(task_id: str, **headers: Any) -> dict[str, Any]:
+    return {**HEADERS, "id": task_id, **headers}
+
+
+def stored(app: Celery, task_id: str) -> Any:
+    """What is stored, as any client decodes it."""
+    backend: Any = app.backend
+    value = backend.client.get(backend.get_key_for_task(task_id))
+    return value and backend.decode(value)
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"group": "g1", "group_index": 2, "parent_id": "p1", "root_id": "r1"},
+    {"retries": 3, "stamped_headers": ["tenant"], "stamps": {"tenant": "blue"}},
+    {"args": ["\ud800 'half' \u2028\0"]},
+]
+
+
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize(
+    "conf",
+    [{}, {"result_serializer": "yaml", "result_accept_content": ["yaml"]}],
+    ids=["by us", "by Celery"],
+)
+def test_a_device_stores_what_celery_would(
+    make_app: Any, conf: dict[str, Any], extended: bool
+) -> None:
+    app = make_app(result_extended=extended, result_expires=77, **conf)
+    task_of(app)
+    messages = [message(f"job-{number}", **shape) for number, shape in enumerate(SHAPES)]
+    meta = {"pid": os.getpid(), "hostname": "worker@host"}
+    for each in messages:
+        app.backend.store_result(f"stock-{each['id']}", meta, STARTED, request=Context(each))
+    StartedStates(app).store(work_of(*messages))
+    for each in messages:
+        theirs = stored(app, f"stock-{each['id']}")
+        assert stored(app, each["id"]) == {**theirs, "task_id": each["id"]}
+        result = app.AsyncResult(each["id"])
+        assert (result.state, result.info) == ("STARTED", meta)
+        backend: Any = app.backend
+        assert 0 < backend.client.ttl(backend.get_key_for_task(each["id"])) <= 77
+
+
+def test_a_result_is_never_overwritten_and_any_other_state_is(make_app: Any) -> None:
+    app = make_app()
+    task_of(app)
+    for state in ("SUCCESS", "RETRY", "PROGRESS"):
+        app.backend.store_result(state, "before", state)
+    StartedStates(app).store(work_of(*map(message, ("SUCCESS", "RETRY", "PROGRESS"))))
+    states = [app.AsyncResult(each).state for each in ("SUCCESS", "RETRY", "PROGRESS")]
+    assert states == ["SUCCESS", "STARTED", "STARTED"]
+
+
+def test_nothing_is_stored_for_those_who_want_nothing(make_app: Any) -> None:
+    app = make_app()
+    task_of(app)
+    StartedStates(app).store(work_of(message("quiet", ignore_result=True), message("loud")))
+    assert stored(app, "quiet") is None
+    assert stored(app, "loud")["status"] == "STARTED"
+    task_of(other := make_app(), track_started=False)
+    StartedStates(other).store(work_of(message("untracked")))
+    assert stored(app, "untracked") is None
+
+
+def test_one_round_trip_for_a_batch(make_app: Any, redis_url: str) -> None:
+    app = make_app()
+    task_of(app)
+    states = StartedStates(app)
+    states.store(work_of(message("first")))
+    with Redis.from_url(redis_url) as redis:
+        before = redis.info("commandstats")
+        states.store(work_of(*(message(f"many-{number}") for number in range(50))))
+        after = redis.info("commandstats")
+    calls = {name: after[name]["calls"] - before.get(name, {"calls": 0})["calls"] for name in after}
+    assert calls["cmdstat_evalsha"] == 1
+    assert calls["cmdstat_publish"] == 50
+
+
+def test_a_backend_that_is_away_holds_nobody_up(
+    make_app: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = OwnRedis(tmp_path / "own")
+    server.start()
+    try:
+        app = make_app(server.url)
+        task_of(app)
+        states = StartedStates(app)
+        states.store(work_of(message("before")))
+        server.kill()
+        began_s = time.monotonic()
+        with caplog.at_level(logging.WARNING, "batchery.device"):
+            states.store(work_of(message("meanwhile")))
+        assert time.monotonic() - began_s < 5
+        (line,) = caplog.messages
+        assert line.startswith("the state STARTED of 1 jobs of shout cannot be stored: Connection")
+        server.start()
+        states.store(work_of(message("after")))
+        assert stored(app, "after")["status"] == "STARTED"
+    finally:
+        server.kill()

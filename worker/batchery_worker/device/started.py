@@ -1,0 +1,103 @@
+"""The state STARTED of the jobs of a batch, stored in one round trip before they run."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import redis
+from celery import Celery
+from celery.app.task import Context
+from celery.states import STARTED
+from kombu.utils import json as kombu_json
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from batchery.redis_scripts import RedisScripts
+from batchery.task import BatchTask
+from batchery.transport.channel import SOCKET_TIMEOUT_S
+from batchery_worker.commit.server import result_scripts
+from batchery_worker.commit.stored_form import only_celery_stores, stored_fields
+from batchery_worker.device.functions import message_of
+from batchery_worker.ipc.messages import Work
+
+logger = logging.getLogger("batchery.device")
+
+
+class StartedStates:
+    """Stores STARTED for tasks that ask for it; used by one thread."""
+
+    def __init__(self, app: Celery) -> None:
+        """Does not connect yet."""
+        self._app = app
+        self._extended = bool(app.conf.find_value_for_key("extended", "result"))
+
+    def store(self, work: Work) -> None:
+        """Stores the state of all jobs of a batch, unless their task does not ask for it.
+
+        A job need not wait for a backend that is away: it goes on without this state.
+        """
+        task: Any = self._app.tasks.get(work.task)
+        if task is None or not task.track_started or not work.contexts:
+            return
+        try:
+            if only_celery_stores(self._app, task) is None:
+                self._store_all(task, work)
+            else:
+                self._store_each(task, work)
+        except Exception as error:  # noqa: BLE001 - whatever a backend raises, the jobs must run
+            logger.warning(
+                "the state STARTED of %d jobs of %s cannot be stored: %s: %s",
+                len(work.jobs),
+                work.task,
+                type(error).__name__,
+                error,
+            )
+
+    def _store_all(self, task: BatchTask, work: Work) -> None:
+        backend: Any = self._app.backend
+        values: dict[Any, str] = {}
+        for index, (task_id, _, _) in enumerate(work.jobs):
+            message = {**message_of(work, index), "task": work.task}
+            fields = stored_fields(
+                message, ignores_result=bool(task.ignore_result), extended=self._extended
+            )
+            if fields is not None:
+                key = backend.get_key_for_task(task_id)
+                values[key] = _stored(task_id, _meta(message), fields)
+        if values:
+            self._scripts.run("started", [*values], int(backend.expires or 0), *values.values())
+
+    def _store_each(self, task: BatchTask, work: Work) -> None:
+        for index, (task_id, _, _) in enumerate(work.jobs):
+            message = {**message_of(work, index), "task": work.task}
+            if (
+                stored_fields(message, ignores_result=bool(task.ignore_result), extended=False)
+                is None
+            ):
+                continue
+            request = Context(message)
+            task.backend.store_result(task_id, _meta(message), STARTED, request=request)
+
+    @cached_property
+    def _scripts(self) -> RedisScripts:
+        # Not the backend's own client, which tries for a long time.
+        backend: Any = self._app.backend
+        options = {"socket_timeout": SOCKET_TIMEOUT_S, "retry": Retry(NoBackoff(), 1)}
+        client: redis.Redis = backend._create_client(**{**backend.connparams, **options})
+        return result_scripts(client)
+
+
+def _meta(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {"pid": os.getpid(), "hostname": message.get("hostname")}
+
+
+def _stored(task_id: str, meta: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    """What Celery would store; the status comes first, as the scripts look for it there."""
+    more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
+    return (
+        f'{{"status": "STARTED", "result": {json.dumps(meta)}, "traceback": null, "children": [],'
+        f' "date_done": null, {more}"task_id": {json.dumps(task_id)}}}'
+    )
