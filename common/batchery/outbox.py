@@ -17,6 +17,8 @@ from typing import Any, Protocol
 
 from kombu.utils.json import dumps
 
+from batchery.redis_scripts import ScriptCall
+
 
 class LeaseHolder(Protocol):
     """A worker that holds leases."""
@@ -84,10 +86,20 @@ class Outbox:
         #: The result in its stored form; empty if none is held back.
         self.result: bytes | str = b""
         self._store: Callable[[], None] | None = None
+        #: Calls of Celery's script that counts parts of chords.
+        self.part_calls: list[ScriptCall] = []
+        self._counts: list[Callable[[], None]] = []
 
     def hold_result(self, result: bytes | str, store: Callable[[], None]) -> None:
         """Holds back a result in its stored form; `store` stores it in Celery's own way."""
         self.result, self._store = result, store
+
+    def hold_part(self, count: Callable[[], None]) -> None:
+        """Holds back a part of a chord; `count` counts it in Celery's own way.
+
+        That sends the body after the last part. The script's call goes into `part_calls`.
+        """
+        self._counts.append(count)
 
     def holds_result_of(self, task_id: str) -> bool:
         """Whether the result of a job must be held back."""
@@ -101,12 +113,14 @@ class Outbox:
             held.channel.publish_once(self, held.queue_key, held.message)
 
     def replay(self) -> None:
-        """Writes now what was held back: each message with a dedupe key, then the result."""
+        """Writes now what was held back: messages, each with a dedupe key, result, chord parts."""
         self.holds = False
         for held in self.messages:
             self.publish(held)
         if self._store is not None:
             self._store()
+        for count in self._counts:
+            count()
 
     def dedupe_key(self, message: Mapping[str, Any]) -> str:
         """Names a message: the same name when the job runs again, a name that no other message has.

@@ -1,5 +1,6 @@
 """What the tracer would write for a job is held back, and written at once."""
 
+import base64
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -15,8 +16,10 @@ from celery.exceptions import BackendStoreError
 from batchery.completion import JobCompletion, completing
 from batchery.installer import install
 from batchery.outbox import HeldMessage, Outbox
+from batchery.redis_scripts import RedisScripts
 from batchery.transport.redis_schema import Keys
 from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.completion import atomic_finish
 from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.request import LeaseHandle
@@ -61,18 +64,39 @@ class House:
         self.has_two_servers = broker_url[:-1] != url[:-1]
 
     def job(
-        self, token: str, value: Any = None, sends: tuple[str, ...] = (), held: bool = True
+        self,
+        token: str,
+        value: Any = None,
+        sends: tuple[str, ...] = (),
+        held: bool = True,
+        chord: str = "",
     ) -> HeldJob:
         """A job that the tracer has completed; each message goes to the queue of its name."""
         if held:
             self.broker.hset(self.lease_store.lease_key, token, "celery\0message")
         outbox = held_outbox(f"t{token}", f"tag-{token}")
         with completing(JobCompletion(outbox=outbox)):
-            if value is not None:
-                self.backend.store_result(f"t{token}", value, "SUCCESS")
+            request = Context(id=f"t{token}", ignore_result=value is None)
+            if chord:
+                request.update(group=chord, group_index=int(token), chord=self.body())
+            self.backend.mark_as_done(f"t{token}", value, request)
         channel: Any = SimpleNamespace()
         outbox.messages += [HeldMessage(channel, each, {"to": each}) for each in sends]
         return HeldJob(LeaseHandle(self.lease_store, token), outbox)
+
+    def body(self) -> Any:
+        """What follows a chord."""
+        return self.app.signature("body", options={"task_id": "the-body", "queue": "bodies"})
+
+    def replay(self, job: HeldJob) -> None:
+        """What the tracer does with a job that is left to it."""
+        with completing(JobCompletion(outbox=job.outbox)):
+            job.outbox.replay()
+
+    def joined(self) -> list[Any]:
+        """What the bodies of chords were sent."""
+        sent: list[Any] = self.bare.lrange("bodies", 0, -1)
+        return [json.loads(base64.b64decode(json.loads(each)["body"]))[0] for each in sent]
 
     def leased(self) -> set[str]:
         tokens: Any = self.broker.hkeys(self.lease_store.lease_key)
@@ -134,6 +158,69 @@ def test_an_answer_that_is_lost_finishes_nothing_twice(house: House) -> None:
     for _ in range(2):
         assert house.finisher.finish(jobs) == [COMMITTED, COMMITTED]
     assert len(house.queue("next")) == 2
+
+
+def test_parts_of_chords_are_counted_and_the_last_one_sends_the_body(house: House) -> None:
+    house.backend.set_chord_size("first", 3)
+    house.backend.set_chord_size("second", 1)
+    jobs = [
+        house.job("1", "A", chord="first"),
+        house.job("2", "plain", ("next",)),
+        house.job("3", "B", ("next",), chord="first"),
+        house.job("4", "alone", chord="second"),
+    ]
+    late = house.job("5", "late", chord="first", held=False)
+    assert house.finisher.finish([*jobs, late]) == [
+        *[COMMITTED, COMMITTED, COMMITTED, NEEDS_TRACER, FENCED]
+    ]
+    assert [house.stored(f"t{number}") for number in range(1, 6)] == [
+        *["A", "plain", "B", "alone", None]
+    ]
+    assert len(house.queue("next")) == 2
+    assert house.leased() == {"4"}
+    assert house.joined() == []
+    house.replay(jobs[3])
+    assert house.joined() == [[["alone"]]]
+    last = house.job("6", "C", chord="first")
+    assert house.finisher.finish([last]) == [NEEDS_TRACER]
+    house.replay(last)
+    assert sorted(house.joined()) == [[["A", "B", "C"]], [["alone"]]]
+    # Who comes again after that finds the chord over.
+    assert house.finisher.finish([house.job("3", "B", chord="first")]) == [COMMITTED]
+    assert len(house.joined()) == 2
+
+
+def test_part_of_a_chord_that_runs_twice_counts_once(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.backend.set_chord_size("chord", 2)
+    run_many = RedisScripts.run_many
+
+    def lose(scripts: RedisScripts, name: str, calls: Any) -> list[Any]:
+        if name == "finish":
+            raise redis.ConnectionError("killed before the acknowledgement")
+        return run_many(scripts, name, calls)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RedisScripts, "run_many", lose)
+        patched.setattr(atomic_finish, "_patiently", lambda command: command())
+        with pytest.raises(redis.ConnectionError):
+            house.finisher.finish([house.job("1", "A", chord="chord")])
+    assert house.leased() == {"1"}
+    assert house.finisher.finish([house.job("1", "again", chord="chord")]) == [COMMITTED]
+    assert house.stored("t1") == "A"
+    last = house.job("2", "B", chord="chord")
+    assert house.finisher.finish([last]) == [NEEDS_TRACER]
+    house.replay(last)
+    assert house.joined() == [[["A", "B"]]]
+
+
+def test_part_of_a_chord_that_redis_refuses_to_count_is_left_to_celery(house: House) -> None:
+    house.backend.set_chord_size("broken", 2)
+    house.bare.set(house.backend.get_key_for_group("broken", ".j"), "no set")
+    jobs = [house.job("1", "A", chord="broken"), house.job("2", "B")]
+    assert house.finisher.finish(jobs) == [NEEDS_TRACER, COMMITTED]
+    assert house.leased() == {"1"}
 
 
 def test_stored_success_is_not_overwritten(house: House) -> None:

@@ -1,7 +1,7 @@
 """Finishes jobs that the tracer has completed: messages, result and acknowledgement in one step.
 
 If the result backend is another server than the broker, there are two steps: the result first, then
-messages and acknowledgement.
+messages and acknowledgement. Parts of chords take these steps, too, and are counted in between.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,10 +60,18 @@ class AtomicFinisher:
             redis.RedisError: Redis does not answer. It may have finished the jobs; a second call
                 finds that out.
         """
+        statuses: dict[str, CommitStatus] = {}
+        for is_part in (False, True):
+            some = [job for job in jobs if bool(job.outbox.part_calls) == is_part]
+            statuses |= zip((job.lease.token for job in some), self._finish(some), strict=True)
+        return [statuses[job.lease.token] for job in jobs]
+
+    def _finish(self, jobs: Sequence[HeldJob]) -> list[CommitStatus]:
+        """Finishes jobs all or none of which are parts of chords."""
         if not jobs or jobs[0].lease.store.worker == self._unknown:
             return [NEEDS_TRACER] * len(jobs)
         store = jobs[0].lease.store
-        if store.worker != self._elsewhere:
+        if store.worker != self._elsewhere and not jobs[0].outbox.part_calls:
             calls = [self._call(job, self._db, job.outbox.result) for job in jobs]
             answers = self._scripts.run_many("finish", calls)
             if answers[0] is not None:
@@ -72,10 +80,11 @@ class AtomicFinisher:
         return self._finish_in_steps(store, jobs)
 
     def _finish_in_steps(self, store: LeaseStore, jobs: Sequence[HeldJob]) -> list[CommitStatus]:
-        """Finishes jobs whose leases are on another server than their results.
+        """Finishes jobs whose leases are on another server than their results, or parts of chords.
 
         If the worker dies after the first step, the jobs run again. Their results are stored
-        already, and only their messages are left to publish.
+        already, and only their messages are left to publish. A part of a chord counts once, however
+        often it runs; the last one is left to the tracer, which sends the body.
         """
         broker = result_scripts(store.client)
         tokens = [job.lease.token for job in jobs]
@@ -87,6 +96,8 @@ class AtomicFinisher:
         ours = [job for job, digit in zip(jobs, held, strict=True) if digit == ord("1")]
         statuses = dict.fromkeys(tokens, FENCED)
         statuses |= dict.fromkeys(self._store(ours), NEEDS_TRACER)
+        stored = [job for job in ours if statuses[job.lease.token] is FENCED]
+        statuses |= dict.fromkeys(self._count(stored), NEEDS_TRACER)
         ready = [job for job in ours if statuses[job.lease.token] is FENCED]
         calls = [self._call(job, store.db, b"") for job in ready]
         answers = _patiently(lambda: broker.run_many("finish", calls)) if calls else []
@@ -94,8 +105,8 @@ class AtomicFinisher:
             statuses[job.lease.token] = _status(answer)
         # The lease of a job may be gone because an answer was lost: then its result is this one.
         gone = [job for job in jobs if statuses[job.lease.token] is FENCED and job.outbox.result]
-        for job, stored in zip(gone, self._stored(gone), strict=True):
-            if stored == _as_bytes(job.outbox.result):
+        for job, result in zip(gone, self._stored(gone), strict=True):
+            if result == _as_bytes(job.outbox.result):
                 statuses[job.lease.token] = COMMITTED
         return [statuses[token] for token in tokens]
 
@@ -110,6 +121,14 @@ class AtomicFinisher:
             for (token, _), answer in zip(outboxes, answers, strict=True)
             if _status(answer) is NEEDS_TRACER
         ]
+
+    def _count(self, jobs: Sequence[HeldJob]) -> list[str]:
+        """Counts parts of chords; returns the tokens of jobs that are left to the tracer."""
+        calls = [(job.lease.token, call) for job in jobs for call in job.outbox.part_calls]
+        if not calls:
+            return []
+        counted = self._backend.count_parts([call for _, call in calls])
+        return [token for (token, _), done in zip(calls, counted, strict=True) if not done]
 
     def _stored(self, jobs: Sequence[HeldJob]) -> Sequence[Any]:
         keys = [self._key(job.outbox) for job in jobs]

@@ -15,7 +15,7 @@ from celery.states import PENDING, STARTED, SUCCESS
 
 from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import Outbox
-from batchery.redis_scripts import RedisScripts
+from batchery.redis_scripts import RedisScripts, ScriptCall
 from batchery.retry import REFUSALS
 from batchery_worker.commit.server import result_scripts
 from batchery_worker.completion.redis_retry import DeadlineRetry
@@ -31,6 +31,9 @@ STORE_RETRIES = 15
 
 #: Answer of store.lua if it cannot read the result that is stored already.
 UNREADABLE = 2
+
+#: Celery's answer for a part of a chord whose body it has sent already; then it does nothing more.
+IS_OVER = (-1, 0, 0, 0)
 
 #: One of Celery's Lua scripts.
 Script = Callable[..., Any]
@@ -114,6 +117,34 @@ class CompletionRedisBackend(CompletionBackend):
         ):
             super()._set_with_state(key, value, state)
 
+    def on_chord_part_return(self, *args: Any, **options: Any) -> None:
+        """Counts a part of a chord, and sends the body after the last one."""
+        count = partial(super().on_chord_part_return, *args, **options)
+        outbox = _outbox()
+        if outbox is not None and outbox.holds:
+            outbox.hold_part(count)
+        # Where it is held back, Celery's script only notes its call.
+        count()
+
+    def count_parts(self, calls: Sequence[ScriptCall]) -> list[bool]:
+        """Counts parts of chords in one round trip.
+
+        Args:
+            calls: Of Celery's script, from an outbox.
+
+        Returns:
+            Whether each is done with. Else Celery must count it once more, which changes nothing:
+            it was the last part, or was refused.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        script = super()._chord_part_return_script
+        with self.client.pipeline(transaction=False) as pipe:
+            for keys, args in calls:
+                script(keys=keys, args=args, client=pipe)
+            return [_is_counted(answer) for answer in pipe.execute(raise_on_error=False)]
+
     @cached_property
     def _result_scripts(self) -> RedisScripts:
         return result_scripts(self.client)
@@ -183,14 +214,26 @@ def _publish_tag() -> str | None:
 
 def _claim(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:
     """Counts a part of a chord. The last argument is the claim, the fourth answer who holds it."""
-    tag = _publish_tag()
+    tag, outbox = _publish_tag(), _outbox()
     if tag is None:
         return stock(keys=keys, args=args, client=client)
-    count, difference, size, claimed = stock(keys=keys, args=[*args[:-1], tag], client=client)
+    args = [*args[:-1], tag]
+    if outbox is not None and outbox.holds:
+        outbox.part_calls.append((keys, args))
+        return IS_OVER
+    count, difference, size, claimed = stock(keys=keys, args=args, client=client)
     if size and not claimed and count == int(size) + int(difference or 0):
         held = client.get(keys[-1])
         claimed = int(held in (tag, tag.encode()))
     return count, difference, size, claimed
+
+
+def _is_counted(answer: Any) -> bool:
+    """Whether Celery would do nothing more after this answer of its script."""
+    if isinstance(answer, Exception):
+        return False
+    count, difference, size, _ = answer
+    return bool(count == IS_OVER[0] or not size or count != int(size) + int(difference or 0))
 
 
 def _extend(stock: Script, keys: Sequence[Any], args: Sequence[Any], client: Any) -> Any:

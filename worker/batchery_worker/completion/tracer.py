@@ -62,11 +62,10 @@ class Tracer:
     def may_hold(self, call: TaskCall) -> bool:
         """Whether a job's messages and result may be held back, to be written in one step.
 
-        They may if nobody reads them before all are written. A part of a chord is counted by its
-        stored result, so its result may not be held back.
+        They may if nobody reads them before all are written.
         """
         request, lease = call.request, call.lease
-        if request is None or lease is None or (request.embed or {}).get("chord"):
+        if request is None or lease is None:
             return False
         if not self._one_broker or call.publish_tag is None:
             return False
@@ -122,7 +121,7 @@ class Tracer:
         assert completion.held is not None
         outbox, completion.held = completion.held.outbox, None
         try:
-            with completing(JobCompletion()):
+            with completing(JobCompletion(outbox=outbox)):
                 outbox.replay()
         finally:
             _note_dedupe_keys(completion.call, outbox)

@@ -244,10 +244,9 @@ def test_plain_leased_job_may_be_held_back(store: Any) -> None:
         {"lease": None},
         {"is_request": False},
         {"tag": None},
-        {"embed": {"chord": {"task": "sum"}}},
         {"task": HOOKED},
     ],
-    ids=["no lease", "no request", "no tag", "part of a chord", "hooks"],
+    ids=["no lease", "no request", "no tag", "hooks"],
 )
 def test_job_that_others_may_look_at_is_not_held_back(store: Any, changes: Any) -> None:
     call = call_of(redis_app, "j", **{"lease": LeaseHandle(store, "7"), **changes})
