@@ -299,6 +299,19 @@ def test_only_a_job_s_own_result_is_held_back(house: House) -> None:
     assert json.loads(outbox.result)["result"] == 2
 
 
+@pytest.mark.parametrize("conf", [{}, {"result_failure_expires": 50}], ids=str)
+def test_failures_expire_when_the_app_says(url: str, bare: Any, conf: dict[str, Any]) -> None:
+    app = install(Celery("expire", broker=url, backend=url, set_as_current=False))
+    app.conf.update({"result_expires": 100, **conf})
+    backend: Any = for_completion(app.backend)
+    backend.mark_as_failure("failed", ValueError("bad"))
+    backend.mark_as_done("done", 1)
+    longest_s = conf.get("result_failure_expires", 100)
+    assert longest_s - 10 < bare.ttl("celery-task-meta-failed") <= longest_s
+    assert 90 < bare.ttl("celery-task-meta-done") <= 100
+    app.close()
+
+
 def test_a_success_that_comes_between_looking_and_writing_is_kept(house: House) -> None:
     look = house.backend._get_task_meta_for
 

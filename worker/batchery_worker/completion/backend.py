@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from celery.backends.redis import RedisBackend
-from celery.states import PENDING, STARTED, SUCCESS
+from celery.states import FAILURE, PENDING, STARTED, SUCCESS
 
 from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import Outbox
@@ -110,7 +110,8 @@ class CompletionRedisBackend(CompletionBackend):
         if not is_result or len(value) > self._MAX_STR_VALUE_SIZE:
             super()._set_with_state(key, value, state)
             return
-        stored = self._result_scripts.run("store", [key], value, int(self.expires or 0))
+        expires_s = self.failure_expires if state == FAILURE else self.expires
+        stored = self._result_scripts.run("store", [key], value, int(expires_s or 0))
         # The script reads only JSON. Celery's decoders can read results of other serializers.
         if stored == UNREADABLE and (
             super()._get_task_meta_for(self._strip_prefix(key))["status"] != SUCCESS
