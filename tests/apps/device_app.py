@@ -1,6 +1,8 @@
 """An app for real device processes: tasks and models that do as their items say."""
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from celery import Celery
@@ -25,6 +27,16 @@ def owners(self: BatchTask, items: list[Any]) -> list[Any]:
     if "raise" in items:
         raise LookupError("raise")
     return [[job.id, list(job.items), job.args] for job in self.request.per_item]
+
+
+@app.task(base=BatchTask, shared=False)
+def nap(items: list[tuple[str, float]]) -> list[None]:
+    """Sleeps; says by a file, if one is named, that it has begun."""
+    for begun, seconds in items:
+        if begun:
+            Path(begun).touch()
+        time.sleep(seconds)
+    return [None for _ in items]
 
 
 class Lengths(Model):

@@ -34,6 +34,7 @@ from batchery_worker.ipc.messages import (
     dump_message,
     load_reply,
 )
+from support.harness import wait_for
 
 TESTS = str(Path(__file__).resolve().parents[1])
 backend = Celery("parent", broker="memory://", set_as_current=False).backend
@@ -191,6 +192,20 @@ def test_a_model_that_is_loaded_late_runs(device: Process) -> None:
 def test_a_device_leaves_when_its_pipe_closes() -> None:
     with started(setup(load=[])) as process:
         assert isinstance(process.read(), Ready)
+        assert process.close() == 0
+
+
+@pytest.mark.parametrize("runs_before", [0, 1], ids=["first", "after a short one"])
+def test_a_device_leaves_in_the_midst_of_a_batch(tmp_path: Path, runs_before: int) -> None:
+    """Whether it reads ahead meanwhile, or has learned that this is not worth while."""
+    begun = tmp_path / "begun"
+    with started(setup(load=[])) as process:
+        assert isinstance(process.read(), Ready)
+        for _ in range(runs_before):
+            process.run("apps.device_app.nap", [("a", [("", 0.0)], False)])
+        jobs = [("b", [(str(begun), 60.0)], False)]
+        write_frame(process.end, dump_message(Work(1, "apps.device_app.nap", {}, jobs, 64, None)))
+        wait_for(begun.exists, "the batch runs")
         assert process.close() == 0
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import redis
 from kombu.utils.encoding import bytes_to_str
 
-from batchery.redis_scripts import script_text
+from batchery.redis_scripts import packed, script_text
 from batchery.transport.codec import read_json
 from batchery.transport.dead_letters import dead_letter_malformed
 from batchery.transport.lease_store import LeaseStore
@@ -72,6 +72,21 @@ class Part(NamedTuple):
     queue: str
     #: First priority of the class.
     level: int
+
+
+class Question(NamedTuple):
+    """All that decides which words a drain has."""
+
+    worker: str
+    #: Maximum number of messages.
+    free: int
+    limits: tuple[tuple[Part, int], ...]
+    #: What the worker could begin of all queues, and of each; empty where nobody tells of its jobs.
+    capacity: Capacity
+    capacities: Mapping[str, Capacity]
+    leaves_rest: bool
+    #: Whether Redis is asked to tell of changes, too.
+    watches: bool
 
 
 class Inbox:
@@ -202,8 +217,10 @@ class Drain:
         self._lease_store = lease_store
         self._inbox = inbox
         self._sha = ""
-        self._commands: tuple[Any, ...] = ()
-        self._packed: list[bytes] = []
+        self._question: Question | None = None
+        self._packed = b""
+        #: The parts of each queue.
+        self._parts: dict[str, Sequence[Part]] = {}
         #: Keys that the last drain asked, in order.
         self.keys: tuple[str, ...] = ()
         #: Whether the last drain left out queues that had their share, or jobs for other workers.
@@ -227,6 +244,7 @@ class Drain:
     def prepare(self, connection: Any) -> None:
         """Prepares a fresh connection: Redis must tell it of changes, and know the script."""
         self.forget_entry()
+        self._question = None
         # Only keys asked for by CLIENT CACHING are tracked: the script reads heartbeats as well.
         connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
         connection.read_response()
@@ -235,7 +253,7 @@ class Drain:
 
     def ask(self, connection: Any) -> bool:
         """Sends the question, whose answer is the script's; False if no queue may give anything."""
-        channel, keys = self._channel, self._lease_store.keys
+        channel = self._channel
         free = min(channel.qos.free, channel.drain_messages)
         all_limits = self._limits(free)
         limits = {part: limit for part, limit in all_limits.items() if limit > 0}
@@ -244,6 +262,29 @@ class Drain:
         self._lease_store.flush()
         self._queues = frozenset(channel.active_queues)
         self.left_some_out = len(limits) < len(all_limits)
+        self._wanted = min(free, sum(limits.values()))
+        self.watches = not self._brought_much
+        question = Question(
+            self._lease_store.worker, free, tuple(limits.items()), *self._workload(), self.watches
+        )
+        if question != self._question:
+            # An idle worker asks the same again and again, each time in a hurry.
+            self._packed = packed(*self._commands(question, limits))
+            self._question = question
+        self._told_capacity = question.capacity
+        connection.send_packed_command((self._packed,))
+        return True
+
+    def _workload(self) -> tuple[Capacity, Mapping[str, Capacity], bool]:
+        """What this worker could begin, also by queue, and whether it leaves the rest to others."""
+        workload = self._channel.workload
+        if workload is None:
+            return Capacity(), {}, False
+        capacities = {queue: workload.capacity_for(queue) for queue in self._channel.active_queues}
+        return workload.capacity(), capacities, workload.leaves_rest
+
+    def _commands(self, question: "Question", limits: Mapping[Part, int]) -> list[tuple[Any, ...]]:
+        channel, keys = self._channel, self._lease_store.keys
         numbers = {part: number for number, part in enumerate(limits, 1)}
         queues = list(dict.fromkeys(part.queue for part in limits))
         lists = [
@@ -258,38 +299,31 @@ class Drain:
             *("EVALSHA", self._sha, len(fixed) + len(self.keys)),
             *fixed,
             *self.keys,
-            *(self._lease_store.worker, free, MAX_DRAIN_BYTES),
-            *self._arguments(limits, queues),
+            *(question.worker, question.free, MAX_DRAIN_BYTES),
+            *self._arguments(question, limits, queues),
             *(number for _, number in lists),
         )
-        self._wanted = min(free, sum(limits.values()))
-        self.watches = not self._brought_much
         # Both in one round trip: a lonely job's worker waits again before the job is on its device.
-        commands = (script, *self._watching()) if self.watches else (script,)
-        if commands != self._commands:
-            # An idle worker asks the same again and again, each time in a hurry.
-            self._commands, self._packed = commands, connection.pack_commands(commands)
-        connection.send_packed_command(self._packed)
-        return True
+        return [script, *self._watching()] if question.watches else [script]
 
-    def _arguments(self, limits: Mapping[Part, int], queues: Sequence[str]) -> list[Any]:
+    def _arguments(
+        self, question: "Question", limits: Mapping[Part, int], queues: Sequence[str]
+    ) -> list[Any]:
         """The script's arguments: the entry of this worker, and what each part may give.
 
         Each part has two limits: the second one counts while others wait for its queue.
         """
-        channel, workload = self._channel, self._channel.workload
+        channel, capacities = self._channel, question.capacities
         first_step, name = channel.priority_steps[0], self._lease_store.keys.queue
         first_keys = {queue: name(channel._q_for_pri(queue, first_step)) for queue in queues}
         at_once, towards_others = sum(limits.values()), dict(limits)
         self._entry = ""
-        if workload is not None:
-            self._told_capacity = workload.capacity()
-            capacities = {queue: workload.capacity_for(queue) for queue in queues}
+        if capacities:
             self._entry = entry_of(
-                self._told_capacity, {first_keys[queue]: capacities[queue] for queue in queues}
+                question.capacity, {first_keys[queue]: capacities[queue] for queue in queues}
             )
-            if workload.leaves_rest:
-                at_once = self._told_capacity.total
+            if question.leaves_rest:
+                at_once = question.capacity.total
                 towards_others = {part: capacities[part.queue].total for part in limits}
         parts = [
             (limit, towards_others[part], first_keys[part.queue]) for part, limit in limits.items()
@@ -353,22 +387,17 @@ class Drain:
 
     def _limits(self, free: int) -> dict[Part, int]:
         """How many messages each part may give, in the order in which queues take turns."""
-        channel = self._channel
-        parts = [
-            part
-            for queue in channel._queue_cycle.consume(len(channel.active_queues))
-            for part in dict.fromkeys(
-                part_of(channel, queue, step) for step in channel.priority_steps
-            )
-        ]
+        channel, leases = self._channel, self._lease_store.leases
+        queues = channel._queue_cycle.consume(len(channel.active_queues))
+        parts = [part for queue in queues for part in self._parts_of(queue)]
         held: Counter[Part] = Counter()
         scheduled = 0
-        if channel.class_levels or channel.queue_prefetch:
-            for key, count in self._lease_store.leases.by_key().items():
+        if leases and (channel.class_levels or channel.queue_prefetch):
+            for key, count in leases.by_key().items():
                 held[self._inbox.part_of(key)] += count
             for token in scheduled_tokens():
                 # Celery raises its own count for these, as they may wait for days.
-                if lease := self._lease_store.leases.get(token):
+                if lease := leases.get(token):
                     held[self._inbox.part_of(lease.key)] -= 1
                     scheduled += 1
         limits = dict.fromkeys(parts, free)
@@ -380,6 +409,13 @@ class Drain:
                 if (limit := workload.limit_for(part.queue, part.level)) is not None:
                     limits[part] = min(known, limit)
         return limits
+
+    def _parts_of(self, queue: str) -> Sequence[Part]:
+        if queue not in self._parts:
+            steps = self._channel.priority_steps
+            parts = dict.fromkeys(part_of(self._channel, queue, step) for step in steps)
+            self._parts[queue] = tuple(parts)
+        return self._parts[queue]
 
     def _maximum(self, part: Part, scheduled: int) -> int | None:
         """How many unsettled messages of a part this worker may hold; None for no limit."""

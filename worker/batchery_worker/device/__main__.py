@@ -1,7 +1,8 @@
 """The device process: one per device, spawned, and the only one that imports torch.
 
-Three threads work on three batches: `prepare` reads and tokenizes the next one, the main thread
-runs the forward passes, `commit` encodes and sends the last one. Between two passes the main thread
+Three threads work on three batches: one reads and tokenizes the next one, the main thread runs the
+forward passes, `commit` encodes and sends the last one. A device with nothing else to do leaves all
+of that to the main thread. Between two passes the main thread
 looks whether an urgent batch has come, and runs it first. The process ends with its parent, and
 with any of its threads. The parent runs again what the process had not answered.
 """
@@ -31,6 +32,7 @@ from batchery_worker.cache.store import ResultCache
 from batchery_worker.commit.committer import RedisCommitter
 from batchery_worker.commit.server import broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
+from batchery_worker.device.intake import Intake
 from batchery_worker.device.loading import (
     check_device,
     find_task,
@@ -63,6 +65,10 @@ logger = logging.getLogger("batchery.device")
 #: How often the parent is told how much memory the models take, in seconds.
 REPORT_S = 1.0
 
+#: From how long on a batch is worth a second thread, which prepares the next one meanwhile; to wake
+#: that thread takes 0.1 ms.
+LONG_MS = 2.0
+
 #: Exit code after the failure of a thread; the parent treats it like any other death.
 EX_SOFTWARE = 70
 
@@ -90,10 +96,10 @@ class Device:
         self._telling = threading.Lock()
         #: The batch whose function runs.
         self.current: Work | None = None
-        # These queues have no limit: the parent sends at most `DEVICE_DEPTH` batches, and an urgent
-        # one. With a limit, the reader of a queue wakes up after 20 us instead of 6.
-        self._prepared: queue.SimpleQueue[Prepared] = queue.SimpleQueue()
-        #: Batches that the main thread has taken from that queue, in the order in which they run.
+        self._intake = Intake(end, self._prepare)
+        #: How long the last batch of each task took.
+        self._lasted_ms: dict[str, float] = {}
+        #: Batches that the main thread has taken in, in the order in which they run.
         self._ahead: deque[Prepared] = deque()
         self._computed: queue.SimpleQueue[Computed] = queue.SimpleQueue()
         self._served: dict[str, ServedModel] = {}
@@ -111,6 +117,7 @@ class Device:
         #: Known after the first model: batch functions may not need torch.
         self._memory = Memory()
         self._reuse: SingleFlight
+        self._started: StartedStates
 
     def start(self, setup: Setup) -> Ready:
         """Imports the app, loads the models and warms them up.
@@ -123,6 +130,7 @@ class Device:
         self._name = setup.device
         self._app = import_app(setup)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
+        self._started = StartedStates(self._app)
         # Celery's own pools send it in each process: apps open their clients and profilers here.
         signals.worker_process_init.send(sender=None)
         for name in setup.load:
@@ -142,18 +150,21 @@ class Device:
             write_frame(self._end, frame)
 
     def run(self) -> None:
-        """Works until the process is told to leave, which happens on the prepare thread."""
+        """Works until the process is told to leave, which ends it at once."""
         self._committer = RedisCommitter(
             self._app.backend, partial(broker_client, self._app), self._tell_waiting
         )
-        for stage in (self._prepare, self._commit):
+        for stage in (self._intake.run, self._commit):
             threading.Thread(target=_or_die, args=(stage,), daemon=True).start()
         loop = EventLoop()
         while True:
             self._look_ahead()
-            batch = self._ahead.popleft() if self._ahead else self._prepared.get()
+            batch = self._ahead.popleft() if self._ahead else self._intake.take()
+            if self._lasted_ms.get(batch.work.task, LONG_MS) >= LONG_MS:
+                self._intake.read_ahead()
             computed = self._forward(batch, loop.run)
-            if self._given == self._answered and not self._ahead and self._prepared.empty():
+            self._lasted_ms[batch.work.task] = computed.forward_ms
+            if self._given == self._answered and not self._ahead and self._intake.is_empty:
                 # There is nothing else to do meanwhile, and another thread would start later.
                 self._answer(computed)
             else:
@@ -161,10 +172,10 @@ class Device:
                 self._computed.put(computed)
 
     def _look_ahead(self) -> None:
-        """Takes all batches that are prepared; an urgent one goes to the front."""
+        """Takes all batches that have arrived; an urgent one goes to the front."""
         with suppress(queue.Empty):
             while True:
-                batch = self._prepared.get_nowait()
+                batch = self._intake.take_arrived()
                 if batch.work.urgent:
                     self._ahead.appendleft(batch)
                 else:
@@ -181,22 +192,17 @@ class Device:
             self._computed.put(computed)
             self._look_ahead()
 
-    def _prepare(self) -> None:
-        started = StartedStates(self._app)
-        while True:
-            try:
-                work: Work = load_message(read_frame(self._end))
-            except EOFError:
-                # The parent is gone or ends this process. A forward pass may run: do not wait.
-                os._exit(0)
-            started_s = time.perf_counter()
-            served = self._served.get(work.task)
-            items, deduped = self._choose(work, served)
-            # Before the function, which may set states of its own.
-            started.store(work)
-            prepared_s = time.perf_counter()
-            prepare_ms = (prepared_s - started_s) * 1e3
-            self._prepared.put(Prepared(work, items, served, deduped, prepare_ms, prepared_s))
+    def _prepare(self, frame: bytes) -> Prepared:
+        """Makes a batch of a message; on either of two threads, never on both at once."""
+        work: Work = load_message(frame)
+        started_s = time.perf_counter()
+        served = self._served.get(work.task)
+        items, deduped = self._choose(work, served)
+        # Before the function, which may set states of its own.
+        self._started.store(work)
+        prepared_s = time.perf_counter()
+        prepare_ms = (prepared_s - started_s) * 1e3
+        return Prepared(work, items, served, deduped, prepare_ms, prepared_s)
 
     def _choose(
         self, work: Work, served: ServedModel | None

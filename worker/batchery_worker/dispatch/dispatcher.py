@@ -434,8 +434,9 @@ class Dispatcher:
         )
         sent = replace(batch, jobs=jobs)
         dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent)
-        dispatched.note = note_begin(jobs, alone=batch.alone)
         self._supervisor.send(device, work, dispatched)
+        # Behind the batch, which waits for nothing: a job that kills this worker takes longer.
+        dispatched.note = note_begin(jobs, alone=batch.alone)
         for job in jobs:
             self._in_flight.add(job.payload, device.pid)
 

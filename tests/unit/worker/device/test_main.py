@@ -72,7 +72,7 @@ def forward(device: Any, batch: Prepared) -> list[Any]:
 
 
 def test_next_batch_is_started_behind_the_last_pass(device: Any, model: Launched) -> None:
-    device._prepared.put(batch(model, [9, 9, 1]))
+    device._intake._ready.put(batch(model, [9, 9, 1]))
     assert forward(device, batch(model, [5, 5, 4, 4])) == [50, 50, 40, 40]
     assert model.log == [
         *("forward [5, 5]", "forward [4, 4]", "results [5, 5]"),
@@ -90,7 +90,7 @@ def test_device_does_not_wait_for_a_next_batch(device: Any, model: Launched) -> 
 
 
 def test_batch_with_single_flight_is_not_started_early(device: Any, model: Launched) -> None:
-    device._prepared.put(batch(model, [9], deduped=DedupedBatch([None], {})))
+    device._intake._ready.put(batch(model, [9], deduped=DedupedBatch([None], {})))
     assert forward(device, batch(model, [5])) == [50]
     assert device._ahead[0].items == [9]
     assert model.log == ["forward [5]", "results [5]"]
@@ -98,7 +98,7 @@ def test_batch_with_single_flight_is_not_started_early(device: Any, model: Launc
 
 def test_model_without_lookahead_takes_turns(device: Any, model: Launched) -> None:
     model.passes_ahead = 0
-    device._prepared.put(batch(model, [9]))
+    device._intake._ready.put(batch(model, [9]))
     assert forward(device, batch(model, [5])) == [50]
     assert not device._ahead
     assert model.log == ["forward [5]", "results [5]"]
@@ -117,12 +117,12 @@ def test_urgent_batch_runs_between_two_passes(device: Any, model: Launched) -> N
     bulk, behind = batch(model, [5, 5, 4, 4, 3, 3]), batch(model, [9])
     urgent = batch(model, [1], urgent=True)
     urgent.served = bulk.served
-    device._prepared.put(behind)
+    device._intake._ready.put(behind)
 
     def forward_and_hear(*args: Any) -> list[int]:
         if len(model.log) == 1:
             # It comes while the first pass runs.
-            device._prepared.put(urgent)
+            device._intake._ready.put(urgent)
         return Launched.forward(model, *args)
 
     model.forward = forward_and_hear  # type: ignore[method-assign, assignment]
@@ -142,6 +142,6 @@ def test_urgent_batch_runs_between_two_passes(device: Any, model: Launched) -> N
 
 def test_urgent_batch_goes_before_those_that_are_prepared(device: Any, model: Launched) -> None:
     for prepared in (batch(model, [9]), batch(model, [8], urgent=True)):
-        device._prepared.put(prepared)
+        device._intake._ready.put(prepared)
     device._look_ahead()
     assert [each.items for each in device._ahead] == [[8], [9]]

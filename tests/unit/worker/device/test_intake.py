@@ -1,0 +1,110 @@
+"""Batches are read by whoever has time: none is lost, and they keep their order."""
+
+import queue
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from batchery_worker.device.intake import Intake
+from support.harness import wait_for
+
+Read = tuple[int, threading.Thread]
+
+
+class Parent:
+    """The other end of the pipe, and the device's intake with its thread."""
+
+    def __init__(self, end: socket.socket, other: socket.socket) -> None:
+        self.end = other
+        self.reading = 0
+        self.intake: Intake[Read] = Intake(end, self.prepare)
+        threading.Thread(target=self.intake.run, daemon=True).start()
+
+    def send(self, number: int) -> None:
+        frame = str(number).encode()
+        self.end.sendall(struct.pack(">Q", len(frame)) + frame)
+
+    def prepare(self, frame: bytes) -> Read:
+        self.reading += 1
+        assert self.reading == 1
+        time.sleep(0)
+        self.reading -= 1
+        return int(frame), threading.current_thread()
+
+
+@pytest.fixture
+def parent() -> Iterator[Parent]:
+    one, other = socket.socketpair()
+    # They stay open: at the end of the file the intake ends the process.
+    yield Parent(one, other)
+    kept.append((one, other))
+
+
+kept: list[tuple[socket.socket, socket.socket]] = []
+
+
+def test_lonely_batches_are_read_by_the_main_thread(parent: Parent) -> None:
+    for number in range(5):
+        later = threading.Timer(0.05, parent.send, (number,))
+        later.start()
+        assert parent.intake.take() == (number, threading.current_thread())
+        later.join()
+
+
+def test_batches_that_come_meanwhile_are_read_by_the_other_thread(parent: Parent) -> None:
+    parent.send(1)
+    assert parent.intake.take() == (1, threading.current_thread())
+    parent.intake.read_ahead()
+    parent.send(2)
+    parent.send(3)
+    wait_for(lambda: parent.intake._ready.qsize() == 2, "both are prepared")
+    number, thread = parent.intake.take_arrived()
+    assert number == 2
+    assert thread is not threading.current_thread()
+    assert not parent.intake.is_empty
+    assert parent.intake.take()[0] == 3
+    # The other one reads until this one waits.
+    parent.send(4)
+    assert parent.intake.take()[0] == 4
+    assert parent.intake.is_empty
+
+
+def test_a_thread_that_does_not_wait_sees_what_has_arrived(parent: Parent) -> None:
+    intake = parent.intake
+    assert intake.is_empty
+    with pytest.raises(queue.Empty):
+        intake.take_arrived()
+    parent.send(1)
+    assert not intake.is_empty
+    assert intake.take_arrived() == (1, threading.current_thread())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_batches_keep_their_order_whoever_reads_them(parent: Parent, seed: int) -> None:
+    chance = random.Random(seed)
+    count = 2000
+    pauses_s = [chance.choice((0, 0, 0, 1e-5, 1e-4, 1e-3)) for _ in range(2 * count)]
+
+    def send() -> None:
+        for number in range(count):
+            parent.send(number)
+            time.sleep(pauses_s[number])
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    taken, readers = [], set()
+    for number in range(count):
+        batch, reader = parent.intake.take()
+        taken.append(batch)
+        readers.add(reader)
+        if chance.random() < 0.5:
+            parent.intake.read_ahead()
+        time.sleep(pauses_s[count + number])
+    sender.join()
+    assert taken == list(range(count))
+    assert len(readers) == 2
