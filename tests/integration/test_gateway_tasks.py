@@ -52,11 +52,17 @@ def start_shop(start_gateway: StartGateway, worker: Worker, redis_url: str) -> A
     return start
 
 
-@pytest.fixture(scope="module")
-def gateway(start_shop: Any) -> Iterator[GatewayProcess]:
-    """Serves two callers."""
+@pytest.fixture(scope="module", autouse=True)
+def _client() -> Iterator[None]:
     with CLIENT:
-        yield start_shop()
+        yield
+
+
+@pytest.fixture(scope="module")
+def gateway(start_shop: Any) -> GatewayProcess:
+    """Serves two callers."""
+    gateway: GatewayProcess = start_shop()
+    return gateway
 
 
 def call(
