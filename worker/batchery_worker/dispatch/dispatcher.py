@@ -434,9 +434,10 @@ class Dispatcher:
         )
         sent = replace(batch, jobs=jobs)
         dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent)
-        self._supervisor.send(device, work, dispatched)
-        # Behind the batch, which waits for nothing: a job that kills this worker takes longer.
+        # Before the batch: on a busy machine a job may have killed this worker by the time that it
+        # goes on.
         dispatched.note = note_begin(jobs, alone=batch.alone)
+        self._supervisor.send(device, work, dispatched)
         for job in jobs:
             self._in_flight.add(job.payload, device.pid)
 
