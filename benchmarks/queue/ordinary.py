@@ -22,7 +22,7 @@ from benchmarks.queue.runs import Sample, run_in_turn
 from benchmarks.queue.systems import CELERY, WORKER, System
 
 MODULE = "benchmarks.peers.ordinary_tasks"
-POOLS = ("prefork", "threads")
+POOLS = ("prefork", "threads", "solo", "gevent")
 CONCURRENCIES = (1, 2, 8)
 
 #: Kind of task -> jobs per round, as a multiple of what was asked for.
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1000, help="per row and round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--pools", nargs="+", choices=POOLS, default=POOLS)
+    parser.add_argument("--pools", nargs="+", choices=POOLS, default=POOLS[:2])
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     options = parser.parse_args()
     cases = list(itertools.product(options.kinds, options.pools, CONCURRENCIES))

@@ -11,7 +11,9 @@ from redis import Redis
 
 from batchery import BatchTask, Failed, Replace, RetryAfter, install
 
-app = install(Celery("canvas", set_as_current=False))
+app = Celery("canvas", set_as_current=False)
+if os.environ.get("INSTALL", "1") == "1":
+    install(app)
 app.conf.update(
     worker_hijack_root_logger=False,
     broker_connection_retry_on_startup=True,

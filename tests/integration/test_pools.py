@@ -1,9 +1,10 @@
-"""The same tasks on pools of green threads: batches of one; and our pool where no broker is."""
+"""Devices beside green threads, and our pool where no broker is."""
 
 import importlib.util
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -14,22 +15,43 @@ from support.harness import TESTS
 TIMEOUT_S = 30
 
 
-@pytest.mark.parametrize("pool", ["gevent", "eventlet"])
-def test_green_threads_run_batches_of_one(
-    start_worker: StartWorker, redis_url: str, pool: str
-) -> None:
+@pytest.fixture(params=["gevent", "eventlet"])
+def green_threads(request: pytest.FixtureRequest, redis_url: str) -> str:
+    """Name of the pool."""
+    pool = str(request.param)
     if importlib.util.find_spec(pool) is None:
         pytest.skip(f"{pool} is not installed")
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    worker = start_worker("apps.shop", "-P", pool, "-c", "8")
-    assert "one job at a time" in worker.log
-    assert worker.devices() == []
+    return pool
+
+
+def test_green_threads_have_devices_beside_them(
+    start_worker: StartWorker, green_threads: str
+) -> None:
+    worker = start_worker("apps.shop", "-P", green_threads, "-c", "8")
+    assert len(worker.devices()) == 1
     results = shop.batch_of.submit_many(range(8), {"pause_s": 0.1}).get(timeout=TIMEOUT_S)
-    assert [each["mates"] for each in results] == [[number] for number in range(8)]
+    # While the first batch runs, the others become one.
+    assert max(len(each["mates"]) for each in results) > 1
     assert shop.asynchronous.submit_many(["ab"] * 8).get(timeout=TIMEOUT_S) == ["ba"] * 8
-    slow = shop.lazy_asynchronous.submit_many([0.1] * 8)
-    assert slow.get(timeout=TIMEOUT_S) == [0.1] * 8
     assert (shop.increment.s(1) | shop.increment.s()).delay().get(timeout=TIMEOUT_S) == 3
+    with pytest.raises(KeyError):
+        shop.nasty.delay("raise").get(timeout=TIMEOUT_S)
+    assert worker.stop() == 0
+
+
+def test_no_timer_moves_work_on_in_green_threads(
+    start_worker: StartWorker, green_threads: str
+) -> None:
+    """A worker without an event loop looks into its queues once a second."""
+    start_worker("apps.shop", "-P", green_threads, "-c", "1")
+    began_s = time.monotonic()
+    for number in range(20):
+        assert shop.increment.delay(number).get(timeout=TIMEOUT_S) == number + 1
+    # Far more than the worker may hold at a time.
+    results = [shop.double.delay(number) for number in range(100)]
+    assert [each.get(timeout=TIMEOUT_S) for each in results] == list(range(0, 200, 2))
+    assert time.monotonic() - began_s < 15
 
 
 #: Runs in a process of its own: a worker leaves its marks on the one that it was in.

@@ -19,11 +19,10 @@ def batching(start_module_worker: StartWorker) -> Worker:
 
 
 @pytest.fixture(scope="module")
-def green_threads(start_module_worker: StartWorker) -> Worker:
-    """The same tasks on a pool that has no devices beside it: batches of one."""
-    pytest.importorskip("gevent")
-    env = {"DEFAULT_QUEUE": "green"}
-    worker = start_module_worker("apps.canvas", "-P", "gevent", "-c", "4", env=env)
+def alone(start_module_worker: StartWorker) -> Worker:
+    """The same tasks in a worker whose app has installed nothing: batches of one."""
+    env = {"DEFAULT_QUEUE": "alone", "INSTALL": "0"}
+    worker = start_module_worker("apps.canvas", "-P", "threads", "-c", "4", env=env)
     assert worker.devices() == []
     return worker
 
@@ -33,10 +32,10 @@ def _app(redis_url: str) -> None:
     canvas.app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
-@pytest.fixture(params=["celery", "green"])
+@pytest.fixture(params=["celery", "alone"])
 def queue(request: pytest.FixtureRequest) -> str:
     """The queue of a worker with a device, and of one without."""
-    request.getfixturevalue("batching" if request.param == "celery" else "green_threads")
+    request.getfixturevalue("batching" if request.param == "celery" else "alone")
     return str(request.param)
 
 

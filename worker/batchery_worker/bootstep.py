@@ -75,12 +75,6 @@ class BatchStep(_Step):  # type: ignore[misc]
         tasks = [task for task in all_tasks if is_served(task)]
         if not tasks:
             return
-        if worker.pool.is_green:
-            logger.warning(
-                "pool %s runs batch tasks one job at a time; choose another one to batch",
-                type(worker.pool).__module__,
-            )
-            return
         if worker.app.conf.worker_disable_prefetch:
             raise SettingsError(
                 "worker_disable_prefetch lets no batch grow beyond the concurrency;"

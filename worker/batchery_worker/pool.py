@@ -28,12 +28,18 @@ class PrivateHub:
     """Runs a hub on a thread."""
 
     def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self._thread = threading.Thread(target=hub.run_forever, name="batchery-hub", daemon=True)
+        self._hub: Any = hub
+        self._thread = threading.Thread(target=self._run, name="batchery-hub", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
+
+    def _run(self) -> None:
+        # The main thread has turned this loop until the devices were ready. The loop would not wake
+        # up for calls from the thread that it takes for its own.
+        self._hub._loop_thread = threading.get_ident()
+        self._hub.run_forever()
 
     def stop(self) -> None:
         """Ends the loop after what it is doing, and the thread with it."""

@@ -44,9 +44,11 @@ class Transport(_Transport):  # type: ignore[misc]
         loop.on_tick.add(cycle.flush)
 
     def wake(self) -> None:
-        """Lets the event loop turn once more before it sleeps; from any thread."""
+        """Lets the worker ask for messages once more before it sleeps; from any thread."""
         if self._loop is not None:
             self._loop.call_soon(_do_nothing)
+        else:
+            self.cycle.wake()
 
     def _collect(self, connection: Any) -> None:
         """Leaves a connection that broke, and keeps its leases; the name is kombu's."""

@@ -1,10 +1,13 @@
 """Waits for the connections of all channels; for those that lease, it does a little more."""
 
+import contextlib
+import socket
 from queue import Empty
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from kombu.transport.redis import MultiChannelPoller
+from kombu.utils.eventio import READ
 
 from batchery.transport.consume import refusals_as_lost_connection
 
@@ -23,6 +26,8 @@ class Poller(_Poller):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._swept_s = monotonic()
+        #: Interrupts `get`: a socket to wait for, and one to write to. None where a loop waits.
+        self._waker: tuple[socket.socket, socket.socket] | None = None
 
     def on_poll_start(self) -> None:
         """Asks for more messages where there is room, before the loop waits."""
@@ -63,6 +68,7 @@ class Poller(_Poller):  # type: ignore[misc]
             super().get(callback, timeout)
             return
         before = self._handed_over()
+        self._listen_to_wakes()
         self.flush()
         try:
             super().get(
@@ -75,6 +81,31 @@ class Poller(_Poller):  # type: ignore[misc]
             # On a new connection, messages may have come without an event.
             if self._handed_over() == before:
                 raise
+
+    def wake(self) -> None:
+        """Ends the wait of `get`, which then asks for messages again; from any thread."""
+        if self._waker is not None:
+            with contextlib.suppress(OSError):
+                self._waker[1].send(b"\0")
+
+    def close(self) -> None:
+        """Leaves all channels."""
+        if self._waker is not None:
+            self.poller.unregister(self._waker[0])
+            for end in self._waker:
+                end.close()
+            self._waker = None
+        super().close()
+
+    def _listen_to_wakes(self) -> None:
+        """Has the next wait end at a wake; what came before need not be waited for."""
+        if self._waker is None:
+            self._waker = socket.socketpair()
+            for end in self._waker:
+                end.setblocking(False)
+            self.poller.register(self._waker[0], READ)
+        with contextlib.suppress(OSError):
+            self._waker[0].recv(4096)
 
     def _handed_over(self) -> int:
         return sum(each.inbox.count for each in self._channels if each.lease_store is not None)

@@ -159,22 +159,12 @@ class GreenPool(SoloPool):
     is_green = True
 
 
-def test_green_pool_is_left_alone_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    app = make_app()
-    add_task(app)
-    worker = Worker(app, pool=GreenPool)
-    prepare(worker)
-    assert worker.prefetch_multiplier == 4
-    assert isinstance(worker.pool, GreenPool)
-    assert "runs batch tasks one job at a time" in caplog.text
-
-
 def ordinary_pool(worker: Worker) -> Any:
     assert isinstance(worker.pool, HybridPool)
     return worker.pool._ordinary
 
 
-@pytest.mark.parametrize("pool", [PreforkPool, SoloPool, BatchPool])
+@pytest.mark.parametrize("pool", [PreforkPool, SoloPool, BatchPool, GreenPool])
 def test_ordinary_tasks_keep_the_pool_that_was_chosen(pool: type) -> None:
     app = make_app()
     add_task(app)

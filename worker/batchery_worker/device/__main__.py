@@ -336,6 +336,8 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
     """
     leave_signals_to_parent()
     end = socket.socket(fileno=descriptor)
+    # A parent on green threads has made it non-blocking.
+    end.setblocking(True)
     try:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
@@ -344,6 +346,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
     handler: logging.Handler = logging.StreamHandler()
     if log_descriptor is not None:
         log = socket.socket(fileno=log_descriptor)
+        log.setblocking(True)
         handler = ForwardingHandler(setup.device, log, lambda: device.current)
     forward_logs(handler, setup.log_levels)
     try:
