@@ -2,8 +2,10 @@
 
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -85,10 +87,11 @@ class Storage:
         """Opens a file for reading; None if there is none."""
         with self._reaching(name):
             try:
-                opened: BinaryIO = self._files.open(self._path(name), "rb")
+                opened = self._files.open(self._path(name), "rb")
             except FileNotFoundError:
                 return None
-        return opened
+        # Files of fsspec's own cannot read a line up to a maximum.
+        return opened if self._is_local else BufferedReader(opened, CHUNK_BYTES)
 
     def write(self, name: str, content: bytes) -> None:
         """Writes a file, in place of one that is there."""
@@ -96,14 +99,22 @@ class Storage:
             file.write(content)
 
     @contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
+    def create(self, name: str) -> Iterator["WrittenFile"]:
         """A file to write, which replaces one of its name when the block ends without an error."""
         path = self._path(name)
         with self._reaching(name):
             self._make_folder(path.rpartition("/")[0])
-            writing = self._writing_here(path) if self._is_local else self._writing_there(path)
-            with writing as file:
-                yield file
+        writing = self._writing_here(path) if self._is_local else self._writing_there(path)
+        with self._reaching(name):
+            file = writing.__enter__()
+        try:
+            yield WrittenFile(file, partial(self._reaching, name))
+        except BaseException as error:
+            # It raises the same again, which is the caller's own.
+            writing.__exit__(type(error), error, error.__traceback__)
+            raise
+        with self._reaching(name):
+            writing.__exit__(None, None, None)
 
     def remove(self, name: str) -> None:
         """Removes a file, if it is there."""
@@ -172,7 +183,33 @@ class Storage:
     def _reaching(self, name: str) -> Iterator[None]:
         try:
             yield
-        except (OSError, ImportError) as error:
+        except DatasetError:
+            raise
+        except Exception as error:
             # Callers see it, and the URL may have a password.
             text = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise DatasetError(f"files: {name}: cannot be reached: {text}") from error
+
+
+class WrittenFile:
+    """A file that is being written; a `DatasetError` says what went wrong with it."""
+
+    def __init__(
+        self, file: BinaryIO, reaching: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._file = file
+        self._reaching = reaching
+
+    def write(self, content: bytes) -> None:
+        """Adds to the file."""
+        with self._reaching():
+            self._file.write(content)
+
+    def flush(self) -> None:
+        """Lets go of what is held in memory, as far as the filesystem takes parts."""
+        with self._reaching():
+            self._file.flush()
+
+    def tell(self) -> int:
+        """How many bytes were written."""
+        return self._file.tell()

@@ -31,7 +31,7 @@ from batchery_producer.gateway.batches.records import (
     Status,
     new_id,
 )
-from batchery_producer.gateway.batches.storage import Storage
+from batchery_producer.gateway.batches.storage import Storage, WrittenFile
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
 
@@ -103,7 +103,7 @@ class FileStore:
     @contextmanager
     def writing(
         self, owner: str, file_id: str, filename: str, purpose: str, expires_s: int | None
-    ) -> Iterator[BinaryIO]:
+    ) -> Iterator[WrittenFile]:
         """A file to be written; it is there when the block ends without an error."""
         with self.storage.create(_content(owner, file_id)) as file:
             yield file

@@ -7,14 +7,18 @@ import pytest
 
 from batchery import DatasetError
 from batchery_producer.gateway.batches.storage import TORN_AFTER_S, Storage
+from support import object_store
+from support.object_store import PartsFileSystem, StoreError
 
 
-@pytest.fixture(params=["folder", "file://", "memory://"])
+@pytest.fixture(params=["folder", "file://", "memory://", "parts://"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     """A storage in each kind of place."""
     files = fsspec.filesystem("memory")
-    urls = {"folder": f"{tmp_path}/x", "file://": f"file://{tmp_path}/x", "memory://": "memory://x"}
-    yield Storage(urls[request.param])
+    object_store.register()
+    PartsFileSystem.contents.clear()
+    urls = {"folder": f"{tmp_path}/x", "file://": f"file://{tmp_path}/x"}
+    yield Storage(urls.get(request.param, f"{request.param}x"))
     if files.exists("/x"):
         files.rm("/x", recursive=True)
 
@@ -71,6 +75,37 @@ def test_url_of_a_file_can_be_opened_by_itself(storage: Storage) -> None:
     storage.write("a/b.json", b"content")
     with fsspec.open(storage.url_of("a/b.json"), "rb") as file:
         assert file.read() == b"content"
+
+
+def test_file_is_read_line_by_line_up_to_a_maximum(storage: Storage) -> None:
+    storage.write("a.jsonl", b"one\ntwo\n" + b"x" * 300_000)
+    opened = storage.open("a.jsonl")
+    assert opened is not None
+    with opened:
+        assert [opened.readline(10), opened.readline(2), opened.readline(10)] == [
+            *[b"one\n", b"tw", b"o\n"]
+        ]
+        assert len(opened.read()) == 300_000
+
+
+def test_store_that_is_away_is_told_and_the_caller_s_own_errors_are_left() -> None:
+    object_store.register()
+    storage, files = Storage("parts://x"), fsspec.filesystem("parts")
+    files.is_away = True
+    try:
+        for call in (
+            lambda: storage.read("a"),
+            lambda: storage.names("a"),
+            lambda: storage.open("a"),
+            lambda: storage.write("a", b"1"),
+        ):
+            with pytest.raises(DatasetError, match="files: a: cannot be reached: could not"):
+                call()
+    finally:
+        files.is_away = False
+    with pytest.raises(StoreError, match="mine"), storage.create("a"):
+        raise StoreError("mine")
+    assert storage.read("a") is None
 
 
 def test_place_that_cannot_be_had_is_told_without_its_url(tmp_path: Path) -> None:
