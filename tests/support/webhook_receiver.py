@@ -1,5 +1,6 @@
 """A real HTTP server that receives webhooks."""
 
+import ssl
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,7 @@ class Received(NamedTuple):
 class WebhookReceiver:
     """Listens on loopback; answers with each of its statuses in turn, then with the last."""
 
-    def __init__(self, *statuses: int) -> None:
+    def __init__(self, *statuses: int, tls: ssl.SSLContext | None = None) -> None:
         #: In the order in which they came.
         self.received: list[Received] = []
         remaining = list(statuses or (200,))
@@ -35,6 +36,9 @@ class WebhookReceiver:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+        if tls is not None:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
+            self.url = f"https://localhost:{self._server.server_port}"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
