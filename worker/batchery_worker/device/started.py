@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("batchery.device")
 
 
 class StartedStates:
-    """Stores STARTED for tasks that ask for it; used by one thread."""
+    """Stores STARTED for tasks that ask for it; used by one thread at a time."""
 
     def __init__(self, app: Celery) -> None:
         """Does not connect yet."""
@@ -58,35 +58,38 @@ class StartedStates:
 
     def _store_all(self, task: BatchTask, work: Work) -> None:
         backend: Any = self._app.backend
-        values: dict[Any, str] = {}
-        for index, (task_id, _, _) in enumerate(work.jobs):
-            message = {**message_of(work, index), "task": work.task}
-            fields = stored_fields(
-                message, ignores_result=bool(task.ignore_result), extended=self._extended
-            )
-            if fields is not None:
-                key = backend.get_key_for_task(task_id)
-                values[key] = _stored(task_id, _meta(message), fields)
+        values = {
+            backend.get_key_for_task(task_id): _stored(task_id, _meta(message), fields)
+            for task_id, message, fields in self._stored_jobs(task, work)
+        }
         if values:
             self._scripts.run("started", [*values], int(backend.expires or 0), *values.values())
 
     def _store_each(self, task: BatchTask, work: Work) -> None:
-        for index, (task_id, _, _) in enumerate(work.jobs):
-            message = {**message_of(work, index), "task": work.task}
-            if (
-                stored_fields(message, ignores_result=bool(task.ignore_result), extended=False)
-                is None
-            ):
-                continue
+        for task_id, message, _ in self._stored_jobs(task, work):
             request = Context(message)
             task.backend.store_result(task_id, _meta(message), STARTED, request=request)
+
+    def _stored_jobs(
+        self, task: BatchTask, work: Work
+    ) -> Iterator[tuple[str, dict[str, Any], Mapping[str, Any]]]:
+        """Id, headers and further fields of each job of which anything is stored."""
+        ignores_result = bool(task.ignore_result)
+        for index, (task_id, _, _) in enumerate(work.jobs):
+            message = {**message_of(work, index), "task": work.task}
+            fields = stored_fields(message, ignores_result=ignores_result, extended=self._extended)
+            if fields is not None:
+                yield task_id, message, fields
 
     @cached_property
     def _scripts(self) -> RedisScripts:
         # Not the backend's own client, which tries for a long time.
         backend: Any = self._app.backend
-        options = {"socket_timeout": SOCKET_TIMEOUT_S, "retry": Retry(NoBackoff(), 1)}
-        client: redis.Redis = backend._create_client(**{**backend.connparams, **options})
+        given = backend.connparams
+        # A connection by a Unix socket knows only one of them.
+        limits = [name for name in ("socket_timeout", "socket_connect_timeout") if name in given]
+        options = {"retry": Retry(NoBackoff(), 1), **dict.fromkeys(limits, SOCKET_TIMEOUT_S)}
+        client: redis.Redis = backend._create_client(**{**given, **options})
         return result_scripts(client)
 
 
