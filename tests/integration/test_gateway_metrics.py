@@ -188,10 +188,11 @@ def quiet_url(redis_url: str) -> str:
 
 @pytest.fixture
 def pidbox(quiet_url: str) -> Iterator[list[str]]:
-    """What is broadcast to all workers meanwhile."""
+    """What is broadcast meanwhile to all workers of that database."""
     heard: list[str] = []
     with Redis.from_url(quiet_url) as redis, redis.pubsub() as subscription:
-        subscription.psubscribe(**{"*.pidbox*": lambda message: heard.append(message["channel"])})
+        # All databases share the channels of a server.
+        subscription.psubscribe(**{"/5.*": lambda message: heard.append(message["channel"])})
         thread = subscription.run_in_thread(sleep_time=0.01)
         yield heard
         thread.stop()
