@@ -227,7 +227,6 @@ class Drain:
         self.left_some_out = False
         #: The capacity with which this worker waits for work; none unless it waits.
         self.known_capacity = Capacity()
-        self._told_capacity = Capacity()
         #: Whether this worker is entered in Redis as waiting.
         self.is_entered = False
         self._entry = ""
@@ -269,9 +268,8 @@ class Drain:
         )
         if question != self._question:
             # An idle worker asks the same again and again, each time in a hurry.
-            self._packed = packed(*self._commands(question, limits))
+            self._packed = packed(*self._commands(question))
             self._question = question
-        self._told_capacity = question.capacity
         connection.send_packed_command((self._packed,))
         return True
 
@@ -283,10 +281,10 @@ class Drain:
         capacities = {queue: workload.capacity_for(queue) for queue in self._channel.active_queues}
         return workload.capacity(), capacities, workload.leaves_rest
 
-    def _commands(self, question: "Question", limits: Mapping[Part, int]) -> list[tuple[Any, ...]]:
+    def _commands(self, question: Question) -> list[tuple[Any, ...]]:
         channel, keys = self._channel, self._lease_store.keys
-        numbers = {part: number for number, part in enumerate(limits, 1)}
-        queues = list(dict.fromkeys(part.queue for part in limits))
+        numbers = {part: number for number, (part, _) in enumerate(question.limits, 1)}
+        queues = list(dict.fromkeys(part.queue for part in numbers))
         lists = [
             (keys.queue(channel._q_for_pri(queue, step)), number)
             for step in channel.priority_steps
@@ -300,23 +298,21 @@ class Drain:
             *fixed,
             *self.keys,
             *(question.worker, question.free, MAX_DRAIN_BYTES),
-            *self._arguments(question, limits, queues),
+            *self._arguments(question, queues),
             *(number for _, number in lists),
         )
         # Both in one round trip: a lonely job's worker waits again before the job is on its device.
         return [script, *self._watching()] if question.watches else [script]
 
-    def _arguments(
-        self, question: "Question", limits: Mapping[Part, int], queues: Sequence[str]
-    ) -> list[Any]:
+    def _arguments(self, question: Question, queues: Sequence[str]) -> list[Any]:
         """The script's arguments: the entry of this worker, and what each part may give.
 
         Each part has two limits: the second one counts while others wait for its queue.
         """
-        channel, capacities = self._channel, question.capacities
+        channel, capacities, limits = self._channel, question.capacities, dict(question.limits)
         first_step, name = channel.priority_steps[0], self._lease_store.keys.queue
         first_keys = {queue: name(channel._q_for_pri(queue, first_step)) for queue in queues}
-        at_once, towards_others = sum(limits.values()), dict(limits)
+        at_once, towards_others = sum(limits.values()), limits
         self._entry = ""
         if capacities:
             self._entry = entry_of(
@@ -349,7 +345,8 @@ class Drain:
             # The other answers come all the same.
             refusal = error
         if answer == []:
-            self.known_capacity, self.is_entered = self._told_capacity, bool(self._entry)
+            assert self._question is not None
+            self.known_capacity, self.is_entered = self._question.capacity, bool(self._entry)
         else:
             self.forget_entry()
         self._brought_much = len(answer or ()) // 2 - 1 >= self._wanted

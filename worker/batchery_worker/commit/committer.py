@@ -16,10 +16,10 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 import redis
-from kombu.utils import json as kombu_json
 
 from batchery.protocol.completion_stream import stream_key
 from batchery_worker.commit.server import PatientServer, database_of
+from batchery_worker.commit.stored_form import spelled_fields
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from batchery_worker.ipc.values import plain_json
 
@@ -66,8 +66,7 @@ class MetaWriter:
             TypeError: JSON cannot write a field.
             ValueError: JSON cannot write a field either.
         """
-        more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
-        text = f'{self._head}{waited_ms!r}}}, {more}"task_id": {json.dumps(task_id)}, "result": '
+        text = f'{self._head}{waited_ms!r}}}, {spelled_fields(task_id, fields)}, "result": '
         return b"%b%b}" % (text.encode(), result)
 
 

@@ -1,10 +1,12 @@
 """The form in which Celery stores results, and where anybody else may write it."""
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from celery import Celery
 from celery.backends.redis import RedisBackend
+from kombu.utils import json as kombu_json
 
 from batchery.task import BatchTask
 
@@ -58,6 +60,21 @@ def stored_fields(
     if extended:
         fields.update(_extended_fields(message))
     return fields
+
+
+def spelled_fields(task_id: str, fields: Mapping[str, Any]) -> str:
+    """The job's own part of a stored result, in JSON, without the braces around it.
+
+    Args:
+        task_id: Id of the job.
+        fields: From `stored_fields`.
+
+    Raises:
+        TypeError: JSON cannot write a field.
+        ValueError: JSON cannot write a field either.
+    """
+    more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
+    return f'{more}"task_id": {json.dumps(task_id)}'
 
 
 def _extended_fields(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -114,7 +114,7 @@ class AtomicFinisher:
         """Stores results; returns the tokens of jobs that the script leaves to the tracer."""
         outboxes = [(job.lease.token, job.outbox) for job in jobs if job.outbox.result]
         expires_s = int(self._backend.expires or 0)
-        calls = [([self._key(outbox)], [outbox.result, expires_s]) for _, outbox in outboxes]
+        calls = [([self._key(outbox)], [expires_s, outbox.result]) for _, outbox in outboxes]
         answers = self._scripts.run_many("store", calls) if calls else []
         return [
             token
@@ -159,7 +159,9 @@ class AtomicFinisher:
 
 
 def _status(answer: Any) -> CommitStatus:
-    return COMMIT_STATUSES[answer] if isinstance(answer, int) else NEEDS_TRACER
+    """What a script says of one job; nil and errors leave it to the tracer."""
+    is_digit = isinstance(answer, int | str | bytes)
+    return COMMIT_STATUSES[int(answer)] if is_digit else NEEDS_TRACER
 
 
 def _as_bytes(result: bytes | str) -> bytes:

@@ -111,9 +111,9 @@ class CompletionRedisBackend(CompletionBackend):
             super()._set_with_state(key, value, state)
             return
         expires_s = self.failure_expires if state == FAILURE else self.expires
-        stored = self._result_scripts.run("store", [key], value, int(expires_s or 0))
+        stored = self._result_scripts.run("store", [key], int(expires_s or 0), value)
         # The script reads only JSON. Celery's decoders can read results of other serializers.
-        if stored == UNREADABLE and (
+        if int(stored) == UNREADABLE and (
             super()._get_task_meta_for(self._strip_prefix(key))["status"] != SUCCESS
         ):
             super()._set_with_state(key, value, state)

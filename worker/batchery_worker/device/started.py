@@ -11,7 +11,6 @@ import redis
 from celery import Celery
 from celery.app.task import Context
 from celery.states import STARTED
-from kombu.utils import json as kombu_json
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -19,7 +18,7 @@ from batchery.redis_scripts import RedisScripts
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.commit.server import result_scripts
-from batchery_worker.commit.stored_form import only_celery_stores, stored_fields
+from batchery_worker.commit.stored_form import only_celery_stores, spelled_fields, stored_fields
 from batchery_worker.device.functions import message_of
 from batchery_worker.ipc.messages import Work
 
@@ -63,7 +62,7 @@ class StartedStates:
             for task_id, message, fields in self._stored_jobs(task, work)
         }
         if values:
-            self._scripts.run("started", [*values], int(backend.expires or 0), *values.values())
+            self._scripts.run("store", [*values], int(backend.expires or 0), *values.values())
 
     def _store_each(self, task: BatchTask, work: Work) -> None:
         for task_id, message, _ in self._stored_jobs(task, work):
@@ -99,8 +98,7 @@ def _meta(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _stored(task_id: str, meta: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     """What Celery would store; the status comes first, as the scripts look for it there."""
-    more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
     return (
         f'{{"status": "STARTED", "result": {json.dumps(meta)}, "traceback": null, "children": [],'
-        f' "date_done": null, {more}"task_id": {json.dumps(task_id)}}}'
+        f' "date_done": null, {spelled_fields(task_id, fields)}}}'
     )

@@ -1,11 +1,15 @@
--- Stores and announces a result, unless a SUCCESS is stored.
+-- Stores and announces results, or states on the way to them; each unless a SUCCESS is stored.
 -- include result.lua
 --
--- KEYS[1]  STRING  <prefix>celery-task-meta-<task id>, of the result backend's database; see commit.lua.
--- ARGV     the value to store, seconds until it expires (0 for never)
--- Returns  1 stored, 0 not, 2 unsure, with nothing done.
-local may = may_write(KEYS[1])
-if may == 1 then
-  write(KEYS[1], ARGV[1], tonumber(ARGV[2]))
+-- KEYS     STRING  <prefix>celery-task-meta-<task id> of each job, of the result backend's database; see
+--                  commit.lua.
+-- ARGV     seconds until they expire (0 for never), then the value to store for each job
+-- Returns  a digit for each job: 1 stored, 0 not, 2 unsure, with nothing done.
+local answers = {}
+for i, key in ipairs(KEYS) do
+  answers[i] = may_write(key)
+  if answers[i] == 1 then
+    write(key, ARGV[i + 1], tonumber(ARGV[1]))
+  end
 end
-return may
+return table.concat(answers)
