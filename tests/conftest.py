@@ -37,10 +37,8 @@ def every_redis(
 ) -> Iterator[OwnRedis]:
     """Each kind of redis-server in turn, without a password; a test may change all of its data."""
     directory = tmp_path_factory.mktemp("every") / "redis"
-    server = OwnRedis(directory, request.param, appendonly="no")
-    server.start()
-    yield server
-    server.kill()
+    with OwnRedis(directory, request.param, appendonly="no") as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -141,10 +139,8 @@ def worker(start_module_worker: StartWorker) -> Worker:
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[OwnRedis]:
     """A Redis that the test may kill and restart."""
-    made = OwnRedis(tmp_path / "redis")
-    made.start()
-    yield made
-    made.kill()
+    with OwnRedis(tmp_path / "redis") as made:
+        yield made
 
 
 @pytest.fixture

@@ -30,10 +30,8 @@ TIMEOUT_S = 60.0
 @pytest.fixture(scope="module")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A Redis of this module's own: a test cuts connections, also those in the client's pools."""
-    server = OwnRedis(tmp_path_factory.mktemp("own") / "redis")
-    server.start()
-    yield server.url
-    server.kill()
+    with OwnRedis(tmp_path_factory.mktemp("own") / "redis") as server:
+        yield server.url
 
 
 @pytest.fixture

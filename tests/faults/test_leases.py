@@ -254,26 +254,21 @@ def test_each_kind_of_worker_serves_while_the_other_is_busy(
 
 
 def test_a_redis_that_is_killed_and_starts_again_loses_nothing(
-    start_worker: StartWorker, tmp_path: Path, book: Path
+    start_worker: StartWorker, own_redis: OwnRedis, book: Path
 ) -> None:
-    own = OwnRedis(tmp_path / "redis")
-    own.start()
-    try:
-        env = {"CELERY_BROKER_URL": own.url, "CELERY_RESULT_BACKEND": own.url}
-        worker = start_worker("apps.leases", "-c", "2", env=env)
-        jobs: list[str] = []
-        for restarts in (1, 2):
-            for task in ("late", "batch"):
-                jobs += send(own.url, task, list(range(150)), book=book)
-            seen = 300 * (restarts - 1) + 50
-            wait_for(partial(has_executed, book, seen), "jobs are done")
-            own.kill()
-            wait_for(partial(worker.has_logged, "Connection to broker lost", restarts), "it knows")
-            own.start()
-        with Redis.from_url(own.url) as bare:
-            wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
-            assert results(bare, jobs) == 4 * list(range(150))
-            wait_for(lambda: held(bare) == 0, "all are acknowledged")
-            assert bare.llen("celery") == 0
-    finally:
-        own.kill()
+    env = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
+    worker = start_worker("apps.leases", "-c", "2", env=env)
+    jobs: list[str] = []
+    for restarts in (1, 2):
+        for task in ("late", "batch"):
+            jobs += send(own_redis.url, task, list(range(150)), book=book)
+        seen = 300 * (restarts - 1) + 50
+        wait_for(partial(has_executed, book, seen), "jobs are done")
+        own_redis.kill()
+        wait_for(partial(worker.has_logged, "Connection to broker lost", restarts), "it knows")
+        own_redis.start()
+    with Redis.from_url(own_redis.url) as bare:
+        wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+        assert results(bare, jobs) == 4 * list(range(150))
+        wait_for(lambda: held(bare) == 0, "all are acknowledged")
+        assert bare.llen("celery") == 0

@@ -29,12 +29,10 @@ class Place(NamedTuple):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("place")
-    broker, results = OwnRedis(folder / "broker"), OwnRedis(folder / "results")
     plan = folder / "plan"
     with contextlib.ExitStack() as stack:
-        for each in (broker, results):
-            each.start()
-            stack.callback(each.kill)
+        broker = stack.enter_context(OwnRedis(folder / "broker"))
+        results = stack.enter_context(OwnRedis(folder / "results"))
 
         def start(*arguments: str) -> Worker:
             env = {"CELERY_RESULT_BACKEND": results.url, "TORN_PLAN": str(plan)}

@@ -28,10 +28,8 @@ def place(
 ) -> Iterator[Celery]:
     """An app whose Redis is there, and a worker beside it."""
     folder = tmp_path_factory.mktemp("place")
-    server = OwnRedis(folder / "redis", appendonly="no")
-    server.start()
     with contextlib.ExitStack() as stack:
-        stack.callback(server.kill)
+        server = stack.enter_context(OwnRedis(folder / "redis", appendonly="no"))
         options: dict[str, str] = {}
         results = ""
         if request.param in ("tls", "valkeys"):
@@ -41,10 +39,7 @@ def place(
                 accept_valkey_urls()
         elif request.param == "two servers":
             url = server.url
-            other = OwnRedis(folder / "results", appendonly="no")
-            other.start()
-            stack.callback(other.kill)
-            results = other.url
+            results = stack.enter_context(OwnRedis(folder / "results", appendonly="no")).url
         else:
             url = stack.enter_context(behind_sentinel(folder / "sentinel", server.port))
             options = {"master_name": MASTER}

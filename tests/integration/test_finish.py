@@ -120,10 +120,8 @@ class House:
 
 @pytest.fixture(scope="module")
 def other_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    own = OwnRedis(tmp_path_factory.mktemp("redis") / "data")
-    own.start()
-    yield own.url
-    own.kill()
+    with OwnRedis(tmp_path_factory.mktemp("redis") / "data") as own:
+        yield own.url
 
 
 @pytest.fixture(params=["one database", "two databases", "two servers"])

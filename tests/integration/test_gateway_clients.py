@@ -116,6 +116,7 @@ def test_cohere_is_told_what_is_wrong(client: cohere.Client, client_v2: cohere.C
         client.rerank(model="rerank", query=QUERY, documents=["a"] * 3000)
 
 
+@pytest.mark.usefixtures("gateway")
 def test_clients_send_their_keys(start_gateway: StartGateway, models: Models) -> None:
     key, hashed = make_key()
     keyed = start_gateway(models=models, gateway={"keys": {"shop": {"hash": hashed}}})

@@ -94,18 +94,21 @@ class House:
 
 @pytest.fixture(scope="module", params=redis_servers(), ids=server_name)
 def server(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRedis]:
-    own = OwnRedis(tmp_path_factory.mktemp("redis") / "data", request.param)
-    own.start()
-    yield own
-    own.kill()
+    with OwnRedis(tmp_path_factory.mktemp("redis") / "data", request.param) as own:
+        yield own
 
 
 @pytest.fixture(scope="module")
 def other_server(server: OwnRedis, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnRedis]:
-    own = OwnRedis(tmp_path_factory.mktemp("redis") / "data", server.binary)
-    own.start()
-    yield own
-    own.kill()
+    with OwnRedis(tmp_path_factory.mktemp("redis") / "data", server.binary) as own:
+        yield own
+
+
+@pytest.fixture
+def mortal(server: OwnRedis, tmp_path: Path) -> Iterator[OwnRedis]:
+    """A server that the test may kill."""
+    with OwnRedis(tmp_path / "data", server.binary) as own:
+        yield own
 
 
 @pytest.fixture(params=["one database", "two databases", "two servers"])
@@ -370,34 +373,31 @@ def test_a_failing_write_ends_no_lease(house: House) -> None:
 
 @pytest.mark.parametrize("away", ["the only server", "results", "broker"])
 def test_results_wait_while_redis_is_away(
-    server: OwnRedis, other_server: OwnRedis, tmp_path: Path, away: str
+    server: OwnRedis, other_server: OwnRedis, mortal: OwnRedis, away: str
 ) -> None:
-    own = OwnRedis(tmp_path / "data", server.binary)
-    own.start()
     gate = threading.Event()
 
     def pause(seconds: float) -> None:
         gate.set()
         time.sleep(0.01)
 
-    results = server if away == "broker" else own
-    broker = other_server if away == "results" else own
+    results = server if away == "broker" else mortal
+    broker = other_server if away == "results" else mortal
     with contextlib.closing(House(results, 3, broker)) as house:
         house.committer = house.make_committer(pause)
         house.lease(1, 2)
         house.commit(("t2", "warm"))
-        own.kill()
+        mortal.kill()
         statuses: list[Any] = []
         thread = threading.Thread(target=lambda: statuses.append(house.commit(("t1", "kept"))))
         thread.start()
         assert gate.wait(30)
-        own.start()
+        mortal.start()
         thread.join(30)
         assert statuses == [[COMMITTED]]
         assert house.waits == 1
         assert house.stored("t1")["result"] == "kept"
         assert house.leased() == set()
-    own.kill()
 
 
 def test_a_worker_that_dies_before_it_ends_its_leases_has_stored_the_only_results(
@@ -427,14 +427,11 @@ def test_a_worker_that_dies_before_it_ends_its_leases_has_stored_the_only_result
         assert house.leased() == set()
 
 
-def test_a_commit_to_two_databases_survives_a_restart(tmp_path: Path, server: OwnRedis) -> None:
-    own = OwnRedis(tmp_path / "data", server.binary)
-    own.start()
-    with contextlib.closing(House(own, 3)) as house:
+def test_a_commit_to_two_databases_survives_a_restart(mortal: OwnRedis) -> None:
+    with contextlib.closing(House(mortal, 3)) as house:
         house.lease(1, 2)
         house.commit(("t1", "kept"))
-        own.kill()
-        own.start()
+        mortal.kill()
+        mortal.start()
         assert house.stored("t1")["result"] == "kept"
         assert house.leased() == {"2"}
-    own.kill()

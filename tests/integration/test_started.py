@@ -4,7 +4,6 @@ import logging
 import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -151,24 +150,19 @@ def test_one_round_trip_for_a_batch(make_app: Any, redis_url: str) -> None:
 
 
 def test_a_backend_that_is_away_holds_nobody_up(
-    make_app: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    make_app: Any, own_redis: OwnRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = OwnRedis(tmp_path / "own")
-    server.start()
-    try:
-        app = make_app(server.url)
-        task_of(app)
-        states = StartedStates(app)
-        states.store(work_of(message("before")))
-        server.kill()
-        began_s = time.monotonic()
-        with caplog.at_level(logging.WARNING, "batchery.device"):
-            states.store(work_of(message("meanwhile")))
-        assert time.monotonic() - began_s < 5
-        (line,) = caplog.messages
-        assert line.startswith("the state STARTED of 1 jobs of shout cannot be stored: Connection")
-        server.start()
-        states.store(work_of(message("after")))
-        assert stored(app, "after")["status"] == "STARTED"
-    finally:
-        server.kill()
+    app = make_app(own_redis.url)
+    task_of(app)
+    states = StartedStates(app)
+    states.store(work_of(message("before")))
+    own_redis.kill()
+    began_s = time.monotonic()
+    with caplog.at_level(logging.WARNING, "batchery.device"):
+        states.store(work_of(message("meanwhile")))
+    assert time.monotonic() - began_s < 5
+    (line,) = caplog.messages
+    assert line.startswith("the state STARTED of 1 jobs of shout cannot be stored: Connection")
+    own_redis.start()
+    states.store(work_of(message("after")))
+    assert stored(app, "after")["status"] == "STARTED"

@@ -1,7 +1,6 @@
 """Where the broker may be: a unix socket, behind a password, TLS or Sentinel."""
 
 import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,8 @@ def serves(url: str, **options: Any) -> None:
             message.ack()
 
 
-@contextlib.contextmanager
-def running(directory: Path, binary: Path, **options: str) -> Iterator[OwnRedis]:
-    server = OwnRedis(directory, binary, appendonly="no", **options)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.kill()
+def running(directory: Path, binary: Path, **options: str) -> OwnRedis:
+    return OwnRedis(directory, binary, appendonly="no", **options)
 
 
 def test_a_unix_socket(tmp_path: Path, every_redis: OwnRedis) -> None:

@@ -1,12 +1,15 @@
 """A redis-server that a test may kill. It keeps its data, and restarts on the same port."""
 
 import contextlib
+import gc
 import importlib.util
 import os
 import shutil
 import subprocess
 import tempfile
+import warnings
 from pathlib import Path
+from typing import Self
 
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -65,7 +68,10 @@ def choose_server() -> None:
 
 
 class OwnRedis:
-    """A server that writes to disk before it answers, so that a kill loses nothing."""
+    """A server that writes to disk before it answers, so that a kill loses nothing.
+
+    It runs while it is entered as a context, but for the time between `kill` and `start`.
+    """
 
     def __init__(self, directory: Path, binary: Path | None = None, **options: str) -> None:
         """Options are those of redis.conf, with underscores."""
@@ -76,6 +82,18 @@ class OwnRedis:
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Results of Celery's that nobody holds end their subscriptions when they are collected. In
+        # a later test that would fail, as their server is gone. Clients are collected with them.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)
+            gc.collect()
+        self.kill()
 
     def start(self) -> None:
         """Starts it, and waits until it answers."""
