@@ -253,6 +253,30 @@ def test_each_kind_of_worker_serves_while_the_other_is_busy(
     assert ours.log.count("received") == 1
 
 
+def test_a_lonely_job_is_a_suspect_from_the_moment_it_is_taken(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
+) -> None:
+    first = start_worker("apps.leases")
+    for number in range(2):
+        # The first one finds a worker that has just begun to wait.
+        send(redis_url, "batch", [number], book=book, gate=gate)
+        wait_for(partial(has_executed, book, number + 1), "it runs")
+        (key,) = bare.keys("batchery:running:*")
+        (note,) = bare.hvals(key)
+        gate.touch()
+        wait_for(lambda: held(bare) == 0, "it is done")
+        gate.unlink()
+    assert note.endswith(b" ?")
+    jobs = send(redis_url, "batch", ["odd"], book=book, gate=gate)
+    wait_for(lambda: "odd" in executions(book), "it runs")
+    first.kill()
+    start_worker("apps.leases", *IDLE)
+    wait_for(lambda: bare.hkeys(KEYS.suspects) == [jobs[0].encode()], "it is a suspect")
+    gate.touch()
+    start_worker("apps.leases")
+    wait_for(partial(have_results, bare, jobs), "it is answered")
+
+
 def test_a_redis_that_is_killed_and_starts_again_loses_nothing(
     start_worker: StartWorker, own_redis: OwnRedis, book: Path
 ) -> None:

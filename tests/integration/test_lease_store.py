@@ -60,7 +60,8 @@ def drain(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
     """Pushes messages and leases them; returns their tokens."""
     lease_store.client.lpush("queue", *messages)
     fixed = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, KEYS.waiting]
-    arguments = [lease_store.worker, 100, 2**20, "", 1, 100, 100, "queue", 100, 1]
+    fixed.append(KEYS.running(lease_store.worker))
+    arguments = [lease_store.worker, 100, 2**20, "", 0, 1, 100, 100, "queue", 100, 1]
     answer = lease_store.scripts.run("drain", [*fixed, "queue"], *arguments)
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
     if owner is not None:

@@ -8,6 +8,7 @@ import pytest
 import redis
 
 from batchery.transport.redis_schema import Keys, transport_scripts
+from batchery.transport.suspects import spell_id
 
 KEYS = Keys()
 ME = "me"
@@ -40,9 +41,11 @@ class Redis:
         at_once: list[int] | None = None,
         shared: int | None = None,
         entry: str = "",
+        notes: bool = False,
     ) -> Any:
         """Tokens, keys and messages; None if fenced."""
         fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
+        fixed.append(KEYS.running(ME))
         count = len(queues) // steps
         # Without a number for each list, all lists of a queue are one part.
         parts = parts or [1 + at % count for at in range(len(queues))]
@@ -56,7 +59,7 @@ class Redis:
         answer = self.scripts.run(
             "drain",
             [*fixed, *queues],
-            *[ME, wanted, room, entry, len(limits), *told, shared or 999, *parts],
+            *[ME, wanted, room, entry, int(notes), len(limits), *told, shared or 999, *parts],
         )
         if not answer:
             return answer
@@ -193,7 +196,8 @@ def test_drain_tells_how_many_suspects_there_are(there: Redis) -> None:
     push(there.client, "a", "1")
     there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-    answer = there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, "", 1, 1, 1, "a", 1, 1)
+    keys = [*fixed, KEYS.running(ME), "a"]
+    answer = there.scripts.run("drain", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
     assert answer == [2, 1, 0, b"1"]
 
 
@@ -207,6 +211,7 @@ def fill(client: Any) -> None:
 
 FULL: dict[str, Callable[[Redis], object]] = {
     "drain": lambda there: there.drain("a", at_once=[8]),
+    "drain that notes": lambda there: there.drain("a", notes=True),
     "renew": lambda there: there.renew(),
     "register": lambda there: there.scripts.run(
         "register", [KEYS.workers, KEYS.worker_info, KEYS.token], "another", "{}", 0
@@ -318,7 +323,8 @@ def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     message = bytes(range(256)) + b"\0\0 \n"
     there.client.lpush("a", message)
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-    there.scripts.run("drain", [*fixed, "a"], ME, 1, PLENTY, "", 1, 1, 1, "a", 1, 1)
+    keys = [*fixed, KEYS.running(ME), "a"]
+    there.scripts.run("drain", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
     there.recover()
     assert there.client.rpop("a") == message
 
@@ -367,6 +373,42 @@ def test_two_that_ran_alone_at_the_same_time_are_not_counted(there: Redis) -> No
     there.client.hset(KEYS.running(ME), mapping={"1": "alone 1 one", "2": "alone 2 two"})
     there.recover(beat=there.beat(), counts=1)
     assert blamed(there.client) == {"one": 0, "two": 0}
+
+
+def test_a_drain_notes_a_message_that_comes_alone(there: Redis) -> None:
+    there.client.hset(KEYS.running(ME), "7", "shared 1 gone")
+    push(there.client, "a", "1", "2")
+    there.drain("a", notes=True)
+    assert there.client.hgetall(KEYS.running(ME)) == {b"7": b"shared 1 gone"}
+    push(there.client, "a", "3")
+    there.drain("a")
+    assert there.client.hgetall(KEYS.running(ME)) == {b"7": b"shared 1 gone"}
+    push(there.client, "a", "4")
+    there.drain("a", notes=True)
+    assert there.client.hgetall(KEYS.running(ME)) == {b"0": b"shared 4 ?"}
+    assert there.drain("a", notes=True) == []
+    assert there.client.hgetall(KEYS.running(ME)) == {b"0": b"shared 4 ?"}
+
+
+@pytest.mark.parametrize(
+    "job", ["7fd2-a_b.c", "odd id", "50%?", "a/b~c", "größe", "\u65e5\u672c", "a\tb"]
+)
+def test_recover_finds_the_id_of_what_a_drain_has_noted(there: Redis, job: str) -> None:
+    push(there.client, "a", json.dumps(kombu_message(headers={"id": job, "stamps": {"id": "x"}})))
+    there.drain("a", notes=True)
+    assert there.recover(beat=there.beat(), counts=1) == [1, 1]
+    assert blamed(there.client) == {spell_id(job): 0}
+
+
+@pytest.mark.parametrize(
+    "message", ["", "nonsense", "[]", "7", "{}", '{"headers": 1}', '{"headers": {"id": 5}}']
+)
+def test_recover_blames_nobody_for_a_message_without_an_id(there: Redis, message: str) -> None:
+    push(there.client, "a", message)
+    there.drain("a", notes=True)
+    assert there.recover(beat=there.beat(), counts=1) == [1, 0]
+    assert blamed(there.client) == {}
+    assert len(there.queue("a")) == 1
 
 
 def test_job_settled_before_the_death_is_no_suspect(there: Redis) -> None:

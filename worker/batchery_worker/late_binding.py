@@ -50,6 +50,9 @@ class Backlog(Protocol):
 class BatchBacklog(Backlog, Protocol):
     """The jobs of batch tasks that wait in this worker."""
 
+    def gather(self, take_in: Callable[[], None]) -> None:
+        """Calls what admits jobs; they go to devices when it has returned."""
+
     def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
         """How many more jobs of a priority class and of tasks with these batch sizes to take.
 
@@ -188,6 +191,13 @@ class LateBinding:
     def on_answer(self) -> None:
         """Looks again soon: a push may have come in front of an answer, and nobody has seen it."""
         self._watching = False
+
+    def gather(self, take_in: Callable[[], None]) -> None:
+        """Hands messages over, and then begins batches: nothing else is about to come."""
+        if (batch := self._backlogs()[0]) is None:
+            take_in()
+        else:
+            batch.gather(take_in)
 
     def on_waiting(self) -> None:
         """Gives jobs back if another worker has begun to wait."""

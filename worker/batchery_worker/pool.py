@@ -69,6 +69,10 @@ class WaitingBatches(NamedTuple):
         """Offers the jobs that came before a time; returns how many may be offered later."""
         return self.dispatcher.offer(before_s, give)
 
+    def gather(self, take_in: Callable[[], None]) -> None:
+        """Calls what admits jobs; they go to devices when it has returned."""
+        self.dispatcher.gather(take_in)
+
     def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
         """How many more jobs of a class and of tasks with these batch sizes to take."""
         return self.dispatcher.limit(sizes, level)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from queue import Empty
 from time import monotonic
 from types import MappingProxyType
@@ -195,14 +196,17 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
     def _brpop_start(self, timeout: float | None = None) -> None:
         if self.lease_store is None:
             super()._brpop_start(timeout)
-            return
+        else:
+            self._ask(may_note=False)
+
+    def _ask(self, *, may_note: bool) -> None:
         with refusals_as_lost_connection():
             self._raise_if_fenced()
             connection = self.client.connection
             if self._prepared is not connection._sock:
                 self._prepare(connection)
             self._has_room = False
-            if self.drain.ask(connection):
+            if self.drain.ask(connection, may_note=may_note):
                 self._in_poll = connection
                 self._brpop_sent_at = monotonic()
                 self._draining, self._waiting = True, False
@@ -248,18 +252,23 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
             raise
         finally:
             self._flush_brpop_reauth()
-        self.inbox.take_in(answer, self.drain.keys)
+        take_in = partial(self.inbox.take_in, answer, self.drain.keys)
+        if self.workload is None:
+            take_in()
+        else:
+            self.workload.gather(take_in)
         return True
 
     def _ask_at_once(self, connection: Any) -> bool:
         """Drains because a push has come; returns whether an answer must be read.
 
         The answer is waited for, as Redis answers sooner than the loop turns. The push is in front
-        of it.
+        of it. So no batch can begin meanwhile, and Redis may note one that is about to.
         """
+        assert self.lease_store is not None
         self._fruitless = False
         self._was_told = True
-        self._brpop_start()
+        self._ask(may_note=not self.lease_store.runs_batches)
         is_asked = self._draining
         self._draining, self._in_poll = False, None
         if not is_asked:

@@ -87,6 +87,30 @@ class Question(NamedTuple):
     leaves_rest: bool
     #: Whether Redis is asked to tell of changes, too.
     watches: bool
+    #: Whether a single message is noted as about to run.
+    notes: bool
+
+
+class Asked(NamedTuple):
+    """A question as it was sent, and what must be known to understand its answer."""
+
+    question: Question
+    #: Names of the queues, in the order of their turns.
+    queues: tuple[str, ...]
+    #: The keys that were asked, in order.
+    keys: tuple[str, ...]
+    #: How this worker is entered in Redis if there is nothing.
+    entry: str
+    commands: bytes
+    #: Whether queues were left out that had their share.
+    left_some_out: bool
+    #: Whether queues, room and capacity decide all of it, as the worker holds nothing.
+    is_idle: bool
+
+    @property
+    def wanted(self) -> int:
+        """How many messages it wanted."""
+        return min(self.question.free, sum(limit for _, limit in self.question.limits))
 
 
 class Inbox:
@@ -217,8 +241,9 @@ class Drain:
         self._lease_store = lease_store
         self._inbox = inbox
         self._sha = ""
-        self._question: Question | None = None
-        self._packed = b""
+        #: The last questions, with notes and without: an idle worker asks both again and again.
+        self._known: dict[bool, Asked] = {}
+        self._asked: Asked | None = None
         #: The parts of each queue.
         self._parts: dict[str, Sequence[Part]] = {}
         #: Keys that the last drain asked, in order.
@@ -229,12 +254,8 @@ class Drain:
         self.known_capacity = Capacity()
         #: Whether this worker is entered in Redis as waiting.
         self.is_entered = False
-        self._entry = ""
-        self._queues: frozenset[str] = frozenset()
         #: Whether the last drain also asked to be told of changes.
         self.watches = False
-        #: How many messages the last drain wanted.
-        self._wanted = 0
         #: Whether the last drain left its queues empty; then Redis tells when one of them changes.
         self.took_all = False
         #: Whether the last drain brought as much as it wanted; then there is probably more.
@@ -243,35 +264,78 @@ class Drain:
     def prepare(self, connection: Any) -> None:
         """Prepares a fresh connection: Redis must tell it of changes, and know the script."""
         self.forget_entry()
-        self._question = None
+        self._known.clear()
+        self._lease_store.forget_drained()
         # Only keys asked for by CLIENT CACHING are tracked: the script reads heartbeats as well.
         connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
         connection.read_response()
         connection.send_command("SCRIPT", "LOAD", script_text(LUA, "drain"))
         self._sha = bytes_to_str(connection.read_response())
 
-    def ask(self, connection: Any) -> bool:
-        """Sends the question, whose answer is the script's; False if no queue may give anything."""
+    def ask(self, connection: Any, *, may_note: bool = False) -> bool:
+        """Sends the question, whose answer is the script's; False if no queue may give anything.
+
+        Args:
+            connection: Where it is sent.
+            may_note: Whether Redis may note a single message as about to run, as no batch runs.
+        """
         channel = self._channel
         free = min(channel.qos.free, channel.drain_messages)
-        all_limits = self._limits(free)
+        queues = tuple(channel._queue_cycle.consume(len(channel.active_queues)))
+        watches = not self._brought_much
+        asked = self._known.get(may_note)
+        if asked is None or not self._is_as_then(asked, free, queues, watches):
+            asked = self._anew(free, queues, watches, may_note)
+            if asked is None:
+                return False
+            self._known[may_note] = asked
+        self._lease_store.flush()
+        self._asked, self.keys, self.watches = asked, asked.keys, watches
+        self.left_some_out = asked.left_some_out
+        connection.send_packed_command((asked.commands,))
+        return True
+
+    def _is_as_then(self, asked: Asked, free: int, queues: tuple[str, ...], watches: bool) -> bool:
+        """Whether a question can be asked again as it was, without working it out."""
+        question, workload = asked.question, self._channel.workload
+        return (
+            asked.is_idle
+            and not self._lease_store.leases
+            and (question.worker, question.free, asked.queues, question.watches)
+            == (self._lease_store.worker, free, queues, watches)
+            and (
+                workload is None
+                or (workload.capacity() == question.capacity and not workload.leaves_rest)
+            )
+        )
+
+    def _anew(
+        self, free: int, queues: tuple[str, ...], watches: bool, may_note: bool
+    ) -> Asked | None:
+        """Works a question out; None if no queue may give anything."""
+        all_limits = self._limits(free, queues)
         limits = {part: limit for part, limit in all_limits.items() if limit > 0}
         if not limits:
-            return False
-        self._lease_store.flush()
-        self._queues = frozenset(channel.active_queues)
-        self.left_some_out = len(limits) < len(all_limits)
-        self._wanted = min(free, sum(limits.values()))
-        self.watches = not self._brought_much
+            return None
+        capacity, capacities, leaves_rest = self._workload()
         question = Question(
-            self._lease_store.worker, free, tuple(limits.items()), *self._workload(), self.watches
+            self._lease_store.worker,
+            free,
+            tuple(limits.items()),
+            capacity,
+            capacities,
+            leaves_rest,
+            watches,
+            notes=may_note and capacity.batch > 0,
         )
-        if question != self._question:
-            # An idle worker asks the same again and again, each time in a hurry.
-            self._packed = packed(*self._commands(question))
-            self._question = question
-        connection.send_packed_command((self._packed,))
-        return True
+        known = self._known.get(may_note)
+        if known is None or known.question != question:
+            known = self._packed(question)
+        return known._replace(
+            queues=queues,
+            left_some_out=len(limits) < len(all_limits),
+            is_idle=not self._lease_store.leases and not leaves_rest,
+        )
 
     def _workload(self) -> tuple[Capacity, Mapping[str, Capacity], bool]:
         """What this worker could begin, also by queue, and whether it leaves the rest to others."""
@@ -281,7 +345,7 @@ class Drain:
         capacities = {queue: workload.capacity_for(queue) for queue in self._channel.active_queues}
         return workload.capacity(), capacities, workload.leaves_rest
 
-    def _commands(self, question: Question) -> list[tuple[Any, ...]]:
+    def _packed(self, question: Question) -> Asked:
         channel, keys = self._channel, self._lease_store.keys
         numbers = {part: number for number, (part, _) in enumerate(question.limits, 1)}
         queues = list(dict.fromkeys(part.queue for part in numbers))
@@ -291,31 +355,33 @@ class Drain:
             for queue in queues
             if (number := numbers.get(part_of(channel, queue, step)))
         ]
-        self.keys = tuple(key for key, _ in lists)
+        names = tuple(key for key, _ in lists)
         fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects, keys.waiting]
+        fixed.append(keys.running(question.worker))
+        entry, arguments = self._arguments(question, queues)
         script = (
-            *("EVALSHA", self._sha, len(fixed) + len(self.keys)),
+            *("EVALSHA", self._sha, len(fixed) + len(names)),
             *fixed,
-            *self.keys,
-            *(question.worker, question.free, MAX_DRAIN_BYTES),
-            *self._arguments(question, queues),
+            *names,
+            *(question.worker, question.free, MAX_DRAIN_BYTES, entry, int(question.notes)),
+            *arguments,
             *(number for _, number in lists),
         )
         # Both in one round trip: a lonely job's worker waits again before the job is on its device.
-        return [script, *self._watching()] if question.watches else [script]
+        commands = [script, *watching(names)] if question.watches else [script]
+        return Asked(question, (), names, entry, packed(*commands), False, False)
 
-    def _arguments(self, question: Question, queues: Sequence[str]) -> list[Any]:
-        """The script's arguments: the entry of this worker, and what each part may give.
+    def _arguments(self, question: Question, queues: Sequence[str]) -> tuple[str, list[Any]]:
+        """The entry of this worker, and for the script what each part may give.
 
         Each part has two limits: the second one counts while others wait for its queue.
         """
         channel, capacities, limits = self._channel, question.capacities, dict(question.limits)
         first_step, name = channel.priority_steps[0], self._lease_store.keys.queue
         first_keys = {queue: name(channel._q_for_pri(queue, first_step)) for queue in queues}
-        at_once, towards_others = sum(limits.values()), limits
-        self._entry = ""
+        at_once, towards_others, entry = sum(limits.values()), limits, ""
         if capacities:
-            self._entry = entry_of(
+            entry = entry_of(
                 question.capacity, {first_keys[queue]: capacities[queue] for queue in queues}
             )
             if question.leaves_rest:
@@ -324,7 +390,7 @@ class Drain:
         parts = [
             (limit, towards_others[part], first_keys[part.queue]) for part, limit in limits.items()
         ]
-        return [self._entry, len(parts), *chain.from_iterable(parts), at_once]
+        return entry, [len(parts), *chain.from_iterable(parts), at_once]
 
     def forget_entry(self) -> None:
         """Notes that this worker is not entered in Redis as waiting."""
@@ -344,21 +410,25 @@ class Drain:
         except redis.ResponseError as error:
             # The other answers come all the same.
             refusal = error
+        asked = self._asked
+        assert asked is not None
         if answer == []:
-            assert self._question is not None
-            self.known_capacity, self.is_entered = self._question.capacity, bool(self._entry)
+            self.known_capacity, self.is_entered = asked.question.capacity, bool(asked.entry)
         else:
             self.forget_entry()
-        self._brought_much = len(answer or ()) // 2 - 1 >= self._wanted
-        self.took_all = self.watches and self._is_watched(connection)
+        brought = len(answer or ()) // 2 - 1
+        if brought == 1 and asked.question.notes:
+            self._lease_store.drained(str(int(answer[1])))
+        self._brought_much = brought >= asked.wanted
+        self.took_all = self.watches and self._is_watched(connection, asked)
         if refusal is not None:
             raise refusal
         return answer
 
     def nothing_came(self, connection: Any) -> bool:
         """Whether all queues are empty; from now on Redis tells when one of them changes."""
-        connection.send_packed_command(connection.pack_commands(self._watching()))
-        return self._is_watched(connection)
+        connection.send_packed_command(connection.pack_commands(watching(self.keys)))
+        return self._is_watched(connection, self._asked)
 
     def others_wait(self, connection: Any) -> tuple[bool, bool]:
         """Asks whether other workers wait for work; from now on Redis tells when that changes.
@@ -370,7 +440,7 @@ class Drain:
         waiting = ("HLEN", self._lease_store.keys.waiting)
         commands = [("CLIENT", "CACHING", "YES"), waiting]
         if self.keys:
-            commands += self._watching()
+            commands += watching(self.keys)
         while True:
             connection.send_packed_command(connection.pack_commands(commands))
             _, count, *filled = [connection.read_response() for _ in commands]
@@ -379,13 +449,9 @@ class Drain:
             # A push is behind the answers. It may be in the parser, where no event tells of it.
             connection.read_response(push_request=True)
 
-    def _watching(self) -> list[tuple[str, ...]]:
-        return [("CLIENT", "CACHING", "YES"), ("EXISTS", *self.keys)]
-
-    def _limits(self, free: int) -> dict[Part, int]:
+    def _limits(self, free: int, queues: Sequence[str]) -> dict[Part, int]:
         """How many messages each part may give, in the order in which queues take turns."""
         channel, leases = self._channel, self._lease_store.leases
-        queues = channel._queue_cycle.consume(len(channel.active_queues))
         parts = [part for queue in queues for part in self._parts_of(queue)]
         held: Counter[Part] = Counter()
         scheduled = 0
@@ -424,12 +490,18 @@ class Drain:
             return None
         return -(-(prefetch - scheduled) // len(channel.class_levels))
 
-    def _is_watched(self, connection: Any) -> bool:
+    def _is_watched(self, connection: Any, asked: Asked | None) -> bool:
         connection.read_response()
-        if connection.read_response() or self._queues != set(self._channel.active_queues):
+        is_filled = connection.read_response()
+        if is_filled or asked is None or set(asked.queues) != set(self._channel.active_queues):
             return False
         # A push right behind the answer may be in the parser already: then no event would come.
         return not connection.can_read(timeout=0)
+
+
+def watching(keys: Sequence[str]) -> list[tuple[str, ...]]:
+    """The commands that ask whether there is something in lists, and to be told of changes."""
+    return [("CLIENT", "CACHING", "YES"), ("EXISTS", *keys)]
 
 
 def part_of(channel: Consumer, queue: str, step: int) -> Part:

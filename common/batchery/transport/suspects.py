@@ -1,7 +1,9 @@
 """Suspects: the jobs that were on a device when their worker died.
 
 A worker notes each batch in Redis before it goes to a device, and does not wait for the answer: a
-note that was sent outlives the process. To wait would cost the event loop 0.1 ms per batch.
+note that was sent outlives the process. To wait would cost the event loop 0.1 ms per batch. On an
+idle machine to send costs almost as much, as it wakes Redis: so a job that comes alone, to a worker
+where no batch runs, is noted by the drain that brings it.
 """
 
 import json
@@ -34,6 +36,9 @@ RUNNING_TTL_S = 24 * 3600
 #: Maximum number of commands that wait while Redis is away; older ones are dropped. A worker has
 #: fewer batches on its devices.
 MAX_WAITING_COMMANDS = 64
+
+#: The note that a drain made, as a batch; those that are sent from here begin at 1.
+DRAINED = 0
 
 _Command = tuple[str | int, ...]
 
@@ -133,6 +138,24 @@ class RunningBatches:
         #: Batches that ended. They can wait for the next command: recovery ignores jobs whose
         #: leases are gone.
         self._ended: list[int] = []
+        self._running: set[int] = set()
+        #: Token of the message that a drain has noted, until a batch begins.
+        self._drained: str | None = None
+
+    @property
+    def are_some(self) -> bool:
+        """Whether batches run, or notes wait to be sent."""
+        return bool(self._running or self._waiting)
+
+    def drained(self, token: str) -> None:
+        """Notes that a drain has removed all notes, and made one for its only message."""
+        self._drained, self._ended = token, []
+
+    def forget_drained(self) -> None:
+        """Has the next batch remove the note of a drain, unless that batch runs."""
+        self._drained = None
+        if DRAINED not in self._running:
+            self._ended.append(DRAINED)
 
     def began(
         self, worker: str, jobs: Mapping[str, str], *, alone: bool, cleared: Sequence[str] = ()
@@ -146,7 +169,14 @@ class RunningBatches:
             cleared: Suspects that were cleared. Redis must know before this batch can kill the
                 worker.
         """
+        if list(jobs) == [self._drained] and not (alone or cleared):
+            self._drained = None
+            self._running.add(DRAINED)
+            return DRAINED
+        if self._drained is not None:
+            self.forget_drained()
         batch = next(self._numbers)
+        self._running.add(batch)
         words = ["alone" if alone else "shared"]
         for token, task_id in jobs.items():
             words += (token, spell_id(task_id))
@@ -168,6 +198,7 @@ class RunningBatches:
 
     def ended(self, batch: int) -> None:
         """Notes that a batch has left its device; Redis learns it with the next batch."""
+        self._running.discard(batch)
         self._ended.append(batch)
         # Check the connection now, so that the next batch need not wait for it.
         if self._connection is not None and not self._is_well():
@@ -176,7 +207,7 @@ class RunningBatches:
     def drop(self) -> None:
         """Forgets what was not sent, because the worker is fenced."""
         self._waiting.clear()
-        self._ended = []
+        self._ended, self._drained = [], None
 
     def drop_connection(self) -> None:
         """Gives the connection back; the next note connects anew."""

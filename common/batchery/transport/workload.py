@@ -6,7 +6,7 @@ give back what they only hold.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 
@@ -59,6 +59,9 @@ class Workload(Protocol):
 
     def on_answer(self) -> None:
         """Called when an answer was read: a push of who waits may have come in front of it."""
+
+    def gather(self, take_in: Callable[[], None]) -> None:
+        """Calls what hands over the messages of a drain; what can begin then begins at once."""
 
     def on_waiting(self) -> None:
         """Called when other workers may have begun to wait for work."""

@@ -2,7 +2,7 @@
 
 import threading
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,6 +94,7 @@ class Backlog:
     def __init__(self, clock: Clock, channel: Channel) -> None:
         self._clock, self._channel = clock, channel
         self.waiting: list[tuple[float, Any]] = []
+        self.gathered: list[str] = []
         self.room = 0
 
     def add(self, *tokens: str) -> None:
@@ -108,6 +109,10 @@ class Backlog:
 
     def free(self) -> int:
         return self.room
+
+    def gather(self, take_in: Callable[[], None]) -> None:
+        take_in()
+        self.gathered = self.tokens
 
     def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
         return sum(sizes.values())
@@ -301,3 +306,14 @@ def test_jobs_that_wait_for_a_thread_are_run_in_order_unless_they_went() -> None
     pool.executor.shutdown(wait=True)
     assert ran == ["first", "a", "c"]
     assert pool.free() == 1
+
+
+def test_messages_of_a_drain_begin_together(house: House) -> None:
+    house.binding.gather(lambda: house.backlog.add("1", "2"))
+    assert house.backlog.gathered == ["1", "2"]
+
+
+def test_messages_are_taken_in_where_no_device_is_left() -> None:
+    taken: list[int] = []
+    LateBinding(lambda: (None, None), lambda: True, {}).gather(lambda: taken.append(1))
+    assert taken == [1]

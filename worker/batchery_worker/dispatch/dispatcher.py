@@ -94,6 +94,8 @@ class Dispatcher:
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
         self._dispatch_planned = False
+        #: Whether jobs are being admitted that are dispatched together.
+        self._gathering = False
         self._wake_planned_s = float("inf")
         self._draining = False
         #: Tasks whose listeners have held up the loop, and those that cannot keep their target.
@@ -302,8 +304,27 @@ class Dispatcher:
         # Not at once: first Celery reads all messages of this turn of its loop.
         if not self._dispatch_planned:
             self._dispatch_planned = True
-            self._hub.call_soon(self._dispatch)
-            begin_next_turn(self._hub)
+            if not self._gathering:
+                self._hub.call_soon(self._dispatch_planned_jobs)
+                begin_next_turn(self._hub)
+
+    def gather(self, take_in: Callable[[], None]) -> None:
+        """Calls what admits jobs, and takes them to the devices when all are here.
+
+        The next turn of the loop would cost a lonely job 0.05 ms, and its caller once more as much
+        where cores are few.
+        """
+        self._gathering = True
+        try:
+            take_in()
+        finally:
+            self._gathering = False
+            self._dispatch_planned_jobs()
+
+    def _dispatch_planned_jobs(self) -> None:
+        # What was planned may have been done in the meantime.
+        if self._dispatch_planned:
+            self._dispatch()
 
     def _dispatch(self) -> None:
         self._dispatch_planned = False

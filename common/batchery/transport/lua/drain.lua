@@ -13,9 +13,11 @@
 --                   Written here; read by workers that hold jobs which they cannot begin. A field
 --                   goes when its worker takes something, or could begin nothing; with release or
 --                   recovery.
--- KEYS[6..] LIST    the lists of queues, in the order in which they are served: those of one priority step,
+-- KEYS[6]   HASH    running:<worker>, see recover.lua
+-- KEYS[7..] LIST    the lists of queues, in the order in which they are served: those of one priority step,
 --                   then those of the next. Written by producers, read by every worker.
 -- ARGV      worker id, messages wanted, bytes wanted, the entry in `waiting` if all lists are empty, or nothing;
+--           1 if the worker runs no batch, so that a single message is noted as the one that is about to;
 --           number of parts, which are lists of one queue and priority class; for each part how many messages
 --           it may give, how many while others wait for its queue, and the key of the queue's
 --           first step; how many all parts for which others wait may give together; then for each list the number
@@ -28,26 +30,26 @@
 if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
   return false
 end
-local wanted, room, parts = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[5])
-local left, part_of = {}, 6 + 3 * parts
+local wanted, room, parts = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[6])
+local left, part_of = {}, 7 + 3 * parts
 for part = 1, parts do
-  left[part] = tonumber(ARGV[3 + 3 * part])
+  left[part] = tonumber(ARGV[4 + 3 * part])
 end
 local shared, shares = tonumber(ARGV[part_of]), {}
 if redis.call('HLEN', KEYS[5]) > 0 then
   -- Who could begin a job at once goes before those that would only hold it.
   each_waiting(KEYS[5], ARGV[1], function(entry)
     for part = 1, parts do
-      if entry[3][ARGV[5 + 3 * part]] then
-        left[part] = math.min(left[part], tonumber(ARGV[4 + 3 * part]))
+      if entry[3][ARGV[6 + 3 * part]] then
+        left[part] = math.min(left[part], tonumber(ARGV[5 + 3 * part]))
         shares[part] = true
       end
     end
   end)
 end
 local answer, fields = {0, 0}, {}
-for i = 6, #KEYS do
-  local part = tonumber(ARGV[part_of + i - 5])
+for i = 7, #KEYS do
+  local part = tonumber(ARGV[part_of + i - 6])
   local asked, got
   repeat
     -- A few at a time: their size is known only afterwards.
@@ -57,7 +59,7 @@ for i = 6, #KEYS do
       local messages = redis.pcall('RPOP', KEYS[i], asked)
       if messages and not messages.err then
         for _, message in ipairs(messages) do
-          answer[#answer + 1] = i - 6
+          answer[#answer + 1] = i - 7
           answer[#answer + 1] = message
           fields[#fields + 1] = KEYS[i] .. '\0' .. message
           room = room - #message
@@ -92,5 +94,10 @@ for i, field in ipairs(fields) do
     redis.call('HSET', KEYS[2], unpack(slice))
     slice = {}
   end
+end
+if ARGV[5] == '1' and #fields == 1 then
+  -- All other notes are of batches that have ended.
+  redis.call('DEL', KEYS[6])
+  redis.call('HSET', KEYS[6], 0, 'shared ' .. answer[2] .. ' ?')
 end
 return answer

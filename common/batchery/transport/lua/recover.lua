@@ -7,7 +7,8 @@
 -- KEYS[3]  HASH  lease:<worker>, see drain.lua
 -- KEYS[4]  HASH  running:<worker>: batch id -> "shared" or "alone", then token and task id of each of
 --                its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
---                removed when it ends; expires a day after the last one began.
+--                removed when it ends; expires a day after the last one began. Batch 0 was written
+--                by drain.lua, with ? for the id.
 -- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. A job to which it
 --                happened once, among others, has their number instead, below zero: it may run in
 --                a half of them. Written here; read after a drain; a field goes when its job is
@@ -18,6 +19,21 @@
 --          1 if deaths count
 -- Returns  how many messages went back, and how many of them are suspects; nil if the worker has
 --          sent another heartbeat since.
+-- The id in the headers of a leased message, spelled like those in the notes; nil if it has none.
+local function id_of(token)
+  local value = redis.call('HGET', KEYS[3], token)
+  local cut = value and string.find(value, '\0', 1, true)
+  local is_read, message = pcall(cjson.decode, string.sub(value or '', (cut or 0) + 1))
+  local headers = is_read and type(message) == 'table' and message.headers
+  local id = type(headers) == 'table' and headers.id
+  if type(id) ~= 'string' or string.find(id, '^[%w_.-]+$') then
+    return type(id) == 'string' and id or nil
+  end
+  return (string.gsub(id, '[^%w_.~/-]', function(c)
+    return string.format('%%%02X', string.byte(c))
+  end))
+end
+
 if ARGV[2] ~= '' and redis.call('ZSCORE', KEYS[1], ARGV[1]) ~= ARGV[2] then
   return false
 end
@@ -33,7 +49,7 @@ if ARGV[3] == '1' then
     local ids = {}
     for token, id in string.gmatch(batch, ' (%d+) (%S+)') do
       if redis.call('HEXISTS', KEYS[3], token) == 1 then
-        ids[#ids + 1] = id
+        ids[#ids + 1] = id ~= '?' and id or id_of(token)
       end
     end
     suspects = suspects + #ids
