@@ -105,8 +105,9 @@ class Hooked(BatchTask):
         return texts
 
     def on_success(self, retval: str, task_id: str, args: Any, kwargs: Any) -> None:
-        if retval == "slow":
-            time.sleep(2)
+        if retval.startswith("slow until "):
+            while not Path(retval.removeprefix("slow until ")).exists():
+                time.sleep(0.01)
         if retval == "on_success":
             raise RuntimeError("on_success is broken")
 

@@ -15,7 +15,7 @@ from batchery.outcomes import Failed
 from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, lane_of
 from batchery_worker.inprocess.batcher_thread import BatcherThread, send_and_await, send_and_wait
 from batchery_worker.inprocess.calls import Call, FutureCall, LoopCall, ThreadCall
-from batchery_worker.inprocess.options import BatcherOptions, CallOptions, spell
+from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, spell
 from batchery_worker.inprocess.tensors import Collator, Features
 
 C = TypeVar("C", bound=Call)
@@ -153,7 +153,7 @@ class BatchedCall(Generic[T, R]):
         Raises:
             BatchArgumentError: There is no such option, or its value is impossible.
         """
-        _check_names(self._thread.name, options, CallOptions.__dataclass_fields__)
+        check_names(self._thread.name, options, CallOptions.__dataclass_fields__)
         chosen = replace(self._call_options, **options)
         chosen.check(self._thread.options.classes)
         made = BatchedCall[T, R](self._thread, self._owner, chosen)
@@ -440,16 +440,8 @@ def choose(name: str, options: Mapping[str, Any]) -> tuple[BatcherOptions, Colla
     collator = Collator(**arrays) if arrays else None
     if collator is not None and collator.pads:
         own.setdefault("length", collator.length)
-    _check_names(name, own, [*BatcherOptions.__dataclass_fields__, *COLLATOR_OPTIONS])
+    check_names(name, own, [*BatcherOptions.__dataclass_fields__, *COLLATOR_OPTIONS])
     return BatcherOptions(**own), collator
-
-
-def _check_names(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    unknown = [each for each in given if each not in known]
-    if unknown:
-        raise BatchArgumentError(
-            f"{name}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
-        )
 
 
 def _check_items(

@@ -13,7 +13,7 @@ from batchery.settings import DEVICE_NAME, ModelSettings, Settings
 from batchery_worker.inprocess.batch_loop import BatchLoop
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
 from batchery_worker.inprocess.local_device import EngineDevice, EngineModel, LocalDevice
-from batchery_worker.inprocess.options import BatcherOptions, CallOptions
+from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names
 from batchery_worker.inprocess.spawned_device import SpawnedDevice
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
@@ -218,10 +218,7 @@ def _options(
         of_model = getattr(own, each, None)
         usual[each] = getattr(settings, each) if of_model is None else of_model
     known = [each for each in BatcherOptions.__dataclass_fields__ if each != "length"]
-    if unknown := [each for each in given if each not in known]:
-        raise BatchArgumentError(
-            f"{name}: options {', '.join(unknown)}: there are device, process, {', '.join(known)}"
-        )
+    check_names(name, given, ["device", "process", *known])
     return BatcherOptions(**{**usual, **given})
 
 

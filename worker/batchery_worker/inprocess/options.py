@@ -1,7 +1,7 @@
 """Options of a batcher and of its calls, checked where they are given."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from typing import Any, Literal
@@ -98,6 +98,23 @@ class CallOptions:
             )
         if not isinstance(self.tenant, str):
             raise BatchArgumentError(f"tenant={self.tenant!r}: give a name")
+
+
+def check_names(name: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Checks that options exist.
+
+    Args:
+        name: Of the batcher that they are for.
+        given: Their names.
+        known: The names that there are.
+
+    Raises:
+        BatchArgumentError: One of them does not.
+    """
+    if unknown := [each for each in given if each not in known]:
+        raise BatchArgumentError(
+            f"{name}: there is no option {', '.join(unknown)}; there are {', '.join(known)}"
+        )
 
 
 def _is_number(value: Any) -> bool:
