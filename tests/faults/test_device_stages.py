@@ -1,5 +1,6 @@
 """Device processes that end, or stop, at each stage of a batch: no job is lost, none fails."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,14 @@ class Gate:
         self._path.touch()
 
 
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A gate that is open when the test is over: other tests need the device."""
+    made = Gate(tmp_path / "gate")
+    yield made
+    made.open()
+
+
 def held(worker: Worker) -> int:
     """Jobs that the worker has and has not settled."""
     jobs = [*worker.inspect(stages.app, "active"), *worker.inspect(stages.app, "reserved")]
@@ -111,12 +120,16 @@ def test_job_among_64_beyond_its_hard_limit_fails_alone(worker: Worker, tmp_path
 
 
 def test_terminated_job_among_64_active_jobs_ends_alone(
-    worker: Worker, device: psutil.Process, tmp_path: Path
+    worker: Worker, device: psutil.Process, tmp_path: Path, gate: Gate
 ) -> None:
-    gate = Gate(tmp_path / "gate")
     jobs = shared_batch(worker, tmp_path, stages.gated, list(range(64)), **gate.keywords)
     wait_for(gate.has_begun, "the batch runs")
-    assert {each["id"] for each in worker.inspect(stages.app, "active")} == {j.id for j in jobs}
+    ids = {job.id for job in jobs}
+    # The job before has its result; the worker may not have settled it yet.
+    wait_for(
+        lambda: {each["id"] for each in worker.inspect(stages.app, "active")} == ids,
+        "all are active",
+    )
     stages.app.control.revoke(jobs[40].id, terminate=True, reply=True, timeout=10, limit=1)
     with pytest.raises(TaskRevokedError):
         jobs[40].get(timeout=TIMEOUT_S)
