@@ -207,7 +207,7 @@ def test_jobs_are_revoked_by_their_stamps_while_they_wait(worker: Worker) -> Non
 
 
 def test_inspect_knows_where_every_job_is(worker: Worker) -> None:
-    active = busy(worker, 2.0)
+    active = busy(worker, 5.0)
     reserved = more.echo.delay("waits")
     scheduled = more.echo.apply_async(("later",), countdown=600)
 

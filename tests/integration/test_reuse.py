@@ -58,7 +58,7 @@ def test_of_a_thousand_jobs_with_a_hundred_different_items_a_hundred_are_compute
     assert found["results"] >= 100
     assert found["bytes"] >= 100 * OVERHEAD_BYTES
     assert found["errors"] == 0
-    assert unsettled(redis_url) == 0
+    wait_for(lambda: unsettled(redis_url) == 0, "all are acknowledged")
 
 
 def test_other_keywords_are_another_input(worker: Worker, client: Celery, log: Path) -> None:
