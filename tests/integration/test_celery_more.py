@@ -61,12 +61,17 @@ def meta(job: Any) -> dict[str, Any]:
 def busy(worker: Worker, seconds: float) -> Any:
     """Keeps the device busy; returns once it is."""
     job = more.nap.delay(seconds)
-    wait_for(lambda: worker.inspect(more.app, "active"), "the device is busy")
+
+    def active() -> list[str]:
+        return [each["id"] for each in worker.inspect(more.app, "active")]
+
+    # A job before has its result; the worker may not have settled it yet.
+    wait_for(lambda: active() == [job.id], "the device is busy with this job alone")
     return job
 
 
 def test_hooks_and_signals_of_a_success_come_once_each(worker: Worker, redis_url: str) -> None:
-    busy(worker, 0.5)
+    busy(worker, 2.0)
     jobs = [more.hooked.delay(word, mark="!") for word in ("a", "b", "c")]
     for job, word in zip(jobs, "abc", strict=True):
         assert job.get(timeout=TIMEOUT_S) == f"{word}!"
@@ -111,7 +116,7 @@ def test_hooks_and_signals_of_a_retry_come_once_per_attempt(worker: Worker, redi
 
 
 def test_the_signal_of_a_revoked_job_comes_once(worker: Worker, redis_url: str) -> None:
-    busy(worker, 1.0)
+    busy(worker, 2.0)
     job = more.hooked.delay("never")
     wait_for(lambda: trace(redis_url, job.id), "received")
     more.app.control.revoke(job.id, reply=True, timeout=10, limit=1)
@@ -189,7 +194,7 @@ def test_a_rate_limit_is_kept_and_changed_at_run_time(worker: Worker) -> None:
 
 
 def test_jobs_are_revoked_by_their_stamps_while_they_wait(worker: Worker) -> None:
-    busy(worker, 1.0)
+    busy(worker, 2.0)
     stamped = more.echo.s("never")
     stamped.stamp(customer="42")
     other = more.echo.s("other")
