@@ -138,6 +138,7 @@ class RunningBatches:
         #: Batches that ended. They can wait for the next command: recovery ignores jobs whose
         #: leases are gone.
         self._ended: list[int] = []
+        #: Batches that began and have not ended.
         self._running: set[int] = set()
         #: Token of the message that a drain has noted, until a batch begins.
         self._drained: str | None = None

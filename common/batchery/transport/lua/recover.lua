@@ -8,7 +8,8 @@
 -- KEYS[4]  HASH  running:<worker>: batch id -> "shared" or "alone", then token and task id of each of
 --                its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
 --                removed when it ends; expires a day after the last one began. Batch 0 was written
---                by drain.lua, with ? for the id.
+--                by drain.lua, with ? for the id; it does not expire, as a fenced worker cannot
+--                write it.
 -- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. A job to which it
 --                happened once, among others, has their number instead, below zero: it may run in
 --                a half of them. Written here; read after a drain; a field goes when its job is
