@@ -91,17 +91,23 @@ class Question(NamedTuple):
     notes: bool
 
 
-class Asked(NamedTuple):
-    """A question as it was sent, and what must be known to understand its answer."""
+class Spelled(NamedTuple):
+    """A question in the words of Redis."""
 
-    question: Question
-    #: Names of the queues, in the order of their turns.
-    queues: tuple[str, ...]
-    #: The keys that were asked, in order.
+    #: The keys that are asked, in order.
     keys: tuple[str, ...]
     #: How this worker is entered in Redis if there is nothing.
     entry: str
     commands: bytes
+
+
+class Asked(NamedTuple):
+    """A question as it was sent, and what must be known to understand its answer."""
+
+    question: Question
+    spelled: Spelled
+    #: Names of the queues, in the order of their turns.
+    queues: tuple[str, ...]
     #: Whether queues were left out that had their share.
     left_some_out: bool
     #: Whether queues, room and capacity decide all of it, as the worker holds nothing.
@@ -246,20 +252,26 @@ class Drain:
         self._asked: Asked | None = None
         #: The parts of each queue.
         self._parts: dict[str, Sequence[Part]] = {}
-        #: Keys that the last drain asked, in order.
-        self.keys: tuple[str, ...] = ()
         #: Whether the last drain left out queues that had their share, or jobs for other workers.
         self.left_some_out = False
         #: The capacity with which this worker waits for work; none unless it waits.
         self.known_capacity = Capacity()
         #: Whether this worker is entered in Redis as waiting.
         self.is_entered = False
-        #: Whether the last drain also asked to be told of changes.
-        self.watches = False
         #: Whether the last drain left its queues empty; then Redis tells when one of them changes.
         self.took_all = False
         #: Whether the last drain brought as much as it wanted; then there is probably more.
         self._brought_much = False
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys that the last drain asked, in order."""
+        return () if self._asked is None else self._asked.spelled.keys
+
+    @property
+    def watches(self) -> bool:
+        """Whether the last drain also asked to be told of changes."""
+        return self._asked is not None and self._asked.question.watches
 
     def prepare(self, connection: Any) -> None:
         """Prepares a fresh connection: Redis must tell it of changes, and know the script."""
@@ -272,7 +284,7 @@ class Drain:
         connection.send_command("SCRIPT", "LOAD", script_text(LUA, "drain"))
         self._sha = bytes_to_str(connection.read_response())
 
-    def ask(self, connection: Any, *, may_note: bool = False) -> bool:
+    def ask(self, connection: Any, *, may_note: bool) -> bool:
         """Sends the question, whose answer is the script's; False if no queue may give anything.
 
         Args:
@@ -290,9 +302,8 @@ class Drain:
                 return False
             self._known[may_note] = asked
         self._lease_store.flush()
-        self._asked, self.keys, self.watches = asked, asked.keys, watches
-        self.left_some_out = asked.left_some_out
-        connection.send_packed_command((asked.commands,))
+        self._asked, self.left_some_out = asked, asked.left_some_out
+        connection.send_packed_command((asked.spelled.commands,))
         return True
 
     def _is_as_then(self, asked: Asked, free: int, queues: tuple[str, ...], watches: bool) -> bool:
@@ -329,10 +340,14 @@ class Drain:
             notes=may_note and capacity.batch > 0,
         )
         known = self._known.get(may_note)
-        if known is None or known.question != question:
-            known = self._packed(question)
-        return known._replace(
-            queues=queues,
+        if known is not None and known.question == question:
+            spelled = known.spelled
+        else:
+            spelled = self._spell(question)
+        return Asked(
+            question,
+            spelled,
+            queues,
             left_some_out=len(limits) < len(all_limits),
             is_idle=not self._lease_store.leases and not leaves_rest,
         )
@@ -345,7 +360,7 @@ class Drain:
         capacities = {queue: workload.capacity_for(queue) for queue in self._channel.active_queues}
         return workload.capacity(), capacities, workload.leaves_rest
 
-    def _packed(self, question: Question) -> Asked:
+    def _spell(self, question: Question) -> Spelled:
         channel, keys = self._channel, self._lease_store.keys
         numbers = {part: number for number, (part, _) in enumerate(question.limits, 1)}
         queues = list(dict.fromkeys(part.queue for part in numbers))
@@ -369,7 +384,7 @@ class Drain:
         )
         # Both in one round trip: a lonely job's worker waits again before the job is on its device.
         commands = [script, *watching(names)] if question.watches else [script]
-        return Asked(question, (), names, entry, packed(*commands), False, False)
+        return Spelled(names, entry, packed(*commands))
 
     def _arguments(self, question: Question, queues: Sequence[str]) -> tuple[str, list[Any]]:
         """The entry of this worker, and for the script what each part may give.
@@ -413,14 +428,15 @@ class Drain:
         asked = self._asked
         assert asked is not None
         if answer == []:
-            self.known_capacity, self.is_entered = asked.question.capacity, bool(asked.entry)
+            self.known_capacity = asked.question.capacity
+            self.is_entered = bool(asked.spelled.entry)
         else:
             self.forget_entry()
         brought = len(answer or ()) // 2 - 1
         if brought == 1 and asked.question.notes:
             self._lease_store.drained(str(int(answer[1])))
         self._brought_much = brought >= asked.wanted
-        self.took_all = self.watches and self._is_watched(connection, asked)
+        self.took_all = self.watches and self._is_watched(connection)
         if refusal is not None:
             raise refusal
         return answer
@@ -428,7 +444,7 @@ class Drain:
     def nothing_came(self, connection: Any) -> bool:
         """Whether all queues are empty; from now on Redis tells when one of them changes."""
         connection.send_packed_command(connection.pack_commands(watching(self.keys)))
-        return self._is_watched(connection, self._asked)
+        return self._is_watched(connection)
 
     def others_wait(self, connection: Any) -> tuple[bool, bool]:
         """Asks whether other workers wait for work; from now on Redis tells when that changes.
@@ -490,10 +506,10 @@ class Drain:
             return None
         return -(-(prefetch - scheduled) // len(channel.class_levels))
 
-    def _is_watched(self, connection: Any, asked: Asked | None) -> bool:
+    def _is_watched(self, connection: Any) -> bool:
         connection.read_response()
-        is_filled = connection.read_response()
-        if is_filled or asked is None or set(asked.queues) != set(self._channel.active_queues):
+        queues = () if self._asked is None else self._asked.queues
+        if connection.read_response() or set(queues) != set(self._channel.active_queues):
             return False
         # A push right behind the answer may be in the parser already: then no event would come.
         return not connection.can_read(timeout=0)

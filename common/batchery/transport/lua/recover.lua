@@ -20,15 +20,16 @@
 --          1 if deaths count
 -- Returns  how many messages went back, and how many of them are suspects; nil if the worker has
 --          sent another heartbeat since.
+
 -- The id in the headers of a leased message, spelled like those in the notes; nil if it has none.
 local function id_of(token)
   local value = redis.call('HGET', KEYS[3], token)
-  local cut = value and string.find(value, '\0', 1, true)
-  local is_read, message = pcall(cjson.decode, string.sub(value or '', (cut or 0) + 1))
+  local cut = string.find(value, '\0', 1, true)
+  local is_read, message = pcall(cjson.decode, string.sub(value, cut + 1))
   local headers = is_read and type(message) == 'table' and message.headers
   local id = type(headers) == 'table' and headers.id
-  if type(id) ~= 'string' or string.find(id, '^[%w_.-]+$') then
-    return type(id) == 'string' and id or nil
+  if type(id) ~= 'string' then
+    return nil
   end
   return (string.gsub(id, '[^%w_.~/-]', function(c)
     return string.format('%%%02X', string.byte(c))
