@@ -151,8 +151,7 @@ def test_figures_change_while_jobs_run(
         wait_for(lambda: page.number("items_per_s") > 0, "a rate")
         wait_for(lambda: page.number("items") > before, "items that ran")
         wait_for(lambda: "since start" in page.text("devices"), "the size of batches")
-        line = page.find_element(By.ID, "spark_line").get_attribute("points") or ""
-        assert len(line.split()) >= 2
+        wait_for(lambda: page.points("spark_line") >= 2, "a line of rates")
         (device,) = page.rows("devices")
         assert device.startswith(f"cpu {model_worker.name}, ready ")
         assert device.endswith(" MiB main memory")

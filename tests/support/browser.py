@@ -54,6 +54,10 @@ class Browser(webdriver.Chrome):
         text = self.text(name).replace(",", "")
         return float(text) if text.replace(".", "").isdigit() else 0.0
 
+    def points(self, name: str) -> int:
+        """How many points a line of a chart has."""
+        return len((self.find_element(By.ID, name).get_attribute("points") or "").split())
+
     def rows(self, name: str) -> list[str]:
         """The rows of a table's body, each on one line."""
         # At once, because the page makes new ones each second.
