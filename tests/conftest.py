@@ -131,9 +131,9 @@ def start_module_worker(
 
 
 @pytest.fixture(scope="module")
-def worker(start_module_worker: StartWorker) -> Worker:
+def worker(start_module_worker: StartWorker, client: Celery) -> Worker:
     """A worker of `apps.shop` that serves all tests of a module."""
-    return start_module_worker("apps.shop")
+    return start_module_worker("apps.shop").wait_answers(client)
 
 
 @pytest.fixture

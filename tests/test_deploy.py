@@ -235,7 +235,7 @@ def test_the_health_check_tells_a_worker_that_lives_from_one_that_does_not(
     if alive:
         start_worker("apps.ordinary", "-n", "celery@%h")
     done = subprocess.run(
-        [word.replace("-t 10", "-t 5") for word in health_command()],
+        [word.replace("-t 10", "-t 30" if alive else "-t 5") for word in health_command()],
         env={
             **os.environ,
             "PATH": search_path(),

@@ -71,7 +71,7 @@ def wait_at(paths: list[str]) -> list[str]:
     return paths
 
 
-@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=1)
+@app.task(shared=False, base=BatchTask, max_batch_size=64, time_limit=5)
 def hurry_at(paths: list[str]) -> list[str]:
     """The same, with little time."""
     answers: list[str] = wait_at.run(paths)

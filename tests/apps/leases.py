@@ -15,7 +15,9 @@ EXPIRY_S = 1.5
 
 app = install(Celery("leases", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
-app.conf.broker_transport_options = {"lease_expiry_s": EXPIRY_S}
+app.conf.broker_transport_options = {
+    "lease_expiry_s": float(os.environ.get("LEASE_EXPIRY_S", EXPIRY_S))
+}
 app.conf.worker_prefetch_multiplier = int(os.environ.get("PREFETCH", "4"))
 
 

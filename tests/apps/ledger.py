@@ -37,11 +37,12 @@ def limited(items: list[Any]) -> list[Any]:
 
 
 @app.task(shared=False)
-def write_down_alone(item: Any, ledger: str, pause_s: float = 0.0) -> Any:
+def write_down_alone(item: Any, ledger: str, gate: str | None = None) -> Any:
     """An ordinary task, for comparison."""
     with open(ledger, "a") as file:
         file.write(f"{item}\n")
-    time.sleep(pause_s)
+    while gate is not None and not Path(gate).exists():
+        time.sleep(0.01)
     return item
 
 

@@ -1,6 +1,7 @@
 """An app that writes down what Celery tells it: hooks, signals, the ticks of beat."""
 
 import json
+import os
 import time
 from typing import Any
 
@@ -157,6 +158,14 @@ def nap(seconds: list[float]) -> list[float]:
     for each in seconds:
         time.sleep(each)
     return seconds
+
+
+@app.task(shared=False, base=BatchTask)
+def until(paths: list[str]) -> list[str]:
+    """Computes until there are files of these names."""
+    while not all(map(os.path.exists, paths)):
+        time.sleep(0.01)
+    return paths
 
 
 @app.task(shared=False, base=BatchTask)

@@ -122,6 +122,14 @@ def nap(seconds: list[float]) -> list[float]:
     return seconds
 
 
+@app.task(shared=False, base=BatchTask)
+def until(paths: list[str]) -> list[str]:
+    """Computes until there are files of these names."""
+    while not all(map(os.path.exists, paths)):
+        time.sleep(0.01)
+    return paths
+
+
 @app.task(shared=False)
 def double(number: int) -> int:
     return 2 * number

@@ -101,7 +101,7 @@ def test_jobs_of_a_killed_worker_are_redelivered_soon_and_in_order(
     died_s = time.monotonic()
     wait_for(lambda: len(waiting(bare)) == 5, "they are back")
     # As long as the expiry and two more looks, on a machine that may be busy.
-    assert time.monotonic() - died_s < EXPIRY_S + 10
+    assert time.monotonic() - died_s < EXPIRY_S + 25
     # What is acknowledged before it runs is not among them.
     assert waiting(bare) == [1, 2, 3, 4, 5]
     gate.touch()
@@ -222,7 +222,7 @@ def test_job_with_an_eta_stays_with_its_worker(
     worker = start_worker("apps.leases")
     start_worker("apps.leases", *IDLE)
     jobs = send(redis_url, "late", [1], countdown=2 * EXPIRY_S, book=book)
-    wait_for(lambda: held(bare) == 1, "the worker has it")
+    wait_for(lambda: worker.has_logged("received", 1), "the worker has it")
     wait_for(partial(have_results, bare, jobs), "it is answered", TIMEOUT_S)
     assert executions(book) == ["1"]
     assert worker.log.count("received") == 1
@@ -234,7 +234,8 @@ def test_plain_and_batchery_workers_together_answer_every_job_once(
     start_worker("apps.stock")
     start_worker("apps.leases")
     jobs = send(redis_url, "late", list(range(10_000)), book=book)
-    wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+    keys = [f"celery-task-meta-{job}" for job in jobs]
+    wait_for(lambda: bare.exists(*keys) == len(jobs), "all are answered", 160)
     assert results(bare, jobs) == list(range(10_000))
     assert Counter(executions(book)) == {str(number): 1 for number in range(10_000)}
     wait_for(lambda: held(bare) + bare.hlen("unacked") == 0, "all are acknowledged")
@@ -246,19 +247,26 @@ def test_each_kind_of_worker_serves_while_the_other_is_busy(
     """Both take part: neither starves the other, nor hides jobs from it."""
     start_worker("apps.stock", env={"PREFETCH": "1"})
     ours = start_worker("apps.leases", "-c", "1", env={"PREFETCH": "1"})
-    jobs = send(redis_url, "late", [0, 1], book=book, gate=gate)
-    wait_for(lambda: sorted(executions(book)) == ["0", "1"], "each has one")
+    jobs: list[str] = []
+
+    def both_run() -> bool:
+        # Stock looks once a second: ours may take two before that, and no more.
+        if not bare.llen("celery"):
+            jobs.extend(send(redis_url, "late", [len(jobs)], book=book, gate=gate))
+        return len(executions(book)) == 2
+
+    wait_for(both_run, "each runs one")
+    assert ours.log.count("received") <= 2
     gate.touch()
     wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
-    assert ours.log.count("received") == 1
 
 
 def test_a_lonely_job_is_a_suspect_from_the_moment_it_is_taken(
     start_worker: StartWorker, redis_url: str, bare: Any, book: Path, gate: Path
 ) -> None:
     first = start_worker("apps.leases")
-    for number in range(2):
-        # The first one finds a worker that has just begun to wait.
+    # The first ones may find a worker that has just begun to wait.
+    for number in range(10):
         send(redis_url, "batch", [number], book=book, gate=gate)
         wait_for(partial(has_executed, book, number + 1), "it runs")
         (key,) = bare.keys("batchery:running:*")
@@ -266,6 +274,8 @@ def test_a_lonely_job_is_a_suspect_from_the_moment_it_is_taken(
         gate.touch()
         wait_for(lambda: held(bare) == 0, "it is done")
         gate.unlink()
+        if note.endswith(b" ?"):
+            break
     assert note.endswith(b" ?")
     jobs = send(redis_url, "batch", ["odd"], book=book, gate=gate)
     wait_for(lambda: "odd" in executions(book), "it runs")

@@ -181,14 +181,15 @@ def test_a_device_that_dies_during_a_warm_shutdown_is_not_waited_for(
 
 
 def test_batches_finish_while_an_ordinary_task_delays_the_shutdown(
-    start_worker: StartWorker, book: Path
+    start_worker: StartWorker, book: Path, tmp_path: Path
 ) -> None:
-    worker = start_worker("apps.ledger")
-    slow = ledger.write_down_alone.delay("slow", str(book), 4)
+    worker, gate = start_worker("apps.ledger"), tmp_path / "gate"
+    slow = ledger.write_down_alone.delay("slow", str(book), str(gate))
     batch = ledger.write_down.delay("batch", ledger=str(book), pause_s=1)
     wait_for_batch(book, 2)
     worker.process.send_signal(signal.SIGTERM)
-    assert batch.get(timeout=3) == "batch"
+    assert batch.get(timeout=TIMEOUT_S) == "batch"
     assert not slow.ready()
+    gate.touch()
     assert worker.wait_exit() == 0
-    assert slow.get(timeout=1) == "slow"
+    assert slow.get(timeout=TIMEOUT_S) == "slow"

@@ -100,6 +100,8 @@ def test_loss_window_2_message_popped_by_a_dead_connection(
     consume: StartConsumer, transport: str, url: str, bare: Any
 ) -> None:
     consumer = consume("q")
+    # Stock's BRPOP must not end before the job comes.
+    consumer.channel.brpop_timeout = 60
     consumer.turn()
     consumer.channel.connection.cycle.on_poll_start()
     if transport == STOCK:

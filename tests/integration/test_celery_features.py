@@ -10,7 +10,7 @@ from celery.exceptions import TaskRevokedError
 
 from apps import shop
 from conftest import StartWorker
-from support.harness import Worker, unsettled, wait_for
+from support.harness import Worker, device_busy, unsettled, wait_for
 
 TIMEOUT_S = 30
 
@@ -87,35 +87,44 @@ def test_link_error_is_called_for_the_job_that_failed(tmp_path: Path) -> None:
     assert jobs[2].get(timeout=TIMEOUT_S) == "B"
 
 
-def test_a_job_that_is_revoked_while_it_waits_never_runs(worker: Worker) -> None:
-    shop.nap.delay(1.5)
-    wait_for(lambda: worker.inspect(shop.app, "active"), "the device is busy")
-    revoked, mate = shop.shout.delay("never"), shop.shout.delay("mate")
-    wait_for(lambda: len(worker.inspect(shop.app, "reserved")) >= 2, "both wait")
-    shop.app.control.revoke(revoked.id, reply=True, timeout=10, limit=1)
+def reserved(worker: Worker) -> set[str]:
+    return {each["id"] for each in worker.inspect(shop.app, "reserved")}
+
+
+def test_a_job_that_is_revoked_while_it_waits_never_runs(worker: Worker, tmp_path: Path) -> None:
+    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
+        revoked, mate = shop.shout.delay("never"), shop.shout.delay("mate")
+        wait_for(lambda: {revoked.id, mate.id} <= reserved(worker), "both wait")
+        shop.app.control.revoke(revoked.id, reply=True, timeout=20, limit=1)
     assert mate.get(timeout=TIMEOUT_S) == "MATE"
     with pytest.raises(TaskRevokedError):
         revoked.get(timeout=TIMEOUT_S)
 
 
-def test_a_job_that_is_terminated_while_it_runs_leaves_its_mates_alone(worker: Worker) -> None:
-    shop.nap.delay(0.5)
-    jobs = [shop.batch_of.delay(number, pause_s=1.0) for number in range(4)]
+def test_a_job_that_is_terminated_while_it_runs_leaves_its_mates_alone(
+    worker: Worker, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    with device_busy(worker, shop.app, shop.until.name, tmp_path / "first"):
+        jobs = [shop.until.delay(str(gate)) for _ in range(4)]
+        ids = {job.id for job in jobs}
+        wait_for(lambda: ids <= reserved(worker), "they wait")
     wait_for(
-        lambda: jobs[1].id in {each["id"] for each in worker.inspect(shop.app, "active")},
+        lambda: ids == {each["id"] for each in worker.inspect(shop.app, "active")},
         "the batch runs",
     )
-    shop.app.control.revoke(jobs[1].id, terminate=True, reply=True, timeout=10, limit=1)
+    shop.app.control.revoke(jobs[1].id, terminate=True, reply=True, timeout=20, limit=1)
+    gate.touch()
     with pytest.raises(TaskRevokedError):
         jobs[1].get(timeout=TIMEOUT_S)
     for number in (0, 2, 3):
-        assert jobs[number].get(timeout=TIMEOUT_S)["item"] == number
+        assert jobs[number].get(timeout=TIMEOUT_S) == str(gate)
 
 
-def test_a_job_that_expires_while_it_waits_never_runs(worker: Worker) -> None:
-    shop.nap.delay(1.5)
-    wait_for(lambda: worker.inspect(shop.app, "active"), "the device is busy")
-    expired = shop.shout.apply_async(("never",), expires=0.3)
+def test_a_job_that_expires_while_it_waits_never_runs(worker: Worker, tmp_path: Path) -> None:
+    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
+        expired = shop.shout.apply_async(("never",), expires=0.3)
+        time.sleep(0.5)
     with pytest.raises(TaskRevokedError):
         expired.get(timeout=TIMEOUT_S)
 

@@ -132,8 +132,9 @@ def test_a_stream_says_once_why_nothing_comes(
     shop: Client, store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("batchery_producer.diagnosis.HINT_S", 0.1)
+    monkeypatch.setattr("batchery_producer.diagnosis.ASK_S", 5.0)
     with pytest.raises(NoResult):
-        next(shop.task(f"{APP}.shout", queue="nobody").map(["text"], timeout_s=3.0))
+        next(shop.task(f"{APP}.shout", queue="nobody").map(["text"], timeout_s=10.0))
     store.delete("nobody")
     (said,) = [each.message for each in caplog.records if each.name == "batchery_producer.stream"]
     assert re.match(r"no result for \d+ s: 1 waiting in queue 'nobody'; .* another queue", said)

@@ -25,8 +25,9 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
 
 
 @pytest.fixture
-def redis(redis_url: str) -> Iterator[Any]:
+def redis(redis_url: str, worker: Worker) -> Iterator[Any]:
     commits.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    wait_for(lambda: not worker.inspect(commits.app, "active"), "earlier jobs are counted")
     with contextlib.closing(Redis.from_url(redis_url)) as opened:
         yield opened
 
@@ -265,7 +266,7 @@ def test_a_job_that_was_committed_before_its_device_died_does_not_run_again(
     with Events(commits.app) as events:
         with one_batch(worker, tmp_path, 3):
             jobs = [commits.hold.delay(str(path)) for path in paths]
-        wait_for(paths[0].exists, "the batch is committed")
+        wait_for(lambda: paths[0].exists() and paths[0].read_text(), "the batch is committed")
         assert paths[0].read_text() == "committed committed committed"
         (device,) = worker.devices()
         device.kill()

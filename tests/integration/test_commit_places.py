@@ -87,7 +87,7 @@ def test_a_time_limit_does_not_count_while_results_wait_for_redis(
         own_redis.kill()
         Path(f"{path}.go").touch()
         wait_for(lambda: "results wait for Redis" in worker.log, "the result waits")
-        time.sleep(1.5)  # Longer than the limit.
+        time.sleep(5.5)  # Longer than the limit.
         own_redis.start()
         wait_for(lambda: stored(own_redis.url, job.id), "the result is stored")
         assert job.get(timeout=TIMEOUT_S) == str(path)

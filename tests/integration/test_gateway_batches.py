@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import psutil
 import pytest
@@ -263,7 +262,7 @@ def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProce
     with pytest.raises(openai.APIStatusError, match="larger than 1000000 bytes") as raised:
         api.files.create(file=("a.jsonl", b"x" * 1_200_000), purpose="batch")
     assert raised.value.status_code == 413
-    bare = httpx2.post(f"{gateway.url}/v1/files", json={"purpose": "batch"})
+    bare = gateway.post("/v1/files", {"purpose": "batch"})
     assert (bare.status_code, bare.json()["error"]["param"]) == (400, "file")
     short = api.files.create(
         file=("a.jsonl", b"{}"),
@@ -274,7 +273,7 @@ def test_bad_uploads_say_what_is_wrong(api: openai.OpenAI, gateway: GatewayProce
         api.batches.create(
             input_file_id=short.id, endpoint="/v1/embeddings", completion_window="24h"
         )
-    assert httpx2.put(f"{gateway.url}/v1/files/{short.id}").headers["allow"] == "DELETE, GET"
+    assert gateway.request("PUT", f"/v1/files/{short.id}").headers["allow"] == "DELETE, GET"
 
 
 def test_bad_batches_say_what_is_wrong(api: openai.OpenAI) -> None:
@@ -297,8 +296,8 @@ def test_bad_batches_say_what_is_wrong(api: openai.OpenAI) -> None:
 
 
 def test_web_page_cannot_send_files(gateway: GatewayProcess) -> None:
-    page = httpx2.post(
-        f"{gateway.url}/v1/files",
+    page = gateway.post(
+        "/v1/files",
         files={"file": ("a.jsonl", b"{}")},
         data={"purpose": "batch"},
         headers={"origin": "https://evil.example"},
@@ -366,9 +365,9 @@ def test_jobs_are_of_the_key_s_tenant_and_class(keyed: GatewayProcess, store: An
 
 
 def test_batch_whose_worker_is_away_waits_and_expires(api: openai.OpenAI) -> None:
-    begun = begin(api, [request(f"r-{n}", "text", model="away") for n in range(3)], window="4s")
-    wait_for(lambda: api.batches.retrieve(begun.id).status == "in_progress", "in progress")
-    batch = end_of(api, begun.id)
+    begun = begin(api, [request(f"r-{n}", "text", model="away") for n in range(3)], window="20s")
+    batch = end_of(api, begun.id, 120)
+    assert batch.in_progress_at is not None
     assert (batch.status, counts(batch), batch.output_file_id) == ("expired", (3, 0, 3), None)
     assert batch.expired_at is not None
     lines = lines_of(api, batch.error_file_id)

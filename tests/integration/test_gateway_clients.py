@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import cohere
-import httpx2
 import openai
 import pytest
 from cohere.core.api_error import ApiError
@@ -135,9 +134,7 @@ def test_clients_send_their_keys(start_gateway: StartGateway, models: Models) ->
 
 def test_jina_finds_its_fields(gateway: GatewayProcess) -> None:
     body = {"model": "rerank", "query": QUERY, "documents": DOCUMENTS, "top_n": 3}
-    answer = httpx2.post(
-        f"{gateway.url}/v1/rerank", json={**body, "return_documents": True}, timeout=60
-    ).json()
+    answer = gateway.post("/v1/rerank", {**body, "return_documents": True}).json()
     assert answer["model"] == "rerank"
     assert answer["usage"]["total_tokens"] > 10
     assert len(answer["results"]) == 3
@@ -160,7 +157,7 @@ def test_jina_finds_its_fields(gateway: GatewayProcess) -> None:
 def test_bad_request_says_what_is_wrong(
     gateway: GatewayProcess, body: dict[str, Any], text: str
 ) -> None:
-    answer = httpx2.post(f"{gateway.url}/v2/rerank", json=body, timeout=60)
+    answer = gateway.post("/v2/rerank", body)
     assert answer.status_code == 400
     assert text in answer.json()["message"]
 

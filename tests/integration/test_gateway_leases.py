@@ -35,7 +35,7 @@ def leases(store: Any) -> Callable[..., Leases]:
 
 
 def test_one_of_two_has_the_lease(leases: Callable[..., Leases]) -> None:
-    one, other = leases(), leases()
+    one, other = leases(lease_s=60), leases()
     held = one.take("batch_1")
     assert held is not None
     assert (held.is_held, other.take("batch_1")) == (True, None)

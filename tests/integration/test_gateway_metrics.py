@@ -41,18 +41,17 @@ def gateway(start_gateway: StartGateway) -> GatewayProcess:
 
 def test_requests_are_counted_by_route_and_status(start_gateway: StartGateway) -> None:
     # One that nobody else has asked.
-    gateway, get = start_gateway(models=IDLE), httpx2.get
+    gateway = start_gateway(models=IDLE)
+    get = gateway.get
     for _ in range(3):
-        assert get(f"{gateway.url}/v1/models").status_code == 200
-    assert get(f"{gateway.url}/v1/models/embed").status_code == 200
-    assert get(f"{gateway.url}/v1/models/gpt-9").status_code == 404
-    assert get(f"{gateway.url}/v1/models", headers={"host": "evil.example"}).status_code == 403
+        assert get("/v1/models").status_code == 200
+    assert get("/v1/models/embed").status_code == 200
+    assert get("/v1/models/gpt-9").status_code == 404
+    assert get("/v1/models", headers={"host": "evil.example"}).status_code == 403
     for number in range(5):
-        assert get(f"{gateway.url}/nothing/{number}").status_code == 404
-    body = {"input": "a"}
+        assert get(f"/nothing/{number}").status_code == 404
     headers = {"x-request-timeout": "0.2"}
-    url = f"{gateway.url}/v1/embeddings"
-    assert httpx2.post(url, json=body, headers=headers, timeout=30).status_code == 504
+    assert gateway.post("/v1/embeddings", {"input": "a"}, headers=headers).status_code == 504
     samples = metric_samples(gateway)
     assert requests(samples, "/v1/models", 200) == 3
     assert requests(samples, "/v1/models", 403) == 1
@@ -70,8 +69,8 @@ def test_requests_are_counted_by_route_and_status(start_gateway: StartGateway) -
 
 
 def test_caller_who_hangs_up_is_counted(gateway: GatewayProcess) -> None:
-    with pytest.raises(httpx2.ReadTimeout):
-        httpx2.post(f"{gateway.url}/v1/embeddings", json={"input": "a"}, timeout=0.5)
+    with gateway.sent("/v1/embeddings", {"input": "a"}):
+        wait_for(lambda: in_flight(gateway) == 2, "a request in flight, and this one")
     wait_for(lambda: requests(metric_samples(gateway), "/v1/embeddings", 499) >= 1, "it is counted")
     assert metric_samples(gateway)["batchery_gateway_requests_in_flight", ()] == 1
 
@@ -84,11 +83,15 @@ def test_results_are_counted_by_model_and_failures_by_kind(
     served = start_gateway(
         models={"apps.shop.nasty": {**EMBED["embed"], "queue": "celery"}}, gateway={}
     )
-    url = f"{served.url}/page/try"
     for item, status in (("a", 200), ("b", 200), ("raise", 500)):
         body = {"model": "apps.shop.nasty", "item": item}
-        assert httpx2.post(url, json=body, timeout=60).status_code == status
-    samples = metric_samples(served)
+        assert served.post("/page/try", body).status_code == status
+
+    def surveyed() -> Any:
+        samples = metric_samples(served)
+        return samples if any("failures" in name for name, _ in samples) else None
+
+    samples = wait_for(surveyed, "the worker has told of its failures")
     of_model = (("model", "apps.shop.nasty"),)
     assert samples["batchery_gateway_items_total", of_model] == 2
     assert samples["batchery_gateway_tokens_total", of_model] == 0
@@ -101,7 +104,7 @@ def test_results_are_counted_by_model_and_failures_by_kind(
 
 def test_format_is_what_prometheus_reads(gateway: GatewayProcess) -> None:
     wanted = {"accept": "application/openmetrics-text; version=1.0.0"}
-    answer = httpx2.get(f"{gateway.url}/metrics", headers=wanted, timeout=30)
+    answer = gateway.get("/metrics", headers=wanted)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     parse: Any = openmetrics.text_string_to_metric_families
     names = {family.name for family in parse(answer.text)}
@@ -114,7 +117,7 @@ def test_promtool_has_no_complaint(gateway: GatewayProcess) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")
-    text = httpx2.get(f"{gateway.url}/metrics", timeout=30).text
+    text = gateway.get("/metrics").text
     done = subprocess.run(
         [promtool, "check", "metrics"], input=text, text=True, capture_output=True, check=False
     )
@@ -144,12 +147,12 @@ def test_processes_are_counted_together_and_the_dead_have_nothing_in_flight(
     wait_for(lambda: len(children(gateway)) == 2, "two processes")
     # Each connection may come to another process.
     for _ in range(20):
-        assert httpx2.get(f"{gateway.url}/v1/models").status_code == 200
+        assert gateway.get("/v1/models").status_code == 200
     assert requests(metric_samples(gateway), "/v1/models", 200) == 20
 
     def hang() -> None:
         with pytest.raises(httpx2.TransportError):
-            httpx2.post(f"{gateway.url}/v1/embeddings", json={"input": "a"}, timeout=60)
+            gateway.post("/v1/embeddings", {"input": "a"})
 
     hanging = threading.Thread(target=hang)
     hanging.start()
@@ -202,7 +205,9 @@ def pidbox(quiet_url: str) -> Iterator[list[str]]:
 def test_workers_are_asked_once_a_second_and_only_while_somebody_asks(
     quiet_url: str, pidbox: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "IDLE_S", 1.0)
+    # Longer than a slow machine stands still.
+    monkeypatch.setattr(monitor, "INTERVAL_S", 3.0)
+    monkeypatch.setattr(monitor, "IDLE_S", 3.0)
     monkeypatch.setattr(monitor, "ANSWER_TIMEOUT_S", 0.1)
     client = Celery("client", broker=quiet_url, backend=quiet_url, set_as_current=False)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx2
 import pytest
 
 from conftest import StartGateway, StartWorker
@@ -40,7 +39,7 @@ def gateway(
 @pytest.fixture(scope="module")
 def schema(gateway: GatewayProcess) -> dict[str, Any]:
     """The schema of all routes."""
-    found: dict[str, Any] = httpx2.get(f"{gateway.url}/openapi.json").json()
+    found: dict[str, Any] = gateway.get("/openapi.json").json()
     return found
 
 

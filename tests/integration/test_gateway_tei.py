@@ -45,7 +45,7 @@ def gateway(
 
 
 def post(gateway: GatewayProcess, path: str, body: Any) -> httpx2.Response:
-    return httpx2.post(gateway.url + path, json=body, timeout=60)
+    return gateway.post(path, body)
 
 
 def answer(gateway: GatewayProcess, path: str, body: Any) -> Any:
@@ -218,22 +218,22 @@ def test_long_texts_are_tokenized_while_others_are_answered(gateway: GatewayProc
     with ThreadPoolExecutor(1) as pool:
         long = pool.submit(answer, gateway, "/tokenize", {"inputs": texts})
         while not long.done():
-            assert httpx2.get(f"{gateway.url}/health").status_code == 200
+            assert gateway.get("/health").status_code == 200
             answered_meanwhile += 1
     assert [len(tokens) for tokens in long.result()] == [100_002] * 2
     assert answered_meanwhile > 2
 
 
 def test_info_has_the_limits_of_the_settings(gateway: GatewayProcess, models: Models) -> None:
-    info = httpx2.get(f"{gateway.url}/info").json()
+    info = gateway.get("/info").json()
     assert info["model_id"] == models["embedding"]["model"]
     assert info["model_type"] == {"embedding": {"pooling": "auto"}}
     limits = ("max_client_batch_size", "max_concurrent_requests", "max_input_length")
     assert [info[each] for each in limits] == [2048, 4096, 20]
     assert (info["auto_truncate"], info["model_dtype"], info["sha"]) == (True, "auto", None)
-    labelled = httpx2.get(f"{gateway.url}/info?model=classification").json()["model_type"]
+    labelled = gateway.get("/info?model=classification").json()["model_type"]
     assert labelled["classifier"]["id2label"] == {str(i): each for i, each in enumerate(LABELS)}
-    ranked = httpx2.get(f"{gateway.url}/info?model=rerank").json()
+    ranked = gateway.get("/info?model=rerank").json()
     assert ranked["model_type"]["reranker"]["label2id"] == {"relevance": 0}
     assert ranked["max_input_length"] == 80
 
@@ -333,7 +333,7 @@ def test_what_needs_files_of_a_model_elsewhere(start_gateway: StartGateway) -> N
     found = post(gateway, "/tokenize", {"inputs": "a"})
     assert (found.status_code, found.json()["error_type"]) == (424, "Backend")
     assert "cannot read tokenizer.json of '/nowhere/at all'" in found.json()["error"]
-    info = httpx2.get(f"{gateway.url}/info").json()
+    info = gateway.get("/info").json()
     assert (info["max_input_length"], info["auto_truncate"]) == (0, False)
 
 
@@ -343,15 +343,11 @@ def test_no_worker_and_a_full_queue(start_gateway: StartGateway, models: Models)
     gateway = start_gateway(
         models={"idle": idle}, environment={"BATCHERY_CLASSES": json.dumps(classes)}
     )
-    late = httpx2.post(
-        f"{gateway.url}/embed", json={"inputs": "a"}, headers={"x-request-timeout": "0.3"}
-    )
+    late = gateway.post("/embed", {"inputs": "a"}, headers={"x-request-timeout": "0.3"})
     assert (late.status_code, late.json()["error_type"]) == (503, "Unhealthy")
 
     def is_full() -> bool:
-        found = httpx2.post(
-            f"{gateway.url}/embed", json={"inputs": "a"}, headers={"x-request-timeout": "0.3"}
-        )
+        found = gateway.post("/embed", {"inputs": "a"}, headers={"x-request-timeout": "0.3"})
         if found.status_code != 429:
             return False
         assert found.json()["error_type"] == "Overloaded"

@@ -31,10 +31,17 @@ def processes(worker: Worker) -> list[int]:
 
 def test_ordinary_tasks_run_in_processes_and_batches_on_devices(start_worker: StartWorker) -> None:
     worker = start_worker("apps.hybrid", "-c", "2", *BOTH)
-    jobs = [hybrid.pid.delay(0.2) for _ in range(4)]
-    doubled = hybrid.double.submit_many(range(100)).get(timeout=TIMEOUT_S)
-    assert doubled == [2 * number for number in range(100)]
-    assert {job.get(timeout=TIMEOUT_S) for job in jobs} == set(processes(worker))
+    seen: set[int] = set()
+
+    def both_ran() -> bool:
+        jobs = [hybrid.pid.delay(0.2) for _ in range(4)]
+        doubled = hybrid.double.submit_many(range(100)).get(timeout=TIMEOUT_S)
+        assert doubled == [2 * number for number in range(100)]
+        seen.update(job.get(timeout=TIMEOUT_S) for job in jobs)
+        return len(seen) == 2
+
+    wait_for(both_ran, "both processes have run jobs")
+    assert seen == set(processes(worker))
     (device,) = worker.devices()
     assert device.pid not in processes(worker)
     assert worker.stop() == 0

@@ -24,6 +24,9 @@ ONE = ("-c", "1")
 
 HOUR_S = 3600.0
 
+#: No worker is to take over what another one leases.
+PATIENT: Any = {"env": {"LEASE_EXPIRY_S": "60"}}
+
 
 @pytest.fixture
 def bare(redis_url: str) -> Iterator[Any]:
@@ -67,7 +70,7 @@ def waits(bare: Any, workers: int = 1) -> bool:
 def test_batches_that_wait_for_a_busy_device_go_to_a_worker_that_has_nothing_to_do(
     start_worker: StartWorker, redis_url: str, bare: Any, send: Any, tmp_path: Path
 ) -> None:
-    busy = start_worker("apps.leases", *ONE)
+    busy = start_worker("apps.leases", *ONE, **PATIENT)
     wait_for(partial(waits, bare), "it waits for work")
     jobs = send("batch", range(3 * BATCH_SIZE))
     wait_for(lambda: unsettled(redis_url) == len(jobs), "it holds all of them")
@@ -75,25 +78,25 @@ def test_batches_that_wait_for_a_busy_device_go_to_a_worker_that_has_nothing_to_
     # It may wait for ordinary jobs, but for no batch job.
     assert not any(json.loads(entry)[0] for entry in bare.hvals(Keys().waiting))
     began = have_begun(tmp_path)
-    idle = start_worker("apps.leases", *ONE)
+    idle = start_worker("apps.leases", *ONE, **PATIENT)
     # One batch runs and one is prepared where they are; the others have a device now.
     wait_for(lambda: have_begun(tmp_path) > began, "the other one has begun")
-    assert busy.has_logged("jobs go back to their queue", 1)
+    wait_for(lambda: busy.has_logged("jobs go back to their queue", 1), "it says so")
     finish(tmp_path, bare, jobs)
-    assert idle.has_logged("succeeded in", 1)
+    wait_for(lambda: idle.has_logged("succeeded in", 1), "it has done some")
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_ordinary_jobs_that_wait_for_a_process_go_to_a_worker_that_has_nothing_to_do(
     start_worker: StartWorker, redis_url: str, bare: Any, send: Any, tmp_path: Path, pool: str
 ) -> None:
-    busy = start_worker("apps.leases", *ONE, "-P", pool)
+    busy = start_worker("apps.leases", *ONE, "-P", pool, **PATIENT)
     send("late", range(100, 101), countdown=HOUR_S)
     jobs = [*send("late", range(1)), *send("early", range(1, 3))]
     wait_for(lambda: have_begun(tmp_path) and not queue_length(redis_url), "it holds all of them")
-    start_worker("apps.leases", *ONE, "-P", pool)
+    start_worker("apps.leases", *ONE, "-P", pool, **PATIENT)
     wait_for(lambda: have_begun(tmp_path) == 2, "the other one has begun")
-    assert busy.has_logged("jobs go back to their queue", 1)
+    wait_for(lambda: busy.has_logged("jobs go back to their queue", 1), "it says so")
     finish(tmp_path, bare, jobs)
     wait_for(lambda: unsettled(redis_url) == 1, "only the job for later is left")
 
@@ -101,7 +104,7 @@ def test_ordinary_jobs_that_wait_for_a_process_go_to_a_worker_that_has_nothing_t
 def test_jobs_that_come_at_once_are_shared_by_all_that_wait(
     start_worker: StartWorker, bare: Any, send: Any, tmp_path: Path, redis_url: str
 ) -> None:
-    workers = [start_worker("apps.leases", *ONE, ready=False) for _ in range(2)]
+    workers = [start_worker("apps.leases", *ONE, ready=False, **PATIENT) for _ in range(2)]
     for worker in workers:
         worker.wait_ready()
     wait_for(partial(waits, bare, 2), "both wait for work")
@@ -118,7 +121,7 @@ def test_jobs_that_come_at_once_are_shared_by_all_that_wait(
 def test_worker_that_is_told_to_consume_nothing_waits_for_nothing(
     start_worker: StartWorker, redis_url: str, bare: Any
 ) -> None:
-    worker: Worker = start_worker("apps.leases", *ONE)
+    worker: Worker = start_worker("apps.leases", *ONE, **PATIENT)
     wait_for(partial(waits, bare), "it waits for work")
     with Celery("control", broker=redis_url, set_as_current=False) as app:
         app.control.cancel_consumer("celery", destination=[worker.name], reply=True, timeout=20)

@@ -51,10 +51,12 @@ def test_a_batch_function_logs_through_the_handlers_of_its_worker(
 def test_a_line_names_the_first_jobs_of_a_large_batch(worker: Worker, own_log: Path) -> None:
     jobs = speaking.batch.submit_many(["many"] * 8)
     assert jobs.get(timeout=30) == ["many"] * 8
-    ids = {line[4] for line in lines_of(own_log, "end many") if line[5] == "end many"}
-    sizes = [len(each.split(", ")) for each in ids]
-    assert max(sizes) <= 3
-    wait_for(lambda: " of batch: 8 items" in worker.log or len(ids) > 1, "a line per batch")
+
+    def ids() -> set[str]:
+        return {line[4] for line in lines_of(own_log, "end many") if line[5] == "end many"}
+
+    wait_for(lambda: " of batch: 8 items" in worker.log or len(ids()) > 1, "a line per batch")
+    assert max(len(each.split(", ")) for each in ids()) <= 3
 
 
 def test_one_line_says_what_each_batch_was_like(worker: Worker) -> None:

@@ -4,19 +4,19 @@ import json
 import subprocess
 import sys
 import textwrap
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from celery import Celery
 
 from apps import models
 from batchery import InvalidItem, to_numpy
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, queue_length, wait_for
 
 TIMEOUT_S = 60
 
@@ -94,19 +94,24 @@ def test_a_client_without_batchery_gets_the_vector_that_transformers_computes(
 
 
 def test_200_concurrent_callers_share_batches_and_get_their_own_vectors(
-    worker: Worker, client: Celery, minilm_path: Path
+    worker: Worker, client: Celery, minilm_path: Path, redis_url: str
 ) -> None:
     texts = [f"{'word ' * (number % 40)}number {number}" for number in range(200)]
     alone = {text: direct_embedding(minilm_path, text) for text in texts[::40]}
     before = batches_of(client, worker)
-    barrier = threading.Barrier(200)
 
     def call(text: str) -> Any:
-        barrier.wait()
         return send(client, "embed", text).get(timeout=TIMEOUT_S)
 
+    main = psutil.Process(worker.pid)
     with ThreadPoolExecutor(200) as threads:
-        results = list(threads.map(call, texts))
+        main.suspend()
+        try:
+            calls = threads.map(call, texts)
+            wait_for(lambda: queue_length(redis_url, "embed") == 200, "all have called", 60)
+        finally:
+            main.resume()
+        results = list(calls)
     after = batches_of(client, worker)
     mean = (after["items"] - before["items"]) / (after["batches"] - before["batches"])
     assert mean > 8
@@ -249,4 +254,6 @@ def test_out_of_memory_fails_no_job_and_teaches_the_budget(worker: Worker) -> No
     assert 25 <= model["max_batch_tokens"] <= 55
     assert model["out_of_memory"] >= 1
     # A line for each new budget, however many passes failed.
-    assert worker.log.count("narrow on cpu: no memory for forward passes of 400 tokens") == 1
+    line = "narrow on cpu: no memory for forward passes of 400 tokens"
+    wait_for(lambda: worker.has_logged(line, 1), "a line of the new budget")
+    assert worker.log.count(line) == 1

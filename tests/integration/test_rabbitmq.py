@@ -10,7 +10,7 @@ from celery.exceptions import TaskRevokedError
 from kombu import Connection
 
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, device_busy, wait_for
 from support.own_rabbitmq import OwnRabbitMQ, find_rabbitmq
 
 TIMEOUT_S = 60
@@ -87,11 +87,12 @@ def test_a_countdown(amqp: Celery) -> None:
     assert job.get(timeout=TIMEOUT_S) == "LATER"
 
 
-def test_a_job_that_is_revoked_while_it_waits_never_runs(amqp: Celery, worker: Worker) -> None:
-    amqp.send_task("apps.shop.nap", [2.0])
-    wait_for(lambda: worker.inspect(amqp, "active"), "the device is busy")
-    job = amqp.send_task("apps.shop.shout", ["never"])
-    amqp.control.revoke(job.id, reply=True, timeout=10, limit=1)
+def test_a_job_that_is_revoked_while_it_waits_never_runs(
+    amqp: Celery, worker: Worker, tmp_path: Path
+) -> None:
+    with device_busy(worker, amqp, "apps.shop.until", tmp_path / "gate"):
+        job = amqp.send_task("apps.shop.shout", ["never"])
+        amqp.control.revoke(job.id, reply=True, timeout=20, limit=1)
     with pytest.raises(TaskRevokedError):
         job.get(timeout=TIMEOUT_S)
 

@@ -125,7 +125,10 @@ def test_stopped_server_can_be_started_again(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_data_survives_the_kill_of_owner_and_server(tmp_path: Path) -> None:
+def test_data_survives_the_kill_of_owner_and_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_server, "LOCK_TIMEOUT_S", 60.0)
     code = (
         "import sys, time\nfrom pathlib import Path\n"
         "from batchery_worker.local.redis_server import EmbeddedRedis\n"

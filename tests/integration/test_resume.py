@@ -13,7 +13,7 @@ from batchery import DatasetError
 from batchery_producer import Ending, Snapshot, submit_file
 from conftest import StartWorker
 from support.bulk_runs import Command, read_rows, write_rows
-from support.harness import Worker, wait_for
+from support.harness import Worker, unsettled, wait_for
 
 APP = "apps.tally"
 TASK = f"{APP}.tally"
@@ -96,7 +96,7 @@ def test_jobs_that_wait_run_or_have_ended_are_not_sent_again(
     arguments = [str(source), "-A", APP, "--task", TASK, "--queue", QUEUE, "-o", str(output)]
     first = Command(tmp_path, redis_url, *arguments, "--option", f'path="{trace}"')
     wait_for(lambda: str(gate) in (trace.read_text() if trace.exists() else ""), "a busy device")
-    wait_for(lambda: not store.llen(QUEUE) or lines_of(trace), "the jobs to be sent")
+    wait_for(lambda: unsettled(redis_url) + int(store.llen(QUEUE)) == 100, "the jobs to be sent")
     first.process.kill()
     first.end()
     seen: list[int] = []

@@ -26,15 +26,15 @@ def run(command: click.Command, redis_url: str, *arguments: str) -> Result:
 
 
 @pytest.fixture(scope="module")
-def stock(start_module_worker: StartWorker, worker: Worker) -> Worker:
+def stock(start_module_worker: StartWorker, worker: Worker, client: Celery) -> Worker:
     """A worker that knows nothing of Batchery, on the same broker."""
-    return start_module_worker("apps.stock", "-Q", "elsewhere")
+    return start_module_worker("apps.stock", "-Q", "elsewhere").wait_answers(client)
 
 
 def test_a_stock_worker_is_not_asked_for_figures(
     redis_url: str, worker: Worker, stock: Worker
 ) -> None:
-    done = run(stats, redis_url, "--once", "--json", "--timeout", "2")
+    done = run(stats, redis_url, "--once", "--json", "--timeout", "10")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["workers"].keys() == {worker.name}
     assert "pidbox command error" not in stock.log
@@ -43,7 +43,7 @@ def test_a_stock_worker_is_not_asked_for_figures(
 def test_models_lists_the_tasks_of_all_workers(
     redis_url: str, worker: Worker, stock: Worker
 ) -> None:
-    done = run(models, redis_url, "--json", "--timeout", "2")
+    done = run(models, redis_url, "--json", "--timeout", "10")
     assert done.exit_code == 0, done.output
     tasks = {each["task"]: each for each in map(json.loads, done.stdout.splitlines())}
     assert tasks[f"{APP}.shout"]["kind"] == "batch"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import signal
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from batchery.cli.explain import find
 from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
-from support.harness import Worker, wait_for
+from support.harness import Worker, device_busy, wait_for
 
 #: How long workers may take to answer, in seconds; the machine may be busy with other tests.
-LOOK_S = 2.0
+LOOK_S = 5.0
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def worker(
     folder = tmp_path_factory.mktemp("settings")
     (folder / "batchery.toml").write_text(model_toml)
     shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
-    return start_module_worker("apps.shop", cwd=folder)
+    return start_module_worker("apps.shop", cwd=folder).wait_answers(shop.app)
 
 
 def explain(redis_url: str, task_id: str) -> tuple[int, dict[str, Any]]:
@@ -103,9 +104,7 @@ def test_celery_inspect_batchery_needs_no_app_of_ours(worker: Worker, redis_url:
     assert {"devices", "waiting", "oldest_waiting_s", "batches", "queues"} <= figures.keys()
 
 
-def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str) -> None:
-    jobs = [shop.nap.delay(3), *shop.batch_of.submit_many(range(3))]
-
+def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str, tmp_path: Path) -> None:
     def waiting() -> Any:
         answer: Any = shop.app.control.broadcast(
             "batchery", destination=[worker.name], reply=True, timeout=TIMEOUT_S, limit=1
@@ -113,12 +112,13 @@ def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str) -> No
         figures = answer[0][worker.name]
         return figures if figures["waiting"] and figures["oldest_waiting_s"] > 0.5 else None
 
-    figures = wait_for(waiting, "a job that waits")
+    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
+        jobs = shop.batch_of.submit_many(range(3))
+        figures = wait_for(waiting, "a job that waits")
     assert figures["devices"]["cpu"]["batches_in_flight"] >= 1
     assert figures["waiting_by_queue"]["celery"]["jobs"] == figures["waiting"]
     assert figures["waiting_by_queue"]["celery"]["oldest_s"] >= figures["oldest_waiting_s"]
-    for job in jobs:
-        job.get(timeout=TIMEOUT_S)
+    jobs.get(timeout=TIMEOUT_S)
     assert worker.inspect(shop.app, "stats")["pool"]["oldest_waiting_s"] is None
 
 
@@ -157,17 +157,15 @@ def test_a_failure_is_explained_with_its_error(worker: Worker, redis_url: str) -
 
 
 def test_a_job_without_a_result_is_looked_for_in_the_workers(
-    worker: Worker, redis_url: str
+    worker: Worker, redis_url: str, tmp_path: Path
 ) -> None:
-    # Longer than two questions take.
-    running = shop.nap.delay(2 * LOOK_S + 4)
-    wait_for(lambda: worker.inspect(shop.app, "active"), "the nap")
-    waiting = shop.batch_of.delay(1)
-    scheduled = shop.shout.apply_async(("later",), countdown=600)
-    wait_for(lambda: worker.inspect(shop.app, "scheduled"), "the scheduled job")
-    for job, state in ((running, "ACTIVE"), (waiting, "WAITING"), (scheduled, "SCHEDULED")):
-        found = find(shop.app, job.id, LOOK_S)
-        assert (found.exit_code, found.state, found.worker) == (3, state, worker.name)
+    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate") as running:
+        waiting = shop.batch_of.delay(1)
+        scheduled = shop.shout.apply_async(("later",), countdown=600)
+        wait_for(lambda: worker.inspect(shop.app, "scheduled"), "the scheduled job")
+        for job, state in ((running, "ACTIVE"), (waiting, "WAITING"), (scheduled, "SCHEDULED")):
+            found = find(shop.app, job.id, LOOK_S)
+            assert (found.exit_code, found.state, found.worker) == (3, state, worker.name)
     waiting.get(timeout=TIMEOUT_S)
 
 

@@ -37,9 +37,9 @@ def shout(texts: list[str]) -> list[str]:
     return [text.upper() for text in texts]
 
 @app.task(name="nap")
-def nap(file: str) -> str:
+def nap(file: str, seconds: float = 3) -> str:
     Path(file).touch()
-    time.sleep(3)
+    time.sleep(seconds)
     return "rested"
 """
 
@@ -151,14 +151,20 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
         tasks = up.ask_flower("/api/tasks")
         return job_id in tasks and tasks[job_id]["state"] == "SUCCESS" and tasks[job_id]
 
+    wait_for(lambda: find_announcement(tmp_path), "it is announced")
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
     (tmp_path / "texts.txt").write_text("one\ntwo\n")
     command = ["submit", "texts.txt", "--task", "shout", "-A", "shop", "-o", "out.jsonl"]
     assert run_beside(tmp_path, *command) == (0, "")
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert sorted(row["result"] for row in rows) == ["ONE", "TWO"]
-    code, out = run_beside(tmp_path, "stats", "-A", "shop", "--once", "--json")
-    assert (code, len(json.loads(out)["workers"])) == (0, 1)
+
+    def surveyed() -> bool:
+        code, out = run_beside(tmp_path, "stats", "-A", "shop", "--once", "--json")
+        assert code == 0
+        return len(json.loads(out)["workers"]) == 1
+
+    wait_for(surveyed, "the worker answers in time")
 
     seen = wait_for(listed, "Flower lists the job as done")
     assert seen["worker"] in up.ask_flower("/api/workers")
@@ -204,7 +210,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_job(start_up: StartUp, tmp_path: 
     napping = tmp_path / "napping"
     up = start_up("-A", "shop", "--no-flower", "--no-gateway").ready()
     with up.client() as client:
-        job_id = client.send_task("nap", [str(napping)]).id
+        job_id = client.send_task("nap", [str(napping), 100]).id
         wait_for(napping.exists, "the job runs")
         up.process.send_signal(signal.SIGINT)
         wait_for(lambda: "Warm shutdown" in up.log, "the worker is asked to stop")
@@ -253,7 +259,7 @@ def test_a_model_of_the_settings_alone_is_served(
     body = json.dumps({"model": "embed", "input": "some text"}).encode()
     answer = up.ask_gateway("/v1/embeddings", body)
     assert answer["data"][0]["embedding"] == pytest.approx(result["vector"], abs=1e-5)
-    assert up.ask_gateway("/status")["workers"] == 1
+    wait_for(lambda: up.ask_gateway("/status")["workers"] == 1, "the worker answers in time")
     wait_for(lambda: "export BATCHERY_REDIS_URL=" in up.log, "the summary")
     (tmp_path / "texts.txt").write_text("one\n")
     command = ["submit", "texts.txt", "--task", "embed", "-o", "out.jsonl"]

@@ -5,14 +5,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from celery import Celery
 
 from apps import ordinary, shop
+from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
-from support.harness import START_S, TESTS, Worker, wait_for
+from support.harness import START_S, TESTS, Worker, device_busy, wait_for
 
 TIMEOUT_S = 30
 
@@ -33,23 +35,21 @@ def refusal(worker: Worker) -> str:
 
 
 def test_ping_is_answered_while_a_forward_pass_takes_ten_seconds(
-    start_worker: StartWorker,
+    start_worker: StartWorker, tmp_path: Path
 ) -> None:
-    worker = start_worker("apps.shop")
-    job = shop.nap.delay(10)
-    wait_for(lambda: worker.inspect(shop.app, "active"), "job runs")
-    for _ in range(3):
-        started_s = time.monotonic()
-        replies = shop.app.control.ping([worker.name], timeout=5, limit=1)
-        assert replies
-        assert time.monotonic() - started_s < 5
-    assert not job.ready()
-    assert job.get(timeout=TIMEOUT_S) == 10
+    worker, gate = start_worker("apps.shop"), tmp_path / "gate"
+    began_s = time.monotonic()
+    with device_busy(worker, shop.app, shop.until.name, gate) as job:
+        while time.monotonic() < began_s + 10:
+            assert shop.app.control.ping([worker.name], timeout=60, limit=1)
+        assert not job.ready()
+    assert job.get(timeout=TIMEOUT_S) == str(gate)
 
 
-def test_two_workers_share_one_queue(start_worker: StartWorker) -> None:
+def test_two_workers_share_one_queue(start_worker: StartWorker, store: Any) -> None:
     workers = [start_worker("apps.shop"), start_worker("apps.shop")]
-    jobs = shop.batch_of.submit_many(range(400), {"pause_s": 0.1})
+    wait_for(lambda: store.hlen(Keys().waiting) == 2, "both wait for work")
+    jobs = shop.batch_of.submit_many(range(400), {"pause_s": 0.5})
     results = jobs.get(timeout=TIMEOUT_S)
     assert [result["item"] for result in results] == list(range(400))
     devices = {device.pid for worker in workers for device in worker.devices()}

@@ -45,8 +45,12 @@ FILE_LINE = re.compile(r"# *(?P<name>[\w./-]+\.\w+)\n")
 #: Maximum time of one command, in seconds.
 COMMAND_S = 60.0
 
-#: How long a line may take to be in a log, in seconds.
-LOG_S = 20.0
+#: Commands that may be too early: a caller may have a result before the worker's line about it is
+#: in the log, and a worker may be too busy to answer in time.
+LATER = ("grep ", "batchery stats ", "celery -A tasks inspect ")
+
+#: How long they may take to print what they should, in seconds.
+LATER_S = 20.0
 
 #: Maximum time of one page, in seconds; then the process says where it hangs, and ends.
 PAGE_S = 150.0
@@ -225,9 +229,8 @@ def run(code: str) -> None:
     """Runs the commands of a block; each must succeed, and print what the page shows."""
     for command, output in read_commands("console", code):
         done = execute(command)
-        deadline_s = time.monotonic() + LOG_S
-        # The caller may have a result before the worker's line about it is in the log.
-        while command.startswith("grep ") and not shows(output, done.stdout):
+        deadline_s = time.monotonic() + LATER_S
+        while command.startswith(LATER) and (done.returncode or not shows(output, done.stdout)):
             if time.monotonic() > deadline_s:
                 break
             time.sleep(0.1)

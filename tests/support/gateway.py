@@ -4,10 +4,12 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,11 @@ class GatewayProcess:
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.directory = directory
+        # One for all requests, as making one takes longer than a request. Each has a connection of
+        # its own, as a test may kill what is at the other end.
+        self._http = httpx2.Client(
+            timeout=60, limits=httpx2.Limits(max_keepalive_connections=0), verify=False
+        )
         self._log_file = directory / f"gateway-{time.monotonic_ns()}.log"
         batchery = str(Path(sys.executable).with_name("batchery"))
         with self._log_file.open("wb") as log:
@@ -69,13 +76,48 @@ class GatewayProcess:
         assert found, self.log
         return found[1]
 
+    def get(self, path: str, **options: Any) -> httpx2.Response:
+        """Asks for a path."""
+        return self._http.get(f"{self.url}{path}", **options)
+
+    def post(self, path: str, json: Any = None, **options: Any) -> httpx2.Response:
+        """Sends a body to a path."""
+        return self._http.post(f"{self.url}{path}", json=json, **options)
+
+    def request(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """Asks with any other method."""
+        return self._http.request(method, f"{self.url}{path}", **options)
+
+    def stream(
+        self, path: str, json: Any, **options: Any
+    ) -> AbstractContextManager[httpx2.Response]:
+        """Sends a body to a path whose answer comes in parts."""
+        return self._http.stream("POST", f"{self.url}{path}", json=json, **options)
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=60)
+
+    @contextmanager
+    def sent(self, path: str, body: Any, *headers: str) -> Iterator[None]:
+        """Sends a body to a path, and hangs up at the end of the block."""
+        content = json.dumps(body).encode()
+        head = (
+            *(f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"),
+            *(f"Content-Length: {len(content)}", *headers),
+        )
+        with self.connect() as caller:
+            caller.sendall("\r\n".join((*head, "", "")).encode() + content)
+            yield
+
     def wait_ready(self) -> "GatewayProcess":
         """Waits until it answers."""
 
         def ready() -> bool:
             assert self.process.poll() is None, f"gateway ended:\n{self.log}"
             try:
-                return bool(READY.search(self.log)) and httpx2.get(f"{self.url}/health").is_success
+                return bool(READY.search(self.log)) and self.get("/health").is_success
             except httpx2.TransportError:
                 return False
 
@@ -100,7 +142,7 @@ def metric_samples(
     gateway: GatewayProcess,
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     """The values of `/metrics`, by name and sorted labels."""
-    answer = httpx2.get(f"{gateway.url}/metrics", timeout=30).raise_for_status()
+    answer = gateway.get("/metrics").raise_for_status()
     assert answer.headers["content-type"].startswith("text/plain")
     families: Any = text_string_to_metric_families(answer.text)
     return {

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,6 +57,29 @@ def unsettled(redis_url: str) -> int:
     """The number of messages that workers hold, by a lease or in kombu's own way."""
     with closing(Redis.from_url(redis_url)) as redis:
         return sum(int(redis.hlen(key)) for key in ["unacked", *redis.keys("batchery:lease:*")])
+
+
+@contextmanager
+def device_busy(worker: "Worker", app: Celery, until: str, gate: Path) -> Iterator[Any]:
+    """Keeps a worker's only device busy in the block; what is sent meanwhile waits.
+
+    Args:
+        worker: Where it runs.
+        app: It sends the job that keeps the device busy.
+        until: Name of the batch task that computes until there is a file.
+        gate: The file.
+    """
+    job = app.send_task(until, [str(gate)])
+
+    def active() -> list[str]:
+        return [each["id"] for each in worker.inspect(app, "active")]
+
+    try:
+        # A job before has its result; the worker may not have settled it yet.
+        wait_for(lambda: active() == [job.id], "the device is busy with this job alone")
+        yield job
+    finally:
+        gate.touch()
 
 
 def has_ended(pid: int) -> bool:
@@ -125,7 +148,7 @@ class Worker:
 
     def inspect(self, app: Celery, command: str) -> Any:
         """This worker's answer to a `celery inspect` command."""
-        # A worker that has just become ready may not listen yet, so it is asked again.
+        # So it is asked again: a worker that has just become ready may not listen yet.
         return wait_for(lambda: ask(app, command, [self.name]), f"an answer to {command}", 60)[
             self.name
         ]
@@ -150,6 +173,11 @@ class Worker:
             wait_for(ready, "worker ready", START_S)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.log}") from None
+        return self
+
+    def wait_answers(self, app: Celery) -> "Worker":
+        """Waits until it hears what is asked of all workers: it may be ready before that."""
+        self.inspect(app, "ping")
         return self
 
     def wait_exit(self, timeout_s: float = 60.0) -> int:

@@ -2,6 +2,8 @@
 
 import threading
 
+import pytest
+
 from batchery.fork_gate import ForkGate
 
 
@@ -12,7 +14,8 @@ class Connection:
         self.is_closed = True
 
 
-def test_fork_waits_until_no_thread_works() -> None:
+def test_fork_waits_until_no_thread_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchery.fork_gate.MAX_WAIT_S", 30.0)
     gate, order = ForkGate(), list[str]()
     working, may_end = threading.Event(), threading.Event()
 
