@@ -7,6 +7,7 @@ freed is overwritten as soon as its stream gets there, unless it was kept for an
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -47,8 +48,8 @@ class FakeStream:
 class FakeEvent:
     """A place in a stream."""
 
-    def __init__(self, machine: "FakeCuda") -> None:
-        self._machine = machine
+    def __init__(self, machine: "FakeCuda", *, blocking: bool = False) -> None:
+        self._machine, self._blocking = machine, blocking
 
     def record(self, stream: FakeStream | None = None) -> None:
         self._stream = stream or self._machine.current
@@ -58,6 +59,7 @@ class FakeEvent:
         return self._stream.done >= self._place
 
     def synchronize(self) -> None:
+        self._machine.slept += self._blocking
         self._machine.run_until(self._stream, self._place)
 
 
@@ -66,6 +68,7 @@ class FakeCuda:
 
     Attributes:
         type: As that of `torch.device`.
+        slept: How often the host slept until an event, and did not spin.
         waits: How often the host waited for a copy although it asked not to.
         recording: Pools into which the allocator believes to capture.
     """
@@ -75,7 +78,7 @@ class FakeCuda:
     def __init__(self) -> None:
         self.streams: list[FakeStream] = []
         self.current = self.stream("compute")
-        self.waits = 0
+        self.waits = self.slept = 0
         self.recording: list[Any] = []
         #: The stream that runs ahead of the others.
         self.first = self.current
@@ -169,7 +172,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
     for name, value in {
         "Stream": lambda *_: machine.stream(),
-        "Event": lambda: FakeEvent(machine),
+        "Event": partial(FakeEvent, machine),
         "current_stream": lambda *_: machine.current,
         "current_device": lambda: 0,
         "stream": machine.within,

@@ -51,7 +51,7 @@ class ServedModel:
         model: Model,
         device: str,
         memory: Memory,
-        weights_bytes: int = 0,
+        loaded_bytes: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Starts with the default budget of the device.
@@ -61,7 +61,7 @@ class ServedModel:
             model: Loaded.
             device: As torch spells it.
             memory: Memory of that device.
-            weights_bytes: Memory that the weights take.
+            loaded_bytes: Memory that it holds once loaded: weights, and what its first passes keep.
             clock: Seconds, on any scale.
         """
         self.name = name
@@ -70,7 +70,7 @@ class ServedModel:
         self.identity = ""
         self._device = device
         self._memory = memory
-        self._weights_bytes = weights_bytes
+        self._loaded_bytes = loaded_bytes
         self._peak_bytes = 0
         kind = device.partition(":")[0]
         self._default_tokens = DEFAULT_MAX_BATCH_TOKENS[kind]
@@ -175,7 +175,7 @@ class ServedModel:
             **self._costs(),
         }
         if self._peak_bytes:
-            figures |= {"weights_bytes": self._weights_bytes, "peak_bytes": self._peak_bytes}
+            figures |= {"loaded_bytes": self._loaded_bytes, "peak_bytes": self._peak_bytes}
         return figures
 
     def _costs(self) -> dict[str, Any]:

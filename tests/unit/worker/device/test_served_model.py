@@ -69,7 +69,7 @@ def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> Se
     monkeypatch.setattr(
         "batchery_worker.device.served_model.DEFAULT_MAX_BATCH_TOKENS", {"cpu": 512}
     )
-    return ServedModel("tight", model, "cpu", memory, weights_bytes=70)
+    return ServedModel("tight", model, "cpu", memory, loaded_bytes=70)
 
 
 def work(max_batch_tokens: int | None = None) -> Work:
@@ -138,7 +138,7 @@ def test_the_figures_say_what_chose_the_budget(served: ServedModel) -> None:
     figures = served.figures()
     assert 256 <= figures.pop("max_batch_tokens") <= FITS
     assert 256 <= figures.pop("peak_bytes") <= FITS
-    assert figures == {"chosen_by": "memory", "out_of_memory": 1, "weights_bytes": 70}
+    assert figures == {"chosen_by": "memory", "out_of_memory": 1, "loaded_bytes": 70}
 
 
 def test_cpu_memory_is_not_counted() -> None:

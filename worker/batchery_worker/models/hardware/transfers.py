@@ -1,5 +1,6 @@
 """Transfers between host and device, one each way per forward pass, that nobody waits for."""
 
+import os
 import time
 from typing import Any
 
@@ -9,6 +10,10 @@ from torch import Tensor
 
 #: Pause between two looks at an event, in seconds.
 POLL_S = 10e-6
+
+#: Number of cores up to which the thread that waits for results leaves its core to those that
+#: prepare batches and store results. With more it spins, which sees the results sooner.
+FEW_CORES = 4
 
 
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
@@ -92,6 +97,7 @@ class DeviceToHost:
     def __init__(self, device: torch.device) -> None:
         # Not the stream of the inputs: there the next inputs would wait for these results.
         self._stream = copy_stream(device)
+        self._sleeps = self._stream is not None and len(os.sched_getaffinity(0)) <= FEW_CORES
 
     def start(self, values: Tensor) -> PendingCopy:
         """Starts to copy what is queued on the device's current stream, without waiting."""
@@ -102,7 +108,7 @@ class DeviceToHost:
         there = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         with torch.cuda.stream(self._stream):
             there.copy_(values, non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied = torch.cuda.Event(blocking=self._sleeps)  # type: ignore[no-untyped-call]
             copied.record(self._stream)
         # The memory belongs to the stream that computed it, which must not reuse it before the
         # copy.

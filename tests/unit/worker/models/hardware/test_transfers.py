@@ -1,5 +1,6 @@
 """Inputs on their way to the device, and results on their way back."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -78,6 +79,17 @@ def test_copies_beside_passes_are_whole_whichever_stream_is_ahead(
 ) -> None:
     assert WAYS[way](cuda, first) == [[0], [1], [2], [3]]
     assert cuda.waits == 0
+
+
+@pytest.mark.parametrize(("cores", "sleeps"), [(4, True), (5, False)])
+def test_who_waits_for_results_leaves_its_core_to_others_where_there_are_few(
+    cuda: FakeCuda, cores: int, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    to_host: Any = DeviceToHost(cuda)  # type: ignore[arg-type]
+    pending = to_host.start(cuda.owned(torch.ones(2)))
+    assert numbers(pending.wait()) == [1]
+    assert cuda.slept == sleeps
 
 
 @pytest.mark.parametrize("way", WAYS)
