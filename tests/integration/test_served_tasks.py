@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -17,7 +18,7 @@ from batchery_producer import submit_file
 from batchery_producer.diagnosis import find_task
 from conftest import StartWorker
 from support.bulk_runs import APP, Command, write_rows
-from support.harness import Worker
+from support.harness import Worker, wait_for
 
 
 def run(command: click.Command, redis_url: str, *arguments: str) -> Result:
@@ -34,18 +35,24 @@ def stock(start_module_worker: StartWorker, worker: Worker, client: Celery) -> W
 def test_a_stock_worker_is_not_asked_for_figures(
     redis_url: str, worker: Worker, stock: Worker
 ) -> None:
-    done = run(stats, redis_url, "--once", "--json", "--timeout", "10")
-    assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["workers"].keys() == {worker.name}
+    def asked() -> set[str]:
+        done = run(stats, redis_url, "--once", "--json")
+        return set(json.loads(done.stdout)["workers"])
+
+    # Whoever does not answer in time is not in it, and is asked again.
+    assert wait_for(asked, "an answer") == {worker.name}
     assert "pidbox command error" not in stock.log
 
 
 def test_models_lists_the_tasks_of_all_workers(
     redis_url: str, worker: Worker, stock: Worker
 ) -> None:
-    done = run(models, redis_url, "--json", "--timeout", "10")
-    assert done.exit_code == 0, done.output
-    tasks = {each["task"]: each for each in map(json.loads, done.stdout.splitlines())}
+    def listed() -> dict[str, Any]:
+        done = run(models, redis_url, "--json")
+        found = {each["task"]: each for each in map(json.loads, done.stdout.splitlines())}
+        return found if {f"{APP}.shout", "apps.leases.late"} <= set(found) else {}
+
+    tasks = wait_for(listed, "both have answered")
     assert tasks[f"{APP}.shout"]["kind"] == "batch"
     assert tasks[f"{APP}.shout"]["workers"] == [worker.name]
     assert tasks["apps.leases.late"]["kind"] == "ordinary"

@@ -17,9 +17,6 @@ from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
 from support.harness import Worker, device_busy, wait_for
 
-#: How long workers may take to answer, in seconds; the machine may be busy with other tests.
-LOOK_S = 5.0
-
 
 @pytest.fixture(scope="module")
 def worker(
@@ -35,19 +32,39 @@ def worker(
     return start_module_worker("apps.shop", cwd=folder).wait_answers(shop.app)
 
 
+def shown(worker: Worker, redis_url: str, *command: str) -> str:
+    """What a command shows of a worker; nothing if that did not answer in time."""
+    code, out, err = run(redis_url, *command)
+    if worker.name not in out:
+        return ""
+    assert code == 0, err
+    return out
+
+
+def known(task_id: str) -> Any:
+    """What is known of a job; None if nothing is."""
+    found = find(shop.app, task_id)
+    return None if found.state == "UNKNOWN" else found
+
+
 def explain(redis_url: str, task_id: str) -> tuple[int, dict[str, Any]]:
-    options = ("-A", "apps.shop", "--json", "--timeout", str(LOOK_S))
-    code, out, err = run(redis_url, "batchery", "explain", task_id, *options)
+    code, out, err = run(redis_url, "batchery", "explain", task_id, "-A", "apps.shop", "--json")
     assert out, err
     return code, json.loads(out)
 
 
 def test_stats_tell_what_the_batches_of_a_worker_look_like(worker: Worker, redis_url: str) -> None:
     shop.shout.submit_many([f"text {n}" for n in range(100)]).get(timeout=TIMEOUT_S)
-    options = ("-A", "apps.shop", "--once", "--json", "--timeout", str(LOOK_S))
-    code, out, err = run(redis_url, "batchery", "stats", *options)
-    assert code == 0, err
-    report = json.loads(out)
+
+    def look() -> Any:
+        code, out, err = run(redis_url, "batchery", "stats", "-A", "apps.shop", "--once", "--json")
+        report = json.loads(out)
+        if worker.name not in report["workers"]:
+            return None
+        assert code == 0, err
+        return report
+
+    report = wait_for(look, "the worker answers in time")
     figures = report["workers"][worker.name]
     assert figures["devices"]["cpu"]["state"] == "ready"
     assert figures["queues"] == ["celery", "embed"]
@@ -81,25 +98,19 @@ def test_stats_follow_the_workers_until_ctrl_c(worker: Worker, redis_url: str) -
 
 
 def test_the_tables_are_readable_without_a_terminal(worker: Worker, redis_url: str) -> None:
-    options = ("-A", "apps.shop", "--once", "--timeout", str(LOOK_S))
-    commands = (
-        ("batchery", "stats", *options),
+    for command in (
+        ("batchery", "stats", "-A", "apps.shop", "--once"),
         ("celery", "-A", "apps.shop", "batchery", "--once"),
-    )
-    for process in [start(redis_url, *command) for command in commands]:
-        with process:
-            out, err = process.communicate(timeout=TIMEOUT_S)
-        assert process.returncode == 0, err
-        assert worker.name in out
+    ):
+        out = wait_for(partial(shown, worker, redis_url, *command), "the worker answers in time")
         assert "padding waste" in out
         assert "jobs waiting in the broker" in out
         assert " \n" not in out
 
 
 def test_celery_inspect_batchery_needs_no_app_of_ours(worker: Worker, redis_url: str) -> None:
-    command = ("celery", "-b", redis_url, "inspect", "batchery", "--json", "-t", str(LOOK_S))
-    code, out, err = run(redis_url, *command)
-    assert code == 0, err
+    command = ("celery", "-b", redis_url, "inspect", "batchery", "--json")
+    out = wait_for(partial(shown, worker, redis_url, *command), "the worker answers in time")
     figures = json.loads(out)[worker.name]
     assert {"devices", "waiting", "oldest_waiting_s", "batches", "queues"} <= figures.keys()
 
@@ -164,7 +175,7 @@ def test_a_job_without_a_result_is_looked_for_in_the_workers(
         scheduled = shop.shout.apply_async(("later",), countdown=600)
         wait_for(lambda: worker.inspect(shop.app, "scheduled"), "the scheduled job")
         for job, state in ((running, "ACTIVE"), (waiting, "WAITING"), (scheduled, "SCHEDULED")):
-            found = find(shop.app, job.id, LOOK_S)
+            found = wait_for(partial(known, job.id), "the worker answers in time")
             assert (found.exit_code, found.state, found.worker) == (3, state, worker.name)
     waiting.get(timeout=TIMEOUT_S)
 
