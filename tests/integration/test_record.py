@@ -37,8 +37,6 @@ def record(redis_url: str) -> Iterator[StartRecording]:
     with ExitStack() as stack:
 
         def begin(path: Path, *options: str) -> "subprocess.Popen[str]":
-            # At the end it asks once more: the answer may take its time.
-            options = ("--timeout", "5", *options)
             command = ("batchery", "stats", "-A", "apps.shop", "--record", str(path), *options)
             process = stack.enter_context(start(redis_url, *command))
             stack.callback(process.kill)
@@ -53,8 +51,10 @@ def record(redis_url: str) -> Iterator[StartRecording]:
         yield begin
 
 
-def end(process: "subprocess.Popen[str]") -> str:
-    """Ends a recording by Ctrl-C; returns what it says."""
+def end(process: "subprocess.Popen[str]", path: Path, jobs: int) -> str:
+    """Ends a recording by Ctrl-C once it has so many jobs; returns what it says."""
+    # Its last look may find a worker that does not answer in time.
+    wait_for(lambda: path.read_text().count("\n") == jobs, "the jobs are in the trace")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
@@ -79,7 +79,7 @@ def test_recorded_jobs_can_be_simulated(
     for number in range(20):
         shop.shout.delay(f"alone {number}").get(timeout=TIMEOUT_S)
     took_s = time.time() - began_s
-    out = end(process)
+    out = end(process, path, 323)
     assert "323 jobs recorded in " in out
     assert "no job missed" in out
 
@@ -118,7 +118,7 @@ def test_the_time_of_a_job_is_when_it_was_sent_and_not_when_a_worker_took_it(
     shop.app.control.add_consumer("celery", destination=[worker.name], reply=True, timeout=30)
     for job in jobs:
         job.get(timeout=TIMEOUT_S)
-    end(process)
+    end(process, path, 2)
     # A stock client does not say it: `send_task` is Celery's own.
     sent_s, taken_s = (json.loads(line)["time_s"] for line in path.read_text().splitlines())
     assert before_s - 0.01 <= sent_s <= sent_by_s + 0.01
@@ -131,7 +131,9 @@ def test_several_recordings_take_nothing_from_each_other(
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     processes = [record(path, "--json") for path in paths]
     shop.shout.submit_many([f"text {number}" for number in range(100)]).get(timeout=TIMEOUT_S)
-    reports = [json.loads(end(process)) for process in processes]
+    reports = [
+        json.loads(end(process, path, 100)) for process, path in zip(processes, paths, strict=True)
+    ]
     for path, report in zip(paths, reports, strict=True):
         assert (report["jobs"], report["missed"], report["gaps"]) == (100, 0, [])
         assert (report["tasks"], report["devices"]) == ({"apps.shop.shout": 100}, 1)
@@ -148,7 +150,7 @@ def test_a_worker_that_is_killed_is_named(
     wait_for(lambda: path.read_text().count("\n") == 1, "the job is in the trace")
     worker.kill()
     shop.shout.delay("nobody takes it")
-    out = end(process)
+    out = end(process, path, 1)
     assert "1 job recorded in " in out
     assert f"{worker.name} no longer answers; its last jobs may be missing" in out
     assert "no worker has taken 1 job that the queues hold; the trace lacks them" in out
