@@ -12,7 +12,7 @@ from hypothesis import settings
 
 from batchery_worker.local.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
-from support.harness import Worker
+from support.harness import Worker, kill_all
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
 from support.plain_kombu import Consumer, StartConsumer
 
@@ -111,7 +111,7 @@ def _starter(directory: Path, redis_url: str) -> Iterator[StartWorker]:
 
     yield start
     for worker in workers:
-        worker.kill()
+        kill_all(worker.process)
         print(worker.log)  # Shown where the test failed.
 
 
@@ -179,7 +179,7 @@ def start_gateway(
                 tmp_path_factory.mktemp("gateway"), redis_url, *arguments, **options
             )
             stack.callback(lambda: print(made.log))  # Shown where the test failed.
-            stack.callback(made.kill)
+            stack.callback(kill_all, made.process)
             return made.wait_ready()
 
         yield start

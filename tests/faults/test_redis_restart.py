@@ -6,12 +6,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 from celery import Celery
 from redis import Redis
 
 from conftest import StartWorker
-from support.harness import Worker, ask, queue_length, unsettled, wait_for
+from support.harness import Worker, ask, queue_length, unsettled, wait_ended, wait_for
 from support.own_redis import OwnRedis
 
 TIMEOUT_S = 60
@@ -55,8 +54,7 @@ def test_jobs_of_a_killed_worker_are_redelivered(
     devices = first.devices()
     first.process.kill()
     first.wait_exit()
-    _, alive = psutil.wait_procs(devices, timeout=TIMEOUT_S)
-    assert not alive
+    wait_ended(devices, TIMEOUT_S)
     gate.touch()
     second = start_worker("apps.stages")
     wait_for(lambda: len(results(redis_url, jobs)) == 21, "all jobs are answered", TIMEOUT_S)

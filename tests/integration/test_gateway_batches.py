@@ -13,7 +13,7 @@ from openai.types import Batch
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess
-from support.harness import Worker, queue_length, unsettled, wait_for
+from support.harness import Worker, kill_all, queue_length, unsettled, wait_for
 
 MODELS = {
     "embed": {**EMBED["embed"], "aliases": ["text-embedding-3-small"]},
@@ -145,14 +145,6 @@ def kill_runners(gateway: GatewayProcess) -> None:
     for each in psutil.Process(gateway.process.pid).children(recursive=True):
         if any("spawn_main" in argument for argument in each.cmdline()):
             each.kill()
-
-
-def kill_all(gateway: GatewayProcess) -> None:
-    """Kills a gateway and the process that runs its batches, at once."""
-    top = psutil.Process(gateway.process.pid)
-    for each in [*top.children(recursive=True), top]:
-        each.kill()
-    gateway.process.wait()
 
 
 def test_life_of_a_batch(api: openai.OpenAI) -> None:
@@ -390,7 +382,7 @@ def test_batch_is_finished_after_gateway_worker_and_device_were_killed(
         wait_for(lambda: counts(api.batches.retrieve(begun.id))[1] > 50, "progress")
     # Whoever of the two gateways runs it.
     kill_runners(gateway)
-    kill_all(other)
+    kill_all(other.process)
     for device in slow_workers[-1].devices():
         device.kill()
     slow_workers[-1].kill()

@@ -10,7 +10,7 @@ from celery.exceptions import TimeLimitExceeded
 
 from apps import hybrid
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker, wait_ended, wait_for
 
 TIMEOUT_S = 60
 BOTH = ("-Q", "celery,devices")
@@ -113,8 +113,7 @@ def test_killed_worker_leaves_neither_devices_nor_processes(start_worker: StartW
     wait_for(lambda: len(main.children()) == 3, "two processes and a device")
     children = main.children(recursive=True)
     worker.process.kill()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert alive == []
+    wait_ended(children)
 
 
 def test_worker_of_other_queues_starts_no_device(start_worker: StartWorker) -> None:

@@ -22,7 +22,7 @@ from batchery.announcement import FILE, find_announcement
 from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 from batchery_worker.local.stack import Stack
-from support.harness import wait_for
+from support.harness import wait_ended, wait_for
 
 APP = """
 import time
@@ -101,8 +101,7 @@ class Up:
     def ended(self) -> int:
         """Waits for its end and that of everything it has started; returns its exit code."""
         code = self.process.wait(120)
-        _, alive = psutil.wait_procs(self.family, timeout=30)
-        assert not alive, self.log
+        wait_ended(self.family)
         return code
 
 

