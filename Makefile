@@ -47,7 +47,8 @@ demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 l
 	$(PY) -m batchery_worker.cli.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
-	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile $(ARGS) $(TESTS)
+	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
+	  $(ARGS) $(TESTS)
 
 matrix: $(INSTALLED) ## run the tests of models with other versions of transformers (MATRIX=...)
 	for version in $(MATRIX); do \

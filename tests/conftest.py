@@ -24,6 +24,12 @@ settings.load_profile("unhurried")
 choose_server()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long modules first, and short ones last: then no process works on alone at the end."""
+    # The pages of the documentation are followed in one module, the longest.
+    items.sort(key=lambda item: ("unit" in item.path.parts, item.path.name != "test_docs.py"))
+
+
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[EmbeddedRedis]:
     """A redis-server for this test session, on a free port."""
