@@ -27,7 +27,7 @@ class BertProxy(Batcher):
         model = AutoModelForSequenceClassification.from_pretrained(self.name)
         self.model = model.to(self.device).eval()
 
-    def infer(self, texts: list[str]) -> list[list[float]]:  # type: ignore[override]
+    def infer(self, texts: list[str]) -> list[list[float]]:
         """The probabilities of each text, in order."""
         inputs = self.tokenizer(texts, return_tensors="pt", padding=True, truncation=True)
         with torch.inference_mode():

@@ -118,10 +118,19 @@ class BatchLoop:
         self._counts = _Counts()
         #: The batch that runs next, if its items were asked for already.
         self._ahead: Batch[Item] | None = None
+        #: The jobs of the batch that runs.
+        self._running: Sequence[Job[Item]] = ()
+        #: Whether the function runs, so that a call of its own would wait for itself.
+        self.is_computing = False
         #: Number of threads that the last turn has answered.
         self.answered_threads = 0
         #: Called with a number of items that no longer wait, so that there is space for others.
         self.on_taken: Callable[[int], object] = lambda _: None
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The batch function."""
+        return self._function
 
     def admit(self, call: Call) -> None:
         """Takes a call in; its items wait for their turn."""
@@ -176,10 +185,12 @@ class BatchLoop:
         self.on_taken(len(batch.jobs))
         wanted = [job for job in batch.jobs if not job.payload[0].is_abandoned]
         self._counts.dropped += len(batch.jobs) - len(wanted)
+        self._running = wanted
         if wanted:
             self._run(batch, wanted, now_s)
         else:
             self._scheduler.ended(batch, None)
+        self._running = ()
         return True
 
     def expected_run_s(self, items: int) -> float:
@@ -206,15 +217,17 @@ class BatchLoop:
         self._counts.computed_tokens += computed_tokens
 
     def fail_all(self, error: BaseException) -> None:
-        """Fails every call that waits."""
+        """Fails every call that waits, or that the batch under way has not answered."""
+        running, self._running = self._running, ()
         jobs = self._scheduler.held()
         self._scheduler.remove(jobs)
         if self._ahead is not None:
             self._scheduler.ended(self._ahead, None)
             jobs, self._ahead = [*self._ahead.jobs, *jobs], None
         self.on_taken(len(jobs))
-        for call in dict.fromkeys(job.payload[0] for job in jobs):
-            call.fail(error)
+        for call in dict.fromkeys(job.payload[0] for job in (*running, *jobs)):
+            if call.left:
+                call.fail(error)
 
     def close(self) -> None:
         """Ends the event loop of an `async def` function."""
@@ -324,9 +337,13 @@ class BatchLoop:
             lengths = [each.length for each in given]
             given = self.collator.stack(given)
         owner = () if first.owner is None else (first.owner,)
-        answer = self._function(*owner, given, **first.keywords)
-        if inspect.iscoroutine(answer):
-            answer = self._resolve(answer)
+        self.is_computing = True
+        try:
+            answer = self._function(*owner, given, **first.keywords)
+            if inspect.iscoroutine(answer):
+                answer = self._resolve(answer)
+        finally:
+            self.is_computing = False
         if self.collator is not None:
             return self.collator.rows(answer, lengths, self.name)
         return answer

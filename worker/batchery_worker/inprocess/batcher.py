@@ -2,12 +2,14 @@
 
 import asyncio
 import functools
+import math
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
+from types import MappingProxyType
 from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
 from batchery.errors import BatchArgumentError, InvalidItem, NoResult
@@ -31,6 +33,9 @@ USUAL_CALL = CallOptions()
 
 #: Options of `batched` that are arguments of `Collator`.
 COLLATOR_OPTIONS = ("pad", "mask", "trim", "device")
+
+#: Python 3.13 gives a decorator under `@classmethod` no way to know the class.
+NO_CLASS_METHODS = "no class method can be batched; use a @staticmethod above @batched"
 
 #: Instances get their batchers one by one: their first calls may come from several threads.
 _binding = threading.Lock()
@@ -160,6 +165,14 @@ class BatchedCall(Generic[T, R]):
         made._anchor = self
         return made
 
+    def unwrapped(self) -> tuple[str, Callable[..., Any], Mapping[str, Any]]:
+        """The name, the bare function of a list of items, and the options that were given."""
+        thread = self._thread
+        bare = thread.function
+        if self._owner is not None:
+            bare = functools.partial(bare, self._owner)
+        return thread.name, bare, thread.given_options
+
     @property
     def stats(self) -> BatcherStats:
         """What the batches looked like so far."""
@@ -191,7 +204,9 @@ class BatchedCall(Generic[T, R]):
     ) -> C | None:
         """A call that is ready to be sent; None if it has no items."""
         thread, wanted = self._thread, self._call_options
-        thread.check()
+        thread.check(waits=kind is not FutureCall)
+        if others and isinstance(item, type):
+            raise BatchArgumentError(f"{thread.name}: {NO_CLASS_METHODS}")
         if others:
             raise BatchArgumentError(
                 f"{thread.name} takes exactly one positional argument, the item, but got"
@@ -206,7 +221,7 @@ class BatchedCall(Generic[T, R]):
         if thread.collator is not None:
             _check_items(call, thread.collator, options.length, wanted.return_exceptions)
         elif options.length is not None:
-            call.lengths = [options.length(each) for each in items]
+            call.lengths = [_count(thread.name, options.length, each) for each in items]
         if wanted is not USUAL_CALL or options.small_batch_threshold is not None:
             call.lane = lane_of(
                 wanted.priority_class or thread.usual_lane.priority_class,
@@ -245,7 +260,8 @@ class BatchedFunction(BatchedCall[T, R]):
         """A batcher of the function, which ends with its anchor."""
         name = name_of(self.function)
         options, collator = choose(name, self.given_options)
-        return make_thread(anchor, BatchLoop(self.function, name, options, collator))
+        loop = BatchLoop(self.function, name, options, collator)
+        return make_thread(anchor, loop, self.given_options)
 
     def __set_name__(self, owner: type, name: str) -> None:
         # A method of the same name may be inherited, and called by `super()`.
@@ -270,6 +286,8 @@ class BatchedFunction(BatchedCall[T, R]):
 
     def _bind(self, instance: Any) -> "_Held":
         held: _Held | None
+        if isinstance(instance, type):
+            raise BatchArgumentError(f"{self._thread.name}: {NO_CLASS_METHODS}")
         if not hasattr(instance, "__dict__"):
             raise BatchArgumentError(
                 f"{self._thread.name}: instances of {type(instance).__name__} have no __dict__,"
@@ -324,7 +342,8 @@ class Batcher(BatchedCall[Any, Any]):
         """
         name = type(self).__name__
         chosen, collator = choose(name, options)
-        thread = make_thread(self, BatchLoop(type(self).infer, name, chosen, collator))
+        loop = BatchLoop(type(self).infer, name, chosen, collator)
+        thread = make_thread(self, loop, options)
         super().__init__(thread, self)
         # The thread must not keep the batcher alive, and there is a call whenever it loads.
         myself = weakref.ref(self)
@@ -333,8 +352,9 @@ class Batcher(BatchedCall[Any, Any]):
     def load(self) -> None:
         """Called once before the first batch, on the thread of the batches."""
 
-    def infer(self, items: Any, /, **keywords: Any) -> Any:
-        """Computes one batch; plain or `async def`. One outcome per item, in order."""
+    # Any arguments, so that a subclass may name its own.
+    def infer(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes one batch of items; plain or `async def`. One outcome per item, in order."""
         raise NotImplementedError(f"{type(self).__name__} needs infer(self, items)")
 
 
@@ -421,9 +441,10 @@ def batched(function: Callable[..., Any] | None = None, /, **options: Any) -> An
 
 
 def _decorate(options: Mapping[str, Any], function: Any) -> BatchedFunction[Any, Any]:
-    if isinstance(function, staticmethod | classmethod):
-        kind = type(function).__name__
-        raise BatchArgumentError(f"batched({function!r:.80}): put @{kind} above @batched")
+    if isinstance(function, staticmethod):
+        raise BatchArgumentError(f"batched({function!r:.80}): put @staticmethod above @batched")
+    if isinstance(function, classmethod):
+        raise BatchArgumentError(f"batched({function!r:.80}): {NO_CLASS_METHODS}")
     if not callable(function) or isinstance(function, type):
         raise BatchArgumentError(f"batched({function!r:.80}): decorate a function or a method")
     return BatchedFunction(function, options)
@@ -472,9 +493,21 @@ def _check_items(
             continue
         if length is not None:
             is_usual = length == collator.length
-            lengths[index] = features.length if is_usual else length(item)
+            lengths[index] = features.length if is_usual else _count("length", length, item)
     call.items, call.lengths = checked, lengths
     call.keys = [None if each is None else each.key for each in checked]
+
+
+def _count(name: str, length: Callable[[Any], Any], item: Any) -> int:
+    """The number of tokens of an item, as the user's function counts them."""
+    counted = length(item)
+    try:
+        tokens: int = math.ceil(counted)
+        return max(0, tokens)
+    except (TypeError, ValueError, OverflowError):
+        raise BatchArgumentError(
+            f"{name}: length must give the number of tokens of an item, but gave {counted!r:.80}"
+        ) from None
 
 
 def name_of(function: Any) -> str:
@@ -482,9 +515,11 @@ def name_of(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 
 
-def make_thread(anchor: Any, loop: BatchLoop) -> BatcherThread:
+def make_thread(
+    anchor: Any, loop: BatchLoop, given_options: Mapping[str, Any] = MappingProxyType({})
+) -> BatcherThread:
     """A batcher that ends with its anchor."""
-    thread = BatcherThread(loop)
+    thread = BatcherThread(loop, given_options)
     try:
         end = weakref.finalize(anchor, thread.close, wait=False)
     except TypeError:

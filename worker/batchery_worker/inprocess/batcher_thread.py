@@ -10,13 +10,14 @@ import weakref
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from time import monotonic
+from types import MappingProxyType
 from typing import Any
 
 from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
 from batchery.execution.bisect_failures import as_exception
 from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
 from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall
-from batchery_worker.inprocess.space import Space
+from batchery_worker.inprocess.space import Space, limited
 from batchery_worker.job import Lane
 
 #: Put behind the last call.
@@ -43,12 +44,16 @@ _started: "weakref.WeakSet[BatcherThread]" = weakref.WeakSet()
 class BatcherThread:
     """Takes calls from all threads and event loops, and runs their batches on its own."""
 
-    def __init__(self, loop: BatchLoop) -> None:
+    def __init__(
+        self, loop: BatchLoop, given_options: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         """Starts with the first call.
 
         Args:
             loop: Forms and runs the batches.
+            given_options: The options as the user wrote them, for a batcher that is made of it.
         """
+        self.given_options = given_options
         self.options = options = loop.options
         #: What items are checked by, in their caller's thread.
         self.collator = loop.collator
@@ -80,23 +85,32 @@ class BatcherThread:
         return self._loop.name
 
     @property
+    def function(self) -> Callable[..., Any]:
+        """The batch function; of a method, it takes the owner first."""
+        return self._loop.function
+
+    @property
     def stats(self) -> BatcherStats:
         """What the batches looked like so far."""
         return self._loop.stats(self._loop.waiting + self._incoming.qsize())
 
-    def check(self) -> None:
+    def check(self, *, waits: bool = True) -> None:
         """Makes sure that a call would be answered.
+
+        Args:
+            waits: Whether the calling thread waits for the answer.
 
         Raises:
             BatcherClosed: It would not.
-            BatchArgumentError: The batch function itself calls, and would wait for itself.
+            BatchArgumentError: The batch function itself calls, or a callback of a future that
+                waits, and would wait for itself.
         """
         if self._problem is not None:
             raise self._closed()
-        if self._thread is threading.current_thread():
+        if self._thread is threading.current_thread() and (waits or self._loop.is_computing):
             raise BatchArgumentError(
                 f"{self.name}: its function calls the batcher that runs it, and would wait for"
-                " itself; call the bare function"
+                " itself; call the bare function. A callback of a future may only submit"
             )
 
     def has_space(self, items: int) -> bool:
@@ -119,8 +133,14 @@ class BatcherThread:
         return False
 
     def wait_for_space(self, items: int, timeout_s: float | None) -> bool:
-        """Waits until there is space for items, and takes it; False if there was none in time."""
+        """Waits until there is space for items, and takes it; False if there was none in time.
+
+        Raises:
+            BatcherClosed: It is closed.
+            BatchArgumentError: Its own thread would wait for itself.
+        """
         assert self._space is not None
+        self.check()
         return self._space.wait(items, timeout_s)
 
     async def wait_for_space_async(self, items: int) -> None:
@@ -185,6 +205,8 @@ class BatcherThread:
                 self._problem = "it is closed"
                 if thread is not None:
                     self._incoming.put(END)
+                if self._space is not None:
+                    self._space.close()
         if wait and thread is not None and thread is not threading.current_thread():
             thread.join()
 
@@ -215,6 +237,9 @@ class BatcherThread:
                 self._turn(draining=True)
         finally:
             self._has_ended = True
+            if self._space is not None:
+                self._space.close()
+            self._loop.fail_all(self._closed())
             self._refuse_rest()
             self._loop.close()
             self.unload()
@@ -290,7 +315,7 @@ class BatcherThread:
     def _timeout_s(self) -> float | None:
         """How long to wait for calls, in seconds; None for as long as it takes."""
         wake_s = self._loop.wake_s()
-        return None if wake_s is None else max(0.0, wake_s - monotonic())
+        return None if wake_s is None else limited(wake_s - monotonic())
 
     def _closed(self) -> BatcherClosed:
         return BatcherClosed(f"{self.name}: {self._problem or 'its thread has ended'}")

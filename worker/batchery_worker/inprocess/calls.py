@@ -5,6 +5,7 @@ and everybody else holds a `concurrent.futures.Future`.
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -13,7 +14,10 @@ from math import inf
 from typing import Any
 
 from batchery.outcomes import Failed
+from batchery_worker.inprocess.space import limited
 from batchery_worker.job import USUAL_LANE, Lane
+
+logger = logging.getLogger("batchery.inprocess")
 
 
 class Call:
@@ -123,7 +127,7 @@ class ThreadCall(Call):
 
     def wait(self, timeout_s: float | None) -> bool:
         """Waits for the answer; False if it has not come in time."""
-        return self._done.acquire(timeout=-1 if timeout_s is None else max(0.0, timeout_s))
+        return self._done.acquire(timeout=-1 if timeout_s is None else limited(timeout_s))
 
 
 class FutureCall(Call):
@@ -144,13 +148,18 @@ class FutureCall(Call):
 
     def finish(self) -> None:
         """Sets the result; from any thread."""
-        with suppress(InvalidStateError):  # Cancelled while it ran.
+        try:
             try:
                 value = self.result()
             except BaseException as error:  # noqa: BLE001 - it belongs to whoever holds the future
                 self.future.set_exception(error)
             else:
                 self.future.set_result(value)
+        except InvalidStateError:
+            pass  # Cancelled while it ran.
+        except BaseException:
+            # Futures log and drop what else their callbacks raise; other callers must not suffer.
+            logger.exception("a callback of a future raised")
 
 
 class LoopCall(Call):

@@ -5,7 +5,7 @@ from typing import Any
 
 from batchery.errors import BatchArgumentError
 from batchery_worker.inprocess.batch_loop import BatchLoop
-from batchery_worker.inprocess.batcher import BatchedCall, BatchedFunction, choose, name_of
+from batchery_worker.inprocess.batcher import BatchedCall, Batcher, choose, name_of
 from batchery_worker.inprocess.batcher_thread import BatcherThread
 from batchery_worker.inprocess.calls import Call, FutureCall
 
@@ -30,7 +30,8 @@ class ManualBatcher(BatchedCall[Any, Any]):
         """Has no calls.
 
         Args:
-            function: A batch function, or what `batched` made of one; then its options count, too.
+            function: A batch function, or what `batched` made of one, or a `Batcher`; then its
+                options count, too.
             takes_s: How long a call of the function takes on the clock, in seconds, given its
                 number of items.
             options: Those of `batched`.
@@ -38,9 +39,12 @@ class ManualBatcher(BatchedCall[Any, Any]):
         Raises:
             BatchArgumentError: There is no such option, or its value is impossible.
         """
-        if isinstance(function, BatchedFunction):
-            options = {**function.given_options, **options}
-            function = function.function
+        name = name_of(function)
+        if isinstance(function, BatchedCall):
+            if isinstance(function, Batcher):
+                function.load()
+            name, function, given = function.unwrapped()
+            options = {**given, **options}
         self.batches: list[Any] = []
         self.now_s = 0.0
 
@@ -51,7 +55,6 @@ class ManualBatcher(BatchedCall[Any, Any]):
             self.now_s += takes_s(count)
             return function(items, **keywords)
 
-        name = name_of(function)
         chosen, collator = choose(name, options)
         self._loop = BatchLoop(run, name, chosen, collator, lambda: self.now_s)
         super().__init__(_ManualThread(self._loop, self))
@@ -73,6 +76,12 @@ class ManualBatcher(BatchedCall[Any, Any]):
                 break
             self.now_s = max(self.now_s, wake_s)
         self.now_s = max(self.now_s, end_s)
+
+    def close(self) -> None:
+        """Takes no more calls, and answers those that are there."""
+        while self._loop.turn(draining=True):
+            pass
+        super().close()
 
     def run_next(self) -> None:
         """Moves the clock to the next batch, and runs it; there must be one."""

@@ -57,6 +57,14 @@ class BatcherOptions:
             raise BatchArgumentError(
                 "max_batch_tokens needs length=, a function that counts the tokens of an item"
             )
+        if self.length is not None and not callable(self.length):
+            raise BatchArgumentError(
+                f"length={self.length!r}: give a function that counts the tokens of an item"
+            )
+        if not isinstance(self.classes, Mapping):
+            raise BatchArgumentError(
+                f"classes={self.classes!r}: give the share of each, such as {{'usual': 1}}"
+            )
         if not self.classes:
             raise BatchArgumentError("classes={}: give at least one, such as {'usual': 1}")
         for name, share in self.classes.items():
@@ -137,7 +145,9 @@ def spell(name: str, keywords: Mapping[str, Any]) -> str:
         BatchArgumentError: They are not plain data.
     """
     try:
-        return json.dumps(keywords, sort_keys=True)
+        text = json.dumps(keywords, sort_keys=True)
+        # JSON spells some values alike that a function may tell apart, such as a tuple and a list.
+        return text if json.loads(text) == keywords else f"{text} {keywords!r}"
     except (TypeError, ValueError) as error:
         raise BatchArgumentError(
             f"{name}: keywords say which items may share a batch, so they must be plain data"

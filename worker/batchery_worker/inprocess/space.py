@@ -7,10 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
+def limited(timeout_s: float) -> float:
+    """A time-out, in seconds, that a lock can wait for."""
+    return min(max(0.0, timeout_s), threading.TIMEOUT_MAX)
+
+
 @dataclass(eq=False, slots=True)
 class _Waiter:
     items: int
-    wake: Callable[[], object]
+    #: Tells who waits that there is space; False if nobody is there to take it.
+    wake: Callable[[], bool]
 
 
 class Space:
@@ -26,6 +32,7 @@ class Space:
         self._used = 0
         self._lock = threading.Lock()
         self._waiters: deque[_Waiter] = deque()
+        self._is_closed = False
 
     def take(self, items: int) -> bool:
         """Takes space at once, or not at all."""
@@ -36,12 +43,17 @@ class Space:
         """Takes space as soon as there is some; False if there was none in time."""
         gate = threading.Lock()
         gate.acquire()
-        waiter = self._join(items, gate.release)
+
+        def wake() -> bool:
+            gate.release()
+            return True
+
+        waiter = self._join(items, wake)
         if waiter is None:
             return True
         has_space = False
         try:
-            has_space = gate.acquire(timeout=-1 if timeout_s is None else timeout_s)
+            has_space = gate.acquire(timeout=-1 if timeout_s is None else limited(timeout_s))
         finally:
             if not has_space:
                 self._leave(waiter)
@@ -49,45 +61,64 @@ class Space:
 
     async def wait_async(self, items: int) -> None:
         """Takes space as soon as there is some, without blocking the event loop."""
+        while not await self._turn_comes(items):
+            pass
+
+    async def _turn_comes(self, items: int) -> bool:
+        """Queues up and takes space; False if the event loop was not there when its turn came."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[None] = loop.create_future()
+        future: asyncio.Future[bool] = loop.create_future()
 
-        def settle() -> None:
+        def settle(has_space: bool) -> None:
             if not future.done():
-                future.set_result(None)
+                future.set_result(has_space)
 
-        def wake() -> None:
+        def wake() -> bool:
+            has_space = loop.is_running()
             try:
-                loop.call_soon_threadsafe(settle)
+                loop.call_soon_threadsafe(settle, has_space)
             except RuntimeError:
-                self.free(items)  # The event loop has ended.
+                return False  # It is closed.
+            # One that stands still may never go on, so others go first.
+            return has_space
 
         waiter = self._join(items, wake)
         if waiter is None:
-            return
+            return True
         try:
-            await future
+            return await future
         except BaseException:
-            self._leave(waiter)
+            if not future.done() or future.cancelled() or future.result():
+                self._leave(waiter)
             raise
 
     def free(self, items: int) -> None:
         """Gives space back, to those who wait for it."""
-        woken = []
+        while items:
+            woken = []
+            with self._lock:
+                self._used -= items
+                while self._waiters and self._take(self._waiters[0].items):
+                    woken.append(self._waiters.popleft())
+            items = sum([each.items for each in woken if not each.wake()])
+
+    def close(self) -> None:
+        """There is space for everybody from now on: the calls will be refused."""
         with self._lock:
-            self._used -= items
-            while self._waiters and self._take(self._waiters[0].items):
-                woken.append(self._waiters.popleft())
+            self._is_closed = True
+            woken, self._waiters = self._waiters, deque()
         for waiter in woken:
             waiter.wake()
 
     def _take(self, items: int) -> bool:
+        if self._is_closed:
+            return True
         if self._used and self._used + items > self._maximum:
             return False
         self._used += items
         return True
 
-    def _join(self, items: int, wake: Callable[[], object]) -> _Waiter | None:
+    def _join(self, items: int, wake: Callable[[], bool]) -> _Waiter | None:
         """Queues up; None if there was space at once."""
         with self._lock:
             if not self._waiters and self._take(items):

@@ -349,6 +349,8 @@ def test_a_function_that_calls_its_own_batcher_is_told() -> None:
         ({"max_batch_tokens": 5}, "max_batch_tokens needs length="),
         ({"small_batch_threshold": "2"}, "small_batch_threshold='2'"),
         ({"classes": {}}, "give at least one"),
+        ({"classes": ["a"]}, "give the share of each"),
+        ({"length": 3}, "length=3: give a function"),
         ({"classes": {"a": -1}}, r"classes\['a'\]=-1"),
         ({"max_waiting": 0}, "max_waiting=0"),
         ({"when_full": "drop"}, "when_full='drop': give 'wait' or 'refuse'"),
@@ -364,8 +366,42 @@ def test_a_wrong_option_is_found_where_it_is_written(options: dict[str, Any], te
 
 @pytest.mark.parametrize("what", [3, "embed", Embedder, staticmethod(len), classmethod(print)])
 def test_only_functions_are_decorated(what: Any) -> None:
-    with pytest.raises(BatchArgumentError, match=r"decorate a function|above @batched"):
+    with pytest.raises(
+        BatchArgumentError, match=r"decorate a function|@staticmethod above @batched"
+    ):
         batched(what)
+
+
+class Priced:
+    @classmethod
+    @batched
+    def price(cls, names: list[str]) -> list[int]:
+        return [len(name) for name in names]
+
+
+def test_class_methods_are_refused_with_what_to_do() -> None:
+    with pytest.raises(BatchArgumentError, match="use a @staticmethod above @batched"):
+        Priced.price("tea")
+
+
+@pytest.mark.parametrize("counted", [None, "3", {"input_ids": [1]}, [3, 4], float("nan")])
+def test_a_length_that_is_no_number_is_told_to_its_caller(counted: Any) -> None:
+    with batched(
+        lambda texts: texts, length=lambda text: counted if text == "bad" else len(text)
+    ) as function:
+        with pytest.raises(BatchArgumentError, match="length must give the number of tokens"):
+            function(["good", "bad"])
+        assert function(["good", "again"]) == ["good", "again"]
+
+
+def test_keywords_that_json_spells_alike_share_no_batch() -> None:
+    def tell(items: list[str], *, key: Any) -> list[str]:
+        return [f"{item} {key}" for item in items]
+
+    with batched(tell, max_wait_ms=50) as function:
+        keys: list[Any] = [(1, 2), [1, 2], {1: "a"}, {"1": "a"}]
+        futures = [function.submit("x", key=key) for key in keys]
+        assert [each.result(WAIT_S) for each in futures] == [f"x {key}" for key in keys]
 
 
 def test_a_wrong_call_is_told() -> None:

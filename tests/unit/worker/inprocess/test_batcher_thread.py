@@ -2,18 +2,23 @@
 
 import asyncio
 import os
+import sys
 import threading
 import time
-from concurrent.futures import CancelledError, wait
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 import pytest
 
-from batchery import BatcherClosed, NoResult, QueueFull, batched
+from batchery import BatchArgumentError, BatcherClosed, NoResult, QueueFull, batched
 from batchery_worker.inprocess.batcher_thread import send_and_wait
 from batchery_worker.inprocess.calls import ThreadCall
 from support.gate import WAIT_S, Gate, batcher_threads
 from support.harness import wait_for
+
+
+def echo(numbers: list[int]) -> list[int]:
+    return numbers
 
 
 def test_a_batch_waits_a_moment_for_threads_that_were_just_answered() -> None:
@@ -200,6 +205,90 @@ def test_a_full_queue_makes_callers_wait_in_their_order(gate: Gate) -> None:
         thread.join(WAIT_S)
     assert (first.result(WAIT_S), sorted(results)) == ("first!", ["a!", "b!"])
     assert [item for batch in gate.batches for item in batch][:3] == ["held", "first", "stayer"]
+
+
+def test_callers_who_wait_for_space_are_refused_when_it_is_closed(gate: Gate) -> None:
+    function = batched(gate, max_waiting=1, max_batch_size=1)
+    held, waiting = gate.hold(function), function.submit("waiting")
+    refused: list[bool] = []
+
+    def call() -> None:
+        with pytest.raises(BatcherClosed):
+            function("no space")
+        refused.append(True)
+
+    async def acall() -> None:
+        with pytest.raises(BatcherClosed):
+            await function.acall("no space")
+        refused.append(True)
+
+    threads = [threading.Thread(target=call) for _ in range(5)]
+    threads += [threading.Thread(target=asyncio.run, args=(acall(),)) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    space = function._thread._space
+    assert space is not None
+    wait_for(lambda: len(space._waiters) == 10, "all wait for space")
+    closing = threading.Thread(target=function.close)
+    closing.start()
+    gate.opened.set()
+    for thread in (*threads, closing):
+        thread.join(WAIT_S)
+    assert len(refused) == 10
+    assert (held.result(WAIT_S), waiting.result(WAIT_S)) == ("held!", "waiting!")
+
+
+def test_space_is_not_given_to_an_event_loop_that_stands_still(gate: Gate) -> None:
+    function = batched(gate, max_waiting=1, max_batch_size=1)
+    gate.hold(function)
+    function.submit("waiting")
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> "asyncio.Task[str]":
+        call = asyncio.create_task(function.acall("paused"))
+        await asyncio.sleep(0)
+        return call
+
+    paused = loop.run_until_complete(begin())
+    gate.opened.set()
+    assert function.options(timeout_s=WAIT_S)("other") == "other!"
+    # It may go on later, and gets its turn then.
+    assert loop.run_until_complete(paused) == "paused!"
+    loop.close()
+
+
+def test_a_callback_of_a_future_that_exits_hurts_no_neighbour(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with batched(echo, max_batch_size=2, max_wait_ms=1e15) as function:
+        first = function.submit(1)
+        first.add_done_callback(lambda _: sys.exit(1))
+        second = function.submit(2)
+        assert (first.result(WAIT_S), second.result(WAIT_S)) == (1, 2)
+    assert "a callback of a future raised" in caplog.text
+
+
+def test_a_callback_of_a_future_may_submit_and_may_not_wait() -> None:
+    function = batched(echo)
+    again: Future[Future[int]] = Future()
+    told: Future[BaseException | None] = Future()
+
+    def submit(done: "Future[int]") -> None:
+        again.set_result(function.submit(done.result() + 1))
+        with pytest.raises(BatchArgumentError, match="may only submit") as caught:
+            function(3)
+        told.set_result(caught.value)
+
+    function.submit(1).add_done_callback(submit)
+    assert again.result(WAIT_S).result(WAIT_S) == 2
+    assert told.result(WAIT_S) is not None
+
+
+def test_no_time_is_too_long_to_wait_for() -> None:
+    with batched(echo, max_wait_ms=sys.maxsize, max_batch_size=2) as function:
+        first = function.submit(1)
+        assert function.options(timeout_s=1e300)(2) == 2
+        assert first.result(WAIT_S) == 1
 
 
 def test_a_forked_process_is_told(gate: Gate) -> None:

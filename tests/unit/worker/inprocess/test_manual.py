@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batchery import BatchArgumentError, DeadlineExceeded, batched
+from batchery import BatchArgumentError, Batcher, BatcherClosed, DeadlineExceeded, batched
 from batchery.testing import ManualBatcher
 
 
@@ -43,6 +43,40 @@ def test_options_of_a_decorated_function_count_and_can_be_replaced() -> None:
         batcher.submit(number)
     batcher.advance(0)
     assert batcher.batches == [[0, 1, 2]]
+
+
+class Shouter(Batcher):
+    mark = "?"
+
+    def load(self) -> None:
+        self.mark = "!"
+
+    def infer(self, texts: list[str]) -> list[str]:
+        return [text + self.mark for text in texts]
+
+
+class Speaker:
+    mark = "."
+
+    @batched(max_batch_size=2, max_wait_ms=50)
+    def say(self, texts: list[str]) -> list[str]:
+        return [text + self.mark for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("made", "mark"),
+    [(Shouter(max_batch_size=2, max_wait_ms=50), "!"), (Speaker().say, ".")],
+    ids=["batcher", "method"],
+)
+def test_options_of_methods_and_batchers_count(made: Any, mark: str) -> None:
+    batcher = ManualBatcher(made)
+    futures = [batcher.submit(letter) for letter in "abcde"]
+    batcher.advance(0.04)
+    assert batcher.batches == [["a", "b"], ["c", "d"]]
+    batcher.close()
+    assert [each.result(0) for each in futures] == [letter + mark for letter in "abcde"]
+    with pytest.raises(BatcherClosed):
+        batcher.submit("f")
 
 
 def test_classes_share_the_time_by_their_shares() -> None:
