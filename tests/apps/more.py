@@ -46,6 +46,24 @@ def note(kind: str, job_id: Any, **facts: Any) -> None:
         redis.rpush(TRACE, json.dumps({"kind": kind, "id": job_id, **facts}))
 
 
+class ApiError(Exception):
+    """Cannot be made again from its args."""
+
+    def __init__(self, status: int, body: str) -> None:
+        self.status = status
+        super().__init__(f"{status}: {body}")
+
+
+class Soft(Exception):
+    status = 0
+
+
+def soft() -> Soft:
+    error = Soft("down")
+    error.status = 503
+    return error
+
+
 class Hooked(BatchTask):
     """Every hook of Celery's tasks, written down."""
 
@@ -60,7 +78,8 @@ class Hooked(BatchTask):
         note("on_success", task_id, value=retval, args=args, kwargs=kwargs, request=facts)
 
     def on_failure(self, exc: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any) -> None:
-        note("on_failure", task_id, error=repr(exc), args=args, trace=str(einfo.traceback))
+        facts = {"error": repr(exc), "status": getattr(exc, "status", None)}
+        note("on_failure", task_id, args=args, trace=str(einfo.traceback), **facts)
 
     def on_retry(self, exc: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any) -> None:
         note("on_retry", task_id, error=repr(exc), args=args)
@@ -74,7 +93,11 @@ class Hooked(BatchTask):
 @app.task(shared=False, base=Hooked, bind=True, max_retries=1, max_batch_size=64)
 def hooked(self: Hooked, words: list[str], *, mark: str = "") -> list[Any]:
     """Does what each word says."""
-    outcomes = {"fail": Failed(LookupError("asked to")), "again": RetryAfter(0.05)}
+    outcomes = {
+        "fail": Failed(LookupError("asked to")),
+        "again": RetryAfter(0.05),
+        "soft": Failed(soft()),
+    }
     return [outcomes.get(word, word + mark) for word in words]
 
 
@@ -140,6 +163,18 @@ def silent(items: list[str]) -> list[Any]:
 )
 def backing_off(items: list[str]) -> list[Any]:
     return [Failed(ConnectionError("still away")) for _ in items]
+
+
+@app.task(
+    shared=False,
+    base=Hooked,
+    autoretry_for=(ApiError,),
+    retry_kwargs={"countdown": 0.01},
+    max_retries=2,
+)
+def calling(items: list[str]) -> list[Any]:
+    note("calling", None)
+    raise ApiError(503, items[0])
 
 
 @app.task(shared=False, base=BatchTask, throws=(LookupError,))

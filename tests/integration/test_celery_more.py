@@ -168,6 +168,19 @@ def test_autoretry_backs_off_and_gives_up(worker: Worker) -> None:
     assert time.monotonic() - started_s >= 1
 
 
+def test_autoretry_and_hooks_see_the_exception_itself(worker: Worker, redis_url: str) -> None:
+    job = more.calling.delay("down")
+    wait_for(lambda: meta(job)["status"] == "FAILURE", "it gives up")
+    assert [line["kind"] for line in trace(redis_url)] == ["calling"] * 3
+    soft = more.hooked.delay("soft")
+    wait_for(lambda: meta(soft)["status"] == "FAILURE", "it fails")
+    (hook,) = wait_for(
+        lambda: [line for line in trace(redis_url, soft.id) if line["kind"] == "on_failure"],
+        "the hook",
+    )
+    assert (hook["error"], hook["status"]) == ("Soft('down')", 503)
+
+
 def test_an_exception_that_was_announced_is_no_error_in_the_log(worker: Worker) -> None:
     job = more.throwing.delay("as announced")
     with pytest.raises(LookupError):
@@ -257,8 +270,11 @@ def test_a_queue_is_added_and_cancelled_at_run_time(worker: Worker) -> None:
     job = more.echo.apply_async(("there",), queue="extra")
     assert job.get(timeout=TIMEOUT_S) == "there"
     control.cancel_consumer("extra", **options)
-    names = {queue["name"] for queue in worker.inspect(more.app, "active_queues")}
-    assert "extra" not in names
+
+    def consumed() -> set[str]:
+        return {queue["name"] for queue in worker.inspect(more.app, "active_queues")}
+
+    wait_for(lambda: "extra" not in consumed(), "it is left in the loop's next turn")
     more.echo.apply_async(("nobody",), queue="extra")
     assert more.echo.delay("served").get(timeout=TIMEOUT_S) == "served"
     assert queue_length(more.app.conf.broker_url, "extra") == 1

@@ -237,6 +237,7 @@ def test_caller_who_hangs_up_in_the_middle_revokes_the_rest(
         return any(all(each in line for each in ids) for line in lines)
 
     wait_for(revoked, "jobs revoked at once")
+    assert "never retrieved" not in gateway.log
     client.control.add_consumer("later", destination=[model_worker.name])
     wait_for(lambda: queue_length(redis_url, "later") + unsettled(redis_url) == 0, "jobs gone")
 

@@ -156,7 +156,11 @@ def test_result_that_is_no_json_is_an_error(gateway: GatewayProcess, client: Cel
     call(gateway, "GET", f"{path}?wait_s=20")
     backend: Any = client.backend
     name = backend.get_key_for_task(path.rsplit("/", 1)[1])
-    for stored in (b"\x80\x04K*.", b'{"status": "SUCCESS", "result": {"__type__": "decimal",'):
+    for stored in (
+        b"\x80\x04K*.",
+        b'{"status": "SUCCESS", "result": {"__type__": "decimal",',
+        b'{"status": "SUCCESS", "result": [1, NaN, Infinity]}',
+    ):
         backend.client.set(name, stored)
         state = call(gateway, "GET", path).json()
         assert (state["status"], state["error"]["type"]) == ("FAILURE", "UnserialisableResult")

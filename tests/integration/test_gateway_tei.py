@@ -320,6 +320,14 @@ def test_bad_request_says_what_is_wrong(
     assert text in found.json()["error"]
 
 
+def test_half_a_surrogate_pair_has_no_tokens(gateway: GatewayProcess) -> None:
+    headers = {"content-type": "application/json"}
+    body = b'{"inputs": ["a", "\\ud800"]}'
+    found = gateway.post("/tokenize", content=body, headers=headers)
+    assert (found.status_code, found.json()["error_type"]) == (422, "Validation")
+    assert "item 1: is not Unicode" in found.json()["error"]
+
+
 def test_a_kind_that_is_not_served_is_named(start_gateway: StartGateway, models: Models) -> None:
     only = start_gateway(models={"embed": models["embedding"]})
     found = post(only, "/embed_all", {"inputs": "a"})

@@ -20,6 +20,7 @@ from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.tracebacks import Frame, frames_of, with_frames
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
+from batchery_worker.ipc.exceptions import SpelledException, read_exception, spell_exception
 from batchery_worker.ipc.values import Encoded, is_plain
 
 #: Maximum number of exceptions of which each is the cause of the one before.
@@ -188,7 +189,7 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
     if isinstance(outcome, Failed):
         return "failed", _spell_chain(outcome, backend), str(outcome.traceback or "")
     if isinstance(outcome, RetryAfter):
-        cause = _spell_exception(outcome.error, backend) if outcome.error else None
+        cause = spell_exception(outcome.error, backend) if outcome.error else None
         return "retry", float(outcome.seconds), cause
     if isinstance(outcome, Replace):
         return _encode_signature(outcome, backend)
@@ -247,7 +248,7 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
     if kind in ("json", "encoded"):
         return json.loads(content)
     if kind == "retry":
-        return RetryAfter(content, spelled[2] and _exception(spelled[2], backend))
+        return RetryAfter(content, spelled[2] and read_exception(spelled[2], backend))
     if kind == "replace":
         return Replace(Signature.from_dict(json.loads(content), app=backend.app))
     if kind == "reject":
@@ -260,42 +261,35 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
     return Failed(error)
 
 
-def _spell_chain(failed: Failed, backend: Any) -> list[tuple[str, list[Frame], bool]]:
+def _spell_chain(failed: Failed, backend: Any) -> list[tuple[SpelledException, list[Frame], bool]]:
     """Spells an exception and those that it came from: each with its frames.
 
     The last element says whether the next one is its cause, and not just its context.
     """
     error: BaseException | None = failed.exception
     frames = failed.frames or frames_of(failed.exception)
-    chain: list[tuple[str, list[Frame], bool]] = []
+    chain: list[tuple[SpelledException, list[Frame], bool]] = []
     while error is not None and len(chain) < MAX_CHAINED:
         cause = error.__cause__
-        chain.append((_spell_exception(error, backend), list(frames), cause is not None))
+        chain.append((spell_exception(error, backend), list(frames), cause is not None))
         error = cause or (None if error.__suppress_context__ else error.__context__)
         frames = frames_of(error) if error is not None else ()
     return chain
 
 
-def _chain(spelled: Sequence[tuple[str, Sequence[Frame], bool]], backend: Any) -> Exception:
+def _chain(
+    spelled: Sequence[tuple[SpelledException, Sequence[Frame], bool]], backend: Any
+) -> Exception:
     """Reads what `_spell_chain` wrote."""
     error = None
     for content, frames, has_cause in reversed(spelled):
-        inner, error = error, _exception(content, backend)
+        inner, error = error, read_exception(content, backend)
         with_frames(error, frames)
         if has_cause:
             error.__cause__ = inner
         else:
             error.__context__ = inner
     assert error is not None
-    return error
-
-
-def _spell_exception(error: BaseException, backend: Any) -> str:
-    return json.dumps(backend.prepare_exception(error, "json"))
-
-
-def _exception(spelled: str, backend: Any) -> Exception:
-    error: Exception = backend.exception_to_python(json.loads(spelled))
     return error
 
 

@@ -54,7 +54,17 @@ class ModelTokenizer:
         Args:
             texts: Texts, prompts included.
             special: Whether special tokens are added.
+
+        Raises:
+            Problem: A text is not Unicode.
         """
+        for place, text in enumerate(texts):
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise Problem(
+                    Kind.INVALID, f"item {place}: is not Unicode: it has half a surrogate pair"
+                ) from None
         encodings = self.library.encode_batch(texts, add_special_tokens=special)
         return json_list(map(_described, texts, encodings))
 

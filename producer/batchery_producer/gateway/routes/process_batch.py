@@ -266,7 +266,9 @@ class _Run:
 
     def stop(self) -> None:
         """Revokes what has not ended."""
-        self._all.cancel()
+        # Not `_all`, which would hold an error that nobody asks for.
+        for batch in self._batches:
+            batch.outcomes.cancel()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """The events, until the first error."""

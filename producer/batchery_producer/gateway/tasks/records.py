@@ -204,12 +204,17 @@ def to_json(value: Any) -> bytes:
 
     Raises:
         TypeError: It has something that JSON does not know.
+        ValueError: It has a number that JSON does not know: NaN, or an infinite one.
     """
     try:
-        return orjson.dumps(value)
+        written = orjson.dumps(value)
     except TypeError:
         # It takes numbers of any length, unlike orjson.
         return json.dumps(value, allow_nan=False).encode()
+    if b"null" in written:
+        # orjson would pass NaN off as null.
+        json.dumps(value, allow_nan=False, default=str)
+    return written
 
 
 def _unreadable(error: Exception) -> dict[str, Any]:
