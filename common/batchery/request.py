@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from celery._state import pop_current_task, push_current_task  # type: ignore[attr-defined]
 from celery.app.task import Context, Task
 
 #: Attributes of Celery's request that all jobs of a batch share.
@@ -95,11 +96,13 @@ class BatchContext(Context):
 
 @contextmanager
 def looking_at(task: "Task[..., Any]", context: BatchContext) -> Iterator[None]:
-    """Makes `task.request` this context, within the block and on this thread."""
+    """Makes `task.request` this context, and the task current, in the block on this thread."""
     task.request_stack.push(context)
+    push_current_task(task)
     try:
         yield
     finally:
+        pop_current_task()
         task.request_stack.pop()
 
 

@@ -7,7 +7,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from celery import Celery
+from celery import Celery, current_task
 from celery.exceptions import Ignore, Reject
 
 from batchery import BatchTask, Failed, RetryAfter, install
@@ -167,6 +167,15 @@ def total(lists: list[list[int]]) -> list[int]:
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
 def increment(numbers: list[int]) -> list[int]:
     return [number + 1 for number in numbers]
+
+
+@app.task(shared=False, base=BatchTask, bind=True, max_batch_size=1)
+def grow(self: Any, numbers: list[int]) -> list[int]:
+    """Adds another member to the chord that it is in."""
+    assert (self.request.task, self.request.errbacks) == (self.name, None)
+    assert current_task.request.id == self.request.id
+    self.add_to_chord(increment.s(numbers[0]))
+    return numbers
 
 
 @app.task(shared=False)

@@ -36,6 +36,11 @@ def test_a_chord_with_a_batch_task_as_header_and_as_body() -> None:
     assert chord(header)(shop.total.s()).get(timeout=TIMEOUT_S) == sum(range(1, 21))
 
 
+def test_a_member_of_a_chord_adds_another_one() -> None:
+    header = [shop.grow.s(1), shop.increment.s(2)]
+    assert chord(header)(shop.total.s()).get(timeout=TIMEOUT_S) == 1 + 3 + 2
+
+
 def test_a_chord_with_a_failing_member_fails() -> None:
     header = [shop.nasty.s("a"), shop.nasty.s("raise"), shop.nasty.s("b")]
     with pytest.raises(Exception, match="a bad one"):

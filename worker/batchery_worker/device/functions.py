@@ -114,7 +114,8 @@ def message_of(work: Work, index: int) -> dict[str, Any]:
     """The headers of a job's message, with `args` and `kwargs` decoded, if the work has them."""
     _, carried, is_multi_item = work.jobs[index]
     argument = carried if is_multi_item else carried[0]
-    return {"args": [argument], "kwargs": work.keywords, **load_context(work.contexts[index])}
+    known = {"task": work.task, "args": [argument], "kwargs": work.keywords}
+    return known | load_context(work.contexts[index])
 
 
 def _unseen(name: str) -> Sequence[JobContext]:

@@ -93,7 +93,7 @@ class Admission:
         call.items, call.is_multi_item = multi_item.items_of(argument, header)
         _check_portable(call.items, message.get("kwargs"))
         if needs_context(task):
-            call.context = _context(message)
+            call.context = _context(message, call.request and call.request.embed)
         return Job(
             id=call.task_id,
             key=BatchKey(task.name, _spell(message.get("kwargs")), time_limits),
@@ -122,9 +122,11 @@ def needs_context(task: BatchTask) -> bool:
     return task.sees_request or bool(task.track_started)
 
 
-def _context(message: Mapping[str, Any]) -> bytes:
+def _context(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> bytes:
     try:
-        return dump_context(message)
+        # What follows in a chain, and callbacks: most jobs have none.
+        follows = embed and any(embed.values())
+        return dump_context({**embed, **message} if embed and follows else message)
     except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
         raise InvalidItem(f"the headers cannot be handed to a device: {error}") from None
 
