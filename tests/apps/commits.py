@@ -91,7 +91,8 @@ def second_time(paths: list[str]) -> list[Any]:
     """Succeeds at the second attempt."""
     outcomes: list[Any] = []
     for path in paths:
-        outcomes.append("done" if Path(path).exists() else RetryAfter(0.01))
+        later = RetryAfter(0.01, ConnectionError("away"))
+        outcomes.append("done" if Path(path).exists() else later)
         note(path)
     return outcomes
 

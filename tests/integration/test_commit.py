@@ -185,6 +185,13 @@ def test_events_and_the_log_know_the_result(worker: Worker, redis: Any) -> None:
     wait_for(lambda: re.search(line, worker.log), "a line in the log")
 
 
+def test_the_event_of_a_retry_tells_its_reason(worker: Worker, redis: Any, tmp_path: Path) -> None:
+    with Events(commits.app) as events:
+        job = commits.second_time.delay(str(tmp_path / "tried"))
+        told = events.of(job.id)
+    assert told["task-retried"]["exception"] == "ConnectionError('away')"
+
+
 def test_the_events_of_a_batch_leave_in_one_message(
     worker: Worker, redis: Any, tmp_path: Path
 ) -> None:

@@ -202,6 +202,9 @@ class CompletionExecutor:
         # The run time is the device's, without the tracer's own.
         runtime_s = completion.facts["forward_ms"] / 1e3 if completion.facts else 0.0
         error = raised(value) if is_error else None
+        if error is not None:
+            # Events tell of it by its repr: a pool of processes loses the wrapper on the way.
+            value.exception = error
         is_failure = error is not None and not isinstance(error, NOT_FAILURES)
 
         def tell(result: Any) -> None:

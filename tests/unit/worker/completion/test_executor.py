@@ -199,7 +199,7 @@ def test_ignore_reject_and_retry_are_no_failures(
     harness.complete(f"c-{kind.__name__}", lambda _: outcome)
     ((is_error, info, _),) = harness.answers
     assert is_error
-    assert isinstance(info.exception.exc, kind)
+    assert isinstance(info.exception, kind)
     assert harness.settled == [None]
 
 
