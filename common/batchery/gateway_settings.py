@@ -92,7 +92,9 @@ class GatewaySettings(BaseModel):
     ] = []
     tasks: Annotated[
         list[str],
-        Field(description="Tasks that `POST /tasks/NAME` may call; `*` at an end is any."),
+        Field(
+            description="Tasks that `POST /tasks/NAME` may call; `*` at an end is any of the app's."
+        ),
     ] = []
     webhook_hosts: Annotated[
         list[str],

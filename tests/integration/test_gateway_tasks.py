@@ -171,6 +171,8 @@ def test_result_that_is_no_json_is_an_error(gateway: GatewayProcess, client: Cel
     ("task", "body", "status", "text"),
     [
         ("apps.other.task", {"item": 1}, 404, "gateway.tasks"),
+        ("apps.shop.shoutt", {"item": 1}, 404, "the app has no such task"),
+        ("apps.shop.shout%00", {"args": [1]}, 404, "the app has no such task"),
         ("celery.backend_cleanup", {"args": []}, 404, "gateway.tasks"),
         ("apps.shop.shout", {"item": 1, "items": [1]}, 422, "expected item or items"),
         ("apps.shop.shout", {"item": 1, "args": [1]}, 422, "expected item or items"),

@@ -131,6 +131,13 @@ async def send_task(
             " gateway.tasks",
             code="task_not_allowed",
         )
+    if name not in gateway.settings.gateway.tasks and not gateway.task_sender.knows(name):
+        raise Problem(
+            Kind.NOT_FOUND,
+            f"task {name!r:.100}: the app has no such task; if it is another app's, name it in"
+            " full in the setting gateway.tasks",
+            code="task_not_found",
+        )
     call = wanted.call(name)
     caller.check(max(call.count, 1), len(call.json.decode()))
     gateway.task_sender.check(call)

@@ -63,6 +63,10 @@ class TaskSender:
     def __init__(self, app: Celery) -> None:
         self._app = app
 
+    def knows(self, task: str) -> bool:
+        """Whether the app has this task, or a route for it."""
+        return is_known(self._app, task)
+
     def check(self, call: TaskCall) -> None:
         """Makes sure that the arguments are of the right form, if the app knows the task.
 
@@ -108,7 +112,7 @@ class TaskSender:
         }
         if caller.priority is not None:
             options["priority"] = caller.priority
-        if call.is_batch and not is_known(self._app, call.task):
+        if call.is_batch and not self.knows(call.task):
             options["queue"] = call.task
         send = partial(self._send, call, with_tenant(options, caller.tenant))
         try:
