@@ -178,6 +178,21 @@ def grow(self: Any, numbers: list[int]) -> list[int]:
     return numbers
 
 
+@app.task(shared=False, bind=True)
+def family(self: Any) -> list[str]:
+    """Says from which jobs this one came."""
+    return [self.request.parent_id, self.request.root_id]
+
+
+@app.task(shared=False, base=BatchTask, bind=True, max_batch_size=64)
+def beget(self: Any, numbers: list[int]) -> list[str]:
+    """Sends a job on behalf of each item's."""
+    origins: list[dict[str, Any]] = [
+        {"parent_id": job.id, "root_id": job.root_id} for job in self.request.per_item
+    ]
+    return [family.apply_async(**origin).id for origin in origins]
+
+
 @app.task(shared=False)
 def remember(value: Any, path: str) -> None:
     """A callback that leaves a trace."""

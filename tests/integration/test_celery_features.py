@@ -67,6 +67,12 @@ def test_a_failure_within_a_nested_chord_fails_the_whole() -> None:
         chord([inner, shop.increment.s(1)])(shop.total.s()).get(timeout=TIMEOUT_S)
 
 
+def test_a_job_that_a_function_sends_has_the_parent_that_it_is_given() -> None:
+    jobs = [shop.beget.delay(number) for number in range(3)]
+    children = [shop.app.AsyncResult(job.get(timeout=TIMEOUT_S)) for job in jobs]
+    assert [child.get(timeout=TIMEOUT_S) for child in children] == [[job.id] * 2 for job in jobs]
+
+
 def test_map_and_chunks() -> None:
     mapped: Any = shop.increment.map([1, 2, 3])
     assert mapped.delay().get(timeout=TIMEOUT_S) == [2, 3, 4]
