@@ -69,7 +69,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(TORCH_THREADS)
     with running(chosen, options) as systems:
         runs = measure(systems, options)
-        idle = idle_rows(systems, options.idle)
+        idle = idle_rows(systems, options.idle) if options.idle else []
         versions = {each.system.name: each.versions for each in systems}
     own = {system.name for system in chosen if system.has_own_model}
     rows = [row_of(name, at, each, compares=name not in own) for (name, at), each in runs.items()]
@@ -87,7 +87,8 @@ def main() -> None:
         "idle": idle,
     }
     print_rows(console, rows)
-    print_idle(console, idle)
+    if idle:
+        print_idle(console, idle)
     for name, why in report["skipped"].items():
         console.print(f"not measured: {name}: {why}")
     console.print(report["hardware"])
@@ -108,7 +109,12 @@ def parse() -> argparse.Namespace:
     )
     add("--rounds", type=int, default=3)
     add("--seconds", type=float, default=0.5, help="of each run; slow systems take longer")
-    add("--idle", type=float, default=10.0, help="seconds without calls, once per system")
+    add(
+        "--idle",
+        type=float,
+        default=10.0,
+        help="seconds without calls, once per system; 0 for none",
+    )
     add("--modes", nargs="+", choices=MODES, default=MODES)
     add("--systems", nargs="+", metavar="NAME", help="those whose name begins with one of these")
     add("--max-tokens", type=int, default=128, help="of MiniLM's longest text")

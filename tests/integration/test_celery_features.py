@@ -135,7 +135,8 @@ def test_a_job_that_is_terminated_while_it_runs_leaves_its_mates_alone(
 def test_a_job_that_expires_while_it_waits_never_runs(worker: Worker, tmp_path: Path) -> None:
     with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
         expired = shop.shout.apply_async(("never",), expires=0.3)
-        time.sleep(0.5)
+        sent_s = time.monotonic()
+        wait_for(lambda: time.monotonic() > sent_s + 0.4, "its time is over")
     with pytest.raises(TaskRevokedError):
         expired.get(timeout=TIMEOUT_S)
 
