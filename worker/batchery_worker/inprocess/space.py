@@ -15,8 +15,11 @@ def limited(timeout_s: float) -> float:
 @dataclass(eq=False, slots=True)
 class _Waiter:
     items: int
-    #: Tells who waits that there is space; False if nobody is there to take it.
-    wake: Callable[[], bool]
+    #: Tells who waits that its turn has come.
+    wake: Callable[[], object]
+    #: Whether anybody is there to take the space.
+    is_there: Callable[[], bool] = lambda: True
+    has_space: bool = False
 
 
 class Space:
@@ -43,13 +46,8 @@ class Space:
         """Takes space as soon as there is some; False if there was none in time."""
         gate = threading.Lock()
         gate.acquire()
-
-        def wake() -> bool:
-            gate.release()
-            return True
-
-        waiter = self._join(items, wake)
-        if waiter is None:
+        waiter = _Waiter(items, gate.release)
+        if not self._join(waiter):
             return True
         has_space = False
         try:
@@ -67,65 +65,67 @@ class Space:
     async def _turn_comes(self, items: int) -> bool:
         """Queues up and takes space; False if the event loop was not there when its turn came."""
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[bool] = loop.create_future()
+        future: asyncio.Future[None] = loop.create_future()
 
-        def settle(has_space: bool) -> None:
+        def settle() -> None:
             if not future.done():
-                future.set_result(has_space)
+                future.set_result(None)
 
-        def wake() -> bool:
-            has_space = loop.is_running()
+        def wake() -> None:
             try:
-                loop.call_soon_threadsafe(settle, has_space)
+                loop.call_soon_threadsafe(settle)
             except RuntimeError:
-                return False  # It is closed.
-            # One that stands still may never go on, so others go first.
-            return has_space
+                self._leave(waiter)  # The event loop has ended.
 
-        waiter = self._join(items, wake)
-        if waiter is None:
+        # An event loop that stands still may never go on, so others go first.
+        waiter = _Waiter(items, wake, loop.is_running)
+        if not self._join(waiter):
             return True
         try:
-            return await future
+            await future
         except BaseException:
-            if not future.done() or future.cancelled() or future.result():
-                self._leave(waiter)
+            self._leave(waiter)
             raise
+        return waiter.has_space
 
     def free(self, items: int) -> None:
         """Gives space back, to those who wait for it."""
-        while items:
-            woken = []
-            with self._lock:
-                self._used -= items
-                while self._waiters and self._take(self._waiters[0].items):
-                    woken.append(self._waiters.popleft())
-            items = sum([each.items for each in woken if not each.wake()])
+        woken = []
+        with self._lock:
+            self._used -= items
+            while self._waiters and self._fits(self._waiters[0].items):
+                waiter = self._waiters.popleft()
+                waiter.has_space = waiter.is_there() and self._take(waiter.items)
+                woken.append(waiter)
+        for waiter in woken:
+            waiter.wake()
 
     def close(self) -> None:
         """There is space for everybody from now on: the calls will be refused."""
         with self._lock:
             self._is_closed = True
             woken, self._waiters = self._waiters, deque()
+            for waiter in woken:
+                waiter.has_space = True
         for waiter in woken:
             waiter.wake()
 
+    def _fits(self, items: int) -> bool:
+        return self._is_closed or not self._used or self._used + items <= self._maximum
+
     def _take(self, items: int) -> bool:
-        if self._is_closed:
-            return True
-        if self._used and self._used + items > self._maximum:
+        if not self._fits(items):
             return False
         self._used += items
         return True
 
-    def _join(self, items: int, wake: Callable[[], bool]) -> _Waiter | None:
-        """Queues up; None if there was space at once."""
+    def _join(self, waiter: _Waiter) -> bool:
+        """Queues up; False if there was space at once."""
         with self._lock:
-            if not self._waiters and self._take(items):
-                return None
-            waiter = _Waiter(items, wake)
+            if not self._waiters and self._take(waiter.items):
+                return False
             self._waiters.append(waiter)
-            return waiter
+            return True
 
     def _leave(self, waiter: _Waiter) -> None:
         """Gives up: the space too, if it was given in the meantime."""
@@ -133,4 +133,6 @@ class Space:
             if waiter in self._waiters:
                 self._waiters.remove(waiter)
                 return
-        self.free(waiter.items)
+            had_space, waiter.has_space = waiter.has_space, False
+        if had_space:
+            self.free(waiter.items)

@@ -44,7 +44,8 @@ def read_exception(spelled: SpelledException, backend: Any) -> Exception:
     error: Exception = backend.exception_to_python(stored)
     if type(error) is not _find(*kinds[0]):
         # Its `__init__` takes other arguments than `args`, or there is no such class here.
-        error = _made(kinds, stored["exc_message"]) or error
+        made = _made(kinds, stored["exc_message"])
+        error = error if made is None else made
     vars(error).update(attributes)
     return error
 

@@ -257,6 +257,31 @@ def test_space_is_not_given_to_an_event_loop_that_stands_still(gate: Gate) -> No
     loop.close()
 
 
+def test_call_that_is_cancelled_while_its_loop_stands_still_gives_nothing_back_twice(
+    gate: Gate,
+) -> None:
+    function = batched(gate, max_waiting=1, max_batch_size=1)
+    gate.hold(function)
+    function.submit("waiting")
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> "asyncio.Task[str]":
+        call = asyncio.create_task(function.acall("paused"))
+        await asyncio.sleep(0)
+        return call
+
+    paused = loop.run_until_complete(begin())
+    gate.opened.set()
+    assert function.options(timeout_s=WAIT_S)("other") == "other!"
+    paused.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        loop.run_until_complete(paused)
+    loop.close()
+    space = function._thread._space
+    assert space is not None
+    assert space._used == 0
+
+
 def test_a_callback_of_a_future_that_exits_hurts_no_neighbour(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
