@@ -97,7 +97,8 @@ class BatchLoop:
             collator: Makes arrays of items, and items of the arrays that the function returns.
             clock: The time, in seconds.
         """
-        self._function = function
+        #: The batch function; of a method, it takes the owner first.
+        self.function = function
         self.name = name
         self.options = options
         self.collator = collator
@@ -126,11 +127,6 @@ class BatchLoop:
         self.answered_threads = 0
         #: Called with a number of items that no longer wait, so that there is space for others.
         self.on_taken: Callable[[int], object] = lambda _: None
-
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The batch function."""
-        return self._function
 
     def admit(self, call: Call) -> None:
         """Takes a call in; its items wait for their turn."""
@@ -339,7 +335,7 @@ class BatchLoop:
         owner = () if first.owner is None else (first.owner,)
         self.is_computing = True
         try:
-            answer = self._function(*owner, given, **first.keywords)
+            answer = self.function(*owner, given, **first.keywords)
             if inspect.iscoroutine(answer):
                 answer = self._resolve(answer)
         finally:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from math import inf
-from types import MappingProxyType
 from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
 from batchery.errors import BatchArgumentError, InvalidItem, NoResult
@@ -260,8 +259,9 @@ class BatchedFunction(BatchedCall[T, R]):
         """A batcher of the function, which ends with its anchor."""
         name = name_of(self.function)
         options, collator = choose(name, self.given_options)
-        loop = BatchLoop(self.function, name, options, collator)
-        return make_thread(anchor, loop, self.given_options)
+        thread = make_thread(anchor, BatchLoop(self.function, name, options, collator))
+        thread.given_options = self.given_options
+        return thread
 
     def __set_name__(self, owner: type, name: str) -> None:
         # A method of the same name may be inherited, and called by `super()`.
@@ -342,8 +342,8 @@ class Batcher(BatchedCall[Any, Any]):
         """
         name = type(self).__name__
         chosen, collator = choose(name, options)
-        loop = BatchLoop(type(self).infer, name, chosen, collator)
-        thread = make_thread(self, loop, options)
+        thread = make_thread(self, BatchLoop(type(self).infer, name, chosen, collator))
+        thread.given_options = options
         super().__init__(thread, self)
         # The thread must not keep the batcher alive, and there is a call whenever it loads.
         myself = weakref.ref(self)
@@ -515,11 +515,9 @@ def name_of(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 
 
-def make_thread(
-    anchor: Any, loop: BatchLoop, given_options: Mapping[str, Any] = MappingProxyType({})
-) -> BatcherThread:
+def make_thread(anchor: Any, loop: BatchLoop) -> BatcherThread:
     """A batcher that ends with its anchor."""
-    thread = BatcherThread(loop, given_options)
+    thread = BatcherThread(loop)
     try:
         end = weakref.finalize(anchor, thread.close, wait=False)
     except TypeError:

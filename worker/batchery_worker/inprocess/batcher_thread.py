@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from time import monotonic
-from types import MappingProxyType
 from typing import Any
 
 from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
@@ -44,16 +43,14 @@ _started: "weakref.WeakSet[BatcherThread]" = weakref.WeakSet()
 class BatcherThread:
     """Takes calls from all threads and event loops, and runs their batches on its own."""
 
-    def __init__(
-        self, loop: BatchLoop, given_options: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
+    def __init__(self, loop: BatchLoop) -> None:
         """Starts with the first call.
 
         Args:
             loop: Forms and runs the batches.
-            given_options: The options as the user wrote them, for a batcher that is made of it.
         """
-        self.given_options = given_options
+        #: The options as the user wrote them, for a batcher that is made of this one.
+        self.given_options: Mapping[str, Any] = {}
         self.options = options = loop.options
         #: What items are checked by, in their caller's thread.
         self.collator = loop.collator

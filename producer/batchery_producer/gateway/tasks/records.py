@@ -128,7 +128,9 @@ class TaskRecords:
         if status == states.SUCCESS:
             value = {"results" if record.count else "result": result}
             try:
-                to_json(value)
+                if b"null" in to_json(value):
+                    # orjson passes NaN off as null, and JSON knows no infinite numbers.
+                    json.dumps(value, allow_nan=False, default=str)
             except (TypeError, ValueError, RecursionError) as error:
                 return _unreadable(error)
             return {"status": status, **value}
@@ -204,17 +206,12 @@ def to_json(value: Any) -> bytes:
 
     Raises:
         TypeError: It has something that JSON does not know.
-        ValueError: It has a number that JSON does not know: NaN, or an infinite one.
     """
     try:
-        written = orjson.dumps(value)
+        return orjson.dumps(value)
     except TypeError:
         # It takes numbers of any length, unlike orjson.
         return json.dumps(value, allow_nan=False).encode()
-    if b"null" in written:
-        # orjson would pass NaN off as null.
-        json.dumps(value, allow_nan=False, default=str)
-    return written
 
 
 def _unreadable(error: Exception) -> dict[str, Any]:
