@@ -61,7 +61,9 @@ def test_job_among_64_that_kills_its_device_alone_becomes_a_dead_letter(
     for job, text in zip(jobs, texts, strict=True):
         if text != "die":
             assert job.get(timeout=TIMEOUT_S) == text.upper()
-    with pytest.raises(DeviceDied, match="that happened 2 times"):
+    # On a slow machine it has not ended yet when its pipe is closed.
+    how = r"(exit code 13|closed its pipe and was killed); that happened 2 times"
+    with pytest.raises(DeviceDied, match=how):
         jobs[20].get(timeout=TIMEOUT_S)
     wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
     (letter,) = dead_letters_of(redis_url)

@@ -1,5 +1,6 @@
 """Kills device processes and workers; every job must end once, for the right reason."""
 
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from celery import Celery
 from apps import shop, stages
 from batchery import DeviceDied
 from conftest import StartWorker
-from support.harness import Worker, device_busy, has_ended, queue_length, wait_for
+from support.harness import Worker, device_busy, queue_length, wait_ended, wait_for
 
 TIMEOUT_S = 60
 
@@ -48,7 +49,9 @@ def test_among_64_jobs_the_one_that_raises_and_the_one_that_kills_fail_alone(
             assert result == text.upper()
     assert isinstance(outcomes[20], KeyError)
     assert isinstance(outcomes[40], DeviceDied)
-    assert "that happened 2 times" in str(outcomes[40])
+    # On a slow machine it has not ended yet when its pipe is closed.
+    how = r"(exit code 13|closed its pipe and was killed); that happened 2 times"
+    assert re.search(how, str(outcomes[40]))
     assert shop.shout.delay("next").get(timeout=TIMEOUT_S) == "NEXT"
 
 
@@ -84,7 +87,7 @@ def test_devices_die_with_a_worker_that_is_killed(start_worker: StartWorker) -> 
     device = only_device(worker)
     worker.process.kill()
     worker.wait_exit()
-    wait_for(lambda: has_ended(device.pid), "the device is gone")
+    wait_ended([device])
 
 
 def test_a_job_that_cannot_be_unpacked_costs_only_itself(
@@ -122,7 +125,7 @@ def test_cold_shutdown_leaves_no_process_and_loses_nothing(
     wait_for(lambda: busy(worker), "the device is busy")
     device = only_device(worker)
     worker.stop(signal.SIGQUIT)
-    wait_for(lambda: has_ended(device.pid), "the device is gone")
+    wait_ended([device])
     wait_for(lambda: queue_length(redis_url) == 1, "job is back")
 
 

@@ -270,10 +270,12 @@ def test_full_queue_says_when_to_come_again(start_gateway: StartGateway, redis_u
         models={"idle": {**EMBED["embed"], "queue": "full"}},
         environment={"BATCHERY_CLASSES": json.dumps(limited)},
     )
-    # It waits in the queue, as nobody serves it.
-    with gateway.sent("/v1/embeddings", {"input": "a"}), ThreadPoolExecutor(3) as pool:
+    with ThreadPoolExecutor(4) as pool:
+        # It waits in the queue until its time is up, as nobody serves it.
+        late = pool.submit(post, gateway, {"input": "a"}, **{"x-request-timeout": "8"})
         wait_for(lambda: queue_length(redis_url, "full") == 1, "one waits")
         refused = list(pool.map(lambda _: post(gateway, {"input": "a"}), range(3)))
+    assert late.result().status_code == 504
     for each in refused:
         assert each.status_code == 429
         assert int(each.headers["retry-after"]) >= 1

@@ -167,7 +167,8 @@ def test_figures_change_while_jobs_run(
 
     def told() -> bool:
         items = model_worker.inspect(client, "stats")["pool"]["batches"]["items"]
-        return bool(page.number("items") == items == status_of(gateway)["items"])
+        is_shown = page.number("items") == items == status_of(gateway)["items"]
+        return is_shown and page.text("state") == "1 worker"
 
     wait_for(told, "the page shows what the worker says")
 
