@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import redis
 
-from apps import killers
+from apps import killers, lethal
 from apps.killers import batches
-from batchery import DeviceDied
+from batchery import DeviceDied, InvalidItem
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
@@ -110,3 +110,41 @@ def test_a_job_that_kills_its_worker_is_a_dead_letter_and_nobody_else_is_blamed(
     # They were in the same worker each time, but on no device.
     assert [len(batch) for batch in begun if "innocent-7" in batch] == [30]
     wait_for(lambda: not suspects(redis_url), "nobody is a suspect any more")
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("item", ["crash", "exit"])
+@pytest.mark.parametrize("task", ["shout", "whisper"])
+def test_message_whose_delivery_ends_worker_after_worker_is_a_dead_letter(
+    start_worker: StartWorker, redis_url: str, task: str, item: str
+) -> None:
+    lethal.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    send = getattr(lethal, task).delay
+    jobs = [send("before"), send(item), send("after")]
+    worker = Restarted(lambda: start_worker("apps.lethal", "-P", "threads", ready=False))
+    worker.until(lambda: all(job.ready() for job in jobs), "all jobs answered")
+    assert [job.get(timeout=1).lower() for job in (jobs[0], jobs[2])] == ["before", "after"]
+    with pytest.raises(InvalidItem, match="ended 2 workers"):
+        jobs[1].get(timeout=1)
+    wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
+    assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[1].id]
+    wait_for(lambda: not suspects(redis_url), "nobody is a suspect any more")
+
+
+@pytest.mark.parametrize("item", ["out of memory", "no file"])
+@pytest.mark.parametrize("task", ["shout", "whisper"])
+def test_message_whose_delivery_raises_is_a_dead_letter_and_its_worker_lives(
+    start_worker: StartWorker, redis_url: str, task: str, item: str
+) -> None:
+    lethal.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    worker = start_worker("apps.lethal", "-P", "threads")
+    send = getattr(lethal, task).delay
+    jobs = [send("before"), send(item), send("after")]
+    for job in (jobs[0], jobs[2]):
+        job.get(timeout=TIMEOUT_S)
+    with pytest.raises(InvalidItem, match="as told"):
+        jobs[1].get(timeout=TIMEOUT_S)
+    wait_for(lambda: dead_letters_of(redis_url), "a dead letter")
+    assert [letter.id for letter in dead_letters_of(redis_url)] == [jobs[1].id]
+    assert worker.process.poll() is None
+    assert "Connection to broker lost" not in worker.log

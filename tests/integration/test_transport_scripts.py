@@ -379,15 +379,38 @@ def test_a_drain_notes_a_message_that_comes_alone(there: Redis) -> None:
     there.client.hset(KEYS.running(ME), "7", "shared 1 gone")
     push(there.client, "a", "1", "2")
     there.drain("a", notes=True)
-    assert there.client.hgetall(KEYS.running(ME)) == {b"7": b"shared 1 gone"}
+    before = {b"7": b"shared 1 gone"}
+    assert there.client.hgetall(KEYS.running(ME)) == {**before, b"delivery": b"shared 1 2"}
     push(there.client, "a", "3")
     there.drain("a")
-    assert there.client.hgetall(KEYS.running(ME)) == {b"7": b"shared 1 gone"}
+    assert there.client.hgetall(KEYS.running(ME)) == {**before, b"delivery": b"shared 3 3"}
     push(there.client, "a", "4")
     there.drain("a", notes=True)
-    assert there.client.hgetall(KEYS.running(ME)) == {b"0": b"shared 4 ?"}
+    note = {b"0": b"shared 4 ?"}
+    assert there.client.hgetall(KEYS.running(ME)) == {**note, b"delivery": b"shared 4 4"}
     assert there.drain("a", notes=True) == []
-    assert there.client.hgetall(KEYS.running(ME)) == {b"0": b"shared 4 ?"}
+    assert there.client.hgetall(KEYS.running(ME)) == note
+
+
+def test_recover_suspects_what_its_worker_was_reading(there: Redis) -> None:
+    jobs = ["a", "b", "c"]
+    messages = [json.dumps(kombu_message(headers={"id": job})) for job in jobs]
+    push(there.client, "a", *messages)
+    there.drain("a")
+    there.client.hdel(KEYS.lease(ME), "2")  # It has been settled.
+    there.client.hset(KEYS.running(ME), "1", "shared 1 a")  # It has begun to run.
+    assert there.recover(beat=there.beat(), counts=1) == [2, 1]
+    assert blamed(there.client) == {"a": 0, "delivery:c": 0}
+
+
+def test_recover_counts_a_death_against_what_was_read_alone(there: Redis) -> None:
+    push(there.client, "a", json.dumps(kombu_message(headers={"id": "odd id"})))
+    for deaths in (1, 2):
+        there.register()
+        ((token, _, _),) = there.drain("a", notes=True)
+        there.client.hset(KEYS.running(ME), "delivery", f"alone {token} {token}")
+        there.recover(beat=there.beat(), counts=1)
+        assert blamed(there.client)["delivery:odd%20id"] == deaths
 
 
 @pytest.mark.parametrize(

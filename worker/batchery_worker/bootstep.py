@@ -20,6 +20,7 @@ from batchery.task import BatchTask, ModelTask
 from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.completion.ordinary import OrdinaryThreads, wait_in_children
+from batchery_worker.consumer import refuse_what_raises
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.dispatch.dead_letters import tell_callers
@@ -64,6 +65,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             raise installation.error
         settings = installation.settings
         tell_callers(worker.app)
+        refuse_what_raises(worker)
         self._add_batches(worker, settings)
         worker.late_binding = late_binding(worker)
 

@@ -2,14 +2,17 @@
 
 Celery trusts a message's headers and the form of its body. What it does not expect ends the worker,
 and then the next worker that is given the message. What it refuses it drops, and the caller waits
-for ever. Here every message is checked first, and a batch job that is refused gets a FAILURE.
+for ever. Here every message is checked first, and whatever handling one raises ends that message:
+it becomes a dead letter, and its caller gets a FAILURE.
 """
 
 import logging
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from celery.exceptions import InvalidTaskError
+from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
 from kombu import Message
 from kombu.exceptions import DecodeError
@@ -18,7 +21,7 @@ from batchery.errors import InvalidItem
 from batchery.task import BatchTask
 from batchery.transport.dead_letters import read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
-from batchery_worker.request import lease_of
+from batchery_worker.request import BatchRequest, lease_of
 
 if TYPE_CHECKING:
     _Consumer: Any
@@ -26,6 +29,18 @@ else:
     _Consumer = Consumer
 
 logger = logging.getLogger("batchery.worker")
+
+#: Errors of files and processes: kombu counts every `OSError` as a lost connection, and a message
+#: whose handling always raised one would make the worker connect anew for ever.
+NO_CONNECTION = (
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+    ChildProcessError,
+    ProcessLookupError,
+)
 
 
 class GuardedConsumer(_Consumer):  # type: ignore[misc]
@@ -43,9 +58,26 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - a message may be malformed in any way
                 self.on_invalid_task(None, message, error)
             else:
-                handle(message)
+                try:
+                    handle(message)
+                except Exception as error:  # noqa: BLE001 - it would end worker after worker
+                    self.end_unhandled(message, error)
 
         return guarded
+
+    def end_unhandled(self, message: Any, error: Exception) -> None:
+        """Refuses a message whose handling has raised an error.
+
+        Raises:
+            Exception: The error, if it says that the broker's connection is lost.
+        """
+        if isinstance(error, self.connection_errors) and not isinstance(error, NO_CONNECTION):
+            raise error
+        state: Any = worker_state
+        for request in [*state.reserved_requests, *state.scheduled_requests]:
+            if request.message is message:
+                worker_state.task_ready(request)
+        self.on_invalid_task(None, message, error)
 
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Acknowledges or rejects a message in the loop's next turn; a leased one at once."""
@@ -139,6 +171,27 @@ def embedded(message: Any) -> Mapping[str, Any]:
         return read_embed(message.body)
 
 
+def refuse_what_raises(worker: Any) -> None:
+    """Has each job refused that cannot be handed to the pool, also one that has waited before.
+
+    Args:
+        worker: Celery's `WorkController`; its pool exists.
+    """
+    process = worker._process_task
+
+    def process_task(request: Any) -> None:
+        try:
+            process(request)
+        except Exception as error:  # noqa: BLE001 - it would end worker after worker
+            worker.consumer.end_unhandled(request.message, error)
+            # The job has a place among those that the pool's processes work on.
+            release = getattr(worker, "_quick_release", None)
+            if release is not None and not isinstance(request, BatchRequest):
+                release()
+
+    worker._process_task = process_task
+
+
 def check(message: Any) -> None:
     """Checks what Celery takes for granted.
 
@@ -146,28 +199,74 @@ def check(message: Any) -> None:
         message: A `kombu.Message`, of Celery's protocol 1 or 2.
 
     Raises:
-        InvalidTaskError: Its name or id is no text, or its body has another form.
+        InvalidTaskError: Its name or id is no text, a header is of a wrong type, or its body has
+            another form.
         DecodeError: The body cannot be decoded.
         ContentDisallowed: The worker does not accept the body's content type.
     """
     headers = message.headers
     if not isinstance(headers, Mapping):
         raise InvalidTaskError(f"the headers are {type(headers).__name__}, not a mapping")
-    if "task" in headers:
-        body = message.payload
-        known = headers
-        is_job = (
-            "args" in body
-            if isinstance(body, Mapping)
-            else isinstance(body, list | tuple) and len(body) == 3
-        )
-        if not is_job:
-            raise InvalidTaskError("the body is not a list of arguments, keywords and callbacks")
-    else:
-        known = message.payload
-        if not isinstance(known, Mapping) or "task" not in known:
-            # It is no job at all: Celery says so and rejects it.
-            return
+    known, parts = _read(headers, message.payload)
+    if known is None:
+        # It is no job at all: Celery says so and rejects it.
+        return
     for name in ("task", "id"):
         if not isinstance(known.get(name), str):
-            raise InvalidTaskError(f"its {name} is {known.get(name)!r}, not a text")
+            raise InvalidTaskError(f"its {name} is {known.get(name)!r:.100}, not a text")
+    for name, (is_right, expected) in HEADERS.items():
+        value = known.get(name)
+        if value is not None and not is_right(value):
+            raise InvalidTaskError(f"its {name} is {value!r:.100}, not {expected}")
+    args, keywords, embed = parts
+    if not isinstance(args, list | tuple) or not isinstance(keywords, Mapping):
+        raise InvalidTaskError("the body is not a list of arguments, and a mapping of keywords")
+    if embed is not None:
+        _check_embed(embed)
+
+
+def _read(headers: Mapping[str, Any], body: Any) -> tuple[Mapping[str, Any] | None, Any]:
+    """What says which job a message is, and its arguments, keywords, and what follows it.
+
+    Raises:
+        InvalidTaskError: The body has another form.
+    """
+    is_known = "task" in headers
+    if isinstance(body, Mapping) and ("args" if is_known else "task") in body:
+        # Celery's first protocol, in which both may be missing.
+        parts = (body.get("args") or (), body.get("kwargs") or {}, body)
+        return headers if is_known else body, parts
+    if not is_known:
+        return None, ()
+    if not isinstance(body, list | tuple) or len(body) != 3:
+        raise InvalidTaskError("the body is not a list of arguments, keywords and callbacks")
+    return headers, body
+
+
+def _check_embed(embed: Any) -> None:
+    if not isinstance(embed, Mapping):
+        raise InvalidTaskError(f"its callbacks are {embed!r:.100}, not in a mapping")
+    for name in ("callbacks", "errbacks", "chain"):
+        if not _is_list_of(embed.get(name) or (), Mapping):
+            raise InvalidTaskError(f"its {name} are {embed[name]!r:.100}, not a list of signatures")
+    if not isinstance(embed.get("chord") or {}, Mapping):
+        raise InvalidTaskError(f"its chord is {embed['chord']!r:.100}, not a signature")
+
+
+def _is_list_of(value: Any, kind: Any) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)
+
+
+def _are_limits(value: Any) -> bool:
+    return _is_list_of(value, Real | None) and len(value) == 2
+
+
+#: Headers that Celery reads when it is too late to refuse the message, and what they must be.
+HEADERS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "shadow": (lambda value: isinstance(value, str), "a text"),
+    "timelimit": (_are_limits, "a hard and a soft time limit in seconds"),
+    "stamped_headers": (lambda value: _is_list_of(value, str), "a list of names"),
+    "stamps": (lambda value: isinstance(value, Mapping), "a mapping"),
+    "retries": (lambda value: isinstance(value, int), "a whole number"),
+    "replaced_task_nesting": (lambda value: isinstance(value, int), "a whole number"),
+}

@@ -18,10 +18,10 @@ from kombu.utils.encoding import bytes_to_str
 
 from batchery.redis_scripts import packed, script_text
 from batchery.transport.codec import read_json
-from batchery.transport.dead_letters import dead_letter_malformed
+from batchery.transport.dead_letters import dead_letter_malformed, dead_letter_unread
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import LUA
-from batchery.transport.suspects import suspect_of
+from batchery.transport.suspects import MAX_DELIVERY_DEATHS, delivery_of, suspect_of
 from batchery.transport.workload import Capacity, Workload, entry_of
 
 logger = logging.getLogger("batchery.transport")
@@ -183,10 +183,10 @@ class Inbox:
             if again:
                 for _, _, payload in payloads:
                     _mark_redelivered(payload)
-            if with_suspects:
-                self._recognise_suspects(payloads)
+            suspects = self._recognise_suspects(payloads) if with_suspects else {}
+            payloads = [each for each in payloads if self._lease_store.holds(each[0])]
             waiting = [token for token, _, _ in payloads]
-            self._deliver(payloads, waiting)
+            self._deliver(payloads, waiting, suspects)
         except (redis.RedisError, OSError):
             # The rest is handed over again with the next connection. If it went back to the queue,
             # nobody could tell that a job has been here.
@@ -200,17 +200,28 @@ class Inbox:
                 self._lease_store.requeue(left, first=True)
             raise
 
-    def _deliver(self, payloads: list[tuple[str, str, Any]], waiting: list[str]) -> None:
+    def _deliver(
+        self, payloads: list[tuple[str, str, Any]], waiting: list[str], suspects: Collection[str]
+    ) -> None:
         transport = self._channel.connection
         unwanted = []
         for token, queue, payload in payloads:
             waiting.pop(0)
+            if token in suspects:
+                self._lease_store.note_delivery(token)
             if queue in transport._callbacks:
                 self.count += 1
-                transport._callbacks[queue](payload)
+                try:
+                    transport._callbacks[queue](payload)
+                except SystemExit as error:
+                    if type(error) is SystemExit:  # Celery's own shutdown is a subclass.
+                        self._lease_store.blame_delivery(suspect_of(payload))
+                    raise
             else:
                 # Its consumer was cancelled while the answer was under way.
                 unwanted.append(token)
+        if suspects:
+            self._lease_store.forget_delivery()
         self._lease_store.requeue(unwanted, first=True)
 
     def _read(self, taken: list[Taken]) -> list[tuple[str, str, Any]]:
@@ -228,15 +239,30 @@ class Inbox:
                 payloads.append((token, self.queue_of(key), payload))
         return payloads
 
-    def _recognise_suspects(self, payloads: list[tuple[str, str, Any]]) -> None:
-        """Finds out which of the jobs were on a device when their worker died."""
+    def _recognise_suspects(self, payloads: list[tuple[str, str, Any]]) -> Collection[str]:
+        """Finds out which jobs were on a device, or were being read, when their worker died.
+
+        Returns:
+            Tokens of those that may be read. The others become dead letters.
+        """
         ids = [suspect_of(payload) for _, _, payload in payloads]
         if not ids:
-            return
-        deaths: Any = self._lease_store.client.hmget(self._lease_store.keys.suspects, ids)
-        for suspect, count, (token, _, _) in zip(ids, deaths, payloads, strict=True):
-            if count is not None:
-                self._lease_store.suspect(token, suspect, int(count))
+            return ()
+        store, suspects = self._lease_store, set()
+        fields = [*ids, *map(delivery_of, ids)]
+        counts: Any = store.client.hmget(store.keys.suspects, fields)
+        for suspect, deaths, read, (token, _, _) in zip(
+            ids, counts, counts[len(ids) :], payloads, strict=False
+        ):
+            if deaths is None and read is None:
+                continue
+            store.suspect(token, suspect, None if deaths is None else int(deaths))
+            if int(read or 0) >= MAX_DELIVERY_DEATHS:
+                reason = f"its delivery ended {int(read)} workers, so it is not read again"
+                dead_letter_unread(store, token, reason)
+            else:
+                suspects.add(token)
+        return suspects
 
 
 class Drain:

@@ -150,7 +150,17 @@ def dead_letter_malformed(lease_store: LeaseStore, token: str, error: Exception)
     Raises:
         redis.RedisError: Redis does not answer.
     """
-    reason = f"the message cannot be understood: {type(error).__name__}: {error}"[:MAX_REASON_CHARS]
+    reason = f"the message cannot be understood: {type(error).__name__}: {error}"
+    dead_letter_unread(lease_store, token, reason)
+
+
+def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None:
+    """Moves a message that nobody may read to the dead letters, and tells its caller.
+
+    Raises:
+        redis.RedisError: Redis does not answer.
+    """
+    reason = reason[:MAX_REASON_CHARS]
     value = lease_store.client.hget(lease_store.lease_key, token)
     headers = readable_headers((value or b"").partition(b"\0")[2])
     task_id, task = headers.get("id"), headers.get("task")

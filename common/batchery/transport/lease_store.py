@@ -19,7 +19,7 @@ import redis
 
 from batchery.transport.leases import Lease, LeaseOwner, Leases, split_value
 from batchery.transport.redis_schema import Keys, transport_scripts
-from batchery.transport.suspects import AckBookkeeping, RunningBatches
+from batchery.transport.suspects import DELIVERY, AckBookkeeping, RunningBatches, delivery_of
 from batchery.transport.worker_registry import Registration
 from batchery.transport.workload import HeldJob
 
@@ -160,16 +160,41 @@ class LeaseStore:
         lease = self.leases.get(token)
         return None if lease is None else lease.deaths
 
-    def suspect(self, token: str, suspect: str, deaths: int) -> None:
-        """Marks a job as a suspect: it was on a device when its worker died.
+    def suspect(self, token: str, suspect: str, deaths: int | None) -> None:
+        """Marks a job as a suspect: it was on a device when its worker died, or was being read.
 
         Args:
             token: Token of its lease.
             suspect: Its field in the HASH of suspects.
-            deaths: As `deaths` returns it.
+            deaths: As `deaths` returns it; None if it was only being read.
         """
         if lease := self.leases.get(token):
             lease.suspect, lease.deaths = suspect, deaths
+
+    def note_delivery(self, token: str) -> None:
+        """Notes in Redis that a suspect is about to be read, with nothing beside it.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        note = f"alone {token} {token}"
+        self.client.hset(self.keys.running(self.worker), DELIVERY, note)
+
+    def forget_delivery(self) -> None:
+        """Removes that note, as the suspect was read.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        self.client.hdel(self.keys.running(self.worker), DELIVERY)
+
+    def blame_delivery(self, suspect: str) -> None:
+        """Counts a message against which this worker has just run: it is about to end.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        self.client.hincrby(self.keys.suspects, delivery_of(suspect), 1)
 
     def published(self, token: str, publish_tag: str) -> None:
         """Remembers that the job's completion has published messages, with dedupe keys."""

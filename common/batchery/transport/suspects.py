@@ -1,9 +1,13 @@
-"""Suspects: the jobs that were on a device when their worker died.
+"""Suspects: the jobs that were on a device when their worker died, or were just read by it.
 
 A worker notes each batch in Redis before it goes to a device, and does not wait for the answer: a
 note that was sent outlives the process. To wait would cost the event loop 0.1 ms per batch. On an
 idle machine to send costs almost as much, as it wakes Redis: so a job that comes alone, to a worker
 where no batch runs, is noted by the drain that brings it.
+
+A message may end its worker while it is read, before anything runs. So each drain notes what it
+brings, and the next one removes that note. Messages that were in such a note when their worker died
+are read one by one, each with a note of its own.
 """
 
 import json
@@ -37,6 +41,12 @@ RUNNING_TTL_S = 24 * 3600
 #: fewer batches on its devices.
 MAX_WAITING_COMMANDS = 64
 
+#: How many workers may end while they read a message alone; then it becomes a dead letter.
+MAX_DELIVERY_DEATHS = 2
+
+#: Field of the note of what a worker reads, among the notes of its batches.
+DELIVERY = "delivery"
+
 #: The note that a drain made, as a batch; those that are sent from here begin at 1.
 DRAINED = 0
 
@@ -64,7 +74,7 @@ class AckBookkeeping:
 
     def cleared(self, suspect: str) -> None:
         """Clears a suspect that is settled: Redis may forget its deaths."""
-        self._cleared.append(suspect)
+        self._cleared += (suspect, delivery_of(suspect))
 
     def take_cleared(self) -> list[str]:
         """Returns the cleared suspects that Redis does not know of; the caller must tell it."""
@@ -244,6 +254,11 @@ class RunningBatches:
 def spell_id(task_id: str) -> str:
     """Quotes a task id as one word: a client may send an id with spaces or invalid Unicode."""
     return task_id if PLAIN_ID.fullmatch(task_id) else quote(task_id, errors="surrogatepass")
+
+
+def delivery_of(suspect: str) -> str:
+    """The field of a suspect's deaths by delivery; no field of a suspect itself has a colon."""
+    return f"{DELIVERY}:{suspect}"
 
 
 def suspect_of(payload: Mapping[str, Any]) -> str:

@@ -72,6 +72,8 @@ for i = 7, #KEYS do
     end
   until got == 0 or got < asked
 end
+-- What was brought before has been handed over by now.
+redis.call('HDEL', KEYS[6], 'delivery')
 local entry = ARGV[4]
 if #fields > 0 or entry == '' then
   redis.call('HDEL', KEYS[5], ARGV[1])
@@ -100,4 +102,5 @@ if ARGV[5] == '1' and #fields == 1 then
   redis.call('DEL', KEYS[6])
   redis.call('HSET', KEYS[6], 0, 'shared ' .. answer[2] .. ' ?')
 end
+redis.call('HSET', KEYS[6], 'delivery', 'shared ' .. answer[2] .. ' ' .. answer[2] + #fields - 1)
 return answer

@@ -9,12 +9,15 @@
 --                its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
 --                removed when it ends; expires a day after the last one began. Batch 0 was written
 --                by drain.lua, with ? for the id; it does not expire, as a fenced worker cannot
---                write it.
+--                write it. And "delivery" -> "shared" or "alone", first and last token of the messages
+--                that the worker reads: written by drain.lua, and by the worker before it reads a
+--                suspect; removed by the next drain.
 -- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. A job to which it
 --                happened once, among others, has their number instead, below zero: it may run in
---                a half of them. Written here; read after a drain; a field goes when its job is
---                settled. Expires a day after the last death: a job may also be settled by a worker
---                that knows nothing of it.
+--                a half of them. And delivery:<task id> -> how often its worker died, or ended, while
+--                it read this message alone. Written here, and by a worker that ends while it reads;
+--                read after a drain; a field goes when its job is settled. Expires a day after the
+--                last death: a job may also be settled by a worker that knows nothing of it.
 -- KEYS[6]  HASH  waiting, see drain.lua
 -- ARGV     worker id; the heartbeat that its observer saw, or nothing for a worker that ends itself;
 --          1 if deaths count
@@ -42,14 +45,16 @@ end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])
 redis.call('HDEL', KEYS[6], ARGV[1])
-local suspects = 0
+local suspects, delivery = 0, redis.call('HGET', KEYS[4], 'delivery')
+redis.call('HDEL', KEYS[4], 'delivery')
 if ARGV[3] == '1' then
-  local running = redis.call('HVALS', KEYS[4])
+  local running, noted = redis.call('HVALS', KEYS[4]), {}
   for _, batch in ipairs(running) do
     -- With a second one beside it on another device, it may be innocent.
     local alone = #running == 1 and string.sub(batch, 1, 6) == 'alone '
     local ids = {}
     for token, id in string.gmatch(batch, ' (%d+) (%S+)') do
+      noted[token] = true
       if redis.call('HEXISTS', KEYS[3], token) == 1 then
         ids[#ids + 1] = id ~= '?' and id or id_of(token)
       end
@@ -64,6 +69,17 @@ if ARGV[3] == '1' then
         deaths = -#ids
       end
       redis.call('HSET', KEYS[5], id, deaths)
+    end
+  end
+  local kind, first, last = string.match(delivery or '', '^(%a+) (%d+) (%d+)$')
+  for token = tonumber(first or 1), tonumber(last or 0) do
+    token = string.format('%.0f', token)
+    local is_read_alone = kind == 'alone'
+    if redis.call('HEXISTS', KEYS[3], token) == 1 and (is_read_alone or not noted[token]) then
+      local id = id_of(token)
+      if id then
+        redis.call('HINCRBY', KEYS[5], 'delivery:' .. id, is_read_alone and 1 or 0)
+      end
     end
   end
 end

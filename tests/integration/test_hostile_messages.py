@@ -1,0 +1,173 @@
+"""Messages that anybody can push: none ends a worker, holds up a good one, or stays in a worker."""
+
+import base64
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from copy import deepcopy
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from redis import Redis
+
+from apps import hybrid
+from batchery import InvalidItem
+from conftest import StartWorker
+from support.harness import Worker, unsettled, wait_for
+
+TIMEOUT_S = 120
+
+#: How many values the fuzzer tries in each place of each message, and how many before a good one:
+#: 10,000 messages in all, and 2,500.
+VALUES, VALUES_AT_ONCE = 108, 27
+
+#: Name, queue and arguments of a batch task and of an ordinary one.
+KINDS: dict[str, tuple[str, str, list[Any]]] = {
+    "batch": ("apps.hybrid.double", "devices", [4]),
+    "ordinary": ("apps.hybrid.add", "celery", [1, 2]),
+}
+
+#: Headers that a worker may read, besides those that Celery always sends.
+MORE_HEADERS = ("batchery", "traceparent", "compression", "chord", "redelivered")
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["2026-01-01T00:00:00", "1e400", "\ud800"])
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+@pytest.fixture(scope="module", params=["prefork", "threads", "solo"])
+def worker(start_module_worker: StartWorker, request: pytest.FixtureRequest) -> Worker:
+    arguments = ("-P", request.param, "-c", "1", "-Q", "celery,devices", "-E")
+    return start_module_worker("apps.hybrid", *arguments)
+
+
+@pytest.fixture(autouse=True)
+def _app(redis_url: str) -> None:
+    hybrid.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
+def message_of(client: Celery, redis_url: str, kind: str) -> dict[str, Any]:
+    """A message of a kind of task, with its body decoded."""
+    name, _, arguments = KINDS[kind]
+    client.send_task(name, arguments, queue="aside")
+    with closing(Redis.from_url(redis_url)) as redis:
+        found: Any = redis.rpop("aside")
+    read: dict[str, Any] = json.loads(found)
+    return {**read, "body": json.loads(base64.b64decode(read["body"]))}
+
+
+def put(redis_url: str, kind: str, messages: Sequence[dict[str, Any]]) -> None:
+    """Puts messages on the queue of a kind of task, each with an id of its own."""
+    for each in messages:
+        if isinstance(body := each.get("body"), list):
+            each["body"] = base64.b64encode(json.dumps(body).encode()).decode()
+    with closing(Redis.from_url(redis_url)) as redis:
+        redis.lpush(KINDS[kind][1], *map(json.dumps, messages))
+
+
+def check_well(worker: Worker, redis_url: str) -> None:
+    """Makes sure that good jobs run behind all that was sent, and that nothing of it is left."""
+    batch, ordinary = hybrid.double.delay(4), hybrid.add.delay(1, 2)
+    assert batch.get(timeout=TIMEOUT_S) == 8, worker.log
+    assert ordinary.get(timeout=TIMEOUT_S) == 3, worker.log
+    wait_for(lambda: unsettled(redis_url) == 0, "every message has ended", TIMEOUT_S)
+    assert worker.process.poll() is None
+    assert worker.inspect(hybrid.app, "reserved") == worker.inspect(hybrid.app, "scheduled") == []
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"stamped_headers": -1},
+        {"stamped_headers": True},
+        {"stamped_headers": [[]]},
+        {"eta": 7},
+        {"eta": ["2026-01-01"]},
+        {"expires": {"a": 1}},
+        {"timelimit": 7},
+        {"timelimit": ["a", "b"]},
+        {"timelimit": [1, 2, 3]},
+        {"retries": "x"},
+        {"shadow": {}},
+    ],
+    ids=str,
+)
+def test_wrong_header_ends_its_message_and_nothing_else(
+    client: Celery, redis_url: str, worker: Worker, kind: str, headers: dict[str, Any]
+) -> None:
+    message = message_of(client, redis_url, kind)
+    message["headers"] |= headers
+    put(redis_url, kind, [message])
+    check_well(worker, redis_url)
+    (name,) = headers
+    with pytest.raises(InvalidItem, match=f"(?i){name}"):
+        client.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
+    with closing(Redis.from_url(redis_url)) as redis:
+        values: Any = redis.hvals("batchery:dead")
+        letters = [json.loads(each.partition(b"\0")[2]) for each in values]
+    (reason,) = (each["reason"] for each in letters if each["id"] == message["headers"]["id"])
+    assert name in reason.lower()
+
+
+def paths_in(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """All places in a message, but for the message itself."""
+    if path:
+        yield path
+    if isinstance(value, dict | list):
+        for name, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from paths_in(each, (*path, name))
+    if path == ("headers",):
+        yield from ((*path, name) for name in MORE_HEADERS)
+
+
+def with_value(message: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    """A message with an id of its own, and another value in one place."""
+    made = deepcopy(message)
+    made["headers"]["id"] = made["properties"]["correlation_id"] = str(uuid4())
+    target: Any = made
+    for name in path[:-1]:
+        target = target[name]
+    target[path[-1]] = value
+    return made
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("worker", ["prefork"], indirect=True)
+def test_mutated_messages_end_no_worker_and_hold_up_no_good_one(
+    client: Celery, redis_url: str, worker: Worker
+) -> None:
+    messages = {kind: message_of(client, redis_url, kind) for kind in KINDS}
+
+    @settings(
+        max_examples=VALUES // VALUES_AT_ONCE,
+        phases=[Phase.generate],
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(st.lists(JSON, min_size=VALUES_AT_ONCE, max_size=VALUES_AT_ONCE))
+    def check(values: Sequence[Any]) -> None:
+        for kind, message in messages.items():
+            paths = list(paths_in(message))
+            assert len(paths) * len(KINDS) * VALUES >= 10_000
+            made = [with_value(message, path, value) for path in paths for value in values]
+            put(redis_url, kind, made)
+        check_well(worker, redis_url)
+
+    check()
