@@ -14,7 +14,7 @@ import pytest
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 
-from batchery.transport.consume import Inbox
+from batchery.transport.inbox import Inbox
 from batchery.transport.lease_store import discard_lease_store
 from batchery.transport.redis_schema import Keys
 from support.harness import wait_for
@@ -204,7 +204,7 @@ def test_duplicate_window_2_connection_breaks_while_a_job_runs(
     consumer = consume("q")
     consumer.get(1)
     running = consumer.messages[0]
-    monkeypatch.setattr("batchery.transport.consume.active_tokens", lambda: {running.delivery_tag})
+    monkeypatch.setattr("batchery.transport.inbox.active_tokens", lambda: {running.delivery_tag})
     consumer.break_connection()
     assert bare.llen("q") == (1 if transport == STOCK else 0)
     consumer.open("q")

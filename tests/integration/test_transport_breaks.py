@@ -51,7 +51,7 @@ def test_message_whose_delivery_failed_is_redelivered_and_marked(
         monkeypatch.undo()
         raise redis.ConnectionError("as told")
 
-    monkeypatch.setattr("batchery.transport.consume.Inbox._recognise_suspects", fail)
+    monkeypatch.setattr("batchery.transport.inbox.Inbox._recognise_suspects", fail)
     with contextlib.suppress(redis.ConnectionError):
         consumer.get(3)
     assert waiting(bare) == 0
@@ -66,7 +66,7 @@ def test_break_redelivers_waiting_messages_and_not_running_ones(
     consumer = both("q", prefetch=4)
     consumer.get(3)
     running = consumer.messages[1]
-    monkeypatch.setattr("batchery.transport.consume.active_tokens", lambda: {running.delivery_tag})
+    monkeypatch.setattr("batchery.transport.inbox.active_tokens", lambda: {running.delivery_tag})
     consumer.break_connection()
     assert leases(bare) == 3
     consumer.open("q")

@@ -12,7 +12,8 @@ import redis
 from kombu.transport import redis as kombu_redis
 
 from batchery.transport.codec import Message
-from batchery.transport.consume import Drain, Inbox, leave_fenced, refusals_as_lost_connection
+from batchery.transport.consume import Drain, leave_fenced, refusals_as_lost_connection
+from batchery.transport.inbox import Inbox
 from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
 from batchery.transport.membership import Heartbeat
 from batchery.transport.outbox import OutboxChannel

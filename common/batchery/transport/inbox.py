@@ -1,0 +1,212 @@
+"""The messages that a channel has leased: read, checked, and handed to its consumers."""
+
+import contextlib
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+import redis
+
+from batchery.transport.codec import read_json
+from batchery.transport.dead_letters import dead_letter_malformed, dead_letter_unread
+from batchery.transport.lease_store import LeaseStore
+from batchery.transport.suspects import MAX_DELIVERY_DEATHS, delivery_of, suspect_of
+from batchery.transport.workload import Workload
+
+#: What is raised by reading a message that is none: anybody can push anything into a list.
+MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)
+
+#: A lease's token, the key of the queue, and the message as it was in the queue.
+Taken = tuple[str, str, bytes]
+
+
+class Consumer(Protocol):
+    """A leasing channel, as far as taking messages needs it. The names are kombu's and ours."""
+
+    qos: Any
+    connection: Any
+    sep: str
+    global_keyprefix: str
+    priority_steps: Sequence[int]
+    drain_messages: int
+    queue_prefetch: Mapping[str, int]
+    class_levels: Sequence[int]
+    ordinary_queues: Collection[str]
+    workload: Workload | None
+    _queue_cycle: Any
+
+    @property
+    def active_queues(self) -> Collection[str]:
+        """Names of the queues that are consumed."""
+
+    def _q_for_pri(self, queue: str, pri: int) -> str:
+        """Key of a queue's priority step, without the prefix."""
+
+    def prepare_anew(self) -> None:
+        """Compares leases with Redis before more messages are taken."""
+
+
+class Inbox:
+    """The messages that a channel has leased: read, checked, and handed to its consumers."""
+
+    def __init__(self, channel: Consumer, lease_store: LeaseStore) -> None:
+        self._channel = channel
+        self._lease_store = lease_store
+        #: How many messages were handed over so far.
+        self.count = 0
+
+    def take_in(self, answer: list[Any], keys: tuple[str, ...]) -> None:
+        """Hands over what a drain has brought.
+
+        Args:
+            answer: The script's answer, not empty.
+            keys: The queues that the script was given.
+        """
+        suspects, first = int(answer[0]), int(answer[1])
+        taken = [
+            (str(first + at), keys[answer[2 + 2 * at]], answer[3 + 2 * at])
+            for at in range(len(answer) // 2 - 1)
+        ]
+        self._channel._queue_cycle.rotate(self.queue_of(taken[0][1]))
+        self._hand_over(taken, with_suspects=suspects > 0)
+
+    def reconcile(self) -> None:
+        """Hands over (again) what was leased for a channel that is gone, or with a lost answer.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        taken = self._lease_store.reconcile(self._channel.qos, active_tokens())
+        self._hand_over(taken, with_suspects=True, again=True)
+
+    def dead_letter(self, token: str, error: Exception) -> None:
+        """Makes a dead letter of a message that cannot be understood.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        dead_letter_malformed(self._lease_store, token, error)
+
+    def queue_of(self, key: str) -> str:
+        """The queue of a key, which may be the key of one of its priorities."""
+        return self.queue_and_step(key)[0]
+
+    def queue_and_step(self, key: str) -> tuple[str, int]:
+        """The queue of a key, and the priority step."""
+        name = key.removeprefix(self._channel.global_keyprefix)
+        head, separator, step = name.rpartition(self._channel.sep)
+        return (head, int(step)) if separator and step.isdigit() else (name, 0)
+
+    def _hand_over(self, taken: list[Taken], *, with_suspects: bool, again: bool = False) -> None:
+        for token, key, _ in taken:
+            self._lease_store.take(token, self._channel.qos, key)
+        waiting = [token for token, _, _ in taken]
+        try:
+            payloads = self._read(taken)
+            if again:
+                for _, _, payload in payloads:
+                    _mark_redelivered(payload)
+            suspects = self._recognise_suspects(payloads) if with_suspects else {}
+            payloads = [each for each in payloads if self._lease_store.holds(each[0])]
+            waiting = [token for token, _, _ in payloads]
+            self._deliver(payloads, waiting, suspects)
+        except (redis.RedisError, OSError):
+            # The rest is handed over again with the next connection. If it went back to the queue,
+            # nobody could tell that a job has been here.
+            self._lease_store.leases.disown(waiting)
+            self._channel.prepare_anew()
+            raise
+        except BaseException:
+            # A consumer raised: the messages behind it are as good as never taken.
+            with contextlib.suppress(redis.RedisError):
+                left = [token for token in waiting if self._lease_store.holds(token)]
+                self._lease_store.requeue(left, first=True)
+            raise
+
+    def _deliver(
+        self, payloads: list[tuple[str, str, Any]], waiting: list[str], suspects: Collection[str]
+    ) -> None:
+        transport = self._channel.connection
+        unwanted = []
+        for token, queue, payload in payloads:
+            waiting.pop(0)
+            if token in suspects:
+                self._lease_store.note_delivery(token)
+            if queue in transport._callbacks:
+                self.count += 1
+                try:
+                    transport._callbacks[queue](payload)
+                except SystemExit as error:
+                    if type(error) is SystemExit:  # Celery's own shutdown is a subclass.
+                        self._lease_store.blame_delivery(suspect_of(payload))
+                    raise
+            else:
+                # Its consumer was cancelled while the answer was under way.
+                unwanted.append(token)
+        if suspects:
+            self._lease_store.forget_delivery()
+        self._lease_store.requeue(unwanted, first=True)
+
+    def _read(self, taken: list[Taken]) -> list[tuple[str, str, Any]]:
+        payloads = []
+        for token, key, raw in taken:
+            try:
+                payload = read_json(raw)
+                properties = payload["properties"]
+                # The token differs at each delivery; the tag stays, and tells a message sent twice.
+                properties["publish_tag"] = properties.get("delivery_tag")
+                properties["delivery_tag"] = token
+            except MALFORMED as error:
+                self.dead_letter(token, error)
+            else:
+                payloads.append((token, self.queue_of(key), payload))
+        return payloads
+
+    def _recognise_suspects(self, payloads: list[tuple[str, str, Any]]) -> Collection[str]:
+        """Finds out which jobs were on a device, or were being read, when their worker died.
+
+        Returns:
+            Tokens of those that may be read. The others become dead letters.
+        """
+        ids = [suspect_of(payload) for _, _, payload in payloads]
+        if not ids:
+            return ()
+        store, suspects = self._lease_store, set()
+        fields = [*ids, *map(delivery_of, ids)]
+        counts: Any = store.client.hmget(store.keys.suspects, fields)
+        for suspect, deaths, read, (token, _, _) in zip(
+            ids, counts, counts[len(ids) :], payloads, strict=False
+        ):
+            if deaths is None and read is None:
+                continue
+            store.suspect(token, suspect, None if deaths is None else int(deaths))
+            if int(read or 0) >= MAX_DELIVERY_DEATHS:
+                reason = f"its delivery ended {int(read)} workers, so it is not read again"
+                dead_letter_unread(store, token, reason)
+            else:
+                suspects.add(token)
+        return suspects
+
+
+def _mark_redelivered(payload: Any) -> None:
+    """Marks a message as kombu does: whoever has seen the job before looks twice."""
+    for marked in (payload.get("headers"), payload["properties"].get("delivery_info")):
+        if isinstance(marked, dict):
+            marked["redelivered"] = True
+
+
+def active_tokens() -> set[str]:
+    """Tokens of the jobs that Celery's worker has accepted and not settled, if there is one."""
+    return _tokens_of("active_requests")
+
+
+def scheduled_tokens() -> set[str]:
+    """Tokens of the jobs that Celery's worker holds until their time comes, if there is one."""
+    return _tokens_of("scheduled_requests")
+
+
+def _tokens_of(requests: str) -> set[str]:
+    state = sys.modules.get("celery.worker.state")
+    if state is None:
+        return set()
+    return {str(request.message.delivery_tag) for request in list(getattr(state, requests))}
