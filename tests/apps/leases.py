@@ -18,6 +18,10 @@ app.conf.worker_hijack_root_logger = False
 app.conf.broker_transport_options = {
     "lease_expiry_s": float(os.environ.get("LEASE_EXPIRY_S", EXPIRY_S))
 }
+if "MASTER" in os.environ:
+    # Behind Sentinel.
+    app.conf.broker_transport_options["master_name"] = os.environ["MASTER"]
+    app.conf.result_backend_transport_options = {"master_name": os.environ["MASTER"]}
 app.conf.worker_prefetch_multiplier = int(os.environ.get("PREFETCH", "4"))
 
 

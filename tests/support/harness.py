@@ -119,12 +119,16 @@ class Worker:
         *arguments: str,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        is_alone: bool = True,
     ) -> None:
+        """Starts one; unless `is_alone`, it looks for its neighbours first, as Celery does."""
         self.log_file = directory / f"worker-{time.monotonic_ns()}.log"
         # The command itself, because `python -m` would put the directory on the path.
         celery = Path(sys.executable).with_name("celery")
         command = [str(celery), "-A", app, "worker", "-l", "INFO"]
-        command += ["--without-mingle", "--without-gossip", "-n", f"{self.log_file.stem}@test"]
+        command += ["-n", f"{self.log_file.stem}@test"]
+        if is_alone:
+            command += ["--without-mingle", "--without-gossip"]
         with self.log_file.open("wb") as log:
             self.process = subprocess.Popen(
                 [*command, *arguments],

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
+import redis
 from celery.exceptions import InvalidTaskError
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
@@ -19,6 +20,7 @@ from kombu.exceptions import DecodeError
 
 from batchery.errors import InvalidItem
 from batchery.task import BatchTask
+from batchery.transport import NEEDS_WRITES
 from batchery.transport.dead_letters import read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
 from batchery_worker.request import BatchRequest, lease_of
@@ -45,6 +47,19 @@ NO_CONNECTION = (
 
 class GuardedConsumer(_Consumer):  # type: ignore[misc]
     """`worker_consumer = "batchery_worker.consumer:GuardedConsumer"`; `install(app)` sets it."""
+
+    connection_errors: Any
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        # A primary may become a replica at any moment, and Celery's own steps write.
+        self.connection_errors = (*self.connection_errors, redis.ReadOnlyError)
+
+    def connection_for_read(self, heartbeat: Any = None) -> Any:
+        """Connects to a broker that takes writes; waits for one as for a broker that is away."""
+        connection = self.app.connection_for_read(heartbeat=heartbeat)
+        connection.transport_options = {**connection.transport_options, NEEDS_WRITES: True}
+        return self.ensure_connected(connection)
 
     def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
         """Makes the function that is called with each message."""

@@ -8,12 +8,16 @@ Nothing differs on the wire: producers and workers with kombu's Redis transport 
 from typing import TYPE_CHECKING, Any
 
 import kombu.transport
+import redis
 from kombu.transport import redis as kombu_redis
 
 from batchery.transport.channel import Channel, SentinelChannel
 from batchery.transport.poller import SWEEP_INTERVAL_S, Poller
 
-__all__ = ["SentinelTransport", "Transport", "use_leases"]
+__all__ = ["NEEDS_WRITES", "SentinelTransport", "Transport", "use_leases"]
+
+#: Transport option of a worker's connection: a server that takes no writes counts as away.
+NEEDS_WRITES = "needs_writes"
 
 if TYPE_CHECKING:
     _Transport: Any
@@ -31,6 +35,22 @@ class Transport(_Transport):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.cycle = Poller()
+
+    def establish_connection(self) -> Any:
+        """Connects.
+
+        Raises:
+            redis.ConnectionError: No server answers; or it takes no writes, and must.
+        """
+        connection = super().establish_connection()
+        if self.client.transport_options.get(NEEDS_WRITES):
+            try:
+                # A write that removes nothing: also a full server takes it, and a replica does not.
+                self._avail_channels[-1].client.hdel("batchery:worker-info", "")
+            except redis.ResponseError as error:
+                self.close_connection(connection)
+                raise redis.ConnectionError(f"the broker takes no writes: {error}") from error
+        return connection
 
     def register_with_event_loop(self, connection: Any, loop: Any) -> None:
         """Adds the transport to Celery's event loop."""

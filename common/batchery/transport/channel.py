@@ -1,7 +1,8 @@
 """A kombu channel that leases messages, many at a time, instead of popping them one by one."""
 
 import contextlib
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from queue import Empty
 from time import monotonic
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     _Channel: Any
 else:
     _Channel = object
+
+logger = logging.getLogger("batchery.transport")
 
 #: How long an answer of Redis may take, in seconds, unless a transport option says otherwise. The
 #: event loop waits for it, and a connection may be dead without telling.
@@ -81,7 +84,40 @@ class ConnectingChannel(_Channel):  # type: ignore[misc]
         return (*names, getattr(self, "master_name", None), self.global_keyprefix)
 
 
-class LeasingChannel(ConnectingChannel, OutboxChannel):
+class FullRedisChannel(_Channel):  # type: ignore[misc]
+    """What a worker needs to start and to consume while Redis is full; mixed into kombu's channels.
+
+    A full Redis takes no command in a transaction, and no script, but those that free memory.
+    """
+
+    def _queue_bind(self, *args: Any) -> None:
+        """Notes to which exchange a queue is bound."""
+        with _forgone_if_full():
+            super()._queue_bind(*args)
+
+    def _refresh_bindings(self, *args: Any) -> None:
+        """Notes the same once more."""
+        with _forgone_if_full():
+            super()._refresh_bindings(*args)
+
+    def _size(self, queue: str) -> int:
+        """How many messages wait in a queue; without a transaction, unlike kombu."""
+        with self.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+            for step in self.priority_steps:
+                pipe.llen(self._q_for_pri(queue, step))
+            return sum(length for length in pipe.execute() if isinstance(length, int))
+
+    def _delete(self, queue: str, *args: Any, **kwargs: Any) -> None:
+        """Deletes a queue."""
+        try:
+            super()._delete(queue, *args, **kwargs)
+        except redis.OutOfMemoryError:
+            with self.conn_or_acquire() as client:
+                for step in self.priority_steps:
+                    client.delete(self._q_for_pri(queue, step))
+
+
+class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     """How a channel leases; mixed into kombu's Redis channels.
 
     A channel that never consumes with acknowledgements, such as a client's, stays kombu's own.
@@ -442,6 +478,15 @@ class LeasingChannel(ConnectingChannel, OutboxChannel):
             # Kombu uses this connection once more, and must not take that answer for its own.
             self.client.connection.disconnect()
         self.ask_again()
+
+
+@contextlib.contextmanager
+def _forgone_if_full() -> Iterator[None]:
+    """Lets a note of a queue's binding be missing: consumers need none, and publishers make it."""
+    try:
+        yield
+    except redis.OutOfMemoryError as error:
+        logger.debug("the binding of a queue is not noted: %s", error)
 
 
 class Channel(LeasingChannel, kombu_redis.Channel):  # type: ignore[misc]

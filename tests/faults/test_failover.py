@@ -1,0 +1,150 @@
+"""A Redis that is no primary any more: workers wait for one, and then go on."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from redis import OutOfMemoryError, Redis
+
+from apps.ledger import executions
+from conftest import StartWorker
+from support.harness import Worker, wait_for
+from support.own_redis import OwnRedis
+from support.redis_places import MASTER, behind_sentinel
+
+TIMEOUT_S = 120
+
+#: A batch task and an ordinary one of `apps.leases`.
+TASKS = ("batch", "late")
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[tuple[OwnRedis, OwnRedis]]:
+    """A primary, and a replica that has all of its data."""
+    with (
+        OwnRedis(tmp_path / "first", repl_diskless_sync_delay="0") as first,
+        OwnRedis(tmp_path / "second", repl_diskless_sync_delay="0") as second,
+    ):
+        with client_of(second) as client:
+            client.replicaof("127.0.0.1", first.port)
+        wait_for(lambda: is_synchronised(second), "the replica has all data")
+        yield first, second
+
+
+@contextlib.contextmanager
+def client_of(server: OwnRedis) -> Iterator[Any]:
+    with contextlib.closing(Redis.from_url(server.url)) as client:
+        yield client
+
+
+def is_synchronised(replica: OwnRedis) -> bool:
+    with client_of(replica) as client:
+        return bool(client.info("replication")["master_link_status"] == "up")
+
+
+def fail_over(old: OwnRedis, new: OwnRedis) -> None:
+    """Makes a replica the primary; the old one takes no writes, and cuts its connections."""
+    with client_of(new) as client:
+        client.replicaof("NO", "ONE")
+    with client_of(old) as client:
+        client.replicaof("127.0.0.1", new.port)
+        client.client_kill_filter(_type="normal", skipme=True)
+    wait_for(lambda: is_synchronised(old), "the old primary follows the new one")
+
+
+def send(url: str, items: list[int], options: dict[str, Any] | None = None, **keywords: Any) -> Any:
+    """Sends each item to both tasks; returns the ids."""
+    with Celery("sender", broker=url, set_as_current=False) as app:
+        app.conf.broker_transport_options = options or {}
+        texts = {name: str(value) for name, value in keywords.items()}
+        return [
+            app.send_task(f"apps.leases.{task}", [item], texts).id
+            for task in TASKS
+            for item in items
+        ]
+
+
+def wait_answered(server: OwnRedis, worker: Worker, ids: list[str]) -> None:
+    """Waits for a result of each job, each a success."""
+
+    def results() -> list[Any]:
+        assert worker.process.poll() is None, worker.log
+        with client_of(server) as client:
+            found = client.mget([f"celery-task-meta-{each}" for each in ids])
+        return found if all(found) else []
+
+    stored = wait_for(results, "all jobs are answered", TIMEOUT_S)
+    assert {json.loads(each)["status"] for each in stored} == {"SUCCESS"}
+
+
+@pytest.mark.timeout(400)
+def test_worker_outlives_a_failover_in_which_its_server_becomes_a_replica(
+    start_worker: StartWorker, servers: tuple[OwnRedis, OwnRedis], tmp_path: Path
+) -> None:
+    first, second = servers
+    book, gate = tmp_path / "book", tmp_path / "gate"
+    env = {"CELERY_BROKER_URL": first.url, "CELERY_RESULT_BACKEND": first.url}
+    worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
+    wait_answered(first, worker, send(first.url, [1, 2], book=book))
+    running = send(first.url, [3], book=book, gate=gate)
+    waiting = send(first.url, [4, 5, 6], book=book, gate=gate)
+    wait_for(lambda: executions(book).count("3") == 2, "both kinds of jobs run")
+    fail_over(first, second)
+    wait_for(lambda: "takes no writes" in worker.log, "it says why it waits", TIMEOUT_S)
+    gate.touch()
+    fail_over(second, first)
+    wait_answered(first, worker, running + waiting + send(first.url, [7], book=book))
+    assert set(executions(book)) == set("1234567")
+    assert worker.stop() == 0
+    assert "Traceback" not in worker.log
+
+
+@pytest.mark.timeout(400)
+def test_worker_follows_sentinel_to_the_new_primary(
+    start_worker: StartWorker, servers: tuple[OwnRedis, OwnRedis], tmp_path: Path
+) -> None:
+    first, second = servers
+    book = tmp_path / "book"
+    with behind_sentinel(tmp_path / "sentinel", first.port) as url:
+        env = {"CELERY_BROKER_URL": url, "CELERY_RESULT_BACKEND": url, "MASTER": MASTER}
+        worker = start_worker("apps.leases", "-c", "2", env=env, is_alone=False)
+        options = {"master_name": MASTER}
+        wait_answered(first, worker, send(url, [1, 2], options, book=book))
+        with Redis.from_url(url.replace("sentinel", "redis")) as sentinel:
+            client: Any = sentinel
+            wait_for(lambda: client.sentinel_slaves(MASTER), "Sentinel knows the replica")
+            client.execute_command("SENTINEL", "FAILOVER", MASTER)
+
+        def has_failed_over() -> bool:
+            with client_of(first) as old:
+                return bool(old.info("replication")["role"] == "slave")
+
+        wait_for(has_failed_over, "the old primary is a replica", TIMEOUT_S)
+        wait_answered(second, worker, send(url, [3, 4], options, book=book))
+        assert set(executions(book)) == set("1234")
+        assert worker.stop() == 0
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads"])
+def test_worker_starts_while_redis_is_full_and_drains_the_queue(
+    start_worker: StartWorker, own_redis: OwnRedis, tmp_path: Path, pool: str
+) -> None:
+    book = tmp_path / "book"
+    ids = send(own_redis.url, list(range(10)), book=book)
+    with client_of(own_redis) as client:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", "1mb")
+        with pytest.raises(OutOfMemoryError):
+            client.set("more", "x")
+        env = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
+        worker = start_worker("apps.leases", "-c", "2", "-P", pool, env=env, is_alone=False)
+        # It computes; results find no room, and wait.
+        wait_for(lambda: len(executions(book)) >= 2, "it takes jobs", TIMEOUT_S)
+        client.config_set("maxmemory", "0")
+    wait_answered(own_redis, worker, ids)
+    assert worker.stop() == 0
+    assert "Traceback" not in worker.log
