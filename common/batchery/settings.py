@@ -323,6 +323,22 @@ class Settings(BaseSettings):
     device_start_timeout_s: Annotated[
         float, Field(gt=0, description="How long a device may take to load and warm up its models.")
     ] = 600
+    device_max_jobs: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="Jobs after which a device gets a fresh process; never if unset."
+            " `--max-tasks-per-child` is for the processes of ordinary tasks.",
+        ),
+    ] = None
+    device_max_memory_bytes: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="Main memory of a device's process above which it gets a fresh one; no"
+            " limit if unset. It must be more than the models hold.",
+        ),
+    ] = None
     completion_threads: Annotated[
         int,
         Field(gt=0, le=64, description="Threads that run Celery's tracer, and hooks after a job."),

@@ -11,7 +11,10 @@ from batchery import BatchTask, install
 app = install(Celery("hybrid", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
 app.conf.worker_pool_restarts = True
-app.conf.task_routes = {"apps.hybrid.double": {"queue": "devices"}}
+app.conf.task_routes = {
+    "apps.hybrid.double": {"queue": "devices"},
+    "apps.hybrid.device_pid": {"queue": "devices"},
+}
 app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
 
 
@@ -39,6 +42,12 @@ def dies_once(mark: str) -> int:
 @app.task(shared=False)
 def add(number: int, other: int) -> int:
     return number + other
+
+
+@app.task(shared=False, base=BatchTask)
+def device_pid(items: list[int]) -> list[int]:
+    """The process that runs a batch."""
+    return [os.getpid()] * len(items)
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=8)

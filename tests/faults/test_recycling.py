@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from apps import stages
+from apps import hybrid, stages
 from conftest import StartWorker
 from support.harness import TESTS, Worker, wait_for
 
@@ -46,7 +46,7 @@ def assert_nothing_died(worker: Worker) -> None:
 
 
 def test_a_device_that_has_run_enough_jobs_gets_a_fresh_process(start_worker: StartWorker) -> None:
-    worker = start_worker("apps.stages", "--max-tasks-per-child", "5")
+    worker = start_worker("apps.stages", env={"BATCHERY_DEVICE_MAX_JOBS": "5"})
     pids = [set(wave(5)) for _ in range(3)]
     assert len(set.union(*pids)) == 3
     # With more at once than a process may run, every job still has one answer.
@@ -57,10 +57,23 @@ def test_a_device_that_has_run_enough_jobs_gets_a_fresh_process(start_worker: St
 def test_a_device_that_holds_too_much_memory_gets_a_fresh_process(
     start_worker: StartWorker,
 ) -> None:
-    # In KiB, as Celery's: less than any interpreter needs, so each batch is the last one.
-    worker = start_worker("apps.stages", "--max-memory-per-child", "1000")
+    # Less than any interpreter needs, so each batch is the last one.
+    worker = start_worker("apps.stages", env={"BATCHERY_DEVICE_MAX_MEMORY_BYTES": "1000000"})
     assert len({wave(1)[0] for _ in range(3)}) == 3
     assert_nothing_died(worker)
+    assert "raise device_max_jobs or device_max_memory_bytes" in worker.log
+
+
+def test_limits_of_the_pool_are_no_limits_of_devices(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    flags = ("--max-tasks-per-child", "1", "--max-memory-per-child", "1000")
+    start_worker("apps.hybrid", "-c", "1", "-Q", "celery,devices", *flags)
+    hybrid.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    processes = {hybrid.pid.delay().get(timeout=TIMEOUT_S) for _ in range(3)}
+    assert len(processes) == 3
+    devices = {hybrid.device_pid.delay(0).get(timeout=TIMEOUT_S) for _ in range(3)}
+    assert len(devices) == 1
 
 
 def test_a_pool_restart_lets_what_runs_finish(start_worker: StartWorker, tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import pytest
 from kombu.asynchronous import Hub
 
 from batchery import AppNotImportable
-from batchery_worker.device_pool.process import ChildLimits, DeviceProcess, State
+from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits, State
 from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS, DeviceSupervisor
 from batchery_worker.ipc.messages import Done, Setup, Work
 from batchery_worker.job import Batch
 from batchery_worker.task_call import DispatchedBatch
 
-NO_LIMITS = ChildLimits()
+NO_LIMITS = RecyclingLimits()
 TESTS = str(Path(__file__).resolve().parents[1])
 
 
@@ -36,7 +36,7 @@ def setup(app: str = "apps.device_app:app", device: str = "cpu") -> Setup:
 class Crew:
     """A supervisor of one device or more, and what it has told."""
 
-    def __init__(self, app: str, devices: int, limits: ChildLimits) -> None:
+    def __init__(self, app: str, devices: int, limits: RecyclingLimits) -> None:
         self.ready = 0
         self.done: list[tuple[int, Done]] = []
         self.deaths: list[str] = []
@@ -80,7 +80,7 @@ def crews() -> Iterator[Callable[[str], Crew]]:
     made: list[Crew] = []
 
     def make(
-        app: str = "apps.device_app:app", devices: int = 1, limits: ChildLimits = NO_LIMITS
+        app: str = "apps.device_app:app", devices: int = 1, limits: RecyclingLimits = NO_LIMITS
     ) -> Crew:
         made.append(Crew(app, devices, limits))
         return made[-1]
@@ -162,7 +162,7 @@ def test_a_device_that_cannot_be_spawned_is_given_up_too(
 def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(
     crews: Callable[..., Crew],
 ) -> None:
-    crew = crews(limits=ChildLimits(max_jobs=2))
+    crew = crews(limits=RecyclingLimits(max_jobs=2))
     crew.supervisor.start(crew.hub, 60, lambda: None)
     (device,) = crew.supervisor
     first = device.pid

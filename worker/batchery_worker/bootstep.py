@@ -89,7 +89,10 @@ class BatchStep(_Step):  # type: ignore[misc]
         _widen_prefetch(worker, jobs, len(settings.classes))
         parts = ordinary_parts(worker.app, all_tasks, ordinary)
         _share_prefetch(worker.app, tasks, settings, len(devices), parts)
-        _warn_of_memory_limit(worker)
+        if settings.device_max_memory_bytes and resident_kib(os.getpid()) is None:
+            logger.warning(
+                "device_max_memory_bytes has no effect: only Linux tells what a process holds"
+            )
         _look_for_garbage_less_often()
         use_batch_events(worker.app)
 
@@ -285,11 +288,6 @@ def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:
     worker.prefetch_multiplier = needed * classes
     if needed > multiplier:
         logger.info("prefetch raised to %d jobs of a class, so batches fill", needed * processes)
-
-
-def _warn_of_memory_limit(worker: Any) -> None:
-    if worker.max_memory_per_child and resident_kib(os.getpid()) is None:
-        logger.warning("max_memory_per_child has no effect: only Linux tells what a process holds")
 
 
 def ordinary_parts(app: Any, tasks: list[BatchTask], prefetch: int) -> dict[str, int]:

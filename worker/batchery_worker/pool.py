@@ -14,7 +14,6 @@ from batchery.installation import installation_of
 from batchery.task import BatchTask
 from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.completion.ordinary import OrdinaryThreads, run_in_child
-from batchery_worker.device_pool.process import ChildLimits
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
 from batchery_worker.late_binding import Give
@@ -129,14 +128,12 @@ class HybridPool:
             raise
 
     def _start_devices(self) -> None:
-        options = self._ordinary.options
         warn_of_tracer(self._app, self._tasks)
         settings = installation_of(self._app).settings
         setups = device_setups(self._app, self._tasks, settings, self._devices)
-        limits = ChildLimits(options.get("maxtasksperchild"), options.get("max_memory_per_child"))
-        self._dispatcher = Dispatcher(self._app, settings, setups, limits)
+        self._dispatcher = Dispatcher(self._app, settings, setups)
         self._dispatcher.start()
-        if options.get("threads"):
+        if self._ordinary.options.get("threads"):
             # Celery has no event loop for this broker: the dispatcher goes on with its own.
             self._private_hub = PrivateHub(self._dispatcher.hub)
             self._private_hub.start()

@@ -28,8 +28,6 @@ class Worker:
 
     autoscale: tuple[int, int] | None = None
     steps: tuple[Any, ...] = ()
-    max_tasks_per_child: int | None = None
-    max_memory_per_child: int | None = None
     pool_putlocks = True
     #: None where no event loop runs.
     semaphore: Any = None
@@ -356,17 +354,16 @@ def test_a_cache_in_redis_is_fine() -> None:
 def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_process_holds(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    app = make_app()
+    app = make_app(device_max_memory_bytes=10)
     add_task(app)
     worker = Worker(app)
-    worker.max_memory_per_child = 10
     monkeypatch.setattr(bootstep, "resident_kib", lambda _: 1)
     prepare(worker)
     assert not caplog.text
     monkeypatch.setattr(bootstep, "resident_kib", lambda _: None)
     worker.pool = BatchPool(2, app=app)
     prepare(worker)
-    assert "max_memory_per_child has no effect" in caplog.text
+    assert "device_max_memory_bytes has no effect" in caplog.text
 
 
 @pytest.mark.parametrize(

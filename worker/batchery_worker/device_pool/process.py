@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from batchery.fork_gate import fork_gate
@@ -42,22 +43,22 @@ REAP_TIMEOUT_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class ChildLimits:
+class RecyclingLimits:
     """When a device process is recycled: a fresh one takes its place. None means no limit."""
 
     #: Number of jobs that the process has answered, whether they succeeded or not.
     max_jobs: int | None = None
-    #: Main memory of the process, in KiB; the memory of its GPU does not count.
-    max_memory_kib: int | None = None
+    #: Main memory of the process; the memory of its GPU does not count.
+    max_memory_bytes: int | None = None
 
     def reached(self, jobs: int, pid: int) -> bool:
         """Whether a process that has answered this many jobs must be recycled."""
         if self.max_jobs and jobs >= self.max_jobs:
             return True
-        if not self.max_memory_kib:
+        if not self.max_memory_bytes:
             return False
         held_kib = resident_kib(pid)
-        return held_kib is not None and held_kib > self.max_memory_kib
+        return held_kib is not None and held_kib * KIB > self.max_memory_bytes
 
 
 def resident_kib(pid: int) -> int | None:
@@ -97,6 +98,9 @@ class DeviceProcess:
     failed_starts: int = 0
     pid: int = 0
     load_s: float = 0.0
+    #: When this process was started, and when it was ready, on the monotonic clock.
+    spawned_s: float = 0.0
+    ready_s: float = 0.0
     #: Jobs that this process has answered.
     jobs: int = 0
     #: What the process has reported of its models and its memory.
@@ -178,6 +182,7 @@ class DeviceProcess:
                 raise
         follow_log(log)
         self.pid = self._process.pid
+        self.spawned_s = monotonic()
         self.jobs = 0
         self.reported = {}
         self.recycle_due = False

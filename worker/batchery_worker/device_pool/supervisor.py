@@ -8,7 +8,12 @@ from typing import Any
 
 import batchery.errors
 from batchery.errors import ModelLoadError, StartError
-from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, ChildLimits, DeviceProcess, State
+from batchery_worker.device_pool.process import (
+    LEAVE_TIMEOUT_S,
+    DeviceProcess,
+    RecyclingLimits,
+    State,
+)
 from batchery_worker.ipc.messages import Began, Done, NotReady, Ready, Reply, Setup, Waiting
 from batchery_worker.task_call import DispatchedBatch
 
@@ -27,7 +32,7 @@ class DeviceSupervisor:
     def __init__(
         self,
         setups: Sequence[Setup],
-        limits: ChildLimits = ChildLimits(),  # noqa: B008 - it cannot be changed
+        limits: RecyclingLimits = RecyclingLimits(),  # noqa: B008 - it cannot be changed
         *,
         on_ready: Callable[[], None],
         on_done: Callable[[DispatchedBatch, Done, DeviceProcess], None],
@@ -256,7 +261,7 @@ class DeviceSupervisor:
     def _on_reply(self, device: DeviceProcess, reply: Reply) -> None:
         if isinstance(reply, Ready):
             device.state = State.READY
-            device.load_s = reply.load_s
+            device.load_s, device.ready_s = reply.load_s, monotonic()
             device.failed_starts = 0
             self._refusals.pop(device.name, None)
             logger.info("device %s is ready, pid %d, %.1f s", device.name, reply.pid, reply.load_s)
@@ -275,7 +280,9 @@ class DeviceSupervisor:
         else:
             dispatched = device.take_reply(reply)
             self._give_time_back(device, dispatched)
-            device.recycle_due = device.recycle_due or self._limits.reached(device.jobs, device.pid)
+            if not device.recycle_due and self._limits.reached(device.jobs, device.pid):
+                device.recycle_due = True
+                warn_if_short(device)
             self._watch(device)
             self._recycle_next()
             self._on_done(dispatched, reply, device)
@@ -335,3 +342,14 @@ class DeviceSupervisor:
         if not self.devices:
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
+
+
+def warn_if_short(device: DeviceProcess) -> None:
+    """Warns of a process that is recycled before it has worked for as long as its start took."""
+    start_s, lived_s = device.ready_s - device.spawned_s, monotonic() - device.ready_s
+    if lived_s < start_s:
+        logger.warning(
+            "device %s gets a fresh process after %.1f s and %d jobs, but a start takes %.1f s:"
+            " raise device_max_jobs or device_max_memory_bytes",
+            *(device.name, lived_s, device.jobs, start_s),
+        )

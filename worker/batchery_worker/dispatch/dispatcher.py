@@ -27,7 +27,7 @@ from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
-from batchery_worker.device_pool.process import ChildLimits, DeviceProcess, State
+from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits, State
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission, needs_context
 from batchery_worker.dispatch.backlog import waiting_by_queue
@@ -55,9 +55,7 @@ LATE_GRAIN_S = 0.005
 class Dispatcher:
     """Admits jobs, forms batches when a device has room, settles each job exactly once."""
 
-    def __init__(
-        self, app: Celery, settings: Settings, setups: Sequence[Setup], limits: ChildLimits
-    ) -> None:
+    def __init__(self, app: Celery, settings: Settings, setups: Sequence[Setup]) -> None:
         self._app = app
         self._settings = settings
         self._admission = Admission(settings)
@@ -72,7 +70,7 @@ class Dispatcher:
         self._recorder = JobRecorder(monotonic())
         self._supervisor = DeviceSupervisor(
             setups,
-            limits,
+            RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
             on_ready=self._plan_dispatch,
             on_done=self._on_done,
             on_death=self._on_death,

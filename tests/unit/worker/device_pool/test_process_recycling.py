@@ -5,7 +5,7 @@ import os
 import pytest
 
 from batchery_worker.device_pool import process
-from batchery_worker.device_pool.process import ChildLimits, resident_kib
+from batchery_worker.device_pool.process import RecyclingLimits, resident_kib
 
 HERE = os.getpid()
 
@@ -14,7 +14,7 @@ HERE = os.getpid()
 def test_process_is_recycled_after_the_batch_that_reaches_the_limit(
     jobs: int, reached: bool
 ) -> None:
-    assert ChildLimits(max_jobs=10).reached(jobs, HERE) is reached
+    assert RecyclingLimits(max_jobs=10).reached(jobs, HERE) is reached
 
 
 @pytest.mark.parametrize(("held_kib", "reached"), [(99, False), (100, False), (101, True)])
@@ -22,11 +22,11 @@ def test_memory_limit_holds_in_addition_to_the_job_limit(
     monkeypatch: pytest.MonkeyPatch, held_kib: int, reached: bool
 ) -> None:
     monkeypatch.setattr(process, "resident_kib", lambda _: held_kib)
-    assert ChildLimits(max_jobs=10, max_memory_kib=100).reached(1, HERE) is reached
+    assert RecyclingLimits(max_jobs=10, max_memory_bytes=100 * 1024).reached(1, HERE) is reached
 
 
-@pytest.mark.parametrize("limits", [ChildLimits(), ChildLimits(0, 0)])
-def test_no_limit_is_never_reached(limits: ChildLimits) -> None:
+@pytest.mark.parametrize("limits", [RecyclingLimits(), RecyclingLimits(0, 0)])
+def test_no_limit_is_never_reached(limits: RecyclingLimits) -> None:
     assert not limits.reached(10**9, HERE)
 
 
@@ -34,7 +34,7 @@ def test_memory_limit_is_ignored_if_the_system_reports_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(process, "resident_kib", lambda _: None)
-    assert not ChildLimits(max_memory_kib=1).reached(1, HERE)
+    assert not RecyclingLimits(max_memory_bytes=1).reached(1, HERE)
 
 
 def test_a_process_that_is_gone_holds_nothing() -> None:
