@@ -73,7 +73,7 @@ docs: $(INSTALLED) ## build the documentation as a site, in build/site/index.htm
 bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, engine.requests, inprocess, load, bulk or chaos)
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
-gpu-check: $(INSTALLED) ## what works on this GPU, in eight minutes (ARGS=--dry tries it on a CPU)
+gpu-check: $(INSTALLED) ## what works on this GPU, in ten minutes (ARGS=--dry tries it on a CPU)
 	$(PY) -m benchmarks.gpu_check $(ARGS)
 
 constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now

@@ -6,11 +6,12 @@ message per job, and one subscription for the results of all jobs.
 
 import asyncio
 import base64
+import itertools
 import json
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 from redis.asyncio import Redis
 
@@ -22,6 +23,12 @@ MAX_CONNECTIONS = 1000
 
 #: Timeout of one answer, in seconds.
 TIMEOUT_S = 600.0
+
+#: Answers per caller that a measurement waits for, where its seconds are over before.
+PER_CALLER = 2
+
+#: Pause between two looks whether they are there, in seconds.
+LOOK_S = 0.02
 
 
 def job_of(message: Mapping[str, Any], task_id: str, queue: str, text: str) -> str:
@@ -36,6 +43,24 @@ def job_of(message: Mapping[str, Any], task_id: str, queue: str, text: str) -> s
         "delivery_info": {"exchange": "", "routing_key": queue},
     }
     return json.dumps({**message, "body": body, "headers": headers, "properties": properties})
+
+
+class Window(NamedTuple):
+    """What was measured in a steady state.
+
+    Attributes:
+        taken_s: How long each request took that ended in the window, from before its job was
+            written to its result, in seconds.
+        seconds: Length of the window.
+    """
+
+    taken_s: Sequence[float]
+    seconds: float
+
+    @property
+    def per_s(self) -> float:
+        """Requests per second."""
+        return len(self.taken_s) / self.seconds
 
 
 class ResultListener:
@@ -104,21 +129,48 @@ class Client(ResultListener):
         if answer["status"] != "SUCCESS":
             raise SystemExit(f"{queue}: {answer['result']}")
 
-    async def flood(self, queue: str, texts: Sequence[str], concurrency: int) -> list[float]:
-        """Sends all texts, so many at a time: whoever has an answer sends the next.
+    async def measure(
+        self, queue: str, texts: Sequence[str], concurrency: int, warm_up_s: float, seconds: float
+    ) -> Window:
+        """Keeps so many callers busy, each of which sends the next text once it has an answer.
 
-        Returns:
-            How long each took, from before its job was written to its result, in seconds.
+        The clock starts when all callers have had an answer and `warm_up_s` is over: what the
+        device does for the first time is done then. It stops after `seconds`, or later, when there
+        are two answers for each caller.
         """
-        left = iter(texts)
+        left, state = itertools.cycle(texts), _Callers(concurrency)
         async with asyncio.TaskGroup() as group:
-            callers = [group.create_task(self._caller(queue, left)) for _ in range(concurrency)]
-        return [each for caller in callers for each in caller.result()]
+            for number in range(concurrency):
+                group.create_task(self._caller(number, queue, left, state))
+            await asyncio.sleep(warm_up_s)
+            await state.all_answered.wait()
+            state.taken_s, began_s = [], time.perf_counter()
+            await asyncio.sleep(seconds)
+            while len(state.taken_s) < PER_CALLER * concurrency:
+                await asyncio.sleep(LOOK_S)
+            window = Window(state.taken_s, time.perf_counter() - began_s)
+            state.taken_s, state.are_done = [], True
+        return window
 
-    async def _caller(self, queue: str, texts: Iterable[str]) -> list[float]:
-        taken = []
-        for text in texts:
+    async def _caller(
+        self, number: int, queue: str, texts: Iterator[str], state: "_Callers"
+    ) -> None:
+        while not state.are_done:
             started_s = time.perf_counter()
-            await self.call(queue, text)
-            taken.append(time.perf_counter() - started_s)
-        return taken
+            await self.call(queue, next(texts))
+            state.taken_s.append(time.perf_counter() - started_s)
+            state.waiting.discard(number)
+            if not state.waiting:
+                state.all_answered.set()
+
+
+class _Callers:
+    """What the callers of a measurement share."""
+
+    def __init__(self, count: int) -> None:
+        #: Those that have had no answer yet.
+        self.waiting = set(range(count))
+        self.all_answered = asyncio.Event()
+        self.taken_s: list[float] = []
+        #: Whether they send no more.
+        self.are_done = False

@@ -14,10 +14,13 @@ LOOK_MS = 200
 
 
 def gpu_name(device: str) -> str | None:
-    """What the GPU is called; None for a CPU."""
+    """What the GPU is called; None for a CPU, and where the tool does not know the device."""
     if not device.startswith("cuda") or shutil.which(TOOL) is None:
         return None
-    return _ask(device, "name").splitlines()[0].strip()
+    done = subprocess.run(_command(device, "name"), capture_output=True, text=True, check=False)
+    # It takes no name of a part of a GPU (MIG), and may say "No devices were found".
+    lines = done.stdout.splitlines()
+    return lines[0].strip() if lines and not done.returncode else None
 
 
 @contextlib.contextmanager
@@ -58,11 +61,6 @@ def _watched(device: str, what: str, pause_ms: int) -> Iterator[list[float]]:
 def mean(shares: list[float]) -> float | None:
     """The mean of what was seen; None if nothing was."""
     return round(statistics.mean(shares), 3) if shares else None
-
-
-def _ask(device: str, what: str) -> str:
-    done = subprocess.run(_command(device, what), capture_output=True, text=True, check=True)
-    return done.stdout
 
 
 def _command(device: str, what: str) -> list[str]:

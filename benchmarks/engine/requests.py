@@ -12,8 +12,7 @@ import asyncio
 import json
 import statistics
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.child import Child, options_of
-from benchmarks.engine.client import Client
+from benchmarks.engine.client import Client, Window
 from benchmarks.engine.models import MODELS
 from benchmarks.engine.target import Target, about, target_for
 from benchmarks.engine.texts import WORKLOADS, texts_of
@@ -35,13 +34,12 @@ QUEUES = {"one by one": "embed_one", "batched": "embed"}
 #: Callers at a time.
 CONCURRENCIES = (1, 5, 100, 150)
 
-#: Requests of a row and round where nobody says, by kind of device: a CPU takes a tenth of a second
-#: for one of `bert-large`. And as many for each caller at least, so that all of them wait.
-REQUESTS = {"cpu": 50, "cuda": 300}
-PER_CALLER = 2
+#: How long each row of a round is measured, and how long its callers have called before, in
+#: seconds. On a GPU a batch of a new size costs more than a hundred of a known one.
+SECONDS, WARM_UP_S = 10.0, 3.0
 
-#: Requests of each row before the clock starts, on a CPU, and their concurrency.
-WARM_UP, WARM_UP_CALLERS = 16, 8
+#: Texts that are sent again and again.
+TEXTS = 2048
 
 BARE = "bare forward"
 
@@ -69,27 +67,23 @@ def main() -> None:
     options = parse()
     console = Console(highlight=False, width=WIDTH)
     with target_for(options, {"embed": options.batch_size, "embed_one": 1}) as target:
-        requests = options.requests or REQUESTS[options.device.partition(":")[0]]
-        most = max(requests, PER_CALLER * max(options.concurrency), WARM_UP)
-        texts = texts_of(options.workload, most, target.folder)
-        cases = {
-            (name, count): texts[: max(requests, PER_CALLER * count)]
-            for count in options.concurrency
-            for name in QUEUES
+        texts = texts_of(options.workload, TEXTS, target.folder)
+        cases = [(BARE, 1), *((name, count) for count in options.concurrency for name in QUEUES)]
+        report = {
+            **about(target, options),
+            "texts": options.workload,
+            "rounds": options.rounds,
+            "seconds": options.seconds,
+            "cuda_graphs": options.cuda_graphs,
+            "rows": [],
         }
-        cases = {(BARE, 1): texts[:requests], **cases}
-        rows = measure(console, target, cases, options)
-    report = {
-        **about(target, options),
-        "texts": options.workload,
-        "rounds": options.rounds,
-        "cuda_graphs": options.cuda_graphs,
-        "rows": rows,
-    }
+        for rows in measure(console, target, cases, texts, options):
+            report["rows"] = rows
+            # After each row: a run that is cut off has what was measured until then.
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=1) + "\n")
     console.print(report["hardware"])
-    print_rows(console, rows)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+    print_rows(console, report["rows"])
 
 
 def parse() -> argparse.Namespace:
@@ -100,7 +94,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["fp32", "bf16", "fp16"])
     parser.add_argument("--workload", choices=list(WORKLOADS), default="log-normal")
     parser.add_argument("--concurrency", nargs="+", type=int, default=list(CONCURRENCIES))
-    parser.add_argument("--requests", type=int, help="of a row and round, at least")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="of a row and round")
+    parser.add_argument("--warm-up", type=float, default=WARM_UP_S, help="seconds before each")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--threads", type=int, help="of torch in every system; its own choice else")
@@ -112,61 +107,63 @@ def parse() -> argparse.Namespace:
 def measure(
     console: Console,
     target: Target,
-    cases: Mapping[Case, Sequence[str]],
+    cases: Sequence[Case],
+    texts: Sequence[str],
     options: argparse.Namespace,
-) -> list[dict[str, Any]]:
-    """Runs every case in turn, several rounds, each over its own texts."""
-    taken: dict[Case, list[list[float]]] = {case: [] for case in cases}
-    rates: dict[Case, list[float]] = {case: [] for case in cases}
+) -> Iterator[list[dict[str, Any]]]:
+    """Runs every case in turn, several rounds; yields the rows so far after each."""
+    taken: dict[Case, list[Window]] = {case: [] for case in cases}
     child = Child(Path(sys.executable), "offline_loops", options_of(target))
     system = WholeSystem(target)
+    seconds, warm_up_s = options.seconds, options.warm_up
     try:
         child.wait_ready()
         system.wait_ready()
         message = system.message()
-
-        def send(name: str, texts: Sequence[str], count: int) -> list[float]:
-            if name == BARE:
-                times: list[float] = child.ask({"loop": "single", "texts": texts})["latencies_s"]
-                return times
-            return asyncio.run(flood(system.url, message, QUEUES[name], texts, count))
-
-        # A GPU's libraries choose kernels by shape, so there every text runs once.
-        warm = None if target.device.startswith("cuda") else WARM_UP
-        for name, count in cases:
-            send(name, cases[name, count][:warm], min(count, WARM_UP_CALLERS))
         for number in range(options.rounds):
             for name, count in cases:
                 console.print(f"round {number + 1} of {options.rounds}: {name}, {count} at a time")
-                started_s = time.perf_counter()
-                times = send(name, cases[name, count], count)
-                taken[name, count].append(times)
-                rates[name, count].append(len(times) / (time.perf_counter() - started_s))
+                if name == BARE:
+                    request = {"loop": "single", "texts": texts}
+                    child.ask({**request, "seconds": warm_up_s})
+                    window = Window(**child.ask({**request, "seconds": seconds}))
+                else:
+                    queue = QUEUES[name]
+                    window = asyncio.run(
+                        flood(system.url, message, queue, texts, count, warm_up_s, seconds)
+                    )
+                taken[name, count].append(window)
+                yield [row_of(options.workload, case, taken) for case in cases if taken[case]]
     finally:
         child.stop()
         system.stop()
-    return [row_of(options.workload, case, taken, rates) for case in cases]
 
 
 async def flood(
-    url: str, message: bytes, queue: str, texts: Sequence[str], concurrency: int
-) -> list[float]:
-    """Sends all texts by a client of its own; see `Client.flood`."""
+    url: str,
+    message: bytes,
+    queue: str,
+    texts: Sequence[str],
+    concurrency: int,
+    warm_up_s: float,
+    seconds: float,
+) -> Window:
+    """Measures one row by a client of its own; see `Client.measure`."""
     async with Client(url, message) as client:
-        return await client.flood(queue, texts, concurrency)
+        return await client.measure(queue, texts, concurrency, warm_up_s, seconds)
 
 
 def row_of(
     workload: str,
     case: Case,
-    taken: Mapping[Case, Sequence[Sequence[float]]],
-    rates: Mapping[Case, Sequence[float]],
+    taken: Mapping[Case, Sequence[Window]],
 ) -> dict[str, Any]:
     """Median and spread of one row, percentiles of all its requests."""
     name, count = case
-    latencies = [each for times in taken[case] for each in times]
+    latencies = [each for window in taken[case] for each in window.taken_s]
     cuts = statistics.quantiles(latencies, n=100, method="inclusive")
-    own, single = rates[case], rates.get(("one by one", count))
+    own = [window.per_s for window in taken[case]]
+    single = [window.per_s for window in taken.get(("one by one", count), ())]
     row: dict[str, Any] = {
         "system": name,
         "workload": workload,
@@ -177,13 +174,16 @@ def row_of(
         **{f"p{percent}_ms": round(cuts[percent - 1] * 1e3, 2) for percent in PERCENTS},
     }
     if single:
-        ratios = [mine / other for mine, other in zip(own, single, strict=True)]
+        # The last round may not be whole yet.
+        ratios = [mine / other for mine, other in zip(own, single, strict=False)]
         row["of_one_by_one"] = round(statistics.median(ratios), 2)
     if count == 1 and (BARE, 1) in taken:
-        bare = map(statistics.median, taken[BARE, 1])
-        own_s = map(statistics.median, taken[case])
+        medians = [
+            [statistics.median(window.taken_s) for window in taken[each]]
+            for each in (case, (BARE, 1))
+        ]
         row["p50_of_bare"] = round(
-            statistics.median(mine / other for mine, other in zip(own_s, bare, strict=True)), 3
+            statistics.median(mine / other for mine, other in zip(*medians, strict=False)), 3
         )
     return row
 

@@ -28,11 +28,13 @@ class Check:
         device: As torch spells it.
         dry: Everything runs on the CPU, with tiny models and stand-ins for CUDA.
         folder: Where models are made.
+        limit_s: Time of the step that runs, in seconds.
     """
 
     device: str
     dry: bool
     folder: Path
+    limit_s: float = 60.0
     _models: dict[tuple[str, str], EmbeddingModel] = field(default_factory=dict)
 
     @property

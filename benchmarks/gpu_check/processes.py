@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from celery import Celery
@@ -26,6 +25,9 @@ GOOD_JOBS = 12
 
 #: Timeout of their results, in seconds: the device starts anew up to three times.
 RESULTS_S = 75.0
+
+#: What is left of a step's time once its benchmark is cut off, in seconds, to report it.
+REPORT_S = 3.0
 
 #: Last lines of a program that failed.
 TAIL_LINES = 30
@@ -104,28 +106,40 @@ def _worker(check: Check) -> Iterator[tuple[Celery, GuardedProcess]]:
 def requests(check: Check) -> dict[str, Any]:
     """Single requests and 150 callers through the whole system."""
     model, count = ("tiny", "4") if check.dry else ("bert-large", "150")
-    options = ["--model", model, "--concurrency", "1", count, "--rounds", "1"]
-    options += ["--requests", "4"] if check.dry else []
-    found = _benchmark(check, "engine.requests", options)
+    # The one that matters most comes first.
+    options = ["--model", model, "--concurrency", count, "1", "--rounds", "1"]
+    found = _benchmark(check, "engine.requests", [*options, *_seconds(check)])
     rows = {(row["system"], row["concurrency"]): row for row in found.get("rows", [])}
     many = rows.get(("batched", int(count)))
     if many is None:
         found.setdefault("problem", "no rows")
         return found
-    lonely = rows["batched", 1]
     found["note"] = (
         f"{count} callers: {many['texts_per_s']:,} texts/s, {many.get('of_one_by_one')} times one"
-        f" by one, p99 {many['p99_ms']} ms; one caller: p50 {lonely['p50_ms']} ms,"
-        f" {lonely.get('p50_of_bare')} of a bare forward"
+        f" by one, p99 {many['p99_ms']} ms"
     )
+    lonely = rows.get(("batched", 1))
+    if lonely is not None:
+        found["note"] += (
+            f"; one caller: p50 {lonely['p50_ms']} ms, {lonely['p50_of_bare']} of a bare forward"
+        )
     return found
+
+
+def _seconds(check: Check) -> list[str]:
+    """How long each row of `engine.requests` is warmed up and measured."""
+    return (
+        ["--warm-up", "0.1", "--seconds", "0.2"]
+        if check.dry
+        else ["--warm-up", "2", "--seconds", "5"]
+    )
 
 
 def single_requests_with_graphs(check: Check) -> dict[str, Any]:
     """Single requests once more, with CUDA graphs."""
     options = ["--model", "tiny" if check.dry else "bert-large", "--concurrency", "1"]
-    options += ["--rounds", "1", "--requests", "4" if check.dry else "200"]
-    found = _benchmark(check, "engine.requests", [*options, "--cuda-graphs", "auto"])
+    options += ["--rounds", "1", *_seconds(check), "--cuda-graphs", "auto"]
+    found = _benchmark(check, "engine.requests", options)
     for row in found.get("rows", []):
         if row["system"] == "batched":
             found["note"] = f"p50 {row['p50_ms']} ms, {row['p50_of_bare']} of a bare forward"
@@ -138,7 +152,7 @@ def bulk(check: Check) -> dict[str, Any]:
     options = ["--model", model, "--texts", count, "--rounds", "1", "--batch-size", "256"]
     systems = ["loop: packed", "device", *([] if check.dry else ["loop: token budget", "whole"])]
     options += ["--workloads", "log-normal", "--systems", *systems]
-    measured_flops = product_flops(check)
+    measured_flops = product_flops(check)["sustained"]
     found = _benchmark(check, "engine", options)
     for row in found.get("rows", []):
         # `mfu` is the share of what the data sheet says, which no product reaches.
@@ -150,18 +164,28 @@ def bulk(check: Check) -> dict[str, Any]:
 
 
 def _benchmark(check: Check, name: str, options: Sequence[str]) -> dict[str, Any]:
+    """The report of a benchmark; of one that takes too long, what it has measured by then."""
     path = check.folder / f"{name}.json"
+    path.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{name}", "--device", check.device]
-    done = _run([*command, *options, "--json", str(path)])
-    if done.returncode:
+    limit_s = check.limit_s - REPORT_S
+    problem, lines = "", []
+    try:
+        done = _run([*command, *options, "--json", str(path)], limit_s)
         lines = (done.stdout + done.stderr).splitlines()
-        return {"problem": f"exit code {done.returncode}", "output": lines[-TAIL_LINES:]}
-    report: dict[str, Any] = json.loads(Path(path).read_text())
-    return report
+        problem = f"exit code {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        problem = f"cut off after {limit_s:g} s"
+    report: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return report | ({"problem": problem, "output": lines[-TAIL_LINES:]} if problem else {})
 
 
-def _run(command: Sequence[str]) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+def _run(
+    command: Sequence[str], limit_s: float | None = None
+) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit_s
+    )
 
 
 #: As in `kernels.py`. The tests come before the graphs in the order of the check.

@@ -50,17 +50,27 @@ class BatchContext(Context):
     several jobs, the attributes that differ are only in `jobs`: no job's value fits all of them.
     """
 
-    __slots__ = ("_jobs", "_make_jobs", "_single")
+    __slots__ = ("_jobs", "_make_jobs", "_single", "device")
+
+    #: The device of the process that runs the function, as torch spells it, such as `cuda:1`; None
+    #: where the function runs in no device process.
+    device: str | None
 
     def __init__(
-        self, jobs: Callable[[], Sequence[JobContext]], state: dict[str, Any] | None = None
+        self,
+        jobs: Callable[[], Sequence[JobContext]],
+        state: dict[str, Any] | None = None,
+        *,
+        device: str | None = None,
     ) -> None:
         """Wraps the requests of jobs.
 
         Args:
             jobs: Makes their contexts; called once, when somebody asks for one.
             state: The attributes of the only job's request; None if there are several jobs.
+            device: The device of this process, as torch spells it.
         """
+        self.device = device
         self._make_jobs = jobs
         self._jobs: Sequence[JobContext] | None = None
         self._single = state is not None

@@ -15,7 +15,7 @@ from batchery.settings import ModelSettings
 from batchery_worker.models import ClassificationModel, EmbeddingModel
 from batchery_worker.models.forward.cuda_graphs import Graph, Graphed
 from batchery_worker.models.verification import verify
-from support.tiny_models import save_model
+from support.tiny_models import run, save_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +75,8 @@ def test_graphs_that_follow_each_other_do_not_mix(graphed: EmbeddingModel) -> No
 
 
 def test_verification_passes_with_graphs() -> None:
-    assert verify(ModelSettings(kind="embedding", model=MINILM, dtype="bf16"), "cuda:0").passed
+    settings = ModelSettings(kind="embedding", model=MINILM, dtype="bf16", cuda_graphs="auto")
+    assert verify(settings, "cuda:0").passed
 
 
 def test_a_failed_capture_leaves_the_process_as_it_was(graphed: EmbeddingModel) -> None:
@@ -103,13 +104,28 @@ def test_a_failed_capture_leaves_the_process_as_it_was(graphed: EmbeddingModel) 
     assert torch.cuda.memory_allocated() <= held_bytes
 
 
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert", "mpnet"])
-def test_each_architecture_is_captured_or_runs_without(architecture: str, tmp_path: Path) -> None:
-    save_model(tmp_path, architecture, labels=("no", "yes"))
-    model = ClassificationModel(ModelSettings(kind="classification", model=str(tmp_path)))
+def classifier(folder: Path, **settings: Any) -> ClassificationModel:
+    chosen = {"kind": "classification", "model": str(folder), "forward": "padded", **settings}
+    model = ClassificationModel(ModelSettings.model_validate(chosen))
     model.load("cuda:0")
-    prepared: list[Any] = model.preprocess(["the cat", "rain falls on green hills"])
-    assert len(model.postprocess(model.forward(prepared))) == 2
+    return model
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "distilbert", "modernbert", "mpnet"])
+def test_each_architecture_is_captured_or_the_log_says_why_not(
+    architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_model(tmp_path, architecture, labels=("no", "yes"))
+    texts = ["the cat", "rain falls on green hills"]
+    expected = run(classifier(tmp_path, cuda_graphs="never"), texts, top_k=2)
+    with caplog.at_level(logging.INFO):
+        model = classifier(tmp_path, cuda_graphs="auto")
+    found = run(model, texts, top_k=2)
+    for one, other in zip(found, expected, strict=True):
+        assert one["scores"] == pytest.approx(other["scores"], abs=TOLERANCE)
+    assert isinstance(model._pass, Graphed) or "CUDA graphs, of up to 0 tokens" in caplog.text
+    if architecture == "bert":
+        assert isinstance(model._pass, Graphed), caplog.text
 
 
 def test_a_single_text_is_no_slower_than_without(graphed: EmbeddingModel) -> None:

@@ -80,8 +80,9 @@ def test_the_engine_benchmark_measures_loops_device_and_whole_system(tmp_path: P
 
 def test_the_table_of_requests_has_a_row_for_each_concurrency(tmp_path: Path) -> None:
     target = tmp_path / "rows.json"
-    options = ["--model=tiny", "--threads=1", "--requests=20", "--rounds=1", f"--json={target}"]
-    answer = bench("engine.requests", *options, "--concurrency", "1", "10", timeout_s=TIMEOUT_S)
+    options = ["--model=tiny", "--threads=1", "--rounds=1", f"--json={target}"]
+    options += ["--seconds=0.5", "--warm-up=0.1", "--concurrency", "1", "10"]
+    answer = bench("engine.requests", *options, timeout_s=TIMEOUT_S)
     assert answer.returncode == 0, answer.stderr
     rows = rows_of(target)
     assert [(row["system"], row["concurrency"]) for row in rows] == [

@@ -71,6 +71,7 @@ class FakeCuda:
         slept: How often the host slept until an event, and did not spin.
         waits: How often the host waited for a copy although it asked not to.
         recording: Pools into which the allocator believes to capture.
+        captures: Stream and error mode of each capture.
     """
 
     type = "cuda"
@@ -80,6 +81,7 @@ class FakeCuda:
         self.current = self.stream("compute")
         self.waits = self.slept = 0
         self.recording: list[Any] = []
+        self.captures: list[tuple[FakeStream, str]] = []
         #: The stream that runs ahead of the others.
         self.first = self.current
 
@@ -123,9 +125,12 @@ class FakeCuda:
         self.current.launch(lambda: _copy(to, start))
 
     @contextmanager
-    def failing_capture(self, _: Any, pool: Any) -> Iterator[None]:
+    def failing_capture(
+        self, _: Any, pool: Any, stream: FakeStream, capture_error_mode: str
+    ) -> Iterator[None]:
         """As torch's own where CUDA refuses to end a capture: nothing is put back."""
-        self.current = self.stream("capture")
+        self.captures.append((stream, capture_error_mode))
+        self.current = stream
         self.recording.append(pool)
         try:
             yield

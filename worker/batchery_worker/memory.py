@@ -25,4 +25,8 @@ class Memory:
         """Gives back what no tensor holds. It is slow, so only after memory ran out."""
 
     def wait(self) -> None:
-        """Waits until the device has computed everything that was launched."""
+        """Waits until the device has computed everything that was launched.
+
+        Raises:
+            DeviceDied: The device can compute nothing any more, for this process.
+        """

@@ -26,7 +26,7 @@ from celery import Celery, signals
 from batchery.errors import BatcheryError
 from batchery.execution.batch import prepare
 from batchery.outcomes import Failed
-from batchery.task import ModelTask
+from batchery.task import BatchTask, ModelTask
 from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.cache.store import ResultCache
 from batchery_worker.commit.committer import RedisCommitter
@@ -34,7 +34,6 @@ from batchery_worker.commit.server import broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
 from batchery_worker.device.intake import Intake
 from batchery_worker.device.loading import (
-    check_device,
     find_task,
     identity_of,
     import_app,
@@ -114,7 +113,6 @@ class Device:
         self._committer: RedisCommitter
         self._name = "cpu"
         self._setup: Setup
-        #: Known after the first model: batch functions may not need torch.
         self._memory = Memory()
         self._reuse: SingleFlight
         self._started: StartedStates
@@ -129,6 +127,7 @@ class Device:
         self._setup = setup
         self._name = setup.device
         self._app = import_app(setup)
+        self._memory = memory_of(setup.device, setup.memory_fraction)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
         self._started = StartedStates(self._app)
         # Celery's own pools send it in each process: apps open their clients and profilers here.
@@ -244,7 +243,7 @@ class Device:
 
         def run(part: list[Any]) -> list[Any]:
             if served is None:
-                return run_batch(task, work, part, resolve, run_urgent)
+                return self._run_function(task, work, part, resolve, run_urgent)
             limit = partial(soft_time_limit, work.soft_time_limit_s)
             # Behind an urgent batch comes the rest of what it has interrupted.
             start_next = _nothing if work.urgent else self._start_next
@@ -263,6 +262,13 @@ class Device:
         done.forward_ms = (done.computed_s - started_s - interrupted_s) * 1e3
         done.figures = self._news()
         return done
+
+    def _run_function(self, task: BatchTask, work: Work, *parts: Any) -> list[Any]:
+        outcomes = run_batch(task, work, self._name, *parts)
+        if any(isinstance(outcome, Failed) for outcome in outcomes):
+            # As for models: where the context of the device is dead, this ends the process.
+            self._memory.wait()
+        return outcomes
 
     def _start_next(self) -> None:
         """Starts the first pass of the next batch, if that batch is prepared."""
@@ -291,8 +297,6 @@ class Device:
 
     def _serve(self, task: ModelTask) -> ServedModel:
         if task.name not in self._served:
-            check_device(self._name)
-            self._memory = memory_of(self._name, self._setup.memory_fraction)
             served = serve_model(
                 task.name, task.make_model, self._name, self._memory, gives_json=True
             )

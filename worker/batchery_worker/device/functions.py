@@ -63,6 +63,7 @@ class EventLoop:
 def run_batch(
     task: BatchTask,
     work: Work,
+    device: str,
     items: Sequence[Any],
     resolve: Callable[[Any], Any],
     between_calls: Callable[[], None],
@@ -77,14 +78,14 @@ def run_batch(
         if start:
             between_calls()
         part = items[start : start + work.max_batch_size]
-        around = partial(_around, task, work, start)
+        around = partial(_around, task, work, device, start)
         outcomes += run_function(task.run, part, work.keywords, resolve=resolve, around=around)
     return outcomes
 
 
 @contextmanager
-def _around(task: BatchTask, work: Work, start: int, part: range) -> Iterator[None]:
-    view = _view(task, work, range(start + part.start, start + part.stop))
+def _around(task: BatchTask, work: Work, device: str, start: int, part: range) -> Iterator[None]:
+    view = _view(task, work, device, range(start + part.start, start + part.stop))
     # The limit is entered last: it may be raised anywhere inside, and the stacks must be popped.
     with (
         looking_at(task, view),
@@ -94,10 +95,10 @@ def _around(task: BatchTask, work: Work, start: int, part: range) -> Iterator[No
         yield
 
 
-def _view(task: BatchTask, work: Work, part: range) -> BatchContext:
+def _view(task: BatchTask, work: Work, device: str, part: range) -> BatchContext:
     """`self.request` of the call that is given a part of the batch's items."""
     if not task.sees_request:
-        return BatchContext(partial(_unseen, task.name))
+        return BatchContext(partial(_unseen, task.name), device=device)
 
     parts = list(shares([len(items) for _, items, _ in work.jobs], part))
 
@@ -105,9 +106,9 @@ def _view(task: BatchTask, work: Work, part: range) -> BatchContext:
         return [JobContext.of(message_of(work, index), items) for index, items in parts]
 
     if len(parts) > 1:
-        return BatchContext(jobs)
+        return BatchContext(jobs, device=device)
     made = jobs()
-    return BatchContext(lambda: made, vars(made[0]))
+    return BatchContext(lambda: made, vars(made[0]), device=device)
 
 
 def message_of(work: Work, index: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any, cast
 
 from celery import Celery
@@ -116,12 +117,12 @@ def identity_of(task: ModelTask, model: Model) -> str:
 
 
 def check_device(device: str) -> None:
-    """Makes sure that torch can use a device.
+    """Makes a device torch's default on this thread, before anything opens a context on another.
 
     Raises:
-        DeviceUnavailable: It cannot; names the devices that there are.
+        DeviceUnavailable: Torch cannot use it; names the devices that there are.
     """
-    if device.partition(":")[0] == "cpu":
+    if not _is_torch_device(device):
         return
     # It imports torch, and a worker on a CPU may have none.
     from batchery_worker.models.hardware.devices import use_device
@@ -129,9 +130,20 @@ def check_device(device: str) -> None:
     use_device(device)
 
 
+def _is_torch_device(device: str) -> bool:
+    """Whether torch has a say: batch functions may use a GPU by another library alone."""
+    return device.partition(":")[0] != "cpu" and find_spec("torch") is not None
+
+
 def import_app(setup: Setup) -> Celery:
-    """Imports the Celery app and the modules of its tasks, as the worker did."""
+    """Imports the Celery app and the modules of its tasks, as the worker did.
+
+    Raises:
+        DeviceUnavailable: See `check_device`.
+    """
     sys.path[:] = list(setup.sys_path)
+    # First of all: an import that touches CUDA opens its context on the default device.
+    check_device(setup.device)
     module, _, attribute = setup.app.partition(":")
     app: Celery = getattr(importlib.import_module(module), attribute)
     app.set_current()
@@ -160,7 +172,7 @@ def find_task(app: Celery, name: str) -> BatchTask:
 
 def memory_of(device: str, fraction: float = 1.0) -> Memory:
     """The memory of a device, and on CUDA the fraction of it that this process may use."""
-    if not device.startswith("cuda"):
+    if not device.startswith("cuda") or not _is_torch_device(device):
         return Memory()
     # It imports torch, and a worker on a CPU may have none.
     from batchery_worker.models.hardware.cuda_memory import CudaMemory

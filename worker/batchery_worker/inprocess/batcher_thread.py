@@ -190,16 +190,17 @@ class BatcherThread:
         """Counts tokens of a function that plans its own passes, and those with padding."""
         self._loop.add_tokens(tokens, computed_tokens)
 
-    def close(self, *, wait: bool = True) -> None:
+    def close(self, *, wait: bool = True, problem: str = "it is closed") -> None:
         """Takes no more calls, and answers those that are there.
 
         Args:
             wait: Whether to wait until that is done.
+            problem: Why, for those who call later.
         """
         with self._lock:
             thread = self._thread
             if self._problem is None:
-                self._problem = "it is closed"
+                self._problem = problem
                 if thread is not None:
                     self._incoming.put(END)
                 if self._space is not None:

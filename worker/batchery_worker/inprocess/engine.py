@@ -173,8 +173,10 @@ class Engine(EngineCall):
 
 def _run(engine: Engine, items: Sequence[Any], /, **keywords: Any) -> list[Any]:
     """The function of the batcher: computes one batch."""
-    thread = engine._thread
-    answer = engine._device.run(items, keywords, thread.look_ahead)
+    thread, device = engine._thread, engine._device
+    answer = device.run(items, keywords, thread.look_ahead)
+    if device.problem:
+        thread.close(wait=False, problem=device.problem)
     thread.add_tokens(answer.tokens, answer.computed_tokens)
     return answer.outcomes
 

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from batchery.errors import DeviceDied
 from batchery.execution.batch import prepare
 from batchery.model import Model
 from batchery.outcomes import Failed
@@ -74,6 +75,10 @@ class EngineDevice(Protocol):
     ) -> BatchAnswer:
         """Computes one batch, and prepares the next one meanwhile where that is possible."""
 
+    @property
+    def problem(self) -> str:
+        """Why it computes nothing any more, until it is closed; empty while it does."""
+
     def figures(self) -> dict[str, Any]:
         """What `batchery stats` would show of the model; nothing before it is loaded."""
 
@@ -87,6 +92,7 @@ class LocalDevice:
     def __init__(self, model: EngineModel) -> None:
         self._model = model
         self._served: ServedModel | None = None
+        self.problem = ""
         #: The batch that comes next: its items as they were given, and prepared.
         self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
 
@@ -104,6 +110,8 @@ class LocalDevice:
         """Computes one batch; prepares the next one while passes run that were only launched."""
         served = self._served
         assert served is not None
+        if self.problem:
+            return self._refuse(items)
         prepared = self._prepared(items, keywords)
         self._ahead = None
 
@@ -117,7 +125,11 @@ class LocalDevice:
             served.start(ready, self._model.work(0, coming))
 
         work = self._model.work(0, keywords)
-        answer = BatchAnswer(*served.compute(prepared, work, nullcontext, start_next))
+        try:
+            answer = BatchAnswer(*served.compute(prepared, work, nullcontext, start_next))
+        except DeviceDied as error:
+            self.problem = f"{error}; only a new process can use this device"
+            return self._refuse(items)
         for each in answer.outcomes:
             show_origin(each)
         return answer
@@ -129,8 +141,12 @@ class LocalDevice:
     def close(self) -> None:
         """Frees the model."""
         served, self._served, self._ahead = self._served, None, None
-        if served is not None:
+        if served is not None and not self.problem:
             served.model.unload()
+
+    def _refuse(self, items: Sequence[Any]) -> BatchAnswer:
+        # Not raised: halves of the batch would try it again.
+        return BatchAnswer([Failed(DeviceDied(self.problem)) for _ in items], 0, 0)
 
     def _prepared(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """The items, prepared now or before: callers may have given up in between."""

@@ -38,6 +38,9 @@ logger = logging.getLogger("batchery.device")
 class SpawnedDevice:
     """Computes in a process of its own, which is started anew after it died."""
 
+    #: The next process can compute again, whatever ended this one.
+    problem = ""
+
     def __init__(self, model: EngineModel, start_timeout_s: float) -> None:
         """Starts no process yet.
 

@@ -26,4 +26,5 @@ def test_django_that_some_library_has_imported_is_left_alone() -> None:
     jobs: Any = [("a", [1], False), ("b", [2], False)]
     work = Work(1, "double", {}, jobs, 8, None)
     task: Any = app.tasks["double"]
-    assert run_batch(task, work, [1, 2], lambda outcomes: outcomes, lambda: None) == [2, 4]
+    run: Any = lambda outcomes: outcomes  # noqa: E731
+    assert run_batch(task, work, "cpu", [1, 2], run, lambda: None) == [2, 4]

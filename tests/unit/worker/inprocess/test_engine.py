@@ -17,6 +17,7 @@ from celery import Celery
 from batchery import (
     BatchArgumentError,
     BatcherClosed,
+    DeviceDied,
     DeviceUnavailable,
     Engine,
     Failed,
@@ -28,6 +29,8 @@ from batchery import (
     SettingsError,
     register,
 )
+from batchery_worker.inprocess import local_device
+from batchery_worker.memory import Memory
 from batchery_worker.models import EmbeddingModel
 from support.gate import batcher_threads
 from support.harness import wait_for
@@ -428,3 +431,31 @@ def test_callers_that_give_up_leave_a_prepared_batch() -> None:
         assert [first.result(60), stays.result(60), again.result(60)] == [2, 6, 2]
         assert gone.cancelled()
         assert engine.stats.dropped == 1
+
+
+class DeadContext(Memory):
+    """Memory of a device whose context some pass has ended."""
+
+    is_dead = False
+
+    def wait(self) -> None:
+        if self.is_dead:
+            raise DeviceDied("the CUDA context of cuda:0 has ended: device-side assert")
+
+
+def test_an_engine_whose_device_is_dead_closes_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, model = DeadContext(), Doubling()
+    monkeypatch.setattr(local_device, "memory_of", lambda *_: memory)
+    with Engine(model, device="cpu") as engine:
+        assert engine.call([1, 2]) == [2, 4]
+        memory.is_dead = True
+        # The bad item ends the context, so nobody knows what became of its neighbours.
+        with pytest.raises(DeviceDied, match="only a new process can use this device"):
+            engine.call([3, 666])
+        with pytest.raises(BatcherClosed, match="context of cuda:0 has ended"):
+            engine.call(4)
+    assert [4] not in model.passes()
+    # What gives back its memory would raise, too.
+    assert not any(each[0] == "unload" for each in model.said)

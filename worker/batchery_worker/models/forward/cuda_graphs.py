@@ -133,7 +133,8 @@ class Graph:
         """
         self._forward = forward
         forward.fill(batch)
-        # CUDA captures on a stream other than the default one, and warms up there.
+        # CUDA captures on a stream other than the default one, and warms up there. Torch's own is
+        # made once per process, on the device that was the first to capture.
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -141,7 +142,7 @@ class Graph:
                 values(forward, batch)
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        self._values = _capture_into(self._graph, pool, lambda: values(forward, batch))
+        self._values = _capture_into(self._graph, pool, side, lambda: values(forward, batch))
 
     def run(self, batch: Sequence[Prepared]) -> Tensor:
         """The values of a batch that has room, one row per text."""
@@ -151,8 +152,11 @@ class Graph:
         return self._values[: len(batch)].clone()
 
 
-def _capture_into(graph: Any, pool: Any, compute: Callable[[], Tensor]) -> Tensor:
+def _capture_into(graph: Any, pool: Any, side: Any, compute: Callable[[], Tensor]) -> Tensor:
     """Captures what is launched; if that fails, the process goes on as if it had not been tried.
+
+    Other threads may call CUDA meanwhile, such as one that copies a batch: in torch's usual mode
+    CUDA would refuse their calls, or end the capture.
 
     Where CUDA refuses to end a capture, torch leaves the capture's stream current, and up to 2.11
     its allocator takes the capture for running: it would free no memory that was used on more than
@@ -160,7 +164,7 @@ def _capture_into(graph: Any, pool: Any, compute: Callable[[], Tensor]) -> Tenso
     """
     with torch.cuda.stream(torch.cuda.current_stream()):
         try:
-            with torch.cuda.graph(graph, pool=pool):
+            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 return compute()
         except BaseException:
             # Where torch has done so itself, it says that there is no such capture.

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from batchery.errors import DeviceDied
 from batchery_worker.memory import Memory
 
 
@@ -53,5 +54,12 @@ class CudaMemory(Memory):
         torch.cuda.empty_cache()
 
     def wait(self) -> None:
-        """Waits until the device has computed everything that was launched."""
-        torch.cuda.synchronize(self._device)
+        """Waits until the device has computed everything that was launched.
+
+        Raises:
+            DeviceDied: An error has ended the context of this process, which cannot open another.
+        """
+        try:
+            torch.cuda.synchronize(self._device)
+        except RuntimeError as error:
+            raise DeviceDied(f"the CUDA context of {self._device} has ended: {error}") from error

@@ -187,6 +187,26 @@ def test_a_failed_capture_leaves_nothing_behind(
         assert cuda.recording == []
 
 
+def test_a_capture_has_a_stream_of_its_device_and_leaves_other_threads_alone(
+    build: Build, embedder: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = embedder(build("bert"), forward="padded")
+    forward = Fixed(model._pass, Shape(1, 16))
+    cuda = fake_cuda.install(monkeypatch)
+    monkeypatch.setattr(Fixed, "fill", lambda *_: None)
+    warmed_up = []
+
+    def values(*_: Any) -> torch.Tensor:
+        warmed_up.append(cuda.current)
+        return torch.zeros(1)
+
+    with pytest.raises(RuntimeError, match="operation failed"):
+        Graph(forward, values, model.preprocess(["the cat"]), "pool")
+    # Torch keeps one stream for all captures, which belongs to the first device.
+    (stream, mode), *_ = cuda.captures
+    assert (set(warmed_up), mode) == ({stream}, "thread_local")
+
+
 def test_shapes_are_captured_with_the_mask_that_passes_have(
     captures: Callable[..., Capture],
 ) -> None:
