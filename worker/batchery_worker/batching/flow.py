@@ -27,6 +27,10 @@ class Flow(Generic[T]):
     tag: float = 0.0
     #: Virtual time for which it was charged in batches that are not back.
     running: float = 0.0
+    #: Number of those batches.
+    batches: int = 0
+    #: Whether it is not known from before, and had no batch yet.
+    is_new: bool = False
     #: Number of items of its jobs.
     items: int = 0
     #: Jobs without an early deadline, as they came.

@@ -2,22 +2,28 @@
 
 Each lane of jobs has a tag, its virtual time: the device time that it was given, divided by its
 weight. The lane with the lowest tag is next. A lane that was empty starts at the present virtual
-time, so it can save up nothing. Nobody has to know in advance how long a job takes: a batch is
-charged with an estimate when it leaves, and corrected when it is back.
+time, the tag of what is in service, so it can save up nothing. Nobody has to know in advance how
+long a job takes: a batch is charged with an estimate when it leaves, and corrected when it is back.
 
 P. Goyal, H. M. Vin, H. Cheng: Start-time Fair Queueing, SIGCOMM 1996. While two lanes both wait for
 one device, what they were given, divided by their weights, differs by a batch of each at most.
+
+Lanes that come once would keep that time where it is, as each is in service at the tag with which
+it came: all others would starve, and all that came would have to be remembered. So a lane that is
+not known starts at the tag of a flow that all newcomers of its class are together, which is charged
+with the first batch of each. Virtual time follows them, and passes the lanes that are empty: those
+behind it owe nothing and are forgotten.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any, NamedTuple
 
 from batchery_worker.batching.flow import Flow
 from batchery_worker.batching.task_costs import TaskCosts
 from batchery_worker.job import BatchKey, Lane
-
-#: Number of empty lanes that are remembered; beyond it, those that owe nothing are forgotten.
-MAX_ASLEEP = 1024
 
 
 class Charge(NamedTuple):
@@ -27,6 +33,42 @@ class Charge(NamedTuple):
     items: int
     estimate_s: float
     weight: float
+    #: The weight of all newcomers of its class, if it is the first batch of one; otherwise 0.
+    newcomers: float
+
+
+@dataclass(slots=True)
+class _Group:
+    """The waiting flows of a task and tenant."""
+
+    keys: int = 0
+    newcomers: int = 0
+
+
+@dataclass(slots=True)
+class _PriorityClass:
+    """What the flows of a class have in common."""
+
+    share: float
+    groups: dict[tuple[str, str], _Group] = field(default_factory=dict)
+    #: The tag with which newcomers start, unless virtual time is ahead of it.
+    entry: float = 0.0
+    #: How many groups' shares those newcomers have together that wait.
+    newcomers: float = 0.0
+    #: The same when the last batch left.
+    newcomers_then: float = 0.0
+
+    def count(self, flow: Flow[Any], keys: int, newcomers: int) -> None:
+        """Counts a flow that begins or ends to wait, or to be new."""
+        group = self.groups.setdefault(flow.group, _Group())
+        self.newcomers -= group.newcomers / max(1, group.keys)
+        group.keys += keys
+        group.newcomers += newcomers
+        self.newcomers += group.newcomers / max(1, group.keys)
+        if not group.keys:
+            del self.groups[flow.group]
+        if not self.groups:
+            self.newcomers = 0.0
 
 
 class Shares:
@@ -39,23 +81,30 @@ class Shares:
             shares: Share of each priority class, above 0; only their ratios matter.
             costs: Expects how long batches take, and learns from those that are back.
         """
-        self._shares = shares
+        self._classes = {name: _PriorityClass(share) for name, share in shares.items()}
         self._costs = costs
+        #: Virtual time: the lowest tag of the batch that left last.
         self._now = 0.0
+        #: Empty flows that still owe something, or have batches that are not back.
         self._asleep: dict[tuple[BatchKey, Lane], Flow[Any]] = {}
-        #: Class -> task and tenant -> number of its keys that have waiting jobs.
-        self._awake: dict[str, dict[tuple[str, str], int]] = {name: {} for name in shares}
+        #: A heap of them: tag, number, flow. Those that woke meanwhile are passed over.
+        self._owing: list[tuple[float, int, Flow[Any]]] = []
+        self._numbers = count()
+
+    def __len__(self) -> int:
+        """Number of empty flows that are remembered."""
+        return len(self._asleep)
 
     def wake(self, key: BatchKey, lane: Lane) -> Flow[Any]:
         """The flow of a lane and key that has its first waiting job."""
-        if not any(self._awake.values()):
+        if not any(each.groups for each in self._classes.values()):
             self._forgive()
+        own = self._classes[lane.priority_class]
         flow = self._asleep.pop((key, lane), None)
         if flow is None:
-            flow = Flow(key, lane)
+            flow = Flow(key, lane, own.entry, is_new=True)
         flow.tag = max(flow.tag, self._now)
-        keys = self._awake[lane.priority_class]
-        keys[flow.group] = keys.get(flow.group, 0) + 1
+        own.count(flow, 1, int(flow.is_new))
         return flow
 
     def _forgive(self) -> None:
@@ -64,34 +113,41 @@ class Shares:
         Otherwise a lane that has long had more than its share, of devices with time to spare, would
         pay for it when others come.
         """
+        for each in self._classes.values():
+            each.entry = self._now
+        self._owing.clear()
+        self._asleep = {place: flow for place, flow in self._asleep.items() if flow.batches}
         for flow in self._asleep.values():
             flow.tag = min(flow.tag, self._now + flow.running)
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forgets the empty flows that owe nothing."""
-        self._asleep = {
-            (each.key, each.lane): each for each in self._asleep.values() if each.tag > self._now
-        }
 
     def sleep(self, flow: Flow[Any]) -> None:
         """Notes that a flow has no waiting job left."""
-        keys = self._awake[flow.lane.priority_class]
-        keys[flow.group] -= 1
-        if not keys[flow.group]:
-            del keys[flow.group]
-        self._asleep[flow.key, flow.lane] = flow
-        if len(self._asleep) > MAX_ASLEEP:
+        self._classes[flow.lane.priority_class].count(flow, -1, -int(flow.is_new))
+        if not flow.is_new:
+            self._asleep[flow.key, flow.lane] = flow
+            self._remember(flow)
+
+    def _remember(self, flow: Flow[Any]) -> None:
+        """Remembers an empty flow until virtual time has reached its tag, which is final."""
+        if not flow and not flow.batches:
+            heappush(self._owing, (flow.tag, next(self._numbers), flow))
             self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the empty flows that owe nothing."""
+        while self._owing and self._owing[0][0] <= self._now:
+            flow = heappop(self._owing)[2]
+            place = flow.key, flow.lane
+            if not flow.batches and flow.tag <= self._now and self._asleep.get(place) is flow:
+                del self._asleep[place]
 
     def weight(self, flow: Flow[Any]) -> float:
         """The share of a flow: that of its class, divided by all tenants and tasks that wait in it.
 
         A tenant or task with jobs of several keys has no more for it.
         """
-        name = flow.lane.priority_class
-        groups = self._awake[name]
-        return self._shares[name] / (len(groups) * groups[flow.group])
+        own = self._classes[flow.lane.priority_class]
+        return own.share / (len(own.groups) * own.groups[flow.group].keys)
 
     def item_s(self, task: str, items: int) -> float:
         """Expected device time of each item of a batch, in seconds.
@@ -105,6 +161,10 @@ class Shares:
     def began(self, tag: float) -> None:
         """Moves the virtual time to the tag of a batch that leaves."""
         self._now = max(self._now, tag)
+        for each in self._classes.values():
+            each.entry = max(each.entry, self._now)
+            each.newcomers_then = each.newcomers
+        self._forget()
 
     def charge(self, flow: Flow[Any], items: int, item_s: float) -> Charge:
         """Charges a flow for its part of a batch that leaves. It must not be asleep yet.
@@ -117,7 +177,14 @@ class Shares:
         estimate_s, weight = item_s * items, self.weight(flow)
         flow.tag += estimate_s / weight
         flow.running += estimate_s / weight
-        return Charge(flow, items, estimate_s, weight)
+        flow.batches += 1
+        newcomers = 0.0
+        if flow.is_new:
+            own = self._classes[flow.lane.priority_class]
+            newcomers = max(weight, own.share * own.newcomers_then / len(own.groups))
+            own.count(flow, 0, -1)
+            flow.is_new = False
+        return Charge(flow, items, estimate_s, weight, newcomers)
 
     def ended(self, charges: Sequence[Charge], run_s: float | None) -> None:
         """Corrects the charges of a batch that is back.
@@ -127,11 +194,14 @@ class Shares:
             run_s: How long it had its device, in seconds; None if that is not known, as its device
                 died.
         """
-        for charge in charges:
-            charge.flow.running -= charge.estimate_s / charge.weight
-        if run_s is None:
-            return
         items = sum([charge.items for charge in charges])
-        for charge in charges:
-            charge.flow.tag += (run_s * charge.items / items - charge.estimate_s) / charge.weight
-        self._costs.ran(charges[0].flow.key.task, items, run_s)
+        for flow, own_items, estimate_s, weight, newcomers in charges:
+            took_s = estimate_s if run_s is None else run_s * own_items / items
+            flow.running -= estimate_s / weight
+            flow.batches -= 1
+            flow.tag += (took_s - estimate_s) / weight
+            if newcomers:
+                self._classes[flow.lane.priority_class].entry += took_s / newcomers
+            self._remember(flow)
+        if run_s is not None:
+            self._costs.ran(charges[0].flow.key.task, items, run_s)

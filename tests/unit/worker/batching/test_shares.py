@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.batching import shares as module
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.batching.shares import Shares
 from batchery_worker.batching.task_costs import UNKNOWN_ITEM_S, TaskCosts
@@ -208,16 +207,107 @@ def test_a_correction_is_right_however_wrong_the_estimate_was() -> None:
     assert shares.item_s("embed", 4) == pytest.approx(0.5 / 4)
 
 
-def test_lanes_that_owe_nothing_are_forgotten() -> None:
+class Stream:
+    """Tenants that come once: one with one job for each job of such a tenant that ran."""
+
+    def __init__(self, device: Device, keys: list[BatchKey], name: str, waiting: int) -> None:
+        self.device = device
+        self.waiting = waiting
+        self._keys = itertools.cycle(keys)
+        self._name = name
+        self._numbers = itertools.count()
+        self.come(waiting)
+
+    def come(self, count: int) -> None:
+        for number in itertools.islice(self._numbers, count):
+            self.device.send(next(self._keys), Lane(self._name, f"once {number}"), 1)
+
+    def run(self, batches: int) -> None:
+        for _ in range(batches):
+            self.device.run(1)
+            ran = self.device.batches[-1].items()
+            self.come(sum(jobs for (_, lane), jobs in ran if lane.tenant.startswith("once")))
+
+
+@given(
+    costs_s=st.lists(st.floats(0.001, 1.0), min_size=3, max_size=3),
+    name=st.sampled_from(list(SHARES)),
+    waiting=st.integers(1, 40),
+    max_batch_size=st.integers(1, 32),
+    has_bulk=st.booleans(),
+)
+def test_what_is_remembered_of_tenants_that_come_once_is_bounded(
+    costs_s: list[float], name: str, waiting: int, max_batch_size: int, has_bulk: bool
+) -> None:
+    cost_s = {f"task {number}": each for number, each in enumerate(costs_s)}
+    device = Device(cost_s.__getitem__, max_batch_size)
+    if has_bulk:
+        device.send(BatchKey("task 0"), HIGH, 50_000 // max_batch_size)
+    stream = Stream(device, list(map(BatchKey, cost_s)), name, waiting)
+    for _ in range(20):
+        stream.run(20)
+        # They are forgotten when those that wait have had as much, by their shares: up to five
+        # times as many come meanwhile, and one of a slow task stays while many of fast ones go.
+        assert len(device.scheduler._shares) <= 10 * (waiting + max_batch_size)
+        assert len(device.scheduler._shares._owing) <= 10 * (waiting + max_batch_size)
+
+
+def test_tenants_whose_jobs_went_elsewhere_are_not_remembered() -> None:
     scheduler: Scheduler[None] = Scheduler(SHARES)
     scheduler.admit(Job("bulk", EMBED, Limits(1), 1, 0.0, None, HIGH))
-    for number in range(5 * module.MAX_ASLEEP):
-        tenant = Lane("low", str(number))
-        scheduler.admit(Job(str(number), LABEL, Limits(8), 1, 0.0, None, tenant))
-        batch = scheduler.next_batch(0, False, 0.0)
-        assert batch is not None
-        scheduler.ended(batch, 0.001)
-    assert len(scheduler._shares._asleep) <= module.MAX_ASLEEP + 1
+    for number in range(50):
+        job = Job(str(number), EMBED, Limits(1), 1, 0.0, None, Lane("high", str(number)))
+        scheduler.admit(job)
+        scheduler.remove([job])
+    assert len(scheduler._shares) == 0
+
+
+@pytest.mark.parametrize("name", list(SHARES))
+@pytest.mark.parametrize("key", [EMBED, LABEL])
+def test_tenants_that_come_once_have_no_more_than_the_share_of_their_class(
+    key: BatchKey, name: str
+) -> None:
+    device = Device(lambda _: 0.01)
+    device.send(EMBED, Lane("normal", "stays"), 10_000)
+    stream = Stream(device, [key], name, 31)
+    stream.run(500)
+    # In the class of the one that stays, each of 32 has the same.
+    expected = 1 / 32 if name == "normal" else 30 / (30 + SHARES[name])
+    share = device.share((EMBED, Lane("normal", "stays")))
+    assert share == pytest.approx(expected, rel=0.15)
+
+
+@given(
+    costs_s=st.lists(st.floats(0.001, 1.0), min_size=3, max_size=3),
+    max_batch_size=st.integers(1, 16),
+    away=st.integers(0, 30),
+    waiting=st.integers(0, 20),
+)
+def test_who_leaves_and_returns_neither_gains_nor_loses(
+    costs_s: list[float], max_batch_size: int, away: int, waiting: int
+) -> None:
+    """Also beside tenants that come once, and after a time in which others went on."""
+    cost_s = dict(zip(("embed", "label", "once"), costs_s, strict=True))
+    device = Device(cost_s.__getitem__, max_batch_size)
+    returns, stays = (EMBED, HIGH), (LABEL, LOW)
+    device.send(*stays, 5000)
+    stream = Stream(device, [BatchKey("once")], "normal", waiting)
+    stream.run(away)
+    device.given_s.clear()
+    bound = sum(
+        3 * cost_s[key.task] * max_batch_size / SHARES[lane.priority_class]
+        for key, lane in (returns, stays, (BatchKey("once"), NORMAL))
+    )
+    device.send(*returns, 1)
+    for _ in range(200):
+        stream.run(1)
+        # All of its jobs are in each of its batches, and the next ones come when they are back.
+        if device.batches[-1][returns]:
+            device.send(*returns, max_batch_size)
+        first, second = (
+            device.given_s[who] / SHARES[who[1].priority_class] for who in (returns, stays)
+        )
+        assert abs(first - second) <= bound
 
 
 @given(
