@@ -2,7 +2,8 @@
 
 A job that just missed a batch waits for what runs, for that batch, and then for its own. A batch
 is sent when `LEAD_SHARE` of the one before is left, so a batch may take less than half of the
-target; and still less where batches of other tasks come in between.
+target; and still less where batches of other keys come in between. How many do is what the shares
+say: a tenant with thirty kinds of keywords cuts its own batches, not those of the others.
 
 While the cost model cannot be believed, the size follows what happens instead: it grows by steps
 while batches of this size take less than that, and is cut by a tenth when one takes more (additive
@@ -49,20 +50,20 @@ class LatencyTarget:
         #: Maximum size while costs are not believed.
         self._size = max(1.0, self._cap / STEP_DIVISOR)
 
-    def max_items(self, task: str, costs: TaskCosts, others: int) -> int:
+    def max_items(self, task: str, costs: TaskCosts, others: float) -> int:
         """Maximum items of the next batch, at least 1.
 
         Args:
             task: The task.
             costs: What its batches cost.
-            others: Number of other keys whose batches may come in between.
+            others: How many batches of other keys may come in between.
         """
         if not costs.is_believable(task):
             return int(self._size)
         budget_s = self._budget_s(others) / (1 + costs.error(task))
         return max(1, costs.max_items(task, budget_s, self._cap) or 1)
 
-    def ended(self, items: int, run_s: float, others: int) -> None:
+    def ended(self, items: int, run_s: float, others: float) -> None:
         """Learns from a batch.
 
         Args:
@@ -76,7 +77,7 @@ class LatencyTarget:
         elif items >= FULL_SHARE * self._size and run_s < CALM_SHARE * self._budget_s(others):
             self._size = min(float(self._cap), self._size + max(1.0, self._cap / STEP_DIVISOR))
 
-    def _budget_s(self, others: int) -> float:
+    def _budget_s(self, others: float) -> float:
         budget_s = self._target_s / (BATCHES + others)
         if budget_s < SHORT_BATCH_S:
             return self._target_s / (SHORT_BATCHES + others)

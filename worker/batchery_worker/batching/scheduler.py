@@ -351,12 +351,8 @@ class Scheduler(Generic[T]):
         target = self._targets.get(task)
         if target is None:
             target = self._targets[task] = LatencyTarget(limits)
-        return target.max_items(task, self.costs, self._others)
-
-    @property
-    def _others(self) -> int:
-        """Number of keys besides one whose batches may come in between."""
-        return max(0, len(self._queues) - 1)
+        weight = sum([self._shares.weight(flow) for flow in waiting.flows.values()])
+        return target.max_items(task, self.costs, self._shares.others(weight))
 
     def take_late(self, now_s: float) -> list[Job[T]]:
         """Takes out the jobs that cannot make their deadline, if such jobs are to be given up.
@@ -434,7 +430,9 @@ class Scheduler(Generic[T]):
         self._shares.ended(batch.charges, run_s)
         target = self._targets.get(batch.jobs[0].key.task) if batch.jobs else None
         if target is not None and run_s is not None:
-            target.ended(batch.items, run_s, self._others)
+            names = {charge.flow.lane.priority_class for charge in batch.charges}
+            weight = sum([charge.weight for charge in batch.charges])
+            target.ended(batch.items, run_s, self._shares.others(weight, names))
 
     def wake_s(self) -> float | None:
         """When an idle device should ask again although nothing else happened; None for never."""

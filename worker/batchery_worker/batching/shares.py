@@ -15,7 +15,7 @@ with the first batch of each. Virtual time follows them, and passes the lanes th
 behind it owe nothing and are forgotten.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -148,6 +148,18 @@ class Shares:
         """
         own = self._classes[flow.lane.priority_class]
         return own.share / (len(own.groups) * own.groups[flow.group].keys)
+
+    def others(self, weight: float, names: Collection[str] = ()) -> float:
+        """How many batches of others come in between two of some flows, by their shares.
+
+        Args:
+            weight: The sum of the weights of these flows.
+            names: Their classes, where none of their jobs waits any more.
+        """
+        shares = [
+            each.share for name, each in self._classes.items() if each.groups or name in names
+        ]
+        return max(0.0, sum(shares) / weight - 1)
 
     def item_s(self, task: str, items: int) -> float:
         """Expected device time of each item of a batch, in seconds.

@@ -5,7 +5,7 @@ import pytest
 from batchery_worker.batching.latency_target import LatencyTarget
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.batching.task_costs import TaskCosts
-from batchery_worker.job import BatchKey, Job, Limits
+from batchery_worker.job import BatchKey, Job, Lane, Limits
 
 TASK = "embed"
 LIMITS = Limits(64, target_s=0.1)
@@ -80,6 +80,35 @@ def test_a_full_batch_is_one_of_the_size_that_the_target_allows() -> None:
     while (batch := scheduler.next_batch(1, False, 0.0)) is not None:
         sizes.append(batch.items)
     assert sizes == [pytest.approx(39, abs=1)] * 2
+
+
+def test_keywords_of_one_tenant_do_not_cut_the_batches_of_another() -> None:
+    """The budget counts shares: with 30 keys of another, between two batches comes one of it."""
+    sizes = []
+    for keys in (1, 30):
+        scheduler: Scheduler[None] = Scheduler(costs=learnt())
+        for number in range(64 * (keys + 1)):
+            key = BatchKey(TASK, str(1 + number % keys))
+            scheduler.admit(Job("", key, LIMITS, 1, 0.0, None, Lane("high", "noisy")))
+            scheduler.admit(Job("", BatchKey(TASK), LIMITS, 1, 0.0, None, Lane("high", "quiet")))
+        batches = [scheduler.next_batch(0, False, 0.0) for _ in range(60)]
+        quiet = [each for each in batches if each and not each.jobs[0].key.keywords]
+        sizes.append(quiet[0].items)
+    # 5 ms and 25 items of 1 ms: a 3.25th of 100 ms.
+    assert sizes == [pytest.approx(25, abs=1)] * 2
+
+
+def test_a_target_counts_classes_by_their_shares() -> None:
+    scheduler: Scheduler[None] = Scheduler({"high": 80.0, "low": 20.0}, learnt())
+    for number in range(100):
+        for name in ("high", "low"):
+            lane = Lane(name, str(number) if name == "low" else "")
+            scheduler.admit(Job("", BatchKey(TASK, name), LIMITS, 1, 0.0, None, lane))
+    high, low = (scheduler.next_batch(0, False, 0.0) for _ in range(2))
+    assert high is not None
+    assert low is not None
+    # A 2.5th of the target; and a 7th, as such batches are short.
+    assert [high.items, low.items] == [pytest.approx(34, abs=1), pytest.approx(9, abs=1)]
 
 
 def test_the_scheduler_learns_from_batches_that_are_back() -> None:
