@@ -5,7 +5,7 @@ Time is an argument, so that a test can turn the loop by hand.
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from types import TracebackType
@@ -338,6 +338,8 @@ class BatchLoop:
             answer = self.function(*owner, given, **first.keywords)
             if inspect.iscoroutine(answer):
                 answer = self._resolve(answer)
+            elif isinstance(answer, Iterator):
+                answer = list(answer)  # The body of a generator runs here, not at its call.
         finally:
             self.is_computing = False
         if self.collator is not None:

@@ -11,13 +11,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from math import inf
-from typing import Any
+from types import GetSetDescriptorType, MemberDescriptorType
+from typing import Any, TypeVar
 
 from batchery.outcomes import Failed
 from batchery_worker.inprocess.space import limited
 from batchery_worker.job import USUAL_LANE, Lane
 
 logger = logging.getLogger("batchery.inprocess")
+
+E = TypeVar("E", bound=BaseException)
+
+#: Attributes of objects that are not in their `__dict__`.
+FIELDS = (GetSetDescriptorType, MemberDescriptorType)
 
 
 class Call:
@@ -101,14 +107,50 @@ class Call:
         if not self.many:
             return _value(self.outcomes[0])
         if self.returns_exceptions:
-            return [each.exception if isinstance(each, Failed) else each for each in self.outcomes]
+            return [
+                copy_exception(each.exception) if isinstance(each, Failed) else each
+                for each in self.outcomes
+            ]
         return [_value(each) for each in self.outcomes]
 
 
 def _value(outcome: Any) -> Any:
     if isinstance(outcome, Failed):
-        raise outcome.exception
+        raise copy_exception(outcome.exception)
     return outcome
+
+
+def copy_exception(error: E) -> E:
+    """An exception for one caller alone: one object raised in all would grow all their tracebacks.
+
+    Its `__init__` is not called, as that may take other arguments than `args`. What cannot be made
+    without it, such as pydantic's, is shared.
+    """
+    kind = type(error)
+    args: tuple[Any, ...] = error.args
+    if isinstance(error, BaseExceptionGroup):
+        args = error.message, tuple(map(copy_exception, error.exceptions))
+    try:
+        made: E = kind.__new__(kind, *args)
+    except Exception:  # noqa: BLE001 - whatever the class does
+        return error
+    vars(made).update(vars(error))
+    # Slots, the fields of Python's own classes such as `OSError.filename`, cause and traceback.
+    for base in kind.__mro__:
+        for name, field in vars(base).items():
+            if name == "__dict__" or not isinstance(field, FIELDS):
+                continue
+            with suppress(AttributeError, TypeError):  # Never set, or only to be read.
+                value = getattr(error, name)
+                # `OSError` writes a None that was set otherwise than nothing.
+                if getattr(made, name, None) is not value:
+                    setattr(made, name, value)
+    made.args = args
+    # Setting the cause has set this, too.
+    made.__suppress_context__ = error.__suppress_context__
+    if hasattr(error, "__notes__"):
+        made.__notes__ = list(error.__notes__)
+    return made
 
 
 class ThreadCall(Call):

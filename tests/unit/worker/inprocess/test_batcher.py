@@ -5,7 +5,9 @@ import copy
 import gc
 import pickle
 import threading
+import traceback
 import weakref
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -333,6 +335,40 @@ def test_a_function_that_calls_its_own_batcher_is_told() -> None:
 
     assert deep(0) == 0
     with pytest.raises(BatchArgumentError, match="would wait for itself"):
+        deep(1)
+
+
+def test_a_generator_that_waits_for_its_own_batcher_is_told() -> None:
+    @batched
+    def deep(items: list[int]) -> Iterator[int]:
+        for item in items:
+            yield deep.submit(item - 1).result(60) if item else item
+
+    assert deep(0) == 0
+    with pytest.raises(BatchArgumentError, match="would wait for itself") as caught:
+        deep(1)
+    assert "deep.submit(item - 1)" in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_coroutine_that_waits_for_its_own_batcher_is_told() -> None:
+    @batched
+    async def deep(items: list[int]) -> list[int]:
+        return [
+            await asyncio.wrap_future(deep.submit(item - 1)) if item else item for item in items
+        ]
+
+    assert deep(0) == 0
+    with pytest.raises(BatchArgumentError, match="would wait for itself"):
+        deep(1)
+
+
+def test_an_async_generator_is_told_that_it_gives_no_list() -> None:
+    @batched
+    async def deep(items: list[int]) -> AsyncIterator[int]:
+        for item in items:
+            yield deep(item - 1)
+
+    with pytest.raises(WrongLength, match="returned a async_generator"):
         deep(1)
 
 
