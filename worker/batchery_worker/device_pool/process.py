@@ -35,6 +35,12 @@ MAX_BACKOFF_S = 30.0
 #: (docs/performance.md).
 ONEDNN_PROGRAMS_PER_CORE = 8
 
+#: How often a thread of torch looks whether the others are done, before it sleeps. GNU's OpenMP,
+#: which torch brings on Linux, looks 300,000 times. Where a neighbour needs the core, or two of the
+#: threads share one, that is time in which nobody computes. So few looks cost a lone pass a
+#: twentieth where the cores are free (docs/performance.md).
+SPINS = 1_000
+
 #: How long a process may take to end after its pipe was closed, in seconds; then it is killed.
 LEAVE_TIMEOUT_S = 5.0
 
@@ -299,6 +305,9 @@ def ending_of(code: int) -> str:
 
 def _environment() -> dict[str, str]:
     """Environment variables of a device process; those of the worker outrank them."""
-    return {
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(ONEDNN_PROGRAMS_PER_CORE * (os.cpu_count() or 1))
-    }
+    programs = ONEDNN_PROGRAMS_PER_CORE * (os.cpu_count() or 1)
+    defaults = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(programs)}
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # The count would outrank the policy.
+        defaults["GOMP_SPINCOUNT"] = str(SPINS)
+    return defaults

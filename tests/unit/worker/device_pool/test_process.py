@@ -65,6 +65,25 @@ def test_onednn_cache_is_small_unless_the_environment_sets_it(
     assert devices.started[1].environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "1024"
 
 
+def test_threads_of_a_pass_spin_for_a_moment_unless_the_environment_says_how_long(
+    unborn: DeviceProcess, devices: FakeDevices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    unborn.spawn()
+    assert devices.started[0].environment["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    unborn.reap()
+    unborn.spawn()
+    assert devices.started[1].environment["GOMP_SPINCOUNT"] == "7"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    # The count would outrank it.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    unborn.reap()
+    unborn.spawn()
+    assert "GOMP_SPINCOUNT" not in devices.started[2].environment
+
+
 def test_device_takes_two_batches_and_none_next_to_a_suspect(device: DeviceProcess) -> None:
     assert device.has_room
     device.batches[1] = dispatched()
