@@ -420,3 +420,21 @@ def test_redis_that_evicts_keys_logs_a_warning(bare: Any, caplog: pytest.LogCapt
     finally:
         bare.config_set("maxmemory-policy", "noeviction")
     assert "allkeys-lru" in caplog.text
+
+
+def test_reading_of_a_suspect_is_noted_and_blamed_while_redis_is_full(
+    lease_store: LeaseStore, bare: Any
+) -> None:
+    bare.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(redis.OutOfMemoryError):
+            bare.set("more", 1)
+        lease_store.note_delivery("7")
+        assert bare.hgetall(KEYS.running(lease_store.worker)) == {b"delivery": b"alone 7 7"}
+        lease_store.blame_delivery("job")
+        lease_store.blame_delivery("job")
+        assert list(bare.hgetall(KEYS.suspects).values()) == [b"2"]
+        lease_store.forget_delivery()
+    finally:
+        bare.config_set("maxmemory", 0)
+    assert not bare.exists(KEYS.running(lease_store.worker))

@@ -178,7 +178,7 @@ class LeaseStore:
             redis.RedisError: Redis does not answer.
         """
         note = f"alone {token} {token}"
-        self.client.hset(self.keys.running(self.worker), DELIVERY, note)
+        self.scripts.run("note", [self.keys.running(self.worker)], "HSET", DELIVERY, note)
 
     def forget_delivery(self) -> None:
         """Removes that note, as the suspect was read.
@@ -194,7 +194,7 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        self.client.hincrby(self.keys.suspects, delivery_of(suspect), 1)
+        self.scripts.run("note", [self.keys.suspects], "HINCRBY", delivery_of(suspect), 1)
 
     def published(self, token: str, publish_tag: str) -> None:
         """Remembers that the job's completion has published messages, with dedupe keys."""
