@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import GatewayProcess
 from support.served_models import save_models
@@ -23,17 +24,31 @@ CHECKS = (
     "negative_data_rejection",
 )
 
+#: What a request without a key may be answered: none, no such method, or no such host.
+REFUSALS = {401, 403, 405, 413}
+
+KEY, HASH = make_key()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A tiny model of every kind that has a route."""
+    return save_models(tmp_path_factory.mktemp("models"))
+
 
 @pytest.fixture(scope="module")
 def gateway(
-    start_module_worker: StartWorker,
-    start_gateway: StartGateway,
-    tmp_path_factory: pytest.TempPathFactory,
+    start_module_worker: StartWorker, start_gateway: StartGateway, models: dict[str, Any]
 ) -> GatewayProcess:
-    """A gateway, and a worker with a tiny model of every kind that has a route."""
-    models = save_models(tmp_path_factory.mktemp("models"))
+    """A gateway, and a worker with the models."""
     start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
     return start_gateway(models=models)
+
+
+@pytest.fixture(scope="module")
+def keyed(start_gateway: StartGateway, models: dict[str, Any]) -> GatewayProcess:
+    """A gateway of the same models, which wants a key."""
+    return start_gateway(models=models, gateway={"keys": {"shop": {"hash": HASH}}})
 
 
 @pytest.fixture(scope="module")
@@ -61,32 +76,61 @@ def with_known_models(schema: dict[str, Any]) -> dict[str, Any]:
 def test_every_answer_is_as_the_schema_says(
     gateway: GatewayProcess, schema: dict[str, Any], tmp_path: Path
 ) -> None:
-    path = tmp_path / "openapi.json"
-    path.write_text(json.dumps(with_known_models(schema)))
-    program = str(Path(sys.executable).with_name("schemathesis"))
-    command = [program, "run", str(path), "--url", gateway.url, "--checks", ",".join(CHECKS)]
-    options = ["--generation-deterministic", "--max-examples", "4", "--no-color"]
-    report = tmp_path / "report.har"
-    done = subprocess.run(
-        [
-            *command,
-            *options,
-            "--phases",
-            "examples,coverage,fuzzing",
-            "--report-har-path",
-            str(report),
-        ],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    answered = statuses(json.loads(report.read_text()))
+    options = ("--checks", ",".join(CHECKS), "--max-examples", "4")
+    answered = run_schemathesis(gateway, with_known_models(schema), tmp_path, *options)
     # So the checks have seen real answers, not errors alone. Names and ids are made up.
     named = {each for each in routes(schema) if "{" in each}
     silent = {each for each in routes(schema) if 200 not in answered[each]} - named
     assert silent <= {"POST /v1/batches", "POST /page/try"}, silent
+
+
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_no_wrong_request_is_a_fault_of_the_server(
+    gateway: GatewayProcess,
+    keyed: GatewayProcess,
+    schema: dict[str, Any],
+    tmp_path: Path,
+    is_keyed: bool,
+) -> None:
+    options = ["--mode", "negative", "--max-examples", "20", "--checks", "not_a_server_error"]
+    if is_keyed:
+        options += ["--header", f"Authorization: Bearer {KEY}"]
+    answered = run_schemathesis(keyed if is_keyed else gateway, schema, tmp_path, *options)
+    # So it was let in.
+    assert 422 in answered["POST /page/try"]
+
+
+def test_request_without_its_key_is_refused_whatever_it_says(
+    keyed: GatewayProcess, schema: dict[str, Any], tmp_path: Path
+) -> None:
+    options = ("--mode", "all", "--max-examples", "2", "--checks", "not_a_server_error")
+    answered = run_schemathesis(keyed, schema, tmp_path, *options)
+    for route in set(routes(schema)) - {"GET /health"}:
+        assert answered[route] <= REFUSALS, route
+
+
+def run_schemathesis(
+    gateway: GatewayProcess, schema: dict[str, Any], folder: Path, *options: str
+) -> dict[str, set[int]]:
+    """Lets schemathesis make up requests, the same ones each time.
+
+    Returns:
+        The statuses that each route answered with.
+    """
+    path, report = folder / "openapi.json", folder / "report.har"
+    path.write_text(json.dumps(schema))
+    program = str(Path(sys.executable).with_name("schemathesis"))
+    command = [program, "run", str(path), "--url", gateway.url, "--generation-deterministic"]
+    command += ["--no-color", "--phases", "examples,coverage,fuzzing"]
+    done = subprocess.run(
+        [*command, "--report-har-path", str(report), *options],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return statuses(json.loads(report.read_text()))
 
 
 def statuses(report: dict[str, Any]) -> dict[str, set[int]]:
