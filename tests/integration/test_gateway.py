@@ -130,7 +130,7 @@ def test_bad_request_says_what_is_wrong(
     assert error["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize("body", [b'{"input": "a"', b"", b"\xff\xfe", b"[" * 100_000, b'"\\ud800"'])
+@pytest.mark.parametrize("body", [b'{"input": "a"', b"", b"\xff\xfe", b"[" * 10_000, b'"\\ud800"'])
 def test_body_that_is_no_request_is_refused(gateway: GatewayProcess, body: bytes) -> None:
     answer = gateway.post(
         "/v1/embeddings", content=body, headers={"content-type": "application/json"}

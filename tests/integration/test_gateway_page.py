@@ -360,6 +360,17 @@ def test_page_is_three_files_that_load_nothing_from_elsewhere(gateway: GatewayPr
     assert gateway.get("/favicon.ico").status_code == 204
 
 
+@pytest.mark.parametrize("depth", [150, 300, 900, 100_000])
+def test_trial_of_any_depth_is_the_fault_of_its_caller(gateway: GatewayProcess, depth: int) -> None:
+    item = "[" * depth + "]" * depth
+    answer = gateway.post(
+        "/page/try",
+        content=f'{{"model": "embed", "item": {item}}}',
+        headers={"content-type": "application/json"},
+    )
+    assert answer.status_code in (413, 422), answer.text
+
+
 @pytest.mark.parametrize(
     ("body", "status", "text"),
     [
@@ -368,6 +379,9 @@ def test_page_is_three_files_that_load_nothing_from_elsewhere(gateway: GatewayPr
         ({"model": "embed", "item": ""}, 422, "is empty"),
         ({"model": "embed", "item": "a", "keywords": {"nothing": 1}}, 422, "nothing"),
         ({"model": "embed", "item": "a", "more": 1}, 422, "more"),
+        ({"model": "embed", "item": 2**64}, 422, "cannot be sent: Integer exceeds 64-bit"),
+        ({"model": "embed", "item": "a", "keywords": {"dimensions": 2**64}}, 422, "64-bit"),
+        ({"model": "embed", "item": "a", "keywords": {"dimensions": 2**63}}, 422, "dimensions"),
     ],
 )
 def test_wrong_trial_says_what_is_wrong(

@@ -118,7 +118,7 @@ def test_limit_is_named(
 
 @pytest.mark.parametrize("path", ["/process-batch", "/process-batch-stream"])
 @pytest.mark.parametrize(
-    "body", [b'{"texts": ["good", "bad \\ud800"]}', b'{"texts": ["a"', b"", b"[" * 100_000]
+    "body", [b'{"texts": ["good", "bad \\ud800"]}', b'{"texts": ["a"', b"", b"[" * 10_000]
 )
 def test_body_that_is_no_request_is_refused(
     gateway: GatewayProcess, path: str, body: bytes

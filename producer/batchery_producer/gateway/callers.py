@@ -1,5 +1,6 @@
 """Who calls: API keys, the tenant and class of each, and how much it may ask for."""
 
+import asyncio
 import hashlib
 import secrets
 from collections.abc import Mapping
@@ -43,6 +44,7 @@ class Caller:
         max_items: Items of one request.
         max_chars: Characters of all texts of one request.
         in_flight: Requests that run now, in this process.
+        long_work: Held while a thread works on one of them.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Caller:
     max_items: int
     max_chars: int
     in_flight: int = field(default=0, compare=False)
+    long_work: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
 
     def check(self, items: int, chars: int) -> None:
         """Makes sure that a request is not too large.

@@ -1,6 +1,6 @@
 """Texts to tokens and back: no device is needed for that, so it never leaves the gateway."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,9 @@ from batchery_producer.gateway.json_lists import json_list
 from batchery_producer.gateway.models.files import ModelFiles
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
+
+#: Tokens that are written at a time: as few as are read in a moment, and as many as make it fast.
+TOKENS_AT_A_TIME = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +57,12 @@ class ModelTokenizer:
         Args:
             texts: Texts, prompts included.
             special: Whether special tokens are added.
-
-        Raises:
-            Problem: A text is not Unicode.
         """
-        for place, text in enumerate(texts):
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise Problem(
-                    Kind.INVALID, f"item {place}: is not Unicode: it has half a surrogate pair"
-                ) from None
         encodings = self.library.encode_batch(texts, add_special_tokens=special)
-        return json_list(map(_described, texts, encodings))
+        return b"[%b]" % b",".join(
+            json_list(_described(text, encoding), at_a_time=TOKENS_AT_A_TIME)
+            for text, encoding in zip(texts, encodings, strict=True)
+        )
 
     def without_frame(self, ids: list[int]) -> list[int]:
         """Token ids without the special tokens that the tokenizer puts around a text."""
@@ -124,27 +120,23 @@ def _frame(library: Tokenizer) -> tuple[list[int], list[int]]:
     return whole.ids[: inside[0]], whole.ids[inside[-1] + 1 :]
 
 
-def _described(text: str, encoding: Encoding) -> list[dict[str, Any]]:
-    places = bytes_of_chars(text)[np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)]
-    return [
-        {"id": token, "text": name, "special": True, "start": None, "stop": None}
-        if is_special
-        else {
+def _described(text: str, encoding: Encoding) -> Iterator[dict[str, Any]]:
+    """The tokens of a text, one by one.
+
+    All of them at once would take the garbage collector long, during which no thread runs.
+    """
+    places = bytes_of_chars(text).tolist()
+    each = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
+    for index, (token, name, is_special) in enumerate(each):
+        chars = None if is_special else encoding.token_to_chars(index)
+        start, end = chars or (0, 0)
+        yield {
             "id": token,
-            "text": text[start:end],
-            "special": False,
-            "start": start_byte,
-            "stop": end_byte,
+            "text": text[start:end] if chars else name,
+            "special": not chars,
+            "start": places[start] if chars else None,
+            "stop": places[end] if chars else None,
         }
-        for token, name, is_special, (start, end), (start_byte, end_byte) in zip(
-            encoding.ids,
-            encoding.tokens,
-            encoding.special_tokens_mask,
-            encoding.offsets,
-            places.tolist(),
-            strict=True,
-        )
-    ]
 
 
 def bytes_of_chars(text: str) -> NDArray[np.int64]:

@@ -5,9 +5,10 @@ import uuid
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import expected
 from batchery_producer.gateway.routes.shared import (
@@ -17,7 +18,7 @@ from batchery_producer.gateway.routes.shared import (
     results_of,
 )
 
-router = APIRouter(tags=["rerank"])
+router = APIRouter(tags=["rerank"], route_class=JsonRoute)
 
 #: Documents of one search unit, as Cohere counts.
 DOCUMENTS_PER_UNIT = 100
@@ -25,10 +26,8 @@ DOCUMENTS_PER_UNIT = 100
 Document = str | dict[str, str]
 
 
-class CohereRerankRequest(BaseModel):
+class CohereRerankRequest(RequestBody):
     """What clients of Cohere and Jina send; other fields are ignored."""
-
-    model_config = ConfigDict(strict=True)
 
     model: Annotated[str | None, Field(description="The first reranker if missing.")] = None
     query: Annotated[str, Field(examples=["what do cats do?"])]
@@ -128,10 +127,10 @@ async def reranked(request: Request, wanted: CohereRerankRequest, api_version: s
     served = model_of(request, wanted.model, ("rerank",))
     if not wanted.documents:
         raise Problem(Kind.EMPTY, "documents: an empty list; send one at least", param="documents")
-    texts = [
-        _text(index, document, wanted.rank_fields or ["text"])
-        for index, document in enumerate(wanted.documents)
-    ]
+    request.state.caller.check(len(wanted.documents), 0)
+    # A field counts once, so the texts are not longer than the documents.
+    fields = list(dict.fromkeys(wanted.rank_fields or ["text"]))
+    texts = [_text(index, document, fields) for index, document in enumerate(wanted.documents)]
     items = [{"query": wanted.query, "text": text} for text in texts]
     found = await results_of(request, served, items, {})
     scores = [result["score"] for result in found]

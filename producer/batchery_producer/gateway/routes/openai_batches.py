@@ -5,17 +5,18 @@ from functools import partial
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from batchery_producer.gateway.batches.records import Batch, ExpiresAfter, Metadata
 from batchery_producer.gateway.batches.store import owner_of
 from batchery_producer.gateway.batches.validation import ENDPOINTS
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.routes.openai_files import listed
 from batchery_producer.gateway.routes.shared import json_response
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 #: Seconds of each unit of a completion window.
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -24,10 +25,8 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_WINDOW_S = 30 * 86_400
 
 
-class BatchRequest(BaseModel):
+class BatchRequest(RequestBody):
     """What OpenAI's clients send; other fields are ignored, as there."""
-
-    model_config = ConfigDict(strict=True)
 
     input_file_id: str
     endpoint: Annotated[str, Field(description=f"One of {', '.join(ENDPOINTS)}.")]

@@ -3,9 +3,10 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.models.vectors import numbers
 from batchery_producer.gateway.routes.fields import Inputs
 from batchery_producer.gateway.routes.shared import (
@@ -15,13 +16,11 @@ from batchery_producer.gateway.routes.shared import (
     results_of,
 )
 
-router = APIRouter(tags=["openai"])
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 
-class EmbeddingsRequest(BaseModel):
+class EmbeddingsRequest(RequestBody):
     """What OpenAI's clients send; other fields are ignored, as there."""
-
-    model_config = ConfigDict(strict=True)
 
     input: Inputs
     model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
@@ -61,7 +60,7 @@ async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
     keywords: dict[str, Any] = {"encoding": "base64"}
     if wanted.dimensions is not None:
         keywords["dimensions"] = wanted.dimensions
-    results = await results_of(request, model, items_of("input", wanted.input), keywords)
+    results = await results_of(request, model, items_of(request, "input", wanted.input), keywords)
     tokens = sum(result["tokens"] for result in results)
     as_text = wanted.encoding_format == "base64"
     content = {

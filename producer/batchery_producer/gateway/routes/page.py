@@ -4,15 +4,16 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import orjson
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import FileResponse, Response
 
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody
+from batchery_producer.gateway.json_lists import json_of_arguments
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.shared import json_response
 
-router = APIRouter(tags=["page"])
+router = APIRouter(tags=["page"], route_class=JsonRoute)
 
 FOLDER = Path(__file__).parents[1] / "page"
 
@@ -36,14 +37,16 @@ HEADERS = {
 }
 
 
-class TryRequest(BaseModel):
+class TryRequest(RequestBody):
     """One item for one model."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(extra="forbid")
 
     model: str
     item: Annotated[Any, Field(description="What the model takes: a text, or any JSON.")]
-    keywords: Annotated[dict[str, Any], Field(description="Keywords of the model's task.")] = {}
+    keywords: Annotated[
+        dict[str, Any], Field(default_factory=dict, description="Keywords of the model's task.")
+    ]
 
 
 class TryResponse(BaseModel):
@@ -79,7 +82,8 @@ async def try_model(request: Request, wanted: TryRequest) -> Response:
     gateway = request.app.state.gateway
     model = gateway.models.find(wanted.model, {each.kind for each in gateway.models})
     item = wanted.item
-    request.state.caller.check(1, len(item if isinstance(item, str) else orjson.dumps(item)))
+    json = json_of_arguments([item, wanted.keywords])
+    request.state.caller.check(1, len(item if isinstance(item, str) else json))
     gateway.health.check()
     began_s = time.perf_counter()
     (result,) = await gateway.inference.values(request, model, [item], wanted.keywords)

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
 
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
 from batchery_producer.gateway.inference import check_all
 from batchery_producer.gateway.models.served_models import ServedModel
@@ -28,17 +29,15 @@ from batchery_producer.gateway.routes.text_batches import (
 )
 from batchery_producer.results.answers import BatchFacts, Outcome
 
-router = APIRouter(tags=["texts in, labels out"])
+router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute)
 
 KINDS = ("classification",)
 
 Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1, max_length=10_000)]
 
 
-class ProcessBatchRequest(BaseModel):
+class ProcessBatchRequest(RequestBody):
     """Texts to label."""
-
-    model_config = ConfigDict(strict=True)
 
     texts: Annotated[list[Text], Field(min_length=1, max_length=100)]
     max_length: Annotated[

@@ -11,6 +11,10 @@ from starlette.responses import Response
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
 
+#: Maximum characters or token ids of a request whose answer is many times as large: a token of it
+#: takes 70 bytes as JSON, and a vector per token a thousand, here and in Redis.
+MAX_GROWING_CHARS = 100_000
+
 
 def model_of(request: Request, name: str | None, kinds: Collection[str] | None) -> ServedModel:
     """The model of a name; without a name, the first one of these kinds; None is any kind.
@@ -22,20 +26,22 @@ def model_of(request: Request, name: str | None, kinds: Collection[str] | None) 
     return found
 
 
-def items_of(field: str, given: str | Sequence[Any]) -> list[Any]:
-    """The items of a request: one, or a list; none of them is empty.
+def items_of(request: Request, field: str, given: str | Sequence[Any]) -> list[Any]:
+    """The items of a request: one, or a list, as many as it may have; none of them is empty.
 
     Args:
+        request: Whose they are.
         field: Name of the field, for the error.
         given: A text, token ids, or a list of either.
 
     Raises:
-        Problem: There is none, or one of them is empty.
+        Problem: There is none, there are too many, or one of them is empty.
     """
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
     items = [given] if is_one else list(given)
     if not items:
         raise Problem(Kind.EMPTY, f"{field}: an empty list; send a text at least", param=field)
+    request.state.caller.check(len(items), 0)
     for index, item in enumerate(items):
         if not item:
             which = f"item {index} of {field}" if items[1:] else field
@@ -48,6 +54,23 @@ def chars_of(items: Sequence[Any]) -> int:
     return sum(
         sum(map(len, item.values())) if isinstance(item, dict) else len(item) for item in items
     )
+
+
+def check_growth(chars: int) -> None:
+    """Makes sure that an answer cannot get too large which is many times as large as its request.
+
+    Args:
+        chars: Characters or token ids of the request.
+
+    Raises:
+        Problem: There are too many.
+    """
+    if chars > MAX_GROWING_CHARS:
+        raise Problem(
+            Kind.TOO_LARGE,
+            f"{chars} characters or token ids are more than {MAX_GROWING_CHARS} of a request whose"
+            " answer is many times as large; send several requests",
+        )
 
 
 async def results_of(

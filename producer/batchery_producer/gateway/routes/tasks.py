@@ -1,5 +1,6 @@
 """Tasks of an allow list: sent, looked at and revoked over HTTP."""
 
+import asyncio
 from typing import Annotated, Any, Self
 
 from celery import states
@@ -8,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.responses import Response
 
 from batchery.protocol.multi_item import MAX_ITEMS
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.inference import unless_gone
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.tasks.calls import TaskCall
@@ -15,7 +17,7 @@ from batchery_producer.gateway.tasks.names import is_allowed
 from batchery_producer.gateway.tasks.records import TaskRecord, to_json
 from batchery_producer.gateway.tasks.webhook_target import target_of
 
-router = APIRouter(tags=["tasks"])
+router = APIRouter(tags=["tasks"], route_class=JsonRoute)
 
 #: Fields of the two forms of a request.
 ITEM_FIELDS = frozenset({"item", "items", "keywords"})
@@ -34,11 +36,10 @@ def _without(*fields: str) -> dict[str, Any]:
     return {"not": {"anyOf": [{"required": [field]} for field in fields]}}
 
 
-class TaskRequest(BaseModel):
+class TaskRequest(RequestBody):
     """A task: with an item or items for a batch task, with arguments for any other."""
 
     model_config = ConfigDict(
-        strict=True,
         extra="forbid",
         json_schema_extra={
             "oneOf": [
@@ -56,9 +57,15 @@ class TaskRequest(BaseModel):
             default_factory=list, min_length=1, max_length=MAX_ITEMS, description="Several items."
         ),
     ]
-    keywords: Annotated[dict[str, Any], Field(description="Keywords of a batch task.")] = {}
-    args: Annotated[list[Any], Field(description="Of a task that is no batch task.")] = []
-    kwargs: Annotated[dict[str, Any], Field(description="Of a task that is no batch task.")] = {}
+    keywords: Annotated[
+        dict[str, Any], Field(default_factory=dict, description="Keywords of a batch task.")
+    ]
+    args: Annotated[
+        list[Any], Field(default_factory=list, description="Of a task that is no batch task.")
+    ]
+    kwargs: Annotated[
+        dict[str, Any], Field(default_factory=dict, description="Of a task that is no batch task.")
+    ]
     wait_s: WaitS = None
     webhook: Annotated[
         str | None, Field(max_length=2000, description="URL to which the result is posted.")
@@ -145,7 +152,9 @@ async def send_task(
         target_of(wanted.webhook, gateway.settings.gateway.webhook_hosts)
     gateway.health.check()
     wait_s = _wait_s(request, wanted.wait_s)
-    record = await _sent(request, call, wanted.webhook, idempotency_key)
+    # A timeout leaves nothing half sent.
+    sent = _sent(request, call, wanted.webhook, idempotency_key)
+    record = await asyncio.shield(sent)
     if not wait_s:
         return _answer({"id": record.id, "task": name, "status": states.PENDING}, 202)
     try:

@@ -5,9 +5,10 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.json_lists import json_list, off_loop
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer
@@ -16,6 +17,7 @@ from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import Inputs, ModelName
 from batchery_producer.gateway.routes.shared import (
     chars_of,
+    check_growth,
     items_of,
     json_response,
     model_of,
@@ -23,7 +25,7 @@ from batchery_producer.gateway.routes.shared import (
 )
 from batchery_producer.gateway.routes.tei_requests import PromptRequest, TeiRequest
 
-router = APIRouter(tags=["tei"])
+router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
 #: The smallest number that a vector's length is divided by.
 LEAST_NORM = 1e-12
@@ -31,10 +33,6 @@ LEAST_NORM = 1e-12
 
 #: More numbers are written in a thread, which takes milliseconds.
 INLINE_NUMBERS = 50_000
-
-#: Maximum characters of a request for a vector per token: those vectors take a thousand times as
-#: much memory as the text, here and in Redis.
-MAX_TOKEN_VECTOR_CHARS = 100_000
 
 
 class EmbedRequest(PromptRequest):
@@ -78,10 +76,8 @@ class SparseValue(BaseModel):
     value: float
 
 
-class SimilarityInputs(BaseModel):
+class SimilarityInputs(RequestBody):
     """A text, and those that it is compared with."""
-
-    model_config = ConfigDict(strict=True)
 
     source_sentence: Annotated[str, Field(examples=["the cat sleeps"])]
     sentences: Annotated[list[str], Field(examples=[["the cat rests", "the dog barks"]])]
@@ -94,14 +90,16 @@ class SimilarityRequest(TeiRequest):
     parameters: PromptRequest | None = None
 
 
-async def list_response(values: Iterable[Any], count: int) -> Response:
+async def list_response(request: Request, values: Iterable[Any], count: int) -> Response:
     """An answer of many numbers.
 
     Args:
+        request: Whose answer it is.
         values: What is in the list.
         count: How many numbers there are in all.
     """
-    content = await off_loop(lambda: json_list(values), is_long=count > INLINE_NUMBERS)
+    is_long = count > INLINE_NUMBERS
+    content = await off_loop(request.state.caller, lambda: json_list(values), is_long=is_long)
     return Response(content, media_type="application/json")
 
 
@@ -111,7 +109,7 @@ async def texts_of(request: Request, model: ServedModel, inputs: str | list[Any]
     Raises:
         Problem: There are none, or one is empty.
     """
-    items = items_of("inputs", inputs)
+    items = items_of(request, "inputs", inputs)
     if all(isinstance(item, str) for item in items):
         return items
     try:
@@ -129,7 +127,7 @@ async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None)
     items = await texts_of(request, served, wanted.inputs)
     results = await results_of(request, served, items, wanted.keywords(served))
     vectors = [numbers(result["vector"]) for result in results]
-    return await list_response(vectors, sum(map(len, vectors)))
+    return await list_response(request, vectors, sum(map(len, vectors)))
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]])
@@ -137,19 +135,12 @@ async def embed_all(request: Request, wanted: EmbedAllRequest, model: ModelName 
     """One vector for each token of each text."""
     served = model_of(request, wanted.model or model, ("multi_vector_embedding",))
     items = await texts_of(request, served, wanted.inputs)
-    chars = chars_of(items)
-    if chars > MAX_TOKEN_VECTOR_CHARS:
-        raise Problem(
-            Kind.TOO_LARGE,
-            f"{chars} characters are more than {MAX_TOKEN_VECTOR_CHARS} of one request for a vector"
-            " per token; send several requests",
-        )
+    check_growth(chars_of(items))
     keywords = {**wanted.keywords(served), "encoding": "base64"}
     results = await results_of(request, served, items, keywords)
     count = sum(result["tokens"] * result["dimensions"] for result in results)
-    return await list_response(
-        (numbers(result["vectors"]).reshape(-1, result["dimensions"]) for result in results), count
-    )
+    vectors = (numbers(result["vectors"]).reshape(-1, result["dimensions"]) for result in results)
+    return await list_response(request, vectors, count)
 
 
 @router.post("/embed_sparse", response_model=list[list[SparseValue]])
@@ -168,7 +159,8 @@ async def embed_sparse(
         for result in results
     )
     # An object takes as long as several numbers.
-    return await list_response(vectors, 5 * sum(len(result["indices"]) for result in results))
+    count = 5 * sum(len(result["indices"]) for result in results)
+    return await list_response(request, vectors, count)
 
 
 @router.post("/similarity", response_model=list[float])
@@ -180,7 +172,7 @@ async def similarity(
     served = model_of(request, wanted.model or options.model or model, ("embedding",))
     if not wanted.inputs.sentences:
         raise Problem(Kind.EMPTY, "inputs.sentences: an empty list; send a text at least")
-    items = items_of("inputs", [wanted.inputs.source_sentence, *wanted.inputs.sentences])
+    items = items_of(request, "inputs", [wanted.inputs.source_sentence, *wanted.inputs.sentences])
     keywords = {**options.keywords(served), "encoding": "base64"}
     results = await results_of(request, served, items, keywords)
     vectors = np.stack([numbers(result["vector"]) for result in results])

@@ -2,15 +2,14 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from batchery_producer.gateway.bodies import RequestBody
 from batchery_producer.gateway.models.served_models import ServedModel
 
 
-class TeiRequest(BaseModel):
+class TeiRequest(RequestBody):
     """Fields of all bodies; unknown ones are ignored, as there."""
-
-    model_config = ConfigDict(strict=True)
 
     model: Annotated[
         str | None, Field(description="Name or alias of a model; TEI itself has only one.")

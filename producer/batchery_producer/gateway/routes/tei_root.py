@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 
+from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.models.facts import UNKNOWN, ModelFacts, info_of
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName
@@ -31,7 +32,7 @@ from batchery_producer.gateway.routes.tei_scores import (
     rerank,
 )
 
-router = APIRouter(tags=["tei"])
+router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
 
 class Way(NamedTuple):

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName, expected
@@ -19,7 +20,7 @@ from batchery_producer.gateway.routes.shared import (
 )
 from batchery_producer.gateway.routes.tei_requests import TeiRequest, TextRequest
 
-router = APIRouter(tags=["tei"])
+router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
 #: More labels than any model has: the worker gives those that there are.
 ALL_LABELS = 1_000_000
@@ -60,10 +61,8 @@ class PredictRequest(ScoreRequest):
         return super().keywords(model) | {"top_k": ALL_LABELS}
 
 
-class PipelineParameters(BaseModel):
+class PipelineParameters(RequestBody):
     """What Hugging Face's own inference API has."""
-
-    model_config = ConfigDict(strict=True)
 
     top_k: Annotated[int | None, Field(ge=1, description="Only so many labels.")] = None
     function_to_apply: Annotated[
@@ -113,7 +112,7 @@ class Rank(BaseModel):
 async def predict(request: Request, wanted: PredictRequest, model: ModelName = None) -> Response:
     """All labels of each text, the likeliest first; of a text alone they are not in a list."""
     served = model_of(request, wanted.model or model, CLASSIFIERS)
-    items, is_batch = items_to_label(wanted.inputs)
+    items, is_batch = items_to_label(request, wanted.inputs)
     answers = await labels_of(request, served, items, wanted.keywords(served))
     return json_response(answers if is_batch else answers[0])
 
@@ -121,7 +120,7 @@ async def predict(request: Request, wanted: PredictRequest, model: ModelName = N
 async def pipeline(request: Request, wanted: PipelineRequest, model: ModelName = None) -> Response:
     """Labels as Hugging Face's own inference API gives them: in a list for each text."""
     served = model_of(request, wanted.model or model, CLASSIFIERS)
-    texts = items_of("inputs", wanted.inputs)
+    texts = items_of(request, "inputs", wanted.inputs)
     return json_response(await labels_of(request, served, texts, wanted.keywords()))
 
 
@@ -140,10 +139,11 @@ async def labels_of(
     ]
 
 
-def items_to_label(inputs: str | list[Any]) -> tuple[list[Any], bool]:
+def items_to_label(request: Request, inputs: str | list[Any]) -> tuple[list[Any], bool]:
     """The items of `/predict`, and whether they came as a list of several.
 
     Args:
+        request: Whose they are.
         inputs: A text; one or two texts, which are one item; or a list of one or two texts each.
 
     Raises:
@@ -152,7 +152,7 @@ def items_to_label(inputs: str | list[Any]) -> tuple[list[Any], bool]:
     is_batch = not isinstance(inputs, str) and not (inputs and isinstance(inputs[0], str))
     texts = [[inputs]] if isinstance(inputs, str) else inputs if is_batch else [inputs]
     items = [{"text": each[0], "text_pair": each[1]} if each[1:] else each[0] for each in texts]
-    return items_of("inputs", items), is_batch
+    return items_of(request, "inputs", items), is_batch
 
 
 @router.post("/rerank", response_model=list[Rank])
@@ -161,6 +161,7 @@ async def rerank(request: Request, wanted: RerankTextsRequest, model: ModelName 
     served = model_of(request, wanted.model or model, ("rerank",))
     if not wanted.texts:
         raise Problem(Kind.EMPTY, "texts: an empty list; send a text at least", param="texts")
+    request.state.caller.check(len(wanted.texts), 0)
     items = [{"query": wanted.query, "text": text} for text in wanted.texts]
     results = await results_of(request, served, items, wanted.keywords(served))
     scores = [result["score"] for result in results]

@@ -6,15 +6,16 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.json_lists import off_loop
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName, TokenId, expected
-from batchery_producer.gateway.routes.shared import chars_of, items_of, model_of
+from batchery_producer.gateway.routes.shared import chars_of, check_growth, items_of, model_of
 from batchery_producer.gateway.routes.tei_requests import TeiRequest
 
-router = APIRouter(tags=["tei"])
+router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
 #: Work on more characters or tokens goes to a thread: it takes longer than to get there.
 INLINE_CHARS = 2_000
@@ -61,14 +62,17 @@ class DecodeRequest(TeiRequest):
 async def tokenize(request: Request, wanted: TokenizeRequest, model: ModelName = None) -> Response:
     """The tokens of each text, and where they stand."""
     served = model_of(request, wanted.model or model, None)
-    texts = items_of("inputs", wanted.inputs)
+    texts = items_of(request, "inputs", wanted.inputs)
     chars = chars_of(texts)
     request.state.caller.check(len(texts), chars)
     _check_lengths(served, texts)
     tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
     prompt = tokenizer.prompt(wanted.prompt_name)
+    chars += len(prompt) * len(texts)
+    check_growth(chars)
     prompted = [prompt + text for text in texts]
     content = await off_loop(
+        request.state.caller,
         lambda: tokenizer.tokens(prompted, special=wanted.add_special_tokens),
         is_long=chars > INLINE_CHARS,
     )
@@ -79,12 +83,14 @@ async def tokenize(request: Request, wanted: TokenizeRequest, model: ModelName =
 async def decode(request: Request, wanted: DecodeRequest, model: ModelName = None) -> Response:
     """The text of each list of token ids."""
     served = model_of(request, wanted.model or model, None)
-    ids = items_of("ids", wanted.ids)
+    ids = items_of(request, "ids", wanted.ids)
     count = chars_of(ids)
     request.state.caller.check(len(ids), count)
     _check_lengths(served, ids)
+    check_growth(count)
     tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
     content = await off_loop(
+        request.state.caller,
         lambda: tokenizer.texts(ids, skip_special=wanted.skip_special_tokens),
         is_long=count > INLINE_CHARS,
     )

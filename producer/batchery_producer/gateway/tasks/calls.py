@@ -16,6 +16,7 @@ from batchery.protocol.tenant import with_tenant
 from batchery.task import BatchTask
 from batchery.tracing import trace_headers
 from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.json_lists import json_of_arguments
 from batchery_producer.gateway.problems import Kind, Problem, problem_of
 from batchery_producer.publishing.publisher import is_known
 from batchery_producer.results.answers import header_of
@@ -44,12 +45,9 @@ class TaskCall:
         """The arguments, for limits and digests.
 
         Raises:
-            Problem: They are nested too deeply.
+            Problem: Workers could not read them.
         """
-        try:
-            return orjson.dumps([self.args, self.kwargs], option=orjson.OPT_SORT_KEYS)
-        except TypeError as error:
-            raise Problem(Kind.INVALID, f"the arguments cannot be sent: {error}") from error
+        return json_of_arguments([self.args, self.kwargs])
 
     def digest(self, *more: str | None) -> str:
         """Digest of the call, and of other fields of its request."""

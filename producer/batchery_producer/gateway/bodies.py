@@ -1,0 +1,128 @@
+"""Bodies of JSON: what is in one is counted before it is parsed, and its first error ends it."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, from_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from batchery_producer.gateway.problems import Kind, Problem
+
+#: Maximum values of a body: parsing and checking as many takes some milliseconds, for which the
+#: event loop stands still. OpenAI takes as many token ids.
+MAX_VALUES = 300_000
+
+#: A list or an object counts as so many values, as it takes as much time and memory.
+CONTAINER_VALUES = 5
+
+#: Bytes in which values are counted at a time, which takes a millisecond.
+PIECE_BYTES = 1 << 18
+
+#: Maximum fields of a body; no route has a tenth of them.
+MAX_FIELDS = 100
+
+#: How much longer than its results a request may take in all, in seconds.
+SPARE_S = 2.0
+
+
+def _fail_fast(schema: Any) -> None:
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True
+        schema = schema.values()
+    elif not isinstance(schema, list | tuple):
+        return
+    for part in schema:
+        _fail_fast(part)
+
+
+class RequestBody(BaseModel):
+    """A body, or an object in one: of JSON's own types, and wrong by its first error alone."""
+
+    model_config = ConfigDict(strict=True)
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        """The schema of a class, in which no list goes on after an item that is wrong."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+
+class JsonRoute(APIRoute):
+    """A route that takes JSON, in bounds, and answers in time."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """What handles its requests."""
+        handle = super().get_route_handler()
+
+        async def handle_in_time(request: Request) -> Response:
+            timeout_s = request.app.state.gateway.inference.timeout_s(request)
+            try:
+                async with asyncio.timeout(timeout_s + SPARE_S):
+                    return await handle(_JsonRequest(request.scope, request.receive))
+            except TimeoutError as error:
+                raise Problem(Kind.TIMEOUT, f"no answer within {timeout_s:g} s") from error
+            except HTTPException as error:
+                # FastAPI hides whatever reading a body raises.
+                if isinstance(error.__cause__, Problem):
+                    raise error.__cause__ from None
+                raise
+
+        return handle_in_time
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return await parse(await self.body())
+
+
+async def parse(body: bytes) -> Any:
+    """What a body of JSON says.
+
+    Raises:
+        Problem: It is no JSON, or has too much in it.
+    """
+    if await has_too_many_values(body):
+        raise Problem(
+            Kind.TOO_LARGE,
+            f"the body has more than {MAX_VALUES} values, of which a list or an object counts as"
+            f" {CONTAINER_VALUES}; send several requests",
+        )
+    try:
+        # It nests up to 200 deep, so whatever writes JSON later can write this.
+        found = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Problem(Kind.INVALID, f"the body is no JSON: {error}") from error
+    if isinstance(found, dict) and len(found) > MAX_FIELDS:
+        raise Problem(
+            Kind.INVALID, f"the body has {len(found)} fields, more than any route: {MAX_FIELDS}"
+        )
+    return found
+
+
+async def has_too_many_values(body: bytes) -> bool:
+    """Whether a body of JSON has more than `MAX_VALUES`; others have their turn meanwhile."""
+    count, is_text, rest = 0, False, b""
+    for start in range(0, len(body), PIECE_BYTES):
+        if start:
+            await asyncio.sleep(0)
+        # A quote within a text comes behind a backslash that does not come behind another.
+        piece = rest + body[start : start + PIECE_BYTES]
+        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        rest = b"\\" if piece.endswith(b"\\") else b""
+        # Quotes stand between texts and what is not, and a text may have commas and brackets, too.
+        parts = piece.split(b'"')
+        bare = b"".join(parts[is_text::2])
+        is_text ^= len(parts) % 2 == 0
+        count += bare.count(b",") + CONTAINER_VALUES * (bare.count(b"[") + bare.count(b"{"))
+        if count > MAX_VALUES:
+            return True
+    return False
