@@ -77,6 +77,13 @@ class GatewaySettings(BaseModel):
     body_timeout_s: Annotated[
         float, Field(gt=0, description="How long a caller may take for head and body of a request.")
     ] = 30
+    send_timeout_s: Annotated[
+        float,
+        Field(
+            gt=0,
+            description="How long a caller may read nothing of an answer before it is cut off.",
+        ),
+    ] = 60
     max_concurrency: Annotated[
         int, Field(gt=0, description="Requests in flight of one key; more are answered 429.")
     ] = 4096

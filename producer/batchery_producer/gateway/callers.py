@@ -43,7 +43,9 @@ class Caller:
         max_concurrency: Requests in flight.
         max_items: Items of one request.
         max_chars: Characters of all texts of one request.
-        in_flight: Requests that run now, in this process.
+        in_flight: Requests whose answer is not sent yet, in this process.
+        open_bodies: Requests of which the body has not come yet.
+        kept_bytes: Bytes of bodies and unread answers in memory.
         long_work: Held while a thread works on one of them.
     """
 
@@ -55,6 +57,8 @@ class Caller:
     max_chars: int
     in_flight: int = field(default=0, compare=False)
     long_work: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
+    open_bodies: int = field(default=0, compare=False)
+    kept_bytes: int = field(default=0, compare=False)
 
     def check(self, items: int, chars: int) -> None:
         """Makes sure that a request is not too large.

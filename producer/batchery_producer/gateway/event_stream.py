@@ -7,7 +7,9 @@ from typing import Any, Literal
 import orjson
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from starlette.responses import StreamingResponse
-from starlette.types import Send
+from starlette.types import Receive, Send
+
+from batchery_producer.gateway.problems import Problem
 
 Format = Literal["sse", "jsonl"]
 
@@ -62,6 +64,13 @@ class EventStream(StreamingResponse):
             headers=HEADERS,
         )
         self._stop = stop
+
+    async def listen_for_disconnect(self, receive: Receive) -> None:
+        """Returns when the caller has hung up; where the process ends, the events say so."""
+        try:
+            await super().listen_for_disconnect(receive)
+        except Problem:
+            await asyncio.Future()
 
     async def stream_response(self, send: Send) -> None:
         """Sends all events."""

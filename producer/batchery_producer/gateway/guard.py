@@ -1,14 +1,18 @@
 """What every request passes first: its key, its size, its time, and how many run at once."""
 
 import asyncio
+import time
 from collections import deque
-from functools import lru_cache
+from collections.abc import Callable
+from contextlib import suppress
+from functools import lru_cache, partial
 from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchery.gateway_settings import GatewaySettings
-from batchery_producer.gateway.callers import Callers
+from batchery_producer.gateway.callers import Caller, Callers
+from batchery_producer.gateway.connection import Connection, connection_of
 from batchery_producer.gateway.problems import Kind, Problem, answer
 
 #: Paths that need no key: probes, and the page, which asks for one.
@@ -21,8 +25,14 @@ FILES_PATH = "/v1/files"
 #: In how many seconds to come again where too many requests are in flight.
 BUSY_RETRY_S = 1.0
 
-#: Bytes of all bodies in memory at once, in this process; beyond that, more are refused.
+#: Maximum bytes in memory at once, in this process: bodies, and answers that are not read yet.
 MAX_BUFFERED_BYTES = 512 << 20
+
+#: What each caller may have of them in any case.
+MIN_SHARE_BYTES = 1 << 20
+
+#: Minimum mean rate of the upload of a file, after the first `body_timeout_s`.
+MIN_UPLOAD_BYTES_PER_S = 32_768
 
 
 class Guard:
@@ -33,7 +43,7 @@ class Guard:
         self._callers = callers
         self._settings = settings
         self._hosts = frozenset(settings.hosts)
-        self._buffer = Buffer()
+        self._buffer = Buffer(MAX_BUFFERED_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes a request on, or answers why not."""
@@ -44,6 +54,10 @@ class Guard:
             await self._pass(scope, receive, send)
         except Problem as problem:
             await answer(scope["path"], problem)(scope, receive, send)
+        except asyncio.CancelledError:
+            # Only the end of the process does that. An answer that has begun stays cut off.
+            with suppress(RuntimeError):
+                await answer(scope["path"], stopping())(scope, receive, send)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -55,10 +69,18 @@ class Guard:
             return
         caller = self._callers.caller_of(headers)
         scope.setdefault("state", {})["caller"] = caller
-        body = Body(receive, headers, self._settings, self._buffer, is_file=path == FILES_PATH)
+        connection = connection_of(scope)
+        body = Body(
+            connection,
+            receive,
+            headers,
+            self._settings,
+            partial(self._buffer.keep, caller),
+            is_file=path == FILES_PATH,
+        )
         try:
             if not body.is_file:
-                await body.read()
+                await self._read(body, caller)
             # Only now: slow callers must not take the place of others.
             if caller.in_flight >= caller.max_concurrency:
                 raise _busy(
@@ -68,9 +90,33 @@ class Guard:
             try:
                 await self._app(scope, body.receive, send)
             finally:
-                caller.in_flight -= 1
+                self._end_when_read(connection, caller)
         finally:
-            body.release()
+            self._buffer.release(caller, body.kept_bytes)
+
+    async def _read(self, body: "Body", caller: Caller) -> None:
+        if caller.open_bodies >= caller.max_concurrency:
+            raise _busy(
+                f"{caller.open_bodies} requests of {caller.name} are being sent, the maximum"
+            )
+        caller.open_bodies += 1
+        try:
+            await body.read()
+        finally:
+            caller.open_bodies -= 1
+
+    def _end_when_read(self, connection: Connection, caller: Caller) -> None:
+        """Has a request in flight until its answer is sent; the answer is in memory as long."""
+        unsent_bytes = connection.unsent_bytes
+        if not self._buffer.keep(caller, unsent_bytes) and caller.kept_bytes > unsent_bytes:
+            # Any caller may have one answer, however large.
+            connection.abort()
+
+        def end() -> None:
+            caller.in_flight -= 1
+            self._buffer.release(caller, unsent_bytes)
+
+        connection.when_flushed(end)
 
     def _check_host(self, given: str) -> None:
         """Keeps web pages out that have a name for this machine's loopback address."""
@@ -89,11 +135,36 @@ def _busy(message: str) -> Problem:
     return Problem(Kind.OVERLOADED, message, retry_after_s=BUSY_RETRY_S)
 
 
-class Buffer:
-    """How many bytes of bodies are in memory."""
+def stopping() -> Problem:
+    """What calls are answered with that take longer than the process has."""
+    return Problem(
+        Kind.UNAVAILABLE,
+        "the gateway stops, and the call has not ended; send it again",
+        retry_after_s=BUSY_RETRY_S,
+        headers={"Connection": "close"},
+    )
 
-    def __init__(self) -> None:
-        self.used_bytes = 0
+
+class Buffer:
+    """How many bytes are in memory, and for whom.
+
+    A caller may have as many as are left free: alone, half of all; beside another one, a third. So
+    whoever comes finds room, and who has most is refused.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._free_bytes = max_bytes
+
+    def keep(self, caller: Caller, more_bytes: int) -> bool:
+        """Counts bytes; returns whether the caller may have so many."""
+        caller.kept_bytes += more_bytes
+        self._free_bytes -= more_bytes
+        return caller.kept_bytes <= max(self._free_bytes, MIN_SHARE_BYTES)
+
+    def release(self, caller: Caller, fewer_bytes: int) -> None:
+        """Counts bytes that are gone."""
+        caller.kept_bytes -= fewer_bytes
+        self._free_bytes += fewer_bytes
 
 
 class Body:
@@ -101,10 +172,11 @@ class Body:
 
     def __init__(
         self,
+        connection: Connection,
         receive: Receive,
         headers: dict[bytes, bytes],
         settings: GatewaySettings,
-        buffer: Buffer,
+        keep: Callable[[int], bool],
         *,
         is_file: bool,
     ) -> None:
@@ -114,11 +186,15 @@ class Body:
             Problem: That is too much already.
         """
         self.is_file = is_file
+        #: Bytes that `keep` has counted.
+        self.kept_bytes = 0
+        self._connection = connection
         self._receive = receive
         self._max_bytes = settings.max_file_bytes if is_file else settings.max_body_bytes
         self._timeout_s = settings.body_timeout_s
+        self._began_s = time.monotonic()
         self._received_bytes = 0
-        self._buffer, self._buffered_bytes = buffer, 0
+        self._keep = keep
         self._messages: deque[Message] = deque()
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_bytes:
@@ -131,55 +207,56 @@ class Body:
             Problem: It is too large, or too slow.
         """
         parts: list[bytes] = []
+        is_whole = False
         try:
             async with asyncio.timeout(self._timeout_s):
-                while True:
-                    message = await self._receive()
-                    if message["type"] != "http.request":
-                        self._messages.append(message)
-                        break
-                    parts.append(message.get("body", b""))
-                    self._count(len(parts[-1]))
-                    self._keep(len(parts[-1]))
-                    if not message.get("more_body", False):
-                        break
+                while not is_whole:
+                    message = await self._next()
+                    part = message.get("body", b"")
+                    parts.append(part)
+                    self.kept_bytes += len(part)
+                    if not self._keep(len(part)):
+                        raise _busy("the bodies and answers of this key take its share of memory")
+                    is_whole = not message.get("more_body", False)
         except TimeoutError:
             raise self._too_slow() from None
-        self._messages.appendleft(
-            {"type": "http.request", "body": b"".join(parts), "more_body": False}
-        )
+        self._messages.append({"type": "http.request", "body": b"".join(parts), "more_body": False})
 
     async def receive(self) -> Message:
-        """The next message for the application."""
+        """The next message for the application.
+
+        Raises:
+            Problem: Nothing more is waited for: a file is too slow or cut off, or the process ends.
+        """
         if self._messages:
             return self._messages.popleft()
         if not self.is_file:
-            return await self._receive()
+            message = await self._receive()
+            if self._connection.is_ending:
+                raise stopping()
+            return message
+        earned_s = self._received_bytes / MIN_UPLOAD_BYTES_PER_S
+        left_s = self._began_s + self._timeout_s + earned_s - time.monotonic()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                message = await self._receive()
+            async with asyncio.timeout(min(left_s, self._timeout_s)):
+                message = await self._next()
         except TimeoutError:
             raise self._too_slow() from None
-        self._count(len(message.get("body", b"")))
-        if message["type"] == "http.request" and not message.get("more_body", False):
+        if not message.get("more_body", False):
             self.is_file = False  # What comes now says that the caller has gone.
         return message
 
-    def _count(self, more_bytes: int) -> None:
-        self._received_bytes += more_bytes
+    async def _next(self) -> Message:
+        """The next part of it."""
+        message = await self._receive()
+        if self._connection.is_ending:
+            raise stopping()
+        if message["type"] != "http.request":
+            raise Problem(Kind.GONE, "the caller has hung up")
+        self._received_bytes += len(message.get("body", b""))
         if self._received_bytes > self._max_bytes:
             raise self._too_large()
-
-    def _keep(self, more_bytes: int) -> None:
-        self._buffered_bytes += more_bytes
-        self._buffer.used_bytes += more_bytes
-        if self._buffer.used_bytes > MAX_BUFFERED_BYTES:
-            raise _busy("the bodies of other requests take all of the memory for bodies")
-
-    def release(self) -> None:
-        """Gives back the memory that it took."""
-        self._buffer.used_bytes -= self._buffered_bytes
-        self._buffered_bytes = 0
+        return message
 
     def _too_large(self) -> Problem:
         # The rest is not read, so the connection cannot be used again.
@@ -192,7 +269,8 @@ class Body:
     def _too_slow(self) -> Problem:
         return Problem(
             Kind.TOO_SLOW,
-            f"the body did not come within {self._timeout_s:g} s",
+            f"the body did not come within {self._timeout_s:g} s"
+            + (f", or slower than {MIN_UPLOAD_BYTES_PER_S} bytes/s" if self.is_file else ""),
             headers={"Connection": "close"},
         )
 

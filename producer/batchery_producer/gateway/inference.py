@@ -134,21 +134,25 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
     """Awaits a call, and cancels it when its caller hangs up.
 
     Raises:
-        Problem: The caller has gone, so nobody reads an answer.
+        Problem: The caller has gone, so nobody reads an answer; or the process ends.
     """
     answer = asyncio.ensure_future(call)
     gone = asyncio.ensure_future(_hung_up(request))
     try:
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
-            raise Problem(Kind.GONE, "the caller has hung up")
+            raise gone.result()
         return answer.result()
     finally:
         answer.cancel()
         gone.cancel()
 
 
-async def _hung_up(request: Request) -> None:
+async def _hung_up(request: Request) -> Problem:
     # A body that no route wanted may be there still.
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    try:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+    except Problem as problem:
+        return problem
+    return Problem(Kind.GONE, "the caller has hung up")

@@ -1,6 +1,6 @@
 """Runs the gateway: one process, or several side by side on one socket."""
 
-import asyncio
+import logging
 import multiprocessing
 import os
 import resource
@@ -10,7 +10,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -18,8 +18,9 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 from prometheus_client.multiprocess import mark_process_dead
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.config import STARTUP_FAILURE
 from uvicorn.supervisors import Multiprocess
+from uvicorn.supervisors.multiprocess import Process
 
 from batchery.cli.app import load_app
 from batchery.errors import AppNotImportable, SettingsError, StartError
@@ -27,7 +28,10 @@ from batchery.gateway_settings import GatewaySettings
 from batchery.installation import installation_of
 from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
+from batchery_producer.gateway.connection import GRACE_S, Connection
 from batchery_producer.gateway.guard import is_loopback
+
+logger = logging.getLogger("uvicorn.error")
 
 #: How long a connection without requests is kept, in seconds: longer than the pools of clients and
 #: proxies, which would otherwise send into a connection that we close.
@@ -36,11 +40,12 @@ KEEP_ALIVE_S = 75
 #: Connections that the kernel holds for us: as many as come at once.
 BACKLOG = 4096
 
-#: How long requests may go on after a stop, in seconds.
-GRACE_S = 30
+#: Seconds that calls which were ended at a stop have to send why, before their tasks are cancelled.
+LAST_WORDS_S = 5
 
-#: How long a head of a request may be, in bytes: keys and cookies are a few hundred.
-MAX_HEAD_BYTES = 65_536
+#: Number of looks, two a second, after which a process that does not answer is replaced. The parent
+#: counts its own looks, because on a machine that stands still both of them do.
+STUCK_LOOKS = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +141,11 @@ def configuration(options: ServeOptions, gateway: GatewaySettings) -> uvicorn.Co
     return uvicorn.Config(
         partial(application, options),
         factory=True,
-        http=partial(Connection, head_timeout_s=gateway.body_timeout_s),  # type: ignore[arg-type]
+        http=partial(  # type: ignore[arg-type]
+            Connection,
+            head_timeout_s=gateway.body_timeout_s,
+            send_timeout_s=gateway.send_timeout_s,
+        ),
         loop="uvloop",
         ws="none",
         lifespan="on",
@@ -146,7 +155,8 @@ def configuration(options: ServeOptions, gateway: GatewaySettings) -> uvicorn.Co
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=GRACE_S,
+        timeout_worker_healthcheck=STUCK_LOOKS // 2,
+        timeout_graceful_shutdown=GRACE_S + LAST_WORDS_S,
         backlog=BACKLOG,
     )
 
@@ -166,13 +176,41 @@ class Processes(Multiprocess):
     def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], folder: str) -> None:
         super().__init__(config, sockets)
         self._folder = folder
+        #: Looks since a process was asked whether it lives, and has not answered; by its id.
+        self._unanswered: dict[int | None, int] = {}
 
     def keep_subprocess_alive(self) -> None:
-        """Starts others for those that have died."""
-        before = [process.pid for process in self.processes]
-        super().keep_subprocess_alive()
-        for pid in set(before) - {process.pid for process in self.processes}:
-            mark_process_dead(pid, self._folder)  # type: ignore[no-untyped-call]
+        """Starts others for those that have died or are stuck; waits for none of them.
+
+        Uvicorn's own replaces a process that is slower than a few seconds, though it works.
+        """
+        for index, process in enumerate(self.processes):
+            if self.should_exit.is_set():
+                return
+            if process.process.is_alive() and not self._is_stuck(process):
+                continue
+            process.kill()
+            process.join()
+            self._unanswered.pop(process.pid, None)
+            mark_process_dead(process.pid, self._folder)  # type: ignore[no-untyped-call]
+            if process.exitcode == STARTUP_FAILURE:
+                logger.error("process %s cannot start, so the gateway stops", process.pid)
+                self.should_exit.set()
+                return
+            logger.warning("process %s ended (%s): replaced", process.pid, process.exitcode)
+            self.processes[index] = Process(self.config, self.sockets)
+            self.processes[index].start()
+
+    def _is_stuck(self, process: Process) -> bool:
+        """Asks a process whether it lives, unless it owes an answer."""
+        with suppress(OSError, EOFError):  # It is ending, and then `is_alive` says so.
+            while process.parent_conn.poll():
+                process.parent_conn.recv()
+                self._unanswered.pop(process.pid, None)
+            if process.pid not in self._unanswered:
+                process.parent_conn.send(b"ping")
+        looks = self._unanswered[process.pid] = self._unanswered.get(process.pid, 0) + 1
+        return looks > STUCK_LOOKS
 
 
 def _end(*_: object) -> None:
@@ -221,57 +259,6 @@ def allow_many_files() -> None:
 
 def _spelled(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-class Connection(HttpToolsProtocol):
-    """A connection that is closed if no head of a request comes in time, or a head without end."""
-
-    def __init__(self, *arguments: Any, head_timeout_s: float, **keywords: Any) -> None:
-        """As Uvicorn makes it; `head_timeout_s` is how long a head may take, in seconds."""
-        super().__init__(*arguments, **keywords)
-        self._head_timeout_s = head_timeout_s
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._head_bytes = 0
-
-    def connection_made(self, transport: Any) -> None:
-        """Starts to wait for the first head."""
-        super().connection_made(transport)
-        self._head_timer = self.loop.call_later(self._head_timeout_s, self._close_idle)
-
-    def data_received(self, data: bytes) -> None:
-        """Reads on."""
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self._close_idle()
-
-    def on_message_begin(self) -> None:
-        """Starts to wait for the rest of a head."""
-        super().on_message_begin()
-        if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._head_timeout_s, self._close_idle)
-
-    def on_headers_complete(self) -> None:
-        """Has the whole head."""
-        self._stop_timer()
-        super().on_headers_complete()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Waits for nothing more."""
-        self._stop_timer()
-        super().connection_lost(exc)
-
-    def _stop_timer(self) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
-            self._head_timer = None
-            self._head_bytes = 0
-
-    def _close_idle(self) -> None:
-        self._stop_timer()
-        if not self.transport.is_closing():
-            self.transport.close()
 
 
 def end_with_parent(metrics_folder: str | None) -> None:

@@ -105,13 +105,14 @@ class Measured:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Of callers who hang up before there is an answer.
-        status = STATUS[Kind.GONE]
+        status, is_whole = STATUS[Kind.GONE], False
 
         async def count(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
+            else:
+                is_whole = not message.get("more_body", False)
             await send(message)
 
         began_s = time.perf_counter()
@@ -119,6 +120,9 @@ class Measured:
         in_flight.inc()
         try:
             await self._app(scope, receive, count)
+            if not is_whole:
+                # The caller has hung up before the end of the answer.
+                status = STATUS[Kind.GONE]
         except Exception:
             status = STATUS[Kind.FAILED]
             raise

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
-from batchery_producer.gateway.inference import check_all
+from batchery_producer.gateway.inference import check_all, unless_gone
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, figures_of, in_gb
 from batchery_producer.gateway.problems import problem_of
@@ -253,7 +253,10 @@ class _Run:
                 texts,
                 number * wanted.batch_size,
                 asyncio.ensure_future(
-                    task.outcomes(texts, per_job=len(texts), keywords=_keywords(model, wanted))
+                    unless_gone(
+                        request,
+                        task.outcomes(texts, per_job=len(texts), keywords=_keywords(model, wanted)),
+                    )
                 ),
             )
             for number, texts in enumerate(cut(wanted.texts, wanted.batch_size))

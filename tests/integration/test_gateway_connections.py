@@ -1,0 +1,228 @@
+"""Callers who send slowly, read nothing or hang up; and a gateway that is stopped or held up."""
+
+import json
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+
+import httpx2
+import psutil
+import pytest
+
+from batchery_producer.gateway.callers import make_key
+from conftest import StartGateway
+from support.gateway import EMBED, GatewayProcess, metric_samples
+from support.harness import wait_for
+
+KEY, HASH = make_key()
+OTHER_KEY, OTHER_HASH = make_key()
+
+#: Models that no worker serves.
+IDLE = {
+    "embed": {**EMBED["embed"], "queue": "nobody"},
+    "labels": {**EMBED["embed"], "kind": "classification", "queue": "nobody"},
+}
+
+#: A text whose tokens, as JSON, are some megabytes: more than the kernel takes for one who does
+#: not read.
+LONG_TEXT = "ab " * 40_000
+
+
+@pytest.fixture
+def sockets() -> Iterator[ExitStack]:
+    """Connections that end with the test."""
+    with ExitStack() as stack:
+        yield stack
+
+
+def head(path: str, key: str, content_length: int, *more: str) -> bytes:
+    lines = (
+        *(f"POST {path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {key}"),
+        *(f"Content-Length: {content_length}", *more),
+    )
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+def ask_and_read_nothing(gateway: GatewayProcess, stack: ExitStack) -> socket.socket:
+    """Asks for a long answer; returns when it has begun to come."""
+    caller = stack.enter_context(socket.socket())
+    caller.settimeout(60)
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    host, port = gateway.url.removeprefix("http://").split(":")
+    caller.connect((host, int(port)))
+    body = json.dumps({"inputs": [LONG_TEXT] * 4}).encode()
+    caller.sendall(
+        head("/tokenize", KEY, len(body), "Content-Type: application/json", "Connection: close")
+    )
+    caller.sendall(body)
+    assert caller.recv(12, socket.MSG_PEEK | socket.MSG_WAITALL) == b"HTTP/1.1 200"
+    return caller
+
+
+def read_all(caller: socket.socket) -> bytes:
+    parts = []
+    with suppress(ConnectionResetError):
+        while part := caller.recv(1 << 20):
+            parts.append(part)
+    return b"".join(parts)
+
+
+def status_of(gateway: GatewayProcess, key: str, body: object = None) -> int:
+    """What a small request of a key is answered with."""
+    answer = gateway.post(
+        "/tokenize", body or {"inputs": "a"}, headers={"authorization": f"Bearer {key}"}
+    )
+    return answer.status_code
+
+
+def keyed(**options: object) -> dict[str, object]:
+    """Settings with two keys; the first has the options."""
+    return {"keys": {"one": {"hash": HASH, **options}, "other": {"hash": OTHER_HASH}}}
+
+
+def test_request_is_in_flight_until_its_answer_is_read(
+    start_gateway: StartGateway, sockets: ExitStack
+) -> None:
+    gateway = start_gateway(gateway=keyed(max_concurrency=1))
+    caller = ask_and_read_nothing(gateway, sockets)
+    assert status_of(gateway, KEY) == 429
+    assert status_of(gateway, OTHER_KEY) == 200
+    _, _, content = read_all(caller).partition(b"\r\n\r\n")
+    assert len(json.loads(content)[0]) > 40_000
+    wait_for(lambda: status_of(gateway, KEY) == 200, "the place is free again")
+
+
+def test_caller_who_reads_nothing_is_cut_off(
+    start_gateway: StartGateway, sockets: ExitStack
+) -> None:
+    gateway = start_gateway(gateway={**keyed(max_concurrency=1), "send_timeout_s": 0.5})
+    caller = ask_and_read_nothing(gateway, sockets)
+    wait_for(lambda: status_of(gateway, KEY) == 200, "the place is free")
+    answer = read_all(caller)
+    length = int(answer.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
+    assert len(answer) < length
+    assert "Traceback" not in gateway.log
+
+
+def test_bodies_that_one_key_does_not_end_leave_room_for_others(
+    start_gateway: StartGateway, sockets: ExitStack
+) -> None:
+    gateway = start_gateway(gateway=keyed())
+    size_bytes = 16_777_216
+
+    def send_all_but_the_end() -> None:
+        caller = sockets.enter_context(gateway.connect())
+        with suppress(OSError):  # It is refused before its end.
+            caller.sendall(head("/v1/embeddings", KEY, size_bytes) + b" " * (size_bytes - 1))
+
+    threads = [threading.Thread(target=send_all_but_the_end, daemon=True) for _ in range(34)]
+    for thread in threads:
+        thread.start()
+    small = {"inputs": "a" * 500}
+    wait_for(lambda: status_of(gateway, KEY, small) == 429, "this key has its share")
+    assert status_of(gateway, OTHER_KEY, small) == 200
+
+
+def test_open_bodies_are_counted_by_key(start_gateway: StartGateway, sockets: ExitStack) -> None:
+    gateway = start_gateway(gateway=keyed(max_concurrency=2))
+    for _ in range(2):
+        sockets.enter_context(gateway.connect()).sendall(head("/v1/embeddings", KEY, 100) + b"{")
+    wait_for(lambda: status_of(gateway, KEY) == 429, "two bodies are open")
+    assert status_of(gateway, OTHER_KEY) == 200
+
+
+def test_upload_that_drips_is_given_up(start_gateway: StartGateway, sockets: ExitStack) -> None:
+    gateway = start_gateway(gateway={**keyed(max_concurrency=1), "body_timeout_s": 2})
+    caller = sockets.enter_context(gateway.connect())
+    caller.sendall(upload_head())
+    deadline_s = time.monotonic() + 60
+    while not select.select([caller], [], [], 0.2)[0]:
+        assert time.monotonic() < deadline_s, "the upload stays open"
+        caller.sendall(b"x")
+    assert caller.recv(12) == b"HTTP/1.1 408"
+    wait_for(lambda: status_of(gateway, KEY) == 200, "its place is free")
+
+
+def upload_head(key: str = KEY) -> bytes:
+    """The beginning of an upload of a file."""
+    return head("/v1/files", key, 1_000_000, "Content-Type: multipart/form-data; boundary=b") + (
+        b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+    )
+
+
+def test_callers_who_hang_up_are_499_wherever_they_are(
+    start_gateway: StartGateway, sockets: ExitStack
+) -> None:
+    gateway = start_gateway(models=IDLE)
+    with gateway.connect() as caller:
+        caller.sendall(head("/v1/embeddings", "", 1_000) + b'{"input": ')
+    with gateway.connect() as caller:
+        caller.sendall(upload_head(""))
+    with gateway.stream("/process-batch-stream", {"texts": ["a"]}) as answer:
+        next(answer.iter_lines())
+
+    def counted() -> bool:
+        samples = metric_samples(gateway)
+        return all(
+            samples.get(("batchery_gateway_requests_total", (("route", route), ("status", "499"))))
+            for route in ("/v1/embeddings", "/v1/files", "/process-batch-stream")
+        )
+
+    wait_for(counted, "all are counted")
+    assert "Traceback" not in gateway.log
+
+
+def test_calls_longer_than_the_grace_are_sent_elsewhere_when_it_stops(
+    start_gateway: StartGateway,
+) -> None:
+    gateway = start_gateway(models=IDLE)
+
+    def stream() -> list[str]:
+        with gateway.stream("/process-batch-stream", {"texts": ["a"]}) as answer:
+            return [line for line in answer.iter_lines() if line]
+
+    with ThreadPoolExecutor() as pool:
+        call = pool.submit(gateway.post, "/v1/embeddings", {"input": "a"})
+        events = pool.submit(stream)
+        in_flight = ("batchery_gateway_requests_in_flight", ())
+        wait_for(lambda: metric_samples(gateway)[in_flight] == 3, "both, and this one")
+        gateway.process.send_signal(signal.SIGTERM)
+        answer = call.result()
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        last = json.loads(events.result()[-1].removeprefix("data: "))
+        assert (last["status"], last["kind"]) == ("error", "unavailable")
+        assert last["retry_after_s"] == 1
+    assert gateway.process.wait(60) == 0
+    assert "Traceback" not in gateway.log
+
+
+def test_process_that_is_held_up_for_a_while_goes_on(start_gateway: StartGateway) -> None:
+    gateway = start_gateway("--processes", "2", models=IDLE)
+    parent = psutil.Process(gateway.process.pid)
+
+    def serving() -> set[int]:
+        children = parent.children()
+        return {each.pid for each in children if "spawn_main" in " ".join(each.cmdline())}
+
+    wait_for(lambda: len(serving()) == 2, "two processes")
+    before = serving()
+    for pid in before:
+        psutil.Process(pid).suspend()
+    # Longer than Uvicorn's own supervisor waits.
+    time.sleep(12)
+    for pid in before & serving():
+        psutil.Process(pid).resume()
+
+    def answers() -> bool:
+        with suppress(httpx2.TransportError):
+            return gateway.get("/health", timeout=5).is_success
+        return False
+
+    wait_for(answers, "it serves")
+    assert serving() == before
