@@ -14,6 +14,7 @@ from batchery_worker.local.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
 from support.harness import Worker, kill_all
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name
+from support.patience import patient
 from support.plain_kombu import Consumer, StartConsumer
 
 # An example may take long on a busy machine; pytest's own timeout is generous.
@@ -24,8 +25,12 @@ settings.load_profile("unhurried")
 choose_server()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Long modules first, and short ones last: then no process works on alone at the end."""
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        limit_s = float(marker.args[0] if marker else config.getini("timeout"))
+        item.add_marker(pytest.mark.timeout(patient(limit_s)))
     # The pages of the documentation are followed in one module, the longest.
     items.sort(key=lambda item: ("unit" in item.path.parts, item.path.name != "test_docs.py"))
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from batchery_worker.cli.demo import QUESTIONS
+from support.patience import patient
 
 
 def test_the_demo_answers_questions_and_shows_what_the_batches_looked_like(tmp_path: Path) -> None:
@@ -15,7 +16,7 @@ def test_the_demo_answers_questions_and_shows_what_the_batches_looked_like(tmp_p
         env={**os.environ, "COLUMNS": "120"},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=patient(150),
         check=False,
     )
     # Who wins on so few texts is chance; exit code 1 with that reason is fine.

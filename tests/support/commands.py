@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 from support.harness import TESTS
+from support.patience import patient
 
 #: How long a command may take, in seconds.
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 
 def start(redis_url: str, *command: str) -> "subprocess.Popen[str]":

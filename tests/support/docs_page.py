@@ -35,6 +35,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 from batchery import Settings
 from support.docs_commands import check_commands, read_commands, search_path
 from support.harness import START_S, TESTS, wait_for
+from support.patience import patient
 
 #: What stands behind the opening fence: the language, and how the block is tested.
 BLOCKS = RawFencedCodeBlockLexer(re.compile(r"(?P<info>.*)\n"))
@@ -43,17 +44,17 @@ BLOCKS = RawFencedCodeBlockLexer(re.compile(r"(?P<info>.*)\n"))
 FILE_LINE = re.compile(r"# *(?P<name>[\w./-]+\.\w+)\n")
 
 #: Maximum time of one command, in seconds.
-COMMAND_S = 60.0
+COMMAND_S = patient(60.0)
 
 #: Commands that may be too early: a caller may have a result before the worker's line about it is
 #: in the log, and a worker may be too busy to answer in time.
 LATER = ("grep ", "batchery stats ", "celery -A tasks inspect ")
 
 #: How long they may take to print what they should, in seconds.
-LATER_S = 20.0
+LATER_S = patient(20.0)
 
 #: Maximum time of one page, in seconds; then the process says where it hangs, and ends.
-PAGE_S = 150.0
+PAGE_S = patient(150.0)
 
 #: Where a page finds the gateway that it starts; no other test has this port.
 GATEWAY = "http://localhost:8000"

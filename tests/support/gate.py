@@ -4,8 +4,10 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
+from support.patience import patient
+
 #: How long a test waits for what must happen, in seconds.
-WAIT_S = 30
+WAIT_S = patient(30)
 
 
 class Gate:

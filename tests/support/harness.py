@@ -15,15 +15,17 @@ from celery import Celery
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from support.patience import patient
+
 T = TypeVar("T")
 
 TESTS = Path(__file__).resolve().parents[1]
 
 #: Generous, for a slow machine that compiles everything for the first time, and loads torch.
-START_S = 90.0
+START_S = patient(90.0)
 
 
-def wait_for(condition: Callable[[], T], what: str, timeout_s: float = 30.0) -> T:
+def wait_for(condition: Callable[[], T], what: str, timeout_s: float = patient(30.0)) -> T:
     """Waits until a condition is true; returns its value.
 
     Raises:
@@ -202,7 +204,7 @@ class Worker:
         self.inspect(app, "ping")
         return self
 
-    def wait_exit(self, timeout_s: float = 60.0) -> int:
+    def wait_exit(self, timeout_s: float = patient(60.0)) -> int:
         """Waits for the end of the process; returns its exit code."""
         return self.process.wait(timeout_s)
 
