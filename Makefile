@@ -34,6 +34,8 @@ KEEP ?=
 
 VENV := .venv
 PY := $(VENV)/bin/python
+# Two steps: what the demo runs, then what tests, checks and benchmarks need besides.
+DEMO_INSTALLED := $(VENV)/.demo-installed
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
@@ -43,7 +45,7 @@ TORCH := $(shell grep -E '^torch==' constraints.txt)
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: $(INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 leaves them up)
+demo: $(DEMO_INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 leaves them up)
 	$(PY) -m batchery_worker.cli.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
@@ -81,17 +83,21 @@ constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
 	  $(PY) -m pip freeze --exclude batchery | grep -E '^[A-Za-z0-9._-]+==' \
 	  | sed 's/+.*//' | LC_ALL=C sort -f; } > $(VENV)/constraints.new
 	mv $(VENV)/constraints.new constraints.txt
-	touch $(INSTALLED)
+	touch $(DEMO_INSTALLED) $(INSTALLED)
 
 clean: ## remove .venv, caches and what was built
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find common producer worker tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: its builds differ in size by gigabytes, and the choice is yours.
-$(INSTALLED): pyproject.toml constraints.txt
+$(DEMO_INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) .ci/preflight.py check
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	index=$$($(PY) .ci/preflight.py torch-index $(TORCH_INDEX)) && \
 	  $(PY) -m pip install $${index:+--index-url $$index} $(or $(TORCH),torch)
+	$(PY) -m pip install -c constraints.txt -e '.[worker,monitor,embedded,demo]'
+	touch $@
+
+$(INSTALLED): $(DEMO_INSTALLED)
 	$(PY) -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
