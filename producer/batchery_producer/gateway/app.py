@@ -158,8 +158,6 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 
 def invalid(error: Mapping[str, Any]) -> Problem:
     """The problem that one of pydantic's errors tells of."""
-    if error["type"] == "json_invalid":
-        return Problem(Kind.INVALID, f"the body is no JSON: {error['ctx']['error']}")
     text = str(error["msg"]).removeprefix("Value error, ")
     where = ".".join(str(part) for part in error["loc"] if part != "body")
     return Problem(Kind.INVALID, f"{where}: {text}" if where else text, param=where or None)
