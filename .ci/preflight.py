@@ -116,7 +116,7 @@ def main(command: str, given: str = "") -> int:
         return 1 if found else 0
     index, why = torch_index(given, platform.system(), has_nvidia_driver(), answers)
     sys.stderr.write(f"Installing into .venv, once, for some minutes: {why};\n")
-    sys.stderr.write("then what else is needed, 0.3 GB for the demo, 0.4 GB for tests. `make clean` removes it all.\n")
+    sys.stderr.write("then the rest: 0.3 GB, and 0.4 GB for tests. `make clean` removes it.\n")
     sys.stdout.write(index)
     return 0
 
