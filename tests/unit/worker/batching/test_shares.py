@@ -179,6 +179,17 @@ def test_a_batch_whose_device_died_keeps_its_estimate() -> None:
     assert flow.tag == tag == pytest.approx(4 * UNKNOWN_ITEM_S / 50)
 
 
+def test_who_is_forgiven_owes_only_what_still_runs() -> None:
+    shares = Shares(SHARES, TaskCosts())
+    flow = shares.wake(EMBED, HIGH)
+    shares.began(flow.tag)
+    back, _ = (shares.charge(flow, 4, UNKNOWN_ITEM_S) for _ in range(2))
+    shares.sleep(flow)
+    shares.ended([back], 4 * UNKNOWN_ITEM_S)
+    assert shares.wake(EMBED, HIGH) is flow
+    assert flow.tag == pytest.approx(4 * UNKNOWN_ITEM_S / 50)
+
+
 def test_a_lane_is_charged_its_items_share_of_the_whole_batch() -> None:
     costs = TaskCosts()
     for items in (1, 31) * 100:
