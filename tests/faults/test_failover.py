@@ -148,3 +148,24 @@ def test_worker_starts_while_redis_is_full_and_drains_the_queue(
     wait_answered(own_redis, worker, ids)
     assert worker.stop() == 0
     assert "Traceback" not in worker.log
+
+
+def test_ordinary_job_of_a_solo_pool_waits_while_redis_is_full(
+    start_worker: StartWorker, own_redis: OwnRedis, tmp_path: Path
+) -> None:
+    book = tmp_path / "book"
+    env = {"CELERY_BROKER_URL": own_redis.url, "CELERY_RESULT_BACKEND": own_redis.url}
+    worker = start_worker("apps.leases", "-P", "solo", env=env, is_alone=False)
+    with Celery("sender", broker=own_redis.url, set_as_current=False) as app:
+        texts = {"book": str(book), "gate": str(tmp_path / "gate")}
+        ids = [app.send_task("apps.leases.late", [number], texts).id for number in range(3)]
+    wait_for(lambda: len(executions(book)) == 1, "the first job runs", TIMEOUT_S)
+    with client_of(own_redis) as client:
+        client.config_set("maxmemory", "1mb")
+        (tmp_path / "gate").touch()
+        wait_for(lambda: "completion waits" in worker.log, "it says that it waits", TIMEOUT_S)
+        client.config_set("maxmemory", "0")
+    wait_answered(own_redis, worker, ids)
+    assert sorted(executions(book)) == list("012")
+    assert worker.stop() == 0
+    assert "Traceback" not in worker.log

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from celery import bootsteps
 from celery.backends.redis import RedisBackend
 from celery.concurrency.prefork import TaskPool as PreforkPool
+from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker import components
 
@@ -19,7 +20,7 @@ from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
 from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
-from batchery_worker.completion.ordinary import OrdinaryThreads, wait_in_children
+from batchery_worker.completion.ordinary import OrdinaryThreads, wait_here, wait_in_children
 from batchery_worker.consumer import refuse_what_raises
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.device_pool.process import resident_kib
@@ -189,6 +190,8 @@ def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> Non
         ordinary = OrdinaryThreads(ordinary.limit, app=worker.app, **ordinary.options)
     if isinstance(ordinary, PreforkPool):
         wait_in_children(worker.app)
+    elif isinstance(ordinary, SoloPool):
+        wait_here(worker.app)
     pool = worker.pool = HybridPool(ordinary, worker.app, tasks, devices)
     for step in worker.steps:
         if isinstance(step, components.Pool):

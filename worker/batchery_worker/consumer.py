@@ -12,7 +12,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import redis
-from celery.exceptions import InvalidTaskError
+from celery.exceptions import InvalidTaskError, Reject
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
 from kombu import Message
@@ -23,7 +23,7 @@ from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.dead_letters import read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
-from batchery_worker.request import BatchRequest, lease_of
+from batchery_worker.request import BatchRequest, give_back, lease_of
 
 if TYPE_CHECKING:
     _Consumer: Any
@@ -197,6 +197,10 @@ def refuse_what_raises(worker: Any) -> None:
     def process_task(request: Any) -> None:
         try:
             process(request)
+        except Reject as error:
+            # A solo pool has run it, and its result found no backend.
+            logger.warning("%s[%s] is given back: %s", request.name, request.id, error)
+            give_back(request)
         except Exception as error:  # noqa: BLE001 - it would end worker after worker
             worker.consumer.end_unhandled(request.message, error)
             # The job has a place among those that the pool's processes work on.

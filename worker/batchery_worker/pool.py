@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from celery import Celery
+from celery.concurrency.solo import TaskPool as SoloPool
 from kombu.asynchronous import Hub
 
 from batchery.errors import StartError
@@ -156,7 +157,7 @@ class HybridPool:
         """Takes a job from Celery: batch tasks wait for a device, others go to the pool."""
         task = self._app.tasks.get(args[0]) if len(args) > 2 else None
         if self._dispatcher is None or not isinstance(task, BatchTask):
-            if self._ordinary.uses_semaphore:
+            if self._ordinary.uses_semaphore or isinstance(self._ordinary, SoloPool):
                 target, args = run_in_child, (target, *args)
             return self._ordinary.apply_async(target, args, kwargs, **options)
         callback = options.get("callback")

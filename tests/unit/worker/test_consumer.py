@@ -1,14 +1,16 @@
 """Which messages are let through to Celery."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from celery.exceptions import InvalidTaskError
+from celery.exceptions import InvalidTaskError, Reject
 from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.message import Message
 
-from batchery_worker.consumer import check
+from batchery_worker.consumer import check, refuse_what_raises
 
 JSON = "application/json"
 HEADERS = {"task": "shop.shout", "id": "an-id"}
@@ -65,3 +67,12 @@ def test_what_cannot_be_decoded_is_told_apart_from_what_must_not_be() -> None:
         check(message("not json"))
     with pytest.raises(ContentDisallowed):
         check(message("x", content_type="application/x-python-serialize"))
+
+
+def test_job_that_has_run_where_no_result_could_be_stored_is_given_back_and_not_refused() -> None:
+    process = Mock(side_effect=Reject("Redis was away", requeue=True))
+    worker, request = SimpleNamespace(_process_task=process, consumer=Mock()), Mock()
+    refuse_what_raises(worker)
+    worker._process_task(request)
+    request.reject.assert_called_once_with(requeue=True)
+    worker.consumer.end_unhandled.assert_not_called()

@@ -28,14 +28,19 @@ def wait_in_children(app: Celery) -> None:
     """Makes results wait in the processes of a prefork pool that has not started yet."""
 
     def prepare(**_: Any) -> None:
-        for_completion(app.backend)
-        publish_until_deadline(app)
+        wait_here(app)
 
     signals.worker_process_init.connect(prepare, weak=False, dispatch_uid="batchery-results-wait")
 
 
+def wait_here(app: Celery) -> None:
+    """Makes results wait in this thread, which a solo pool computes on."""
+    for_completion(app.backend)
+    publish_until_deadline(app)
+
+
 def run_in_child(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs a job in a process of a prefork pool.
+    """Runs a job in a process of a prefork pool, or in that of a solo pool.
 
     Raises:
         Reject: Its result found no backend; the worker gives the job back.
