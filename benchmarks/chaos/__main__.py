@@ -24,10 +24,12 @@ HELP = {
     "cuts": "All connections between workers and Redis cut.",
     "stops": "Workers stopped, and continued after --stop-s.",
     "malformed": "Messages that are none.",
-    "fills": "Redis at maxmemory for a moment.",
+    "fills": "Redis at maxmemory for --full-s, while workers start and end.",
+    "failovers": "A replica promoted; the old primary turns read-only and cuts its connections.",
     "workers": "Workers at the start.",
     "max_workers": "Most workers later.",
     "stop_s": "How long a worker is stopped.",
+    "full_s": "How long Redis is full.",
     "gap_s": "Mean time between two faults; jobs are spread over all of them.",
     "patience_s": "How long without any answer until the rest counts as stuck.",
 }

@@ -113,6 +113,7 @@ class Cluster:
     def heal(self) -> None:
         """Ends every fault: Redis is up and has room, and a worker runs."""
         self.redis.restart()
+        self.redis.follow()
         self.redis.free()
         while self._do(Action.CONTINUE_WORKER):
             pass
@@ -184,6 +185,10 @@ class Cluster:
                 return "done" if self.redis.fill() else ""
             case Action.FREE:
                 return "done" if self.redis.free() else ""
+            case Action.FAIL_OVER:
+                return "done" if self.redis.fail_over() else ""
+            case Action.FOLLOW:
+                self.redis.follow()
         return "done"
 
 

@@ -39,7 +39,7 @@ class Member:
         celery = [str(Path(sys.executable).with_name("celery")), "-A", "chaos_app", "worker"]
         options = ["-l", "INFO", "-P", pool, "-c", "2", "-n", f"{name}@chaos"]
         self._process = GuardedProcess(
-            [*clean, *celery, *options, "--without-mingle", "--without-gossip"],
+            [*clean, *celery, *options, "--without-gossip"],
             grace_s=GRACE_S,
             directory=folder,
             on_line=self._on_line,

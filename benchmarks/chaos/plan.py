@@ -47,13 +47,17 @@ class Plan:
     cuts: int = 2
     #: Messages that are none.
     malformed: int = 8
-    #: Redis at maxmemory, for up to a second.
+    #: Redis at maxmemory, for `full_s`; meanwhile workers start and end.
     fills: int = 1
+    #: A replica takes the place of Redis, which turns read-only and cuts its connections.
+    failovers: int = 1
     #: Workers at the start; later between one and `max_workers`, as the seed has it.
     workers: int = 2
     max_workers: int = 3
     #: How long a stopped worker stays so: beyond the lease expiry, so that others take its jobs.
     stop_s: float = 8.0
+    #: How long Redis is full: longer than a worker takes to start.
+    full_s: float = 5.0
     #: Mean time between two faults.
     gap_s: float = 1.5
     #: How long after the last fault and the last answer a job counts as stuck.
@@ -63,7 +67,7 @@ class Plan:
     def faults(self) -> int:
         """How often something goes wrong; malformed messages come beside it."""
         processes = self.kills + self.device_kills + self.child_kills + self.stops
-        return processes + self.redis_restarts + self.cuts + self.fills
+        return processes + self.redis_restarts + self.cuts + self.fills + self.failovers
 
     @property
     def duration_s(self) -> float:

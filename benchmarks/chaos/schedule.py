@@ -22,6 +22,8 @@ class Action(StrEnum):
     CUT = "cut connections"
     FILL = "fill redis"
     FREE = "free redis"
+    FAIL_OVER = "fail over"
+    FOLLOW = "follow"
     MALFORMED = "malformed message"
 
 
@@ -35,6 +37,8 @@ DISTURBING = frozenset(
         Action.CUT,
         Action.FILL,
         Action.FREE,
+        Action.FAIL_OVER,
+        Action.FOLLOW,
     }
 )
 
@@ -86,6 +90,7 @@ def schedule(plan: Plan) -> list[Event]:
         *[Action.REDIS_DOWN] * plan.redis_restarts,
         *[Action.CUT] * plan.cuts,
         *[Action.FILL] * plan.fills,
+        *[Action.FAIL_OVER] * plan.failovers,
     ]
     random.shuffle(faults)
     events = [
@@ -115,4 +120,9 @@ def _fault(plan: Plan, action: Action, at_s: float, random: Random) -> Iterator[
         case Action.REDIS_DOWN:
             yield Event(at_s + random.uniform(0.2, 1.5), Action.REDIS_UP)
         case Action.FILL:
-            yield Event(at_s + random.uniform(0.3, 1.0), Action.FREE)
+            # Workers end and start while there is no room.
+            yield Event(at_s + 0.1, Action.SCALE, number=1)
+            yield Event(at_s + 0.2, Action.SCALE, number=plan.max_workers)
+            yield Event(at_s + plan.full_s, Action.FREE)
+        case Action.FAIL_OVER:
+            yield Event(at_s + random.uniform(0.5, 3.0), Action.FOLLOW)

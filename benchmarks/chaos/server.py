@@ -1,14 +1,20 @@
-"""A Redis that is killed, filled and started again, at addresses that stay the same."""
+"""A Redis that is killed, filled, replaced and started again, at addresses that stay the same."""
 
 import contextlib
 import os
 import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from redis import Redis
 
 from batchery_worker.local.redis_server import EmbeddedRedis
 from benchmarks.chaos.proxy import Proxy
+
+#: How long a replica may take for a step, in seconds.
+STEP_S = 30.0
 
 
 class FaultyRedis:
@@ -25,6 +31,10 @@ class FaultyRedis:
         """
         self._server = EmbeddedRedis(folder)
         self._server.start()
+        #: Takes its place; started with the first failover.
+        self._spare = EmbeddedRedis(folder.with_name(f"{folder.name}-spare"))
+        self._spare.password = self._server.password
+        self._has_spare = False
         #: The workers' way, which is cut.
         self._workers = Proxy(self._server.port)
         #: The harness's own, which is not; it only ends when the server does.
@@ -69,6 +79,44 @@ class FaultyRedis:
         """Ends that; so does a restart."""
         return self._is_up and self._set("maxmemory", "0")
 
+    def fail_over(self) -> bool:
+        """Makes a replica the primary; returns whether the primary runs.
+
+        The old one is a replica then, takes no writes, and cuts its connections. Workers and
+        harness are still led there, until `follow`. FAILOVER pauses writes until the replica has
+        them all: what asynchronous replication loses otherwise is no fault of those who wrote.
+        """
+        if not self._is_up:
+            return False
+        old, new = self._server, self._spare
+        if not self._has_spare:
+            new.start()
+            self._has_spare = True
+        with _client(old) as first, _client(new) as second:
+            for each in (first, second):
+                each.config_set("masterauth", old.password)
+                each.config_set("repl-diskless-sync-delay", 0)
+                each.config_set("appendfsync", "always")
+                each.config_set("maxmemory", 0)
+            second.replicaof("127.0.0.1", old.port)
+            # Its file is written anew after that, and it must not be killed before.
+            _wait(lambda: second.info("replication")["master_link_status"] == "up")
+            _wait(lambda: not second.info("persistence")["aof_rewrite_in_progress"])
+            first.execute_command("FAILOVER", "TO", "127.0.0.1", new.port)
+            _wait(lambda: second.info("replication")["role"] == "master")
+            _wait(lambda: first.info("replication")["role"] == "slave")
+            for kind in ("normal", "pubsub"):
+                first.client_kill_filter(_type=kind, skipme=True)
+        self._server, self._spare = new, old
+        return True
+
+    def follow(self) -> None:
+        """Leads everybody to the new primary, as Sentinel or a name server does."""
+        if self._is_up:
+            self._workers.target = self._own.target = self._server.port
+            self._workers.cut()
+            self._own.cut()
+
     def cut(self) -> int:
         """Cuts all connections of workers; returns how many there were."""
         return self._workers.cut()
@@ -78,10 +126,30 @@ class FaultyRedis:
         self._workers.close()
         self._own.close()
         self._server.stop()
+        self._spare.stop()
 
     def _url(self, proxy: Proxy) -> str:
         return f"redis://:{self._server.password}@127.0.0.1:{proxy.port}/0"
 
     def _set(self, name: str, value: str) -> bool:
-        with contextlib.closing(Redis.from_url(self._server.url)) as redis:
+        with _client(self._server) as redis:
             return bool(redis.config_set(name, value))
+
+
+@contextlib.contextmanager
+def _client(server: EmbeddedRedis) -> Iterator[Any]:
+    with contextlib.closing(Redis.from_url(server.url)) as redis:
+        yield redis
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    """Waits for a step of a failover.
+
+    Raises:
+        TimeoutError: It does not happen.
+    """
+    end_s = time.monotonic() + STEP_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"a replica took longer than {STEP_S:g} s; see its log")
+        time.sleep(0.01)

@@ -28,6 +28,7 @@ QUIET = Plan(
     redis_restarts=0,
     cuts=0,
     fills=0,
+    failovers=0,
     malformed=0,
     patience_s=60,
 )
@@ -45,8 +46,12 @@ TORMENT = Plan(
     redis_restarts=0,
     cuts=2 * FACTOR,
     fills=0,
+    failovers=0,
     malformed=12,
 )
+
+#: A Redis without room, and one that takes no writes: nobody ends, and all goes on afterwards.
+REFUSED = replace(QUIET, jobs=200, seed=2, kills=1, fills=1, failovers=1, gap_s=4)
 
 
 def test_the_harness_finds_the_jobs_that_stock_leaves_behind_a_killed_worker(
@@ -68,7 +73,8 @@ def test_harness_finds_nothing_without_a_fault(tmp_path: Path) -> None:
     options = [
         f"--{name}=0" for name in ("kills", "device-kills", "child-kills", "stops", "cuts", "fills")
     ]
-    options += ["--redis-restarts=0", "--malformed=0", "--jobs=60", "--workers=1"]
+    options += ["--failovers=0", "--redis-restarts=0", "--malformed=0"]
+    options += ["--jobs=60", "--workers=1"]
     arguments = ["--transport=stock", "--json", "--quiet", *options]
     kept = tmp_path / "kept"
     answer = CliRunner().invoke(chaos, [*arguments, f"--keep={kept}"])
@@ -93,3 +99,14 @@ def test_nothing_is_lost_doubled_wrong_or_stuck_whatever_is_killed(tmp_path: Pat
     # between, the next one sends it again.
     found = (verdict.lost, verdict.stuck, verdict.wrong, verdict.doubled)
     assert found == (0, 0, 0, 0), verdict.text
+
+
+@pytest.mark.timeout(300)
+def test_workers_outlive_a_full_redis_and_a_failover_and_lose_nothing(tmp_path: Path) -> None:
+    verdict = run(REFUSED, tmp_path, print)
+    assert {"fill redis", "free redis", "fail over", "follow", "kill worker"} <= set(verdict.faults)
+    assert verdict.submitted == REFUSED.jobs
+    # Neither a worker that runs nor one that starts ends because it is refused.
+    assert verdict.ended == 0, verdict.text
+    found = (verdict.lost, verdict.stuck, verdict.doubled)
+    assert found == (0, 0, 0), verdict.text

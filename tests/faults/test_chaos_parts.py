@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from redis import Redis
-from redis.exceptions import OutOfMemoryError, RedisError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 
 from batchery import StartError
 from batchery_worker.local.redis_server import EmbeddedRedis
@@ -41,7 +41,7 @@ def test_a_schedule_has_each_fault_as_often_as_planned_and_an_end_for_each() -> 
     times = Counter(event.action for event in events)
     assert times == {
         Action.KILL_WORKER: 5,
-        Action.SCALE: 5,
+        Action.SCALE: 5 + 2,
         Action.KILL_DEVICE: 4,
         Action.KILL_CHILD: 2,
         Action.STOP_WORKER: 3,
@@ -51,6 +51,8 @@ def test_a_schedule_has_each_fault_as_often_as_planned_and_an_end_for_each() -> 
         Action.CUT: 2,
         Action.FILL: 1,
         Action.FREE: 1,
+        Action.FAIL_OVER: 1,
+        Action.FOLLOW: 1,
         Action.MALFORMED: 6,
     }
     assert events == sorted(events)
@@ -333,6 +335,25 @@ def test_a_faulty_redis_keeps_its_data_and_its_addresses(tmp_path: Path) -> None
         with closing(Redis.from_url(server.worker_url)) as worker:
             assert worker.get("kept") == b"1"
             assert server.cut() == 1
+
+
+def test_a_faulty_redis_fails_over_and_back_without_a_loss(tmp_path: Path) -> None:
+    server = FaultyRedis(tmp_path / "redis")
+    with closing(server):
+        for number in range(2):
+            with closing(Redis.from_url(server.worker_url)) as worker:
+                worker.rpush("kept", number)
+                assert server.fail_over()
+                with pytest.raises(RedisError):
+                    worker.rpush("kept", "refused")
+            with closing(Redis.from_url(server.url)) as redis, pytest.raises(ReadOnlyError):
+                redis.rpush("kept", "refused")
+            server.follow()
+        server.kill()
+        assert not server.fail_over()
+        server.restart()
+        with closing(Redis.from_url(server.worker_url)) as worker:
+            assert worker.lrange("kept", 0, -1) == [b"0", b"1"]
 
 
 def test_traces_are_found_wherever_a_transport_keeps_messages(redis_url: str) -> None:
