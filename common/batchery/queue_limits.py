@@ -15,7 +15,7 @@ from kombu.transport import redis as kombu_redis
 
 from batchery.errors import BrokerRefused, QueueFull
 from batchery.settings import LOWEST_PRIORITY, PriorityClass
-from batchery.transport.redis_schema import transport_scripts
+from batchery.transport.redis_schema import Keys, transport_scripts
 
 __all__ = [
     "Destination",
@@ -169,8 +169,10 @@ def look_into(channel: Any, queue: str, priorities: range) -> Waiting | None:
     if not isinstance(channel, kombu_redis.Channel):
         return None
     steps: Any = channel
-    keys = [
-        channel.global_keyprefix + steps._q_for_pri(queue, step)
+    names = Keys(channel.global_keyprefix)
+    keys = [names.tenants]
+    keys += [
+        names.queue(steps._q_for_pri(queue, step))
         for step in steps.priority_steps
         if step in priorities
     ]

@@ -66,6 +66,10 @@ def have_results(bare: Any, ids: list[str]) -> bool:
     return len(results(bare, ids)) == len(ids)
 
 
+def have_run(book: Path, count: int) -> bool:
+    return book.exists() and len(executions(book)) > count
+
+
 def held(bare: Any) -> int:
     """Jobs that any worker has leased."""
     return sum(bare.hlen(key) for key in bare.keys("batchery:lease:*"))
@@ -306,3 +310,24 @@ def test_a_redis_that_is_killed_and_starts_again_loses_nothing(
         assert results(bare, jobs) == 4 * list(range(150))
         wait_for(lambda: held(bare) == 0, "all are acknowledged")
         assert bare.llen("celery") == 0
+
+
+def test_no_job_is_lost_where_a_worker_is_killed_that_has_sorted_its_queue_by_tenant(
+    start_worker: StartWorker, redis_url: str, bare: Any, book: Path
+) -> None:
+    jobs = []
+    with Celery("sender", broker=redis_url, set_as_current=False) as app:
+        for tenant in ("one", "two"):
+            for number in range(600):
+                item, options = f"{tenant}-{number}", {"book": str(book)}
+                headers = {"batchery_tenant": tenant}
+                sent = app.send_task("apps.leases.batch", [item], options, headers=headers)
+                jobs.append(sent.id)
+    for round_ in range(1, 4):
+        worker = start_worker("apps.leases", "-c", "1")
+        wait_for(partial(have_run, book, 200 * round_), "a part has run")
+        worker.kill()
+    start_worker("apps.leases", "-c", "1")
+    wait_for(partial(have_results, bare, jobs), "all are answered", TIMEOUT_S)
+    wait_for(lambda: not bare.keys("batchery:tenants:*"), "nothing is left")
+    assert not bare.llen("celery")

@@ -28,3 +28,9 @@ def test_the_queue_benchmark_names_its_rows_when_asked_for_another() -> None:
     answer = bench("queue", "--systems", "nonsense", timeout_s=60)
     assert answer.returncode == 1
     assert "choose from batchery, " in answer.stderr
+
+
+def test_the_benchmark_of_tenants_prints_what_each_number_of_them_costs() -> None:
+    answer = bench("queue.tenants", "--jobs=2000", "--rounds=2")
+    assert answer.returncode == 0, answer.stderr
+    assert len(answer.stdout.splitlines()) == 6

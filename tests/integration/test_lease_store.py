@@ -60,7 +60,7 @@ def drain(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
     """Pushes messages and leases them; returns their tokens."""
     lease_store.client.lpush("queue", *messages)
     fixed = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, KEYS.waiting]
-    fixed.append(KEYS.running(lease_store.worker))
+    fixed += [KEYS.running(lease_store.worker), KEYS.tenants]
     arguments = [lease_store.worker, 100, 2**20, "", 0, 1, 100, 100, "queue", 100, 1]
     answer = lease_store.scripts.run("drain", [*fixed, "queue"], *arguments)
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]

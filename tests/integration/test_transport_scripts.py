@@ -20,6 +20,7 @@ class Redis:
 
     def __init__(self, client: Any) -> None:
         self.client = client
+        self.unsorted = ""
         self.scripts = transport_scripts(client)
         self.register()
 
@@ -45,7 +46,7 @@ class Redis:
     ) -> Any:
         """Tokens, keys and messages; None if fenced."""
         fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-        fixed.append(KEYS.running(ME))
+        fixed += [KEYS.running(ME), KEYS.tenants]
         count = len(queues) // steps
         # Without a number for each list, all lists of a queue are one part.
         parts = parts or [1 + at % count for at in range(len(queues))]
@@ -63,6 +64,8 @@ class Redis:
         )
         if not answer:
             return answer
+        if len(answer) % 2:
+            self.unsorted = answer.pop().decode()
         tokens = range(answer[1], answer[1] + len(answer) // 2 - 1)
         keys = [queues[index] for index in answer[2::2]]
         return list(zip(tokens, keys, [each.decode() for each in answer[3::2]], strict=True))
@@ -196,7 +199,7 @@ def test_drain_tells_how_many_suspects_there_are(there: Redis) -> None:
     push(there.client, "a", "1")
     there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-    keys = [*fixed, KEYS.running(ME), "a"]
+    keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
     answer = there.scripts.run("drain", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
     assert answer == [2, 1, 0, b"1"]
 
@@ -323,7 +326,7 @@ def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     message = bytes(range(256)) + b"\0\0 \n"
     there.client.lpush("a", message)
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
-    keys = [*fixed, KEYS.running(ME), "a"]
+    keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
     there.scripts.run("drain", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
     there.recover()
     assert there.client.rpop("a") == message

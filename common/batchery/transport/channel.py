@@ -19,6 +19,7 @@ from batchery.transport.lease_store import LeaseStore, acquire_lease_store, disc
 from batchery.transport.membership import Heartbeat
 from batchery.transport.outbox import OutboxChannel
 from batchery.transport.qos import QoS
+from batchery.transport.redis_schema import Keys
 from batchery.transport.workload import HeldJob, Workload
 
 if TYPE_CHECKING:
@@ -162,6 +163,14 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     _fruitless = False
     #: Whether a push has come that the workload has not heard of.
     _was_told = False
+
+    def _purge(self, queue: str) -> int:
+        """Removes all messages that wait in a queue; returns how many."""
+        count = int(super()._purge(queue))
+        keys = Keys(self.global_keyprefix)
+        lists = [keys.queue(self._q_for_pri(queue, step)) for step in self.priority_steps]
+        self._outbox_scripts.run("purge_tenants", [keys.tenants, *lists])
+        return count
 
     def basic_consume(
         self, queue: str, no_ack: bool, callback: Any, consumer_tag: str, **kwargs: Any

@@ -107,6 +107,8 @@ class Drain:
         self.took_all = False
         #: Whether the last drain brought as much as it wanted; then there is probably more.
         self._brought_much = False
+        #: Key of a list that is not all sorted by tenant.
+        self._unsorted: bytes | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -146,6 +148,9 @@ class Drain:
             if asked is None:
                 return False
             self._known[may_note] = asked
+        if self._unsorted is not None:
+            self._lease_store.sort_tenants(self._unsorted)
+            self._unsorted = None
         self._lease_store.flush()
         self._asked, self.left_some_out = asked, asked.left_some_out
         connection.send_packed_command((asked.spelled.commands,))
@@ -217,7 +222,7 @@ class Drain:
         ]
         names = tuple(key for key, _ in lists)
         fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects, keys.waiting]
-        fixed.append(keys.running(question.worker))
+        fixed += [keys.running(question.worker), keys.tenants]
         entry, arguments = self._arguments(question, queues)
         script = (
             *("EVALSHA", self._sha, len(fixed) + len(names)),
@@ -277,6 +282,7 @@ class Drain:
             self.is_entered = bool(asked.spelled.entry)
         else:
             self.forget_entry()
+        self._unsorted = answer.pop() if answer and len(answer) % 2 else None
         brought = len(answer or ()) // 2 - 1
         if brought == 1 and asked.question.notes:
             self._lease_store.drained(str(int(answer[1])))

@@ -48,6 +48,11 @@ class Keys:
         return f"{self.prefix}batchery:waiting"
 
     @property
+    def tenants(self) -> str:
+        """HASH of lists that are sorted by tenant to the number of messages that were moved."""
+        return f"{self.prefix}batchery:tenants"
+
+    @property
     def dead(self) -> str:
         """HASH of tokens to queue keys and descriptions of dead letters."""
         return f"{self.prefix}batchery:dead"

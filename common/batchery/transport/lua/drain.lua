@@ -1,6 +1,7 @@
 -- Moves waiting messages from their queues into the leases of one worker; or notes that the worker
 -- waits for some.
 -- include waiting.lua
+-- include tenants.lua
 --
 -- KEYS[1]   ZSET    workers, see register.lua; a worker that is not in it gets nothing
 -- KEYS[2]   HASH    lease:<worker>: token -> queue key, a zero byte, message as it was in the queue.
@@ -14,7 +15,8 @@
 --                   goes when its worker takes something, or could begin nothing; with release or
 --                   recovery.
 -- KEYS[6]   HASH    running:<worker>, see recover.lua
--- KEYS[7..] LIST    the lists of queues, in the order in which they are served: those of one priority step,
+-- KEYS[7]   HASH    tenants, see tenants.lua
+-- KEYS[8..] LIST    the lists of queues, in the order in which they are served: those of one priority step,
 --                   then those of the next. Written by producers, read by every worker.
 -- ARGV      worker id, messages wanted, bytes wanted, the entry in `waiting` if all lists are empty, or nothing;
 --           1 if the worker runs no batch, so that a single message is noted as the one that is about to;
@@ -22,7 +24,8 @@
 --           it may give, how many while others wait for its queue, and the key of the queue's
 --           first step; how many all parts for which others wait may give together; then for each list the number
 --           of its part
--- Returns   {number of suspects, first token, index of queue key, message, index, message, ...};
+-- Returns   {number of suspects, first token, index of queue key, message, index, message, ...}, and at the end
+--           the key of a list that is not all sorted by tenant, if there is one;
 --           {} if all lists are empty; nil if the worker is fenced.
 --
 -- At maxmemory a script may write once it has popped, which frees memory, so pops come first.
@@ -47,19 +50,34 @@ if redis.call('HLEN', KEYS[5]) > 0 then
     end
   end)
 end
-local answer, fields = {0, 0}, {}
-for i = 7, #KEYS do
-  local part = tonumber(ARGV[part_of + i - 6])
+local answer, fields, unsorted = {0, 0}, {}, nil
+local are_some_sorted = redis.call('EXISTS', KEYS[7]) == 1
+for i = 8, #KEYS do
+  local part = tonumber(ARGV[part_of + i - 7])
   local asked, got
+  local sorted = are_some_sorted and redis.call('HGET', KEYS[7], KEYS[i])
+  local length = sorted and redis.pcall('LLEN', KEYS[i])
+  local is_sorted, tenant
+  if sorted and type(length) == 'number' and wanted > 0 and left[part] > 0 and room > 0 then
+    if sorted ~= '0' or length > math.min(wanted, left[part]) then
+      is_sorted = sort(KEYS[7], KEYS[i]) == 0
+      unsorted = is_sorted and unsorted or not is_sorted and KEYS[i]
+    end
+  end
   repeat
     -- A few at a time: their size is known only afterwards.
     asked = math.min(wanted, left[part], 16, shares[part] and shared or wanted)
     got = 0
     if asked > 0 and room > 0 then
-      local messages = redis.pcall('RPOP', KEYS[i], asked)
+      local messages
+      if is_sorted ~= nil then
+        messages = take(KEYS[7], KEYS[i], asked, is_sorted)
+      else
+        messages = redis.pcall('RPOP', KEYS[i], asked)
+      end
       if messages and not messages.err then
         for _, message in ipairs(messages) do
-          answer[#answer + 1] = i - 7
+          answer[#answer + 1] = i - 8
           answer[#answer + 1] = message
           fields[#fields + 1] = KEYS[i] .. '\0' .. message
           room = room - #message
@@ -68,9 +86,21 @@ for i = 7, #KEYS do
         wanted = wanted - got
         left[part] = left[part] - got
         shared = shares[part] and shared - got or shared
+        if not sorted and got == asked then
+          -- Only where more waits than is taken does it matter who goes first.
+          tenant = tenant or only_tenant(redis.call('LRANGE', KEYS[i], 0, 3))
+          tenant = tenant ~= false and only_tenant(messages, tenant)
+          if tenant == false then
+            redis.call('HSET', KEYS[7], KEYS[i], 0)
+            sorted = '0'
+          end
+        end
       end
     end
   until got == 0 or got < asked
+  if is_sorted then
+    put_forward(KEYS[7], KEYS[i])
+  end
 end
 -- What was brought before has been handed over by now.
 redis.call('HDEL', KEYS[6], 'delivery')
@@ -103,4 +133,7 @@ if ARGV[5] == '1' and #fields == 1 then
   redis.call('HSET', KEYS[6], 0, 'shared ' .. answer[2] .. ' ?')
 end
 redis.call('HSET', KEYS[6], 'delivery', 'shared ' .. answer[2] .. ' ' .. answer[2] + #fields - 1)
+if unsorted then
+  answer[#answer + 1] = unsorted
+end
 return answer
