@@ -85,14 +85,16 @@ class Outbox:
         self.messages: list[HeldMessage] = []
         #: The result in its stored form; empty if none is held back.
         self.result: bytes | str = b""
+        #: In how many seconds it expires; 0 for never.
+        self.expires_s = 0
         self._store: Callable[[], None] | None = None
         #: Calls of Celery's script that counts parts of chords.
         self.part_calls: list[ScriptCall] = []
         self._counts: list[Callable[[], None]] = []
 
-    def hold_result(self, result: bytes | str, store: Callable[[], None]) -> None:
+    def hold_result(self, result: bytes | str, expires_s: int, store: Callable[[], None]) -> None:
         """Holds back a result in its stored form; `store` stores it in Celery's own way."""
-        self.result, self._store = result, store
+        self.result, self.expires_s, self._store = result, expires_s, store
 
     def hold_part(self, count: Callable[[], None]) -> None:
         """Holds back a part of a chord; `count` counts it in Celery's own way.

@@ -1,6 +1,7 @@
 """The client for `asyncio`: `await task(item)`, thousands at once, on one connection each way."""
 
 import asyncio
+import math
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -23,6 +24,7 @@ from batchery_producer.async_session import Call, Session
 from batchery_producer.client import close_app, make_app
 from batchery_producer.publishing.template import Job
 from batchery_producer.results.answers import Answer, Outcome, check_per_job, header_of, outcomes_of
+from batchery_producer.retry import AWAY_S
 from batchery_producer.stream import Window
 
 #: Items in flight.
@@ -105,10 +107,12 @@ class AsyncClient:
         keywords: Mapping[str, Any],
         options: Mapping[str, Any],
         deadline_s: float | None = None,
+        keep_s: int | None = None,
     ) -> Answer:
         """Sends one job and waits for its end; a cancellation revokes the job.
 
-        The item of a multi-item job is a list of `count` items; 0 means that it is one item.
+        The item of a multi-item job is a list of `count` items; 0 means that it is one item. The
+        result expires in `keep_s` seconds if this client does not fetch it.
         """
         loop = self._loop = asyncio.get_running_loop()
         task_id = uuid()
@@ -118,7 +122,7 @@ class AsyncClient:
         headers = {
             **trace_headers(),
             **deadline_header(deadline_s),
-            **header_of(count, self._session.headers),
+            **header_of(count, self._session.headers, keep_s),
         }
         if not self._calls:
             # Calls of the same turn of the event loop are sent together.
@@ -182,6 +186,8 @@ class AsyncTask:
         # No worker may be there to be told of a cancelled call.
         expires = {} if timeout_s is None else {"expires": timeout_s}
         self._call_options = {"wait_s": 0, **expires, **options}
+        # After that nobody asks for the result any more.
+        self._keep_s = None if timeout_s is None else math.ceil(timeout_s + AWAY_S)
 
     async def __call__(self, item: Any, **keywords: Any) -> Any:
         """The result of one item. Cancelling the call revokes its job.
@@ -194,7 +200,7 @@ class AsyncTask:
         try:
             async with asyncio.timeout(self._timeout_s):
                 answer = await self._client.call(
-                    self.name, item, 0, keywords, self._call_options, self._deadline_s
+                    self.name, item, 0, keywords, self._call_options, self._deadline_s, self._keep_s
                 )
         except TimeoutError:
             raise self._no_result() from None
@@ -226,6 +232,7 @@ class AsyncTask:
                 size > 1,
                 known,
                 self._call_options,
+                self._keep_s,
             )
             for start in starts
         ]
@@ -328,10 +335,11 @@ class AsyncTask:
         are_many: bool,
         keywords: Mapping[str, Any],
         options: Mapping[str, Any],
+        keep_s: int | None = None,
     ) -> list[Outcome]:
         item, count = (argument, len(argument)) if are_many else (argument[0], 0)
         answer = await self._client.call(
-            self.name, item, count, keywords, options, self._deadline_s
+            self.name, item, count, keywords, options, self._deadline_s, keep_s
         )
         return outcomes_of(answer, indexes, are_many, self._client.app.backend)
 

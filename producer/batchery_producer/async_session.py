@@ -174,7 +174,7 @@ class Session:
     def headers(self) -> Mapping[str, Any]:
         """Headers that the collector asks for."""
         if self._collector is None:
-            self._collector = collector_for(self._app, self._retries)
+            self._collector = collector_for(self._app, self._retries, forgets_dropped=True)
         return self._collector.headers
 
     def _await(self, task_ids: Sequence[str]) -> None:

@@ -1,9 +1,13 @@
-"""Calls that were given up before a worker came: no device computes for nobody."""
+"""Calls that were given up: no device computes for nobody, and their results do not stay."""
 
 import asyncio
+import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from celery import Celery, chord
 
 from batchery import AsyncClient, NoResult
 from conftest import StartWorker
@@ -11,6 +15,9 @@ from support.harness import queue_length, unsettled, wait_for
 
 TASK = "apps.tally.tally"
 TIMEOUT_S = 60
+
+#: Seconds that results are kept in these tests.
+KEEP_S = 777
 
 
 def test_calls_that_timed_out_without_a_worker_are_not_computed(
@@ -47,3 +54,94 @@ def test_the_error_says_how_long_the_call_has_waited(redis_url: str) -> None:
 
     with pytest.raises(NoResult, match=r"nobody: no result within 0\.05 s, so its job is revoked"):
         asyncio.run(give_up())
+
+
+def test_results_are_kept_as_long_as_their_jobs_say_whoever_stores_them(
+    start_worker: StartWorker, client: Celery, store: Any
+) -> None:
+    headers = {"batchery": {"v": 1, "keep_s": KEEP_S}}
+
+    def send(task: str, *args: Any, **options: Any) -> str:
+        sent: str = client.send_task(
+            f"apps.shop.{task}", args, **{"headers": headers, **options}
+        ).id
+        return sent
+
+    def part(text: str) -> Any:
+        return client.signature("apps.shop.shout", (text,), headers=headers)
+
+    with_link = client.signature("apps.shop.shout", queue="celery")
+    short = {
+        "by its device": send("shout", "a"),
+        "a failure, by the tracer": send("nasty", "raise"),
+        "in one step with its callback": send("shout", "b", link=with_link),
+        "of an ordinary task": send("double", 1),
+        "of one that is refused": send("shout", "a", "b"),
+        "of one that has expired": send("shout", "c", expires=0.01),
+        "beside one that says nothing": send("shout", "d"),
+    }
+    plain = send("shout", "e", headers={})
+    parts = chord([part("f"), part("g")], client.signature("apps.shop.total"))
+    whole = parts.apply_async()
+    short |= {f"part {each.id} of a chord": each.id for each in whole.parent.results}
+    time.sleep(0.01)  # Until one has expired.
+    start_worker("apps.shop")
+
+    def left_s(task_id: str) -> int:
+        client.AsyncResult(task_id).get(timeout=TIMEOUT_S, propagate=False)
+        seconds: int = store.ttl(f"celery-task-meta-{task_id}")
+        return seconds
+
+    kept = {what: left_s(task_id) for what, task_id in short.items()}
+    states = {what: client.AsyncResult(task_id).state for what, task_id in short.items()}
+    assert states["of one that has expired"] == "REVOKED"
+    assert states["a failure, by the tracer"] == states["of one that is refused"] == "FAILURE"
+    assert all(0 < seconds <= KEEP_S for seconds in kept.values()), kept
+    assert left_s(plain) > KEEP_S
+
+
+def test_only_results_of_calls_with_a_time_limit_are_of_no_use_later(
+    redis_url: str, store: Any
+) -> None:
+    async def give_up() -> None:
+        async with AsyncClient(redis_url) as client:
+            with pytest.raises(NoResult):
+                await client.task("nobody", queue="limited", timeout_s=0.3)("item")
+            with pytest.raises(NoResult):
+                await client.task("nobody", queue="limited", timeout_s=0.3).outcomes(["a", "b"])
+            call = asyncio.ensure_future(client.task("nobody", queue="unlimited")("item"))
+            while not store.llen("unlimited"):
+                await asyncio.sleep(0.01)
+            call.cancel()
+
+    asyncio.run(give_up())
+    messages = [json.loads(each)["headers"]["batchery"] for each in store.lrange("limited", 0, -1)]
+    # Nobody waits for Redis longer than two minutes.
+    assert [each.get("keep_s") for each in messages] == [121, 121, 121]
+    assert "keep_s" not in json.loads(store.lindex("unlimited", 0))["headers"]["batchery"]
+
+
+def test_result_of_a_cancelled_call_goes_when_it_comes(
+    start_worker: StartWorker, redis_url: str, store: Any, tmp_path: Path
+) -> None:
+    worker = start_worker("apps.shop")
+    gone, kept = tmp_path / "gone", tmp_path / "kept"
+
+    async def cancel_one() -> None:
+        async with AsyncClient(redis_url) as client:
+            until = client.task("apps.shop.until", queue="celery")
+            first = asyncio.ensure_future(until(str(gone)))
+            # One batch, and so the announcement, has nothing of the other call.
+            while not worker.log.count("received"):
+                await asyncio.sleep(0.01)
+            second = asyncio.ensure_future(until(str(kept)))
+            first.cancel()
+            gone.touch()
+            while not worker.log.count("succeeded"):
+                await asyncio.sleep(0.01)
+            while store.keys("celery-task-meta-*"):
+                await asyncio.sleep(0.01)
+            kept.touch()
+            assert await second == str(kept)
+
+    asyncio.run(asyncio.wait_for(cancel_one(), TIMEOUT_S))

@@ -7,6 +7,7 @@ from celery.exceptions import InvalidTaskError
 from celery.worker import state as worker_state
 from celery.worker.request import Request as CeleryRequest
 
+from batchery.protocol.completion_stream import expiring_as_asked
 from batchery.transport.lease_store import LeaseStore
 
 if TYPE_CHECKING:
@@ -87,6 +88,10 @@ class BatchRequest(_Request):  # type: ignore[misc]
             finish()
         if self in worker_state.active_requests:
             super().cancel(pool, signal, emit_retry)
+
+    def _announce_revoked(self, *args: Any) -> None:
+        with expiring_as_asked(self.task.backend, self._context):
+            super()._announce_revoked(*args)
 
     def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 - Celery's name
         """Sends a task event, with the facts of the batch where the job succeeded."""

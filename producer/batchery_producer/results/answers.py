@@ -136,14 +136,17 @@ def check_per_job(per_job: int | None) -> int:
     return per_job
 
 
-def header_of(count: int, reply: Any) -> dict[str, Any]:
+def header_of(count: int, reply: Any, keep_s: int | None = None) -> dict[str, Any]:
     """Headers of a job with so many items.
 
     Args:
         count: Number of items in the list; 0 if the argument is one item.
         reply: Headers that the collector asks for.
+        keep_s: How long its result is of use to anybody, in seconds; None for ever.
     """
     own = {"n": count} if count else {}
+    if keep_s is not None:
+        own["keep_s"] = keep_s
     known = reply.get(HEADER, {})
     return {HEADER: {"v": VERSION, **known, **own}} if own or known else {}
 

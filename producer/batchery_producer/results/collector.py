@@ -56,8 +56,13 @@ BATCH = re.compile(
 )
 
 
-def collector_for(app: Celery, retries: RetryPolicy) -> Collector:
+def collector_for(app: Celery, retries: RetryPolicy, *, forgets_dropped: bool = False) -> Collector:
     """Picks the collector for the app's result backend.
+
+    Args:
+        app: The app to which jobs are sent.
+        retries: How long it waits for a backend that is away.
+        forgets_dropped: Whether it removes results that are announced and not awaited any more.
 
     Raises:
         SettingsError: The app has no result backend.
@@ -67,16 +72,19 @@ def collector_for(app: Celery, retries: RetryPolicy) -> Collector:
             f"app {app.main!r} has no result backend; set result_backend to a Redis URL"
         )
     if isinstance(app.backend, RedisBackend):
-        return RedisCollector(app.backend, retries)
+        return RedisCollector(app.backend, retries, forgets_dropped=forgets_dropped)
     return AnyCollector(app, retries)
 
 
 class RedisCollector(Collector):
     """Reads a reply stream of its own, and fetches many results in one command."""
 
-    def __init__(self, backend: Any, retries: RetryPolicy) -> None:
+    def __init__(
+        self, backend: Any, retries: RetryPolicy, *, forgets_dropped: bool = False
+    ) -> None:
         super().__init__()
         self._backend: Any = backend
+        self._forgets_dropped = forgets_dropped
         self._retries = retries
         self._errors: tuple[type[BaseException], ...] = (
             *self._backend.connection_errors,
@@ -129,6 +137,8 @@ class RedisCollector(Collector):
         for entry_id, entry in self._call(partial(self._read, min(wait_s, self._longest_wait_s))):
             self._last = entry_id
             ids += ids_of(entry)
+        if self._forgets_dropped:
+            self.forget([each for each in ids if each not in self._awaited])
         yield from self._ended([each for each in ids if each in self._awaited])
 
     def _read(self, wait_s: float) -> list[tuple[bytes, Mapping[bytes, bytes]]]:

@@ -60,7 +60,7 @@ def test_replay_publishes_messages_in_order_and_then_stores_the_result(
     outbox: Outbox, log: list[str]
 ) -> None:
     outbox.holds = True
-    outbox.hold_result(b"{}", lambda: log.append("result"))
+    outbox.hold_result(b"{}", 60, lambda: log.append("result"))
     for task_id in ("step", "parent"):
         outbox.publish(held(log, task_id))
     outbox.replay()

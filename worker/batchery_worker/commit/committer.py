@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import redis
 
-from batchery.protocol.completion_stream import stream_key
+from batchery.protocol.completion_stream import expires_s, stream_key
 from batchery_worker.commit.server import PatientServer, database_of
 from batchery_worker.commit.stored_form import spelled_fields
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
@@ -254,7 +254,7 @@ class RedisCommitter:
             context.worker,
             database_of(self._results.client),
             "" if broker_db is None else broker_db,
-            int(self._backend.expires or 0),
+            self._expiries(part, context.keep_s),
             len(context.completion_streams),
             _tokens(part),
             *(entry.value for entry in part),
@@ -264,6 +264,13 @@ class RedisCommitter:
         return self._results.attempt(
             lambda results: results.scripts.run_once("commit", keys, *args), context.lease_key
         )
+
+    def _expiries(self, part: Sequence[_Entry], keep_s: Mapping[int, int]) -> str:
+        """In how many seconds each result expires; once if that is the same for all."""
+        app_s = self._backend.expires
+        if not keep_s:
+            return str(expires_s(app_s, None))
+        return " ".join(str(expires_s(app_s, keep_s.get(entry.index))) for entry in part)
 
     def _add_completion_streams(
         self,

@@ -12,7 +12,7 @@ from celery import Celery
 from celery.app import trace
 
 from batchery.protocol import multi_item
-from batchery.protocol.completion_stream import stream_name_of
+from batchery.protocol.completion_stream import keep_s_of, stream_name_of
 from batchery.task import BatchTask
 from batchery_worker.commit import sentry
 from batchery_worker.commit.listeners import Listeners
@@ -139,6 +139,7 @@ class CommitEligibility:
                 job.payload.tracer_reason = NO_LEASE
         if not any(eligible):
             return None
+        completion_streams, keep_s = _replies(jobs)
         return CommitContext(
             worker=store.worker,
             workers_key=store.keys.workers,
@@ -147,7 +148,8 @@ class CommitEligibility:
             jobs=eligible,
             text_chars=_text_chars(task, jobs[0].payload),
             is_listened=self._listeners.of(task).after,
-            completion_streams=_completion_streams(jobs),
+            completion_streams=completion_streams,
+            keep_s=keep_s,
         )
 
     def _of_job(
@@ -174,14 +176,19 @@ class CommitEligibility:
         )
 
 
-def _completion_streams(jobs: Sequence[Job[TaskCall]]) -> dict[str, list[int]]:
-    """The indexes of the jobs that ask for each completion stream."""
+def _replies(jobs: Sequence[Job[TaskCall]]) -> tuple[dict[str, list[int]], dict[int, int]]:
+    """The indexes of the jobs that ask for each completion stream; and the jobs' own `keep_s`."""
     completion_streams: dict[str, list[int]] = {}
+    kept: dict[int, int] = {}
     for index, job in enumerate(jobs):
         header = job.payload.message.get(multi_item.HEADER)
-        if header is not None and (name := stream_name_of(header)) is not None:
+        if header is None:
+            continue
+        if (name := stream_name_of(header)) is not None:
             completion_streams.setdefault(name, []).append(index)
-    return completion_streams
+        if (keep_s := keep_s_of(header)) is not None:
+            kept[index] = keep_s
+    return completion_streams, kept
 
 
 def _text_chars(task: BatchTask, call: TaskCall) -> int | None:

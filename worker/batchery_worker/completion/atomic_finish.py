@@ -113,8 +113,7 @@ class AtomicFinisher:
     def _store(self, jobs: Sequence[HeldJob]) -> list[str]:
         """Stores results; returns the tokens of jobs that the script leaves to the tracer."""
         outboxes = [(job.lease.token, job.outbox) for job in jobs if job.outbox.result]
-        expires_s = int(self._backend.expires or 0)
-        calls = [([self._key(outbox)], [expires_s, outbox.result]) for _, outbox in outboxes]
+        calls = [([self._key(outbox)], [outbox.expires_s, outbox.result]) for _, outbox in outboxes]
         answers = self._scripts.run_many("store", calls) if calls else []
         return [
             token
@@ -142,8 +141,7 @@ class AtomicFinisher:
             self._key(outbox),
             *(held.queue_key for held in outbox.messages),
         ]
-        expires_s = int(self._backend.expires or 0)
-        args = [store.worker, results_db, store.db, expires_s, job.lease.token, result]
+        args = [store.worker, results_db, store.db, outbox.expires_s, job.lease.token, result]
         return keys, [*args, *(held.text for held in outbox.messages)]
 
     def _key(self, outbox: Outbox) -> Any:

@@ -15,6 +15,7 @@ from celery.states import FAILURE, PENDING, STARTED, SUCCESS
 
 from batchery.completion import JobCompletion, completing, current_completion
 from batchery.outbox import Outbox
+from batchery.protocol.completion_stream import expiring_as_asked
 from batchery.redis_scripts import RedisScripts, ScriptCall
 from batchery.retry import REFUSALS
 from batchery_worker.commit.server import result_scripts
@@ -53,13 +54,20 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
         return meta
 
     def store_result(
-        self, task_id: str, result: Any, state: str, *args: Any, **options: Any
+        self,
+        task_id: str,
+        result: Any,
+        state: str,
+        traceback: Any = None,
+        request: Any = None,
+        **options: Any,
     ) -> Any:
         """Stores a state, but not STARTED for a batch job: its device has stored that."""
         completion = current_completion()
         if state == STARTED and completion is not None and completion.task_id == task_id:
             return result
-        return super().store_result(task_id, result, state, *args, **options)
+        with expiring_as_asked(self, request):
+            return super().store_result(task_id, result, state, traceback, request, **options)
 
     def mark_as_done(self, *args: Any, **options: Any) -> Any:
         """Stores a result, publishes what follows the job, and counts it in a chord."""
@@ -100,18 +108,19 @@ class CompletionRedisBackend(CompletionBackend):
     def _set_with_state(self, key: Any, value: bytes | str, state: str) -> None:
         outbox = _outbox()
         fits = len(value) <= self._MAX_STR_VALUE_SIZE
+        expires_s = int((self.failure_expires if state == FAILURE else self.expires) or 0)
+        write = partial(self._write, key, value, state, expires_s)
         if outbox and outbox.holds and fits and key == self.get_key_for_task(outbox.task_id):
-            outbox.hold_result(value, partial(self._write, key, value, state))
+            outbox.hold_result(value, expires_s, write)
         else:
-            self._write(key, value, state)
+            write()
 
-    def _write(self, key: Any, value: bytes | str, state: str) -> None:
+    def _write(self, key: Any, value: bytes | str, state: str, expires_s: int) -> None:
         is_result = self.key_t(key).startswith(self.task_keyprefix)
         if not is_result or len(value) > self._MAX_STR_VALUE_SIZE:
             super()._set_with_state(key, value, state)
             return
-        expires_s = self.failure_expires if state == FAILURE else self.expires
-        stored = self._result_scripts.run("store", [key], int(expires_s or 0), value)
+        stored = self._result_scripts.run("store", [key], expires_s, value)
         # The script reads only JSON. Celery's decoders can read results of other serializers.
         if int(stored) == UNREADABLE and (
             super()._get_task_meta_for(self._strip_prefix(key))["status"] != SUCCESS

@@ -40,3 +40,5 @@ class CommitContext:
     is_listened: bool = False
     #: Name of a completion stream -> index of each job that asks for it.
     completion_streams: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: Index of a job -> how long its result is kept, in seconds; only of jobs that say it.
+    keep_s: Mapping[int, int] = field(default_factory=dict)

@@ -312,7 +312,7 @@ def test_replay_publishes_with_dedupe_keys_and_then_stores(
     completion = held_back(store, "A")
     assert completion.held is not None
     stored: list[str] = []
-    completion.held.outbox.hold_result(b"{}", lambda: stored.append("result"))
+    completion.held.outbox.hold_result(b"{}", 60, lambda: stored.append("result"))
     Tracer(redis_app, Listeners()).replay(completion)
     assert channel.published == [{"headers": {"id": "next"}}]
     assert stored == ["result"]

@@ -17,10 +17,10 @@
 --                   producer makes, reads, trims and removes it; it expires an hour after the last
 --                   read. Written here if it exists; at most some thousand entries.
 -- ARGV      worker id, number of the backend's database, number of the broker's (empty if that is on
---           another server), seconds until a result expires (0 for never), number of completion
---           streams, the tokens with spaces between; then for each job the value to store, empty
---           for none; then for each stream: how many of the jobs want it, and for each of those its
---           number among the jobs and its task id.
+--           another server), seconds until each result expires with spaces between (0 for never; one
+--           number for all of them), number of completion streams, the tokens with spaces between;
+--           then for each job the value to store, empty for none; then for each stream: how many of
+--           the jobs want it, and for each of those its number among the jobs and its task id.
 -- Returns   a digit for each job: 1 committed, 0 fenced, 2 unsure, with nothing done. Nil if this
 --           server does not know the worker: the broker is another one, or the worker is fenced.
 --
@@ -30,7 +30,7 @@
 --
 -- Leases end last. A command that Redis refuses ends the script without undoing what was done. Then
 -- every lease is still held, and no job is lost.
-local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], tonumber(ARGV[4])
+local worker, backend, broker, expires_s = ARGV[1], ARGV[2], ARGV[3], words(ARGV[4])
 local workers, leases, completion_streams = KEYS[1], KEYS[2], tonumber(ARGV[5])
 local count = #KEYS - 2 - completion_streams
 local has_leases, tokens = broker ~= '', words(ARGV[6])
@@ -62,7 +62,7 @@ for i = 1, count do
       may = fresh and 1 or may_write(key, not has_leases)
     end
     if may == 1 then
-      write(key, value, expires_s)
+      write(key, value, tonumber(expires_s[i] or expires_s[1]))
       written[key] = true
     end
     if may == 2 then
