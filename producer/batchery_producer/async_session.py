@@ -125,12 +125,12 @@ class Session:
     def _send_some(self, calls: Sequence[Call]) -> None:
         groups: dict[str, list[Call]] = {}
         for call in calls:
-            groups.setdefault(_kind_of(call), []).append(call)
-        for kind, group in groups.items():
+            groups.setdefault(_kind_of(call, call.headers), []).append(call)
+        for group in groups.values():
             ids = [call.job.id for call in group]
             try:
                 self._await(ids)
-                self._publisher(kind, group[0]).send([call.job for call in group], group[0].headers)
+                self._publisher(group[0]).send([call.job for call in group], group[0].headers)
             except Interrupted:
                 return
             except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
@@ -145,7 +145,7 @@ class Session:
             problem: Exception | None = error
             if len(group) > 1 and not isinstance(error, BatcheryError):
                 try:
-                    self._publisher(_kind_of(call), call).send([call.job], call.headers)
+                    self._publisher(call).send([call.job], call.headers)
                     problem = None
                 except Exception as own:  # noqa: BLE001 - as above
                     problem = own
@@ -153,7 +153,9 @@ class Session:
                 self._forget([call.job.id])
                 self._failed([call.job.id], problem)
 
-    def _publisher(self, kind: str, call: Call) -> Publisher:
+    def _publisher(self, call: Call) -> Publisher:
+        # Headers go with each message: that of a deadline never comes twice.
+        kind = _kind_of(call)
         if kind not in self._publishers:
             if len(self._publishers) >= PUBLISHERS:
                 self._publishers.pop(next(iter(self._publishers)))
@@ -221,8 +223,8 @@ class Session:
                 self._collector.forget([task_id for task_id, _ in answers])
 
 
-def _kind_of(call: Call) -> str:
-    """Key of the calls that can be sent together."""
+def _kind_of(call: Call, headers: Mapping[str, Any] | None = None) -> str:
+    """Key of the calls that one publisher sends; with headers, of those that it sends together."""
     return json.dumps(
-        [call.task, call.keywords, repr(call.options), call.headers], sort_keys=True, default=repr
+        [call.task, call.keywords, repr(call.options), headers], sort_keys=True, default=repr
     )
