@@ -1,6 +1,7 @@
 """The gateway in front of a real worker: OpenAI's embeddings, keys, limits, and what goes wrong."""
 
 import base64
+import gzip
 import json
 import struct
 import subprocess
@@ -148,6 +149,26 @@ def test_half_a_surrogate_pair_fails_alone(gateway: GatewayProcess) -> None:
     assert post(gateway, {"model": "embed", "input": "good"}).status_code == 200
 
 
+def test_a_body_of_another_type_is_told_which_header_is_missing(gateway: GatewayProcess) -> None:
+    body = json.dumps({"model": "embed", "input": "x"}).encode()
+    # As `curl -d` sends it.
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    answer = gateway.post("/v1/embeddings", content=body, headers=form)
+    assert answer.status_code == 415
+    assert "'Content-Type: application/json'" in answer.json()["error"]["message"]
+    packed = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = gateway.post("/v1/embeddings", content=gzip.compress(body), headers=packed)
+    assert answer.status_code == 415
+    assert "not compressed" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/info", "/status", "/v1/models", "/metrics"])
+def test_head_answers_wherever_get_does(gateway: GatewayProcess, path: str) -> None:
+    answer = gateway.request("HEAD", path)
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert answer.headers.get("content-type") == gateway.get(path).headers.get("content-type")
+
+
 def test_unknown_routes_and_methods(gateway: GatewayProcess) -> None:
     assert gateway.get("/v1/nothing").status_code == 404
     answer = gateway.get("/v1/embeddings")
@@ -225,7 +246,7 @@ def test_a_body_without_a_type_is_no_way_round_cors(gateway: GatewayProcess) -> 
         content=b'{"input": "a"}',
         headers={"content-type": "text/plain", "origin": "https://evil.example"},
     )
-    assert answer.status_code == 400
+    assert answer.status_code == 415
     assert "access-control-allow-origin" not in answer.headers
 
 

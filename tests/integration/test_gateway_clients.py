@@ -151,7 +151,7 @@ def test_jina_finds_its_fields(gateway: GatewayProcess) -> None:
         ({"model": "rerank", "query": QUERY, "documents": [1]}, "(see item 0)"),
         ({"model": "rerank", "query": QUERY, "documents": ["a"], "top_n": 0}, "top_n"),
         ({"model": "rerank", "documents": ["a"]}, "query: Field required"),
-        ({"model": "rerank", "query": "a", "documents": ["b", " "]}, "item 1: text: is only"),
+        ({"model": "rerank", "query": "a", "documents": ["b", ""]}, "item 1: text: is empty"),
     ],
 )
 def test_bad_request_says_what_is_wrong(

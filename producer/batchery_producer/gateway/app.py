@@ -45,7 +45,7 @@ FRAMEWORK_KINDS = {
     404: Kind.NOT_FOUND,
     405: Kind.NO_SUCH_METHOD,
     413: Kind.TOO_LARGE,
-    415: Kind.INVALID,
+    415: Kind.NOT_JSON,
 }
 
 

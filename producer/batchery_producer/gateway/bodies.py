@@ -64,6 +64,8 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_in_time(request: Request) -> Response:
+            if self.body_field is not None:
+                _check_headers(request)
             timeout_s = request.app.state.gateway.inference.timeout_s(request)
             try:
                 async with asyncio.timeout(timeout_s + SPARE_S):
@@ -77,6 +79,29 @@ class JsonRoute(APIRoute):
                 raise
 
         return handle_in_time
+
+
+def _check_headers(request: Request) -> None:
+    """Makes sure that a body is JSON as it is.
+
+    Raises:
+        Problem: Its headers say that it is something else.
+    """
+    given, encoding = (
+        request.headers.get(name, "") for name in ("content-type", "content-encoding")
+    )
+    kind = given.partition(";")[0].strip().lower()
+    if not (kind == "application/json" or kind.endswith("+json")):
+        raise Problem(
+            Kind.NOT_JSON,
+            f"the body's Content-Type is {given or 'missing'!r:.100}; send JSON, and the header"
+            " 'Content-Type: application/json'",
+        )
+    if encoding.lower() not in ("", "identity"):
+        raise Problem(
+            Kind.NOT_JSON,
+            f"the body's Content-Encoding is {encoding!r:.100}; send it as it is, not compressed",
+        )
 
 
 class _JsonRequest(Request):

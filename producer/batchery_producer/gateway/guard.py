@@ -50,6 +50,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            # The server drops the body of the answer.
+            scope = {**scope, "method": "GET"}
         try:
             await self._pass(scope, receive, send)
         except Problem as problem:
@@ -64,7 +67,7 @@ class Guard:
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
-        if is_open and scope["method"] in ("GET", "HEAD"):
+        if is_open and scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
         caller = self._callers.caller_of(headers)

@@ -11,6 +11,7 @@ MEANINGS = {
     Kind.EMPTY: "There is nothing to do.",
     Kind.TOO_LARGE: "Too many items, characters or bytes.",
     Kind.TOO_SLOW: "The body did not come in time.",
+    Kind.NOT_JSON: "The headers say that the body is no JSON, or compressed.",
     Kind.UNAUTHORIZED: "No key, or a wrong one.",
     Kind.FORBIDDEN: "This host is not served.",
     Kind.NOT_FOUND: "There is nothing of this name.",

@@ -28,6 +28,7 @@ class Kind(StrEnum):
     EMPTY = "empty"
     TOO_LARGE = "too_large"
     TOO_SLOW = "too_slow"
+    NOT_JSON = "not_json"
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
@@ -47,6 +48,7 @@ STATUS = {
     Kind.EMPTY: 422,
     Kind.TOO_LARGE: 413,
     Kind.TOO_SLOW: 408,
+    Kind.NOT_JSON: 415,
     Kind.UNAUTHORIZED: 401,
     Kind.FORBIDDEN: 403,
     Kind.NOT_FOUND: 404,

@@ -19,8 +19,8 @@ def check_text(field: str, text: Any, max_chars: int) -> str:
     """
     if not isinstance(text, str):
         raise InvalidItem(f"{field}: must be a string, not {type(text).__name__}")
-    if not text.strip():
-        raise InvalidItem(f"{field}: is {'only white space' if text else 'empty'}")
+    if not text:
+        raise InvalidItem(f"{field}: is empty")
     if len(text) > max_chars:
         raise InvalidItem(f"{field}: {len(text)} characters are more than max_chars = {max_chars}")
     try:

@@ -58,19 +58,19 @@ class TryResponse(BaseModel):
     result: Any
 
 
-@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+@router.get("/", include_in_schema=False)
 async def page() -> Response:
     """The page."""
     return _file("index.html")
 
 
-@router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+@router.get("/page/{name}", include_in_schema=False)
 async def page_file(name: str) -> Response:
     """Its script and its style sheet."""
     return _file(name)
 
 
-@router.api_route("/favicon.ico", methods=["GET", "HEAD"], include_in_schema=False)
+@router.get("/favicon.ico", include_in_schema=False)
 async def no_icon() -> Response:
     """Says that there is none; browsers ask for it."""
     return Response(status_code=204, headers={"Cache-Control": "max-age=86400"})

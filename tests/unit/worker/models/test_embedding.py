@@ -153,7 +153,6 @@ def test_a_long_text_is_refused_where_the_settings_say_so(build: Build, embedder
         ({"text": "a"}, "text: must be a string, not dict"),
         (b"bytes", "text: must be a string, not bytes"),
         ("", "text: is empty"),
-        (" \t\n ", "text: is only white space"),
         ("x" * 5001, "text: 5001 characters are more than max_chars = 5000"),
         ("half \ud83d", "text: is not Unicode: half a surrogate pair at character 5"),
     ],
@@ -172,6 +171,15 @@ def test_a_bad_item_fails_alone_and_says_why(
     )
 
 
+def test_white_space_is_a_text_as_elsewhere(build: Build, embedder: Load) -> None:
+    """One of thousands must not fail its request: OpenAI's models and TEI embed it."""
+    model = embedder(build("bert"))
+    white, other = run(model, [" \t\n ", "the cat"])
+    # The tokens that the tokenizer puts around every text.
+    assert (white["tokens"], np.isfinite(vectors([white])).all()) == (2, True)
+    np.testing.assert_allclose(vectors([other]), vectors(run(model, ["the cat"])), atol=TOLERANCE)
+
+
 def test_a_batch_of_nothing_but_bad_items_needs_no_tokenizer(minilm: EmbeddingModel) -> None:
     assert [reason(each) for each in run(minilm, ["", 1])] == [
         "text: is empty",
@@ -181,7 +189,6 @@ def test_a_batch_of_nothing_but_bad_items_needs_no_tokenizer(minilm: EmbeddingMo
 
 def test_a_text_that_the_tokenizer_drops_fails_alone(build: Build, embedder: Load) -> None:
     model = embedder(build("llama"))
-    # A zero-width space is no white space to Python; this tokenizer finds no word around it.
     model.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(
         Regex(r"\W+"), behavior="removed"
     )

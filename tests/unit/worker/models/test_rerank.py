@@ -107,7 +107,7 @@ def test_a_pair_that_is_too_long_is_cut_or_refused(build: Build, load: Load) -> 
             {"query": "a", "text": "b", "id": 3},
             "item: must be a dictionary with 'query' and 'text', not 'query', 'text', 'id'",
         ),
-        ({"query": " ", "text": "a"}, "query: is only white space"),
+        ({"query": "", "text": "a"}, "query: is empty"),
         ({"query": "a", "text": None}, "text: must be a string, not NoneType"),
         (
             {"query": "a" * 5001, "text": "a"},
