@@ -5,10 +5,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-__all__ = ["HASH", "GatewaySettings", "KeySettings"]
+__all__ = ["HASH", "JOBS_QUEUE", "GatewaySettings", "KeySettings"]
 
 #: A key as it is kept: `batchery key` prints it.
 HASH = re.compile(r"sha256:[0-9a-f]{64}")
+
+#: Queue of the gateway's own jobs: turns of batch files, and attempts of webhooks.
+JOBS_QUEUE = "batchery.gateway"
 
 
 class KeySettings(BaseModel):
@@ -37,6 +40,12 @@ class KeySettings(BaseModel):
     max_chars: Annotated[
         int | None, Field(gt=0, description="As the setting of that name, for this key alone.")
     ] = None
+    max_stored_bytes: Annotated[
+        int | None, Field(gt=0, description="As the setting of that name, for this key alone.")
+    ] = None
+    max_open_batches: Annotated[
+        int | None, Field(gt=0, description="As the setting of that name, for this key alone.")
+    ] = None
 
 
 class GatewaySettings(BaseModel):
@@ -51,6 +60,13 @@ class GatewaySettings(BaseModel):
     processes: Annotated[
         int, Field(gt=0, le=64, description="Processes side by side, each with limits of its own.")
     ] = 1
+    worker: Annotated[
+        bool,
+        Field(
+            description="Whether `batchery serve` runs batch files and webhooks by a worker of its"
+            " own; without it, another worker must have the queue `batchery.gateway`."
+        ),
+    ] = True
     keys: Annotated[
         dict[str, KeySettings],
         Field(description="API keys by name; without any, only loopback is served."),
@@ -74,6 +90,17 @@ class GatewaySettings(BaseModel):
     max_file_bytes: Annotated[int, Field(gt=0, description="Maximum bytes of a file.")] = (
         209_715_200
     )
+    max_stored_bytes: Annotated[
+        int,
+        Field(
+            gt=0,
+            description="Maximum bytes of all files of one key or tenant; uploads beyond are"
+            " refused.",
+        ),
+    ] = 10_737_418_240
+    max_open_batches: Annotated[
+        int, Field(gt=0, description="Batches of one key or tenant that are not over.")
+    ] = 100
     body_timeout_s: Annotated[
         float, Field(gt=0, description="How long a caller may take for head and body of a request.")
     ] = 30

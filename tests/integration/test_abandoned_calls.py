@@ -82,7 +82,7 @@ def test_results_are_kept_as_long_as_their_jobs_say_whoever_stores_them(
     }
     plain = send("shout", "e", headers={})
     parts = chord([part("f"), part("g")], client.signature("apps.shop.total"))
-    whole = parts.apply_async()
+    whole: Any = parts.apply_async()
     short |= {f"part {each.id} of a chord": each.id for each in whole.parent.results}
     time.sleep(0.01)  # Until one has expired.
     start_worker("apps.shop")
@@ -93,7 +93,9 @@ def test_results_are_kept_as_long_as_their_jobs_say_whoever_stores_them(
         return seconds
 
     kept = {what: left_s(task_id) for what, task_id in short.items()}
-    states = {what: client.AsyncResult(task_id).state for what, task_id in short.items()}
+    states: dict[str, str] = {
+        what: client.AsyncResult(task_id).state for what, task_id in short.items()
+    }
     assert states["of one that has expired"] == "REVOKED"
     assert states["a failure, by the tracer"] == states["of one that is refused"] == "FAILURE"
     assert all(0 < seconds <= KEEP_S for seconds in kept.values()), kept

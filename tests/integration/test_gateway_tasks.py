@@ -238,7 +238,7 @@ def test_task_of_a_module_that_the_app_includes_goes_to_its_queue(
     including = start_gateway(
         "-A",
         "apps.including",
-        gateway={"tasks": ["apps.included.*"]},
+        gateway={"tasks": ["apps.included.*"], "worker": False},
         environment={"CELERY_BROKER_URL": redis_url, "CELERY_RESULT_BACKEND": redis_url},
     )
     body = {"item": "A", "wait_s": 0}
@@ -264,7 +264,7 @@ def test_redis_away_is_told_at_once(tmp_path: Path, own_redis: OwnRedis) -> None
 
 
 def test_without_a_list_there_are_no_tasks(start_shop: Any) -> None:
-    bare = start_shop(tasks=[], webhook_hosts=[])
+    bare = start_shop(tasks=[], webhook_hosts=[], worker=False)
     assert post(bare, "shout", item="a").status_code == 404
 
 

@@ -15,6 +15,7 @@ from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker import components
 
 from batchery.errors import SettingsError, StartError
+from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import installation_of
 from batchery.settings import Settings
 from batchery.task import BatchTask, ModelTask
@@ -176,8 +177,9 @@ def is_served(task: BatchTask) -> bool:
     A task without a route may come by any queue that a caller names. A router may look at a job's
     arguments: then nobody knows before the job is there.
     """
-    queue = queue_of(task)
-    return queue is None or queue in task.app.amqp.queues.consume_from
+    queue, consumed = queue_of(task), set(task.app.amqp.queues.consume_from)
+    # The gateway's queue has none of them, and its worker needs no device.
+    return queue in consumed or (queue is None and consumed != {JOBS_QUEUE})
 
 
 def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> None:

@@ -1,6 +1,6 @@
 """The gateway's application: its routes, and what is put around them."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from typing import Any
@@ -82,7 +82,6 @@ class Web(FastAPI):
 def make_app(
     app: Celery,
     settings: Settings,
-    load: Callable[[], Celery],
     metrics_folder: str | None = None,
 ) -> FastAPI:
     """Makes the application.
@@ -90,7 +89,6 @@ def make_app(
     Args:
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
-        load: Gives the app again, in another process; can be pickled.
         metrics_folder: Where several processes share what they count; None for one process.
 
     Raises:
@@ -102,7 +100,7 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(web: FastAPI) -> AsyncIterator[None]:
-        async with running(app, settings, load, measurements) as web.state.gateway:
+        async with running(app, settings, measurements) as web.state.gateway:
             yield
 
     web = Web(

@@ -43,6 +43,8 @@ class Caller:
         max_concurrency: Requests in flight.
         max_items: Items of one request.
         max_chars: Characters of all texts of one request.
+        max_stored_bytes: Bytes of all files.
+        max_open_batches: Batches that are not over.
         in_flight: Requests whose answer is not sent yet, in this process.
         open_bodies: Requests of which the body has not come yet.
         kept_bytes: Bytes of bodies and unread answers in memory.
@@ -56,6 +58,8 @@ class Caller:
     max_items: int
     max_chars: int
     in_flight: int = field(default=0, compare=False)
+    max_stored_bytes: int = 0
+    max_open_batches: int = 0
     long_work: asyncio.Lock = field(default_factory=asyncio.Lock, compare=False)
     open_bodies: int = field(default=0, compare=False)
     kept_bytes: int = field(default=0, compare=False)
@@ -104,6 +108,8 @@ class Callers:
                 key.max_concurrency or gateway.max_concurrency,
                 key.max_items or gateway.max_items,
                 key.max_chars or gateway.max_chars,
+                max_stored_bytes=key.max_stored_bytes or gateway.max_stored_bytes,
+                max_open_batches=key.max_open_batches or gateway.max_open_batches,
             )
         self._anyone = None if gateway.keys else _anyone(gateway)
 
@@ -137,4 +143,13 @@ class Callers:
 
 
 def _anyone(gateway: GatewaySettings) -> Caller:
-    return Caller(ANYONE, None, None, gateway.max_concurrency, gateway.max_items, gateway.max_chars)
+    return Caller(
+        ANYONE,
+        None,
+        None,
+        gateway.max_concurrency,
+        gateway.max_items,
+        gateway.max_chars,
+        max_stored_bytes=gateway.max_stored_bytes,
+        max_open_batches=gateway.max_open_batches,
+    )

@@ -1,7 +1,7 @@
 """What a running gateway has, and what runs beside its requests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.batches.service import BatchService
 from batchery_producer.gateway.inference import Inference
+from batchery_producer.gateway.job_queue import JobQueue
 from batchery_producer.gateway.models.facts import ModelFacts, read_facts
 from batchery_producer.gateway.models.files import PerModel
 from batchery_producer.gateway.models.served_models import ServedModels
@@ -49,27 +50,25 @@ class Gateway:
 
 @asynccontextmanager
 async def running(
-    app: Celery, settings: Settings, load: Callable[[], Celery], measurements: Measurements
+    app: Celery, settings: Settings, measurements: Measurements
 ) -> AsyncIterator[Gateway]:
     """Runs a gateway while entered.
 
     Args:
         app: The Celery app to which jobs are sent.
         settings: Its models, and the table `gateway`.
-        load: Gives the app again, in another process; can be pickled.
         measurements: Where results are counted.
     """
     models = ServedModels(settings.models)
     monitor = Monitor(app, {model.queue for model in models})
     health, store, waiter = Health(app), Store(app), ResultWaiter(app)
     records = TaskRecords(store)
-    webhooks = Webhooks(store, records, waiter, settings.gateway)
-    batches = BatchService(settings, load)
-    async with AsyncClient(app) as client, batches:
+    jobs = JobQueue(app, store)
+    webhooks = Webhooks(store, records, jobs, settings.gateway)
+    batches = BatchService(settings, store, jobs)
+    async with AsyncClient(app) as client:
         await health.look()
         watching = [asyncio.create_task(health.watch())]
-        if settings.gateway.webhook_hosts:
-            watching.append(asyncio.create_task(webhooks.watch()))
         try:
             yield Gateway(
                 app=app,

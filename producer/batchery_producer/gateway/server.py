@@ -10,12 +10,13 @@ import socket
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import uvicorn
+from celery import Celery
 from fastapi import FastAPI
 from prometheus_client.multiprocess import mark_process_dead
 from uvicorn.config import STARTUP_FAILURE
@@ -25,11 +26,11 @@ from uvicorn.supervisors.multiprocess import Process
 from batchery.cli.app import load_app
 from batchery.errors import AppNotImportable, SettingsError, StartError
 from batchery.gateway_settings import GatewaySettings
-from batchery.installation import installation_of
 from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
 from batchery_producer.gateway.connection import GRACE_S, Connection
 from batchery_producer.gateway.guard import is_loopback
+from batchery_producer.gateway.jobs import app_settings, worker_beside
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -70,26 +71,25 @@ class ServeOptions:
     access_log: bool = False
     metrics_folder: str | None = None
 
+    def load(self) -> Celery:
+        """The app.
+
+        Raises:
+            StartError: It cannot be imported.
+        """
+        return load_app(self.app_path, self.redis_url)
+
     def settings(self) -> Settings:
         """The settings of the app, with what the command line says.
 
         Raises:
             StartError: The app cannot be imported, or a setting is wrong.
         """
-        found = settings_of(self.app_path, self.redis_url)
+        found = app_settings(self.load())
         given = {"host": self.host, "port": self.port, "processes": self.processes}
         known = {name: value for name, value in given.items() if value is not None}
         gateway = found.gateway.model_copy(update=known)
         return found.model_copy(update={"gateway": gateway})
-
-
-def settings_of(app_path: str, redis_url: str | None) -> Settings:
-    """The settings of an app; those of the environment and the file if `install` was not called."""
-    app = load_app(app_path, redis_url)
-    try:
-        return installation_of(app).settings
-    except SettingsError:
-        return Settings.load(app.conf)
 
 
 def application(options: ServeOptions) -> FastAPI:
@@ -99,8 +99,7 @@ def application(options: ServeOptions) -> FastAPI:
         AppNotImportable: One of the modules of its tasks cannot be imported.
     """
     threading.Thread(target=end_with_parent, args=(options.metrics_folder,), daemon=True).start()
-    load = partial(load_app, options.app_path, options.redis_url)
-    app: Any = load()
+    app: Any = options.load()
     try:
         # As a worker does: where a task goes is said in its code.
         app.loader.import_default_modules()
@@ -109,7 +108,7 @@ def application(options: ServeOptions) -> FastAPI:
             f"app {options.app_path!r}: its tasks cannot be imported:"
             f" {type(error).__name__}: {error}"
         ) from error
-    return make_app(app, options.settings(), load, options.metrics_folder)
+    return make_app(app, options.settings(), options.metrics_folder)
 
 
 def serve(options: ServeOptions) -> None:
@@ -127,7 +126,8 @@ def serve(options: ServeOptions) -> None:
         signal.signal(number, _end)
     url = f"http://{_spelled(gateway.host)}:{sock.getsockname()[1]}"
     print(f"batchery serve: {url}", flush=True)  # noqa: T201 - what its caller waits for
-    with sock:
+    beside = worker_beside(options.load) if gateway.worker else nullcontext()
+    with sock, beside:
         if gateway.processes == 1:
             uvicorn.Server(configuration(options, gateway)).run(sockets=[sock])
             return

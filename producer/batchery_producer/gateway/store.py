@@ -1,7 +1,8 @@
-"""The Redis of the results, in which gateways keep what a kill must not lose."""
+"""The Redis of the results, in which gateways and their jobs keep what a kill must not lose."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -9,14 +10,17 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 
 from batchery.protocol.completion_stream import backend_prefix
+from batchery.redis_scripts import RedisScripts
 from batchery_producer.gateway.problems import Kind, Problem
 
 #: In how many seconds to come again while Redis is away.
 AWAY_RETRY_S = 1.0
 
+LUA = Path(__file__).parent / "lua"
+
 
 class Store:
-    """Runs commands on the result backend's Redis, from coroutines.
+    """Runs commands on the result backend's Redis.
 
     Its keys begin like those of results, so that apps with prefixes of their own stay apart.
     """
@@ -33,7 +37,11 @@ class Store:
         return self._prefix + b":".join((b"batchery:http", *(part.encode() for part in parts)))
 
     async def run(self, call: Callable[[Any], Any]) -> Any:
-        """Calls a function with the Redis client, on another thread.
+        """As `call`, on another thread."""
+        return await asyncio.to_thread(self.call, call)
+
+    def call(self, call: Callable[[Any], Any]) -> Any:
+        """Calls a function with the Redis client.
 
         Raises:
             Problem: Redis is away, or is not the app's result backend.
@@ -43,8 +51,16 @@ class Store:
                 Kind.UNAVAILABLE, "this route needs a Redis as result backend; set result_backend"
             )
         try:
-            return await asyncio.to_thread(lambda: call(self.backend.client))
+            return call(self.backend.client)
         except redis.RedisError as error:
             raise Problem(
                 Kind.UNAVAILABLE, f"no Redis: {error}", retry_after_s=AWAY_RETRY_S
             ) from error
+
+    def script(self, name: str, keys: Sequence[bytes], *arguments: Any) -> Any:
+        """Runs one of the gateway's scripts.
+
+        Raises:
+            Problem: As `call`.
+        """
+        return self.call(lambda client: RedisScripts(client, LUA).run(name, keys, *arguments))

@@ -1,9 +1,7 @@
-"""OpenAI's files and batches: kept in a store, run in a process beside the gateway.
+"""OpenAI's files and batches: contents in a store, records in Redis, turns as jobs of the queue.
 
-`storage.py` is a folder or a URL, `store.py` the files and batches in it. Everything that a kill
-may not lose is there. `service.py` is what the routes ask. `process.py` is the process that runs
-batches, one beside each process of a gateway. Who runs a batch has its lease, in Redis
-(`leases.py`). `runner.py` takes one batch from status to status: `validation.py` reads its file, a
-run of `batchery submit` sends its requests, and `output.py` keeps what came back, piece by piece,
-until the output files are made of it.
+`storage.py` is a folder or a URL; `files.py` and `store.py` are the files and batches of callers.
+`service.py` is what the routes ask. `turn.py` takes a batch from status to status: `validation.py`
+reads its file, `slices.py` sends its requests and takes their answers, `lines.py` is what a request
+and its answer look like.
 """

@@ -3,7 +3,7 @@
 import secrets
 import time
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -52,7 +52,7 @@ class Status(StrEnum):
 NEXT: dict[Status, tuple[Status, ...]] = {
     Status.VALIDATING: (Status.IN_PROGRESS, Status.FAILED, Status.CANCELLING),
     Status.IN_PROGRESS: (Status.FINALIZING, Status.FAILED, Status.CANCELLING),
-    Status.FINALIZING: (Status.COMPLETED, Status.EXPIRED),
+    Status.FINALIZING: (Status.COMPLETED, Status.EXPIRED, Status.FAILED),
     Status.CANCELLING: (Status.CANCELLED,),
     Status.FAILED: (),
     Status.COMPLETED: (),
@@ -169,6 +169,18 @@ class Batch(BaseModel):
         )
 
 
+class Slice(NamedTuple):
+    """Where a part of a file begins: some requests, so few that a turn reads them in no time.
+
+    Attributes:
+        offset: Bytes of the file before it.
+        lines: Lines of the file before it.
+    """
+
+    offset: int
+    lines: int
+
+
 class BatchRecord(BaseModel):
     """What is kept of a batch.
 
@@ -178,11 +190,16 @@ class BatchRecord(BaseModel):
         tenant: For whom its jobs run; None for nobody in particular.
         priority: Celery's priority of its jobs.
         run: Random digits, of which the ids of its jobs are made.
-        window: Maximum jobs in flight that it ever had.
-        output_id: Id that its output file will have.
-        error_id: Id that its error file will have.
-        ending: Status that a batch which is finalizing will have; None before.
+        max_items: Items of one request.
+        max_chars: Characters of all texts of one request.
         output_expires_s: How long its files are kept, in seconds; None for ever.
+        slices: The parts of its file.
+        ended_slices: How many of these have ended.
+        ended_lines: Lines of later slices that have ended.
+        sending: How many slices an attempt has begun to send.
+        sent: How many slices were sent.
+        progress_at: When the last result came, in Unix seconds.
+        ending: Status that a batch which is finalizing will have; None before.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -192,11 +209,16 @@ class BatchRecord(BaseModel):
     tenant: str | None
     priority: int
     run: str
-    window: int
-    output_id: str
-    error_id: str
-    ending: Status | None = None
+    max_items: int
+    max_chars: int
     output_expires_s: int | None = None
+    slices: list[Slice] = []
+    ended_slices: int = 0
+    ended_lines: list[int] = []
+    sending: int = 0
+    sent: int = 0
+    progress_at: float = 0.0
+    ending: Status | None = None
 
     @property
     def id(self) -> str:

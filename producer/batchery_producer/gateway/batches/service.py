@@ -1,52 +1,44 @@
 """What the routes of files and batches ask for."""
 
-import asyncio
+import logging
 import secrets
 import time
-from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
-from celery import Celery
+from kombu.exceptions import OperationalError
 
 from batchery.settings import Settings
-from batchery_producer.gateway.batches.process import BatchProcess
+from batchery_producer.gateway.batches.files import FileStore, owner_of
 from batchery_producer.gateway.batches.records import INPUT_PURPOSE, Batch, BatchRecord, new_id
 from batchery_producer.gateway.batches.storage import Storage
-from batchery_producer.gateway.batches.store import BatchStore, FileStore, owner_of
+from batchery_producer.gateway.batches.store import BatchStore, work_of
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.monitoring.health import stop
+from batchery_producer.gateway.job_queue import JobQueue
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.run.options import WINDOW
+from batchery_producer.gateway.store import Store
+
+logger = logging.getLogger(__name__)
 
 
 class BatchService:
-    """Files and batches, and the process that runs them while the block lasts."""
+    """Files and batches, which jobs of the queue run."""
 
-    def __init__(self, settings: Settings, load: Callable[[], Celery]) -> None:
+    def __init__(self, settings: Settings, store: Store, jobs: JobQueue) -> None:
         """Touches nothing yet.
 
         Args:
-            settings: The models, the classes of jobs, and where the files are.
-            load: Gives the app, in another process; can be pickled.
+            settings: The classes of jobs, and where the files are.
+            store: Where the records are.
+            jobs: Runs the batches.
 
         Raises:
             DatasetError: There is no such filesystem, or its package is not installed.
         """
-        storage = Storage(settings.gateway.files)
-        self.files = FileStore(storage)
-        self.batches = BatchStore(storage)
-        self._process = BatchProcess(load, settings, self.batches)
+        self.files = FileStore(store, Storage(settings.gateway.files))
+        self.batches = BatchStore(store, self.files, jobs)
+        self._jobs = jobs
         # A batch has time, unless its key says otherwise.
         self._priority = max(each.level for each in settings.classes.values())
-
-    async def __aenter__(self) -> Self:
-        await asyncio.to_thread(self.files.storage.remove_torn, time.time())
-        self._watching = asyncio.create_task(self._process.watch())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await stop(self._watching)
-        await asyncio.to_thread(self._process.close)
 
     def create(
         self, caller: Caller, input_file_id: str, window_s: int, expires_s: int | None, **said: Any
@@ -61,7 +53,8 @@ class BatchService:
             said: What the caller says of it, as it is shown.
 
         Raises:
-            Problem: There is no such file, or it will be gone before the batch is over.
+            Problem: There is no such file, it will be gone before the batch is over, or the
+                caller has too many open batches.
         """
         owner = owner_of(caller)
         file = self.files.get(owner, input_file_id)
@@ -91,13 +84,15 @@ class BatchService:
             tenant=caller.tenant,
             priority=self._priority if caller.priority is None else caller.priority,
             run=secrets.token_hex(8),
-            window=WINDOW,
-            output_id=new_id("file-"),
-            error_id=new_id("file-"),
+            max_items=caller.max_items,
+            max_chars=caller.max_chars,
             output_expires_s=expires_s,
         )
-        self.batches.add(record)
-        self._process.wake()
+        self.batches.add(record, caller.max_open_batches)
+        try:
+            self._jobs.send(work_of(record), 0, tenant=record.tenant)
+        except OperationalError as error:
+            logger.warning("batch %s: begins as soon as the broker is back: %s", record.id, error)
         return record.batch
 
     def cancel(self, caller: Caller, batch_id: str) -> Batch:
@@ -112,8 +107,7 @@ class BatchService:
                 Kind.CONFLICT, f"batch {batch_id} is {record.batch.status}: too late to cancel it"
             )
         self.batches.cancel(record)
-        self._process.wake()
-        return self.batches.seen(record)
+        return self.batches.get(record.owner, batch_id).batch
 
     def delete_file(self, caller: Caller, file_id: str) -> None:
         """Removes a file.
@@ -128,4 +122,4 @@ class BatchService:
             raise Problem(
                 Kind.CONFLICT, f"file {file_id}: {user} still reads it; cancel that batch first"
             )
-        self.files.delete(owner, file_id)
+        self.files.remove(owner, file_id)

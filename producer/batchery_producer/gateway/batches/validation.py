@@ -11,7 +11,8 @@ from typing import Any, BinaryIO
 
 from batchery_producer.files.records import SeenIds
 from batchery_producer.files.rows import InvalidLine, JsonRows, Lines
-from batchery_producer.gateway.batches.records import MAX_REQUESTS, BatchError
+from batchery_producer.gateway.batches.records import MAX_REQUESTS, BatchError, Slice
+from batchery_producer.gateway.inference import ITEMS_PER_JOB
 from batchery_producer.gateway.problems import Problem
 
 #: Routes that a batch may ask for, and the kinds of models that they need.
@@ -19,6 +20,10 @@ ENDPOINTS: Mapping[str, tuple[str, ...]] = {"/v1/embeddings": ("embedding",)}
 
 #: Maximum errors that are told of one file.
 MAX_ERRORS = 100
+
+#: Jobs and bytes from which on a slice of a file takes no further request.
+SLICE_JOBS = 512
+SLICE_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -29,26 +34,40 @@ class Validated:
         model: Name of the model, as the settings have it; None if there is an error.
         requests: Number of requests.
         errors: What is wrong; at most `MAX_ERRORS`, by line.
+        slices: The parts of the file.
     """
 
     model: str | None = None
     requests: int = 0
     errors: list[BatchError] = field(default_factory=list)
+    slices: list[Slice] = field(default_factory=list)
 
 
-def validated(file: BinaryIO, endpoint: str, find_model: Callable[[str], str]) -> Validated:
+def validated(
+    file: BinaryIO,
+    endpoint: str,
+    find_model: Callable[[str], str],
+    look: Callable[[], None] = lambda: None,
+) -> Validated:
     """Reads a file of requests, a line at a time.
 
     Args:
         file: The file, open.
         endpoint: Route of all requests.
         find_model: Gives the model of a name; raises a `Problem` if there is none.
+        look: Called with each request; what it raises ends this.
     """
     found = Validated()
     named: str | None = None
+    jobs = SLICE_JOBS
     with SeenIds() as seen:
-        for line, row in _rows(file):
+        for start, line, row in _rows(file):
+            look()
             found.requests += 1
+            if jobs >= SLICE_JOBS or start.offset - found.slices[-1].offset >= SLICE_BYTES:
+                found.slices.append(start)
+                jobs = 0
+            jobs += _jobs_of(row)
             if found.requests > MAX_REQUESTS:
                 text = f"more than {MAX_REQUESTS:,} requests; send several batches"
                 found.errors = [BatchError(code="too_many_requests", message=text)]
@@ -70,21 +89,31 @@ def validated(file: BinaryIO, endpoint: str, find_model: Callable[[str], str]) -
     return found
 
 
-def _rows(file: BinaryIO) -> Iterator[tuple[int, Mapping[str, Any] | BatchError]]:
-    rows = JsonRows(Lines(file))
+def _rows(file: BinaryIO) -> Iterator[tuple[Slice, int, Mapping[str, Any] | BatchError]]:
+    """The place before each row, its line, and the row or what is wrong with it."""
+    lines = Lines(file)
+    rows = JsonRows(lines)
     while True:
+        start = Slice(lines.read_bytes, lines.number)
         try:
             row = next(rows, None)
         except InvalidLine as error:
-            yield rows.number, _bad(rows.number, "invalid_json_line", str(error))
+            yield start, rows.number, _bad(rows.number, "invalid_json_line", str(error))
             continue
         if row is None:
             return
         if isinstance(row, Mapping):
-            yield rows.number, row
+            yield start, rows.number, row
         else:
             text = "a text; expected an object with custom_id, method, url and body"
-            yield rows.number, _bad(rows.number, "invalid_json_line", text)
+            yield start, rows.number, _bad(rows.number, "invalid_json_line", text)
+
+
+def _jobs_of(row: Mapping[str, Any] | BatchError) -> int:
+    """How many jobs a request becomes at most."""
+    body = row.get("body") if isinstance(row, Mapping) else None
+    given = body.get("input") if isinstance(body, Mapping) else None
+    return -(-len(given) // ITEMS_PER_JOB) if isinstance(given, list) and given else 1
 
 
 def _error_in(row: Mapping[str, Any], line: int, endpoint: str) -> BatchError | None:

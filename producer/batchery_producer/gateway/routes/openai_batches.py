@@ -9,8 +9,8 @@ from pydantic import BaseModel, Field, field_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from batchery_producer.gateway.batches.files import owner_of
 from batchery_producer.gateway.batches.records import Batch, ExpiresAfter, Metadata
-from batchery_producer.gateway.batches.store import owner_of
 from batchery_producer.gateway.batches.validation import ENDPOINTS
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.routes.openai_files import listed
@@ -101,8 +101,8 @@ async def list_batches(
 async def get_batch(request: Request, batch_id: str) -> Response:
     """A batch, as it is now."""
     batches, owner = request.app.state.gateway.batches.batches, owner_of(request.state.caller)
-    found = await run_in_threadpool(lambda: batches.seen(batches.get(owner, batch_id)))
-    return json_response(found.model_dump())
+    found = await run_in_threadpool(batches.get, owner, batch_id)
+    return json_response(found.batch.model_dump())
 
 
 @router.post(

@@ -11,9 +11,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
+from batchery_producer.gateway.batches.files import owner_of
 from batchery_producer.gateway.batches.records import INPUT_PURPOSE, ExpiresAfter, FileObject
 from batchery_producer.gateway.batches.storage import CHUNK_BYTES
-from batchery_producer.gateway.batches.store import owner_of
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.shared import json_response
 
@@ -85,7 +85,7 @@ async def upload_file(request: Request) -> Response:
         fields = _fields(form)
         expires_s = fields.expires_after.seconds if fields.expires_after else None
         made = await gateway.batches.files.upload(
-            owner_of(request.state.caller), file.filename or "", _chunks(file), expires_s
+            request.state.caller, file.filename or "", _chunks(file), file.size or 0, expires_s
         )
     return json_response(made.model_dump())
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Self
 from celery import states
 from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from batchery.protocol.multi_item import MAX_ITEMS
@@ -217,29 +218,32 @@ async def _sent(
             return found
         record = record.with_id(task_id)
     try:
+        callback = None
+        if webhook is not None:
+            await gateway.webhooks.add(webhook, record)
+            callback = gateway.webhooks.callback(record.id, caller.tenant)
         await gateway.task_sender.send(
             call,
             record.id,
             caller,
             reply=await gateway.result_waiter.headers(),
             expires_s=records.expires_s,
+            callback=callback,
         )
     except Problem:
+        if webhook is not None:
+            await run_in_threadpool(gateway.webhooks.forget, record.id)
         if key is not None:
             await records.not_sent(caller.name, key)
         raise
-    if webhook is None:
-        await records.add(record)
-    else:
-        await records.add(record, gateway.webhooks.keys_of(webhook, record))
-        await gateway.webhooks.begin(record.id)
+    await records.add(record)
     return record
 
 
 async def _revoke(request: Request, record: TaskRecord) -> TaskRecord:
     gateway = request.app.state.gateway
     revoked: TaskRecord = await gateway.task_records.revoke(record)
-    await gateway.webhooks.forget(record.id)
+    await run_in_threadpool(gateway.webhooks.forget, record.id)
     await gateway.task_sender.revoke(record.id)
     return revoked
 

@@ -90,6 +90,7 @@ class TaskSender:
         *,
         reply: Mapping[str, Any],
         expires_s: int | None,
+        callback: Any = None,
     ) -> None:
         """Sends a task.
 
@@ -99,6 +100,7 @@ class TaskSender:
             caller: For whom it runs.
             reply: Headers that ask for an announcement of its end.
             expires_s: Within how many seconds a worker must begin it.
+            callback: What its worker sends when it has ended, well or not.
 
         Raises:
             Problem: It could not be sent.
@@ -108,6 +110,8 @@ class TaskSender:
             "headers": {**trace_headers(), **header_of(call.count, reply)},
             "expires": expires_s,
         }
+        if callback is not None:
+            options |= {"link": [callback], "link_error": [callback]}
         if caller.priority is not None:
             options["priority"] = caller.priority
         if call.is_batch and not self.knows(call.task):

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-#: Beginning of the names of Celery's own tasks, which run parts of workflows.
-CELERYS = "celery."
+#: Beginnings of the names of Celery's own tasks, which run parts of workflows, and of ours.
+INTERNAL = ("celery.", "batchery.gateway.")
 
 
 def is_allowed(name: str, entries: Iterable[str]) -> bool:
@@ -11,11 +11,11 @@ def is_allowed(name: str, entries: Iterable[str]) -> bool:
 
     Args:
         name: Name of the task.
-        entries: Names, or beginnings of names with a `*` behind them. Tasks of Celery itself must
-            be named more closely than by `*` alone.
+        entries: Names, or beginnings of names with a `*` behind them. Tasks of Celery itself and
+            of the gateway must be named more closely than by `*` alone.
     """
     return any(
         name.startswith(entry[:-1]) if entry.endswith("*") else name == entry
         for entry in entries
-        if not name.startswith(CELERYS) or entry.startswith(CELERYS)
+        if not name.startswith(INTERNAL) or entry.startswith(INTERNAL)
     )

@@ -1,5 +1,6 @@
 """What gateways remember of the tasks that they sent: in Redis, as any of them may be asked."""
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Mapping
@@ -59,23 +60,16 @@ class TaskRecords:
         #: for ever.
         self.expires_s: int | None = int(expires) if expires else None
         #: A result comes before the first of these ends, and ends before the second.
-        self._lifetime_s = None if self.expires_s is None else 2 * self.expires_s
+        self.lifetime_s = None if self.expires_s is None else 2 * self.expires_s
 
-    async def add(self, record: TaskRecord, more: Mapping[bytes, bytes] | None = None) -> None:
-        """Keeps a record, and other keys with it.
+    async def add(self, record: TaskRecord) -> None:
+        """Keeps a record.
 
         Raises:
             Problem: Redis is away.
         """
-        values = {self._key(record.id): json.dumps(asdict(record)).encode(), **(more or {})}
-
-        def write(client: Any) -> None:
-            with client.pipeline() as pipe:
-                for key, value in values.items():
-                    pipe.set(key, value, ex=self._lifetime_s)
-                pipe.execute()
-
-        await self._store.run(write)
+        key, value = self._key(record.id), json.dumps(asdict(record))
+        await self._store.run(lambda client: client.set(key, value, ex=self.lifetime_s))
 
     async def find(self, task_id: str, caller: str) -> TaskRecord:
         """The record of a task.
@@ -104,17 +98,21 @@ class TaskRecords:
         return revoked
 
     async def state(self, record: TaskRecord) -> dict[str, Any]:
+        """As `read_state`, on another thread."""
+        return await asyncio.to_thread(self.read_state, record)
+
+    def read_state(self, record: TaskRecord) -> dict[str, Any]:
         """How a task is: `id`, `task`, `status`, and `result`, `results` or `error`.
 
         Raises:
             Problem: Redis is away.
         """
         key = self._store.backend.get_key_for_task(record.id)
-        payload = await self._store.run(lambda client: client.get(key))
-        if payload is None and self._lifetime_s is not None:
+        payload = self._store.call(lambda client: client.get(key))
+        if payload is None and self.lifetime_s is not None:
             # It may wait for longer than the record would be kept, if somebody still asks.
-            lifetime_s = self._lifetime_s
-            await self._store.run(lambda client: client.expire(self._key(record.id), lifetime_s))
+            lifetime_s = self.lifetime_s
+            self._store.call(lambda client: client.expire(self._key(record.id), lifetime_s))
         return {"id": record.id, "task": record.task, **self._told(record, payload)}
 
     def _told(self, record: TaskRecord, payload: bytes | None) -> dict[str, Any]:
@@ -165,7 +163,7 @@ class TaskRecords:
         wanted = orjson.dumps({"id": uuid(), "digest": digest})
 
         def claim(client: Any) -> tuple[dict[str, str], bool, bool]:
-            client.set(name, wanted, nx=True, ex=self._lifetime_s)
+            client.set(name, wanted, nx=True, ex=self.lifetime_s)
             known = json.loads(client.get(name) or wanted)
             if client.exists(self._key(known["id"])):
                 return known, True, False

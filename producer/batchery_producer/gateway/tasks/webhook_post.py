@@ -6,12 +6,16 @@ import hmac
 import http.client
 import socket
 import ssl
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from batchery_producer.gateway.tasks.webhook_target import WebhookTarget, may_connect
 
-#: How long a receiver may take for each step, in seconds.
-TIMEOUT_S = 10.0
+#: How long an attempt may take from its connection to the last byte of the answer's head, in
+#: seconds, however slowly a receiver reads and writes.
+DEADLINE_S = 10.0
 
 #: Receivers that answer so do not want it any more.
 GONE = 410
@@ -76,22 +80,50 @@ def post(
     }
     if secret is not None:
         headers["webhook-signature"] = signature(secret, message_id, now_s, body)
-    connection = http.client.HTTPConnection(target.host, target.port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(target.host, target.port)
+    deadline_s = time.monotonic() + DEADLINE_S
     try:
         # Connected here, so that it goes to an address that was checked.
-        connection.sock = _connected(target, hosts)
-        connection.request("POST", target.path, body, headers)
-        status = connection.getresponse().status
+        connection.sock = sock = _connected(target, hosts)
+        with _shut_at(sock, deadline_s):
+            if isinstance(sock, ssl.SSLSocket):
+                sock.do_handshake()
+            connection.request("POST", target.path, body, headers)
+            # The body of the answer is not read.
+            status = connection.getresponse().status
+        if time.monotonic() >= deadline_s:
+            # What was cut off may look like a head.
+            raise TimeoutError
     except (OSError, http.client.HTTPException) as error:
-        raise Undeliverable(str(error) or type(error).__name__) from error
+        why = str(error) or type(error).__name__
+        if time.monotonic() >= deadline_s:
+            why = f"no answer within {DEADLINE_S:g} s"
+        raise Undeliverable(why) from error
     finally:
         connection.close()
     if not 200 <= status < 300:
         raise Undeliverable(f"it answered {status}", is_final=status == GONE)
 
 
+@contextmanager
+def _shut_at(sock: socket.socket, deadline_s: float) -> Iterator[None]:
+    """Shuts a connection at a time, unless the block has ended: timeouts are for each byte."""
+
+    def shut() -> None:
+        with suppress(OSError):  # The other side was first.
+            # Not by the method of TLS, which is not for another thread.
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    timer = threading.Timer(max(0.0, deadline_s - time.monotonic()), shut)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _connected(target: WebhookTarget, hosts: Sequence[str]) -> socket.socket:
-    """A connection to an allowed address of the host.
+    """A connection to an allowed address of the host; over TLS it has yet to shake hands.
 
     Raises:
         OSError: It cannot be had.
@@ -105,11 +137,13 @@ def _connected(target: WebhookTarget, hosts: Sequence[str]) -> socket.socket:
             f"{target.host} has the addresses {', '.join(addresses)}, which are not public;"
             " list them in gateway.webhook_hosts"
         )
-    plain = socket.create_connection((allowed[0], target.port), timeout=TIMEOUT_S)
+    plain = socket.create_connection((allowed[0], target.port), timeout=DEADLINE_S)
     if target.scheme == "http":
         return plain
     try:
-        return ssl.create_default_context().wrap_socket(plain, server_hostname=target.host)
+        return ssl.create_default_context().wrap_socket(
+            plain, server_hostname=target.host, do_handshake_on_connect=False
+        )
     except BaseException:
         plain.close()
         raise

@@ -1,52 +1,51 @@
-"""Results that are posted to their callers, even if the gateway that promised it was killed.
+"""Results that are posted to their callers: each attempt is a job of the gateway's own queue.
 
-Each webhook is a record in Redis, and a member of a sorted set that says when somebody should look
-at it. A gateway takes it by moving that time: a lease, which it renews while it waits for the
-result. When a gateway dies, its leases end, and another one takes up what it held.
+The task itself brings it on its way, by a callback that its worker sends with the result. What
+fails is due again after a pause. So nobody waits, and whoever is killed loses nothing: a webhook
+comes at least once, or is given up after its last attempt.
 """
 
-import asyncio
 import logging
+import secrets
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import orjson
+from celery import states
 
 from batchery.gateway_settings import GatewaySettings
-from batchery.redis_scripts import RedisScripts
+from batchery_producer.gateway.job_queue import LOST_S, WEBHOOK, JobQueue
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.store import Store
 from batchery_producer.gateway.tasks.records import TaskRecord, TaskRecords, to_json
-from batchery_producer.gateway.tasks.result_waiter import ResultWaiter
-from batchery_producer.gateway.tasks.webhook_post import Undeliverable, post, secret_of
+from batchery_producer.gateway.tasks.webhook_post import (
+    DEADLINE_S,
+    Undeliverable,
+    post,
+    secret_of,
+)
 from batchery_producer.gateway.tasks.webhook_target import target_of
 
 logger = logging.getLogger(__name__)
 
-SCRIPTS = Path(__file__).parent / "lua"
-
-#: How long a gateway holds a webhook before it must say that it is alive, in seconds.
-LEASE_S = 10.0
-
-#: How often leases are renewed and others taken up, in seconds.
-TICK_S = 1.0
-
-#: Webhooks that a process holds at most; each costs a few kilobytes.
-MAX_HELD = 10_000
-
-#: Webhooks that are posted at once.
-MAX_POSTING = 16
-
 #: Pauses before further attempts, in seconds.
 PAUSES_S = (1.0, 5.0, 25.0, 125.0, 625.0)
 
-#: How long to wait for a result before looking whether the webhook is still wanted, in seconds.
-LOOK_S = 60.0
+#: How many attempts may go to one host at once, and how many of one caller, by all workers.
+MAX_PER_HOST = 4
+MAX_PER_CALLER = 6
+
+#: After how long an attempt is made again that found no place, in seconds.
+BUSY_S = 2.0
+
+#: How long a callback waits for its result, in seconds: stock workers store it just afterwards.
+RESULT_WAIT_S = 2.0
+
+#: How often it looks meanwhile, in seconds.
+RESULT_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,106 +74,110 @@ class Webhook:
 
 
 class Webhooks:
-    """Posts the results of all gateways' tasks."""
+    """The webhooks of all gateways' tasks."""
 
     def __init__(
-        self, store: Store, records: TaskRecords, waiter: ResultWaiter, settings: GatewaySettings
+        self, store: Store, records: TaskRecords, jobs: JobQueue, settings: GatewaySettings
     ) -> None:
         self._store = store
         self._records = records
-        self._waiter = waiter
+        self._jobs = jobs
         self._settings = settings
-        self._due = store.key("webhooks")
-        self._held: dict[str, asyncio.Task[None]] = {}
-        self._threads = ThreadPoolExecutor(MAX_POSTING, "batchery-webhook")
 
-    def keys_of(self, url: str, record: TaskRecord) -> Mapping[bytes, bytes]:
-        """What must be kept with the record of a task, so that its webhook is not lost."""
-        return {self._key(record.id): Webhook(url, record).packed()}
-
-    async def begin(self, task_id: str) -> None:
-        """Takes up a webhook whose keys are kept.
-
-        Raises:
-            Problem: Redis is away.
-        """
-        await self._postpone([task_id], LEASE_S)
-        self._hold(task_id)
-
-    async def forget(self, task_id: str) -> None:
-        """Posts nothing.
+    async def add(self, url: str, record: TaskRecord) -> None:
+        """Keeps a webhook, before its task is sent.
 
         Raises:
             Problem: Redis is away.
         """
 
-        def remove(client: Any) -> None:
-            client.delete(self._key(task_id))
-            client.zrem(self._due, task_id)
+        def write(client: Any) -> None:
+            with client.pipeline() as pipe:
+                lifetime_s = self._records.lifetime_s
+                pipe.set(self._key(record.id), Webhook(url, record).packed(), ex=lifetime_s)
+                pipe.zadd(self._jobs.due_key, {_work(record.id): time.time() + LOST_S})
+                pipe.execute()
 
-        await self._store.run(remove)
+        await self._store.run(write)
 
-    async def watch(self) -> None:
-        """Takes up what others have left, until it is cancelled."""
+    def callback(self, task_id: str, tenant: str | None) -> Any:
+        """What the task's worker sends when the task has ended."""
+        return self._jobs.callback(_work(task_id), RESULT_WAIT_S, tenant=tenant)
+
+    def forget(self, task_id: str) -> None:
+        """Posts nothing more.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        self._store.call(lambda client: client.delete(self._key(task_id)))
+        self._jobs.forget(_work(task_id))
+
+    def ended(self, task_ids: Sequence[str]) -> list[str]:
+        """Those of some tasks that have a result, or whose webhook is over.
+
+        Raises:
+            Problem: Redis is away.
+        """
+
+        def look(client: Any) -> list[int]:
+            with client.pipeline(transaction=False) as pipe:
+                for each in task_ids:
+                    pipe.exists(self._store.backend.get_key_for_task(each))
+                    pipe.exists(self._key(each))
+                found: list[int] = pipe.execute()
+            return found
+
+        there = self._store.call(look)
+        return [
+            task_id
+            for task_id, has_result, is_kept in zip(task_ids, there[::2], there[1::2], strict=True)
+            if has_result or not is_kept
+        ]
+
+    def attempt(self, task_id: str, wait_s: float = 0.0) -> None:
+        """Posts a result, if there is one and it is still wanted.
+
+        Args:
+            task_id: Of the task.
+            wait_s: How long to wait for the result, in seconds.
+
+        Raises:
+            Problem: Redis is away; it is due again by itself.
+        """
+        work = _work(task_id)
+        webhook = self._load(task_id)
+        if webhook is None:
+            self._jobs.forget(work)
+            return
+        self._jobs.postpone(work)
+        state = self._state(webhook.record, wait_s)
+        # Its caller may have revoked the task meanwhile.
+        if state["status"] not in states.READY_STATES or self._load(task_id) is None:
+            return
         try:
-            while True:
-                with suppress(Problem):  # Redis is away: leases end, and are taken up later.
-                    await self._look()
-                await asyncio.sleep(TICK_S)
-        finally:
-            held = list(self._held)
-            for serving in self._held.values():
-                serving.cancel()
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            if held:
-                with suppress(Problem):
-                    await self._postpone(held, 0)
+            self._post_once(webhook, to_json(state))
+        except Undeliverable as error:
+            self._failed(webhook, error)
 
-    async def _look(self) -> None:
-        if self._held:
-            await self._postpone(list(self._held), LEASE_S)
-        space = MAX_HELD - len(self._held)
-        if space > 0:
-            for task_id in await self._run("claim_due", LEASE_S, space):
-                self._hold(task_id.decode())
+    def _state(self, record: TaskRecord, wait_s: float) -> dict[str, Any]:
+        until_s = time.monotonic() + wait_s
+        while True:
+            state = self._records.read_state(record)
+            if state["status"] in states.READY_STATES or time.monotonic() >= until_s:
+                return state
+            time.sleep(RESULT_LOOK_S)
 
-    def _hold(self, task_id: str) -> None:
-        if task_id not in self._held:
-            serving = asyncio.create_task(self._serve(task_id))
-            self._held[task_id] = serving
-            serving.add_done_callback(lambda _: self._held.pop(task_id, None))
-
-    async def _serve(self, task_id: str) -> None:
-        try:
-            while (webhook := await self._load(task_id)) is not None:
-                if await self._waiter.wait(task_id, LOOK_S):
-                    await self._deliver(webhook)
-                    return
-            await self.forget(task_id)
-        except Problem:
-            pass  # As in `watch`.
-        except Exception:
-            logger.exception("webhook of task %s", task_id)
-
-    async def _load(self, task_id: str) -> Webhook | None:
-        found = await self._store.run(lambda client: client.get(self._key(task_id)))
+    def _load(self, task_id: str) -> Webhook | None:
+        found = self._store.call(lambda client: client.get(self._key(task_id)))
         return None if found is None else Webhook.unpacked(found)
 
-    async def _deliver(self, webhook: Webhook) -> None:
-        task_id = webhook.record.id
-        state = await self._records.state(webhook.record)
-        # Its caller may have revoked the task meanwhile.
-        if await self._load(task_id) is None:
-            return
-        loop = asyncio.get_running_loop()
-        try:
-            await loop.run_in_executor(self._threads, self._post, webhook, to_json(state))
-        except Undeliverable as error:
-            await self._failed(webhook, error)
-        else:
-            await self.forget(task_id)
+    def _post_once(self, webhook: Webhook, body: bytes) -> None:
+        """Posts, unless as many are posted at once as may be.
 
-    def _post(self, webhook: Webhook, body: bytes) -> None:
+        Raises:
+            Undeliverable: It did not arrive.
+        """
         hosts, caller = self._settings.webhook_hosts, webhook.record.caller
         key = self._settings.keys.get(caller)
         if key is None and self._settings.keys:
@@ -184,31 +187,50 @@ class Webhooks:
         except Problem as problem:  # The settings have changed.
             raise Undeliverable(problem.message, is_final=True) from problem
         secret = None if key is None else secret_of(key.hash)
-        post(target, hosts, body, webhook.record.id, int(time.time()), secret)
+        task_id = webhook.record.id
+        limits = {
+            # Itself, as a message may come twice.
+            self._store.key("posting", "task", task_id): 1,
+            self._store.key("posting", "host", target.host): MAX_PER_HOST,
+            self._store.key("posting", "caller", caller): MAX_PER_CALLER,
+        }
+        with self._places(limits) as are_free:
+            if not are_free:
+                self._jobs.postpone(_work(task_id), BUSY_S)
+                return
+            post(target, hosts, body, task_id, int(time.time()), secret)
+            self.forget(task_id)
 
-    async def _failed(self, webhook: Webhook, error: Undeliverable) -> None:
+    @contextmanager
+    def _places(self, limits: dict[bytes, int]) -> Iterator[bool]:
+        """Places in some sets; says whether there are any."""
+        token = secrets.token_hex(8)
+        keys = list(limits)
+        if not self._store.script("take_places", keys, token, 2 * DEADLINE_S, *limits.values()):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._store.call(lambda client: [client.zrem(key, token) for key in keys])
+
+    def _failed(self, webhook: Webhook, error: Undeliverable) -> None:
         task_id = webhook.record.id
         where = f"webhook of task {task_id} to {webhook.url}"
         if error.is_final or webhook.attempts >= len(PAUSES_S):
             logger.error("%s is given up: %s", where, error)
-            await self.forget(task_id)
+            self.forget(task_id)
             return
         pause_s = PAUSES_S[webhook.attempts]
         logger.warning("%s failed, again in %g s: %s", where, pause_s, error)
         tried = replace(webhook, attempts=webhook.attempts + 1).packed()
         key = self._key(task_id)
-        await self._store.run(lambda client: client.set(key, tried, keepttl=True, xx=True))
-        # It is no longer renewed: whoever sees first that it is due takes it.
-        self._held.pop(task_id, None)
-        await self._postpone([task_id], pause_s)
-
-    async def _postpone(self, task_ids: list[str], seconds: float) -> None:
-        await self._run("postpone", seconds, *task_ids)
-
-    async def _run(self, script: str, *arguments: Any) -> Any:
-        return await self._store.run(
-            lambda client: RedisScripts(client, SCRIPTS).run(script, [self._due], *arguments)
-        )
+        self._store.call(lambda client: client.set(key, tried, keepttl=True, xx=True))
+        self._jobs.postpone(_work(task_id), pause_s)
 
     def _key(self, task_id: str) -> bytes:
         return self._store.key("webhook", task_id)
+
+
+def _work(task_id: str) -> str:
+    return f"{WEBHOOK} {task_id}"

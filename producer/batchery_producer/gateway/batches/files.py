@@ -1,0 +1,263 @@
+"""Files of the gateway's callers: contents in a store, all that is known of them in Redis.
+
+    OWNER/files/ID.jsonl     in the store: the content of a file
+    files:OWNER              in Redis: the record of each file, and the sum of their bytes
+    removals                 in Redis: OWNER/ID of what is to be removed, by when
+
+A file is reserved before it is written, and removed by itself if it is never made known. An id of
+another owner is an id that is not there.
+"""
+
+import hashlib
+import json
+import re
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, BinaryIO
+from urllib.parse import quote
+
+from starlette.concurrency import run_in_threadpool
+
+from batchery_producer.gateway.batches.records import (
+    FILE_ID,
+    INPUT_PURPOSE,
+    FileObject,
+    new_id,
+)
+from batchery_producer.gateway.batches.storage import Storage, WrittenFile
+from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.store import Store
+
+#: Maximum characters of a file's name; the rest of a longer one is cut off.
+MAX_NAME_CHARS = 255
+
+#: Maximum characters of a folder that is named after its owner.
+MAX_OWNER_CHARS = 120
+
+#: Records that are read at a time, where only some of them are wanted.
+PAGE = 100
+
+#: How long it may take to write a file, in seconds; what is not known by then is removed.
+WRITING_S = 86_400.0
+
+#: After how long what could not be removed is tried again, in seconds.
+ASK_S = 60.0
+
+FILE_NOT_FOUND = "file_not_found"
+
+
+def owner_of(caller: Caller) -> str:
+    """Whose files a caller has: those of the tenant, so that a new key finds them."""
+    kind, name = ("tenant", caller.tenant) if caller.tenant else ("key", caller.name)
+    quoted = quote(name, safe="")
+    if len(quoted) > MAX_OWNER_CHARS:
+        quoted = hashlib.sha256(name.encode()).hexdigest()
+    return f"{kind}-{quoted}"
+
+
+class FileStore:
+    """The files."""
+
+    def __init__(self, store: Store, storage: Storage) -> None:
+        """Connects to neither.
+
+        Args:
+            store: Where the records are.
+            storage: Where the contents are.
+        """
+        self._store = store
+        self.storage = storage
+        self.removals_key = store.key("removals")
+
+    async def upload(
+        self,
+        caller: Caller,
+        filename: str,
+        chunks: AsyncIterator[bytes],
+        size: int,
+        expires_s: int | None,
+    ) -> FileObject:
+        """Keeps an uploaded file; holds a part of it in memory at a time.
+
+        Args:
+            caller: Whose it is.
+            filename: Its name.
+            chunks: Its content.
+            size: Its bytes.
+            expires_s: How long it is kept, in seconds; None for ever.
+
+        Raises:
+            Problem: It is empty, or the caller has no space for it.
+        """
+        if not size:
+            raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
+        owner = owner_of(caller)
+        file = _described(new_id("file-"), filename, INPUT_PURPOSE, size, expires_s)
+        await run_in_threadpool(self.reserve, owner, file, caller.max_stored_bytes)
+        try:
+            creating = self.create(owner, file.id)
+            written = await run_in_threadpool(creating.__enter__)
+            try:
+                async for chunk in chunks:
+                    await run_in_threadpool(written.write, chunk)
+            except BaseException as error:
+                creating.__exit__(type(error), error, error.__traceback__)
+                raise
+            await run_in_threadpool(creating.__exit__, None, None, None)
+            await run_in_threadpool(self._publish, owner, file)
+        except BaseException:
+            # In this thread: the caller may have hung up, and nothing more is awaited then.
+            self.remove(owner, file.id)
+            raise
+        return file
+
+    def reserve(self, owner: str, file: FileObject, max_bytes: int = 0) -> None:
+        """Makes space for a file; it is removed by itself if it is not made known.
+
+        Raises:
+            Problem: The files of its owner have too many bytes already.
+        """
+        record = json.dumps({**file.model_dump(), "is_hidden": True})
+        keys = [self._key(owner), self.removals_key]
+        member, until_s = f"{owner}/{file.id}", time.time() + WRITING_S
+        stored = self._store.script(
+            "reserve_file", keys, file.id, record, file.bytes, max_bytes, member, until_s
+        )
+        if stored >= 0:
+            raise Problem(
+                Kind.TOO_LARGE,
+                f"file of {file.bytes} bytes: with the {stored} that are stored, it has more than"
+                f" max_stored_bytes = {max_bytes}; delete files that are not needed any more",
+                param="file",
+            )
+
+    def create(self, owner: str, file_id: str) -> AbstractContextManager[WrittenFile]:
+        """The content of a file that was reserved, to be written."""
+        return self.storage.create(_content(owner, file_id))
+
+    @staticmethod
+    def publishing(owner: str, file: FileObject) -> tuple[str, str, str, Any]:
+        """What scripts need to make a file known."""
+        expires_at = "" if file.expires_at is None else file.expires_at
+        return file.id, file.model_dump_json(), f"{owner}/{file.id}", expires_at
+
+    def _publish(self, owner: str, file: FileObject) -> None:
+        keys = [self._key(owner), self.removals_key]
+        if not self._store.script("publish_file", keys, *self.publishing(owner, file)):
+            raise Problem(Kind.TOO_SLOW, f"file {file.id}: was written for too long; send it again")
+
+    def get(self, owner: str, file_id: str) -> FileObject:
+        """A file.
+
+        Raises:
+            Problem: There is none, or its time is over.
+        """
+        content = None
+        if re.fullmatch(FILE_ID, file_id):
+            content = self._store.call(lambda client: client.hget(self._key(owner), file_id))
+        found = _known(content)
+        if found is None:
+            raise _no_file(file_id)
+        return found
+
+    def page(
+        self, owner: str, after: str | None, limit: int, *, newest_first: bool, purpose: str | None
+    ) -> tuple[Sequence[FileObject], bool]:
+        """Some files, and whether there are more."""
+        keys = self._store.call(lambda client: client.hkeys(self._key(owner)))
+        ids = sorted(each.decode() for each in keys if each != b"bytes")
+        rest = _rest(ids, after, newest_first=newest_first)
+        found: list[FileObject] = []
+        for start in range(0, len(rest), PAGE):
+            some = rest[start : start + PAGE]
+            contents = self._store.call(lambda client: client.hmget(self._key(owner), some))  # noqa: B023
+            files = [file for each in contents if (file := _known(each)) is not None]
+            found += [file for file in files if purpose in (None, file.purpose)]
+            if len(found) > limit:
+                break
+        return found[:limit], len(found) > limit
+
+    def open(self, owner: str, file_id: str) -> BinaryIO:
+        """Opens the content of a file.
+
+        Raises:
+            Problem: There is none.
+        """
+        opened = self.storage.open(_content(owner, file_id))
+        if opened is None:
+            raise _no_file(file_id)
+        return opened
+
+    def remove(self, owner: str, file_id: str) -> None:
+        """Removes a file, if it is there."""
+        # This first: a file without a content can be removed again.
+        self.storage.remove(_content(owner, file_id))
+        keys = [self._key(owner), self.removals_key]
+        self._store.script("remove_file", keys, file_id, f"{owner}/{file_id}")
+
+    def expired(self) -> list[tuple[str, str]]:
+        """Owners and ids of what is to be removed by now; it counts as asked for a minute."""
+
+        def take(client: Any) -> list[bytes]:
+            now_s = time.time()
+            found: list[bytes] = client.zrangebyscore(self.removals_key, "-inf", now_s, 0, PAGE)
+            if found:
+                client.zadd(self.removals_key, dict.fromkeys(found, now_s + ASK_S), xx=True)
+            return found
+
+        places = (each.decode().partition("/") for each in self._store.call(take))
+        return [(owner, id_) for owner, _, id_ in places]
+
+    def key_of(self, owner: str) -> bytes:
+        """The key of an owner's files."""
+        return self._key(owner)
+
+    def _key(self, owner: str) -> bytes:
+        return self._store.key("files", owner)
+
+
+def output_file(name: str, purpose: str, size: int, expires_s: int | None) -> FileObject:
+    """The record of a file that a batch makes, under an id of its own."""
+    return _described(new_id("file-"), name, purpose, size, expires_s)
+
+
+def _described(
+    file_id: str, filename: str, purpose: str, size: int, expires_s: int | None
+) -> FileObject:
+    now_s = int(time.time())
+    return FileObject(
+        id=file_id,
+        bytes=size,
+        created_at=now_s,
+        filename=filename[:MAX_NAME_CHARS],
+        purpose=purpose,
+        expires_at=None if expires_s is None else now_s + expires_s,
+    )
+
+
+def _known(content: bytes | None) -> FileObject | None:
+    """The file of a record, if it is known by now and its time is not over."""
+    if content is None or (record := json.loads(content)).get("is_hidden"):
+        return None
+    file = FileObject.model_validate(record)
+    return None if file.expires_at is not None and time.time() >= file.expires_at else file
+
+
+def _content(owner: str, file_id: str) -> str:
+    return f"{owner}/files/{file_id}.jsonl"
+
+
+def _rest(ids: list[str], after: str | None, *, newest_first: bool) -> list[str]:
+    """The ids that come after one, which need not be there any more; they sort by time."""
+    if newest_first:
+        return ids[: bisect_left(ids, after) if after else None][::-1]
+    return ids[bisect_right(ids, after) if after else 0 :]
+
+
+def _no_file(file_id: str) -> Problem:
+    return Problem(
+        Kind.NOT_FOUND, f"file {file_id!r:.100}: no such file", code=FILE_NOT_FOUND, param="id"
+    )

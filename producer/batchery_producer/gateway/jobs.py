@@ -1,0 +1,242 @@
+"""The gateway's own jobs as tasks, and the worker that runs them.
+
+An ordinary worker: `batchery serve` starts one beside itself, and others may run elsewhere as
+
+    celery -A batchery.app worker -I batchery_producer.gateway.jobs -Q batchery.gateway
+
+Each such worker looks every second for what is due, one of them at a time.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import redis
+from celery import Celery, shared_task
+from celery.signals import worker_ready, worker_shutdown
+from kombu.exceptions import OperationalError
+
+from batchery.errors import BatcheryError, SettingsError
+from batchery.gateway_settings import JOBS_QUEUE
+from batchery.installation import installation_of
+from batchery.settings import Settings
+from batchery_producer.gateway.batches.files import FileStore
+from batchery_producer.gateway.batches.storage import Storage
+from batchery_producer.gateway.batches.store import BatchStore, Superseded, work_of
+from batchery_producer.gateway.batches.turn import BatchContext, BatchTurn
+from batchery_producer.gateway.job_queue import BATCH, TASKS, WEBHOOK, JobQueue
+from batchery_producer.gateway.models.served_models import ServedModels
+from batchery_producer.gateway.problems import Problem
+from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.tasks.records import TaskRecords
+from batchery_producer.gateway.tasks.webhooks import Webhooks
+
+logger = logging.getLogger(__name__)
+
+#: How often a worker looks for what is due, in seconds.
+SWEEP_S = 1.0
+
+#: How long after a failure a batch is tried again, in seconds.
+RETRY_S = 5.0
+
+#: Jobs that the worker beside a gateway runs at once; most of them wait.
+SLOTS = 16
+
+#: After how long a worker that has ended is started again, in seconds.
+RESTART_S = 1.0
+
+#: Options of all tasks: a job whose worker died runs again.
+OPTIONS: dict[str, Any] = {
+    "acks_late": True,
+    "reject_on_worker_lost": True,
+    "ignore_result": True,
+}
+
+
+class Jobs:
+    """What the jobs of a process share."""
+
+    def __init__(self, app: Celery) -> None:
+        settings = app_settings(app)
+        store = Store(app)
+        self._store = store
+        self.queue = JobQueue(app, store)
+        self.webhooks = Webhooks(store, TaskRecords(store), self.queue, settings.gateway)
+        files = FileStore(store, Storage(settings.gateway.files))
+        batches = BatchStore(store, files, self.queue)
+        self._batches = BatchContext(app, ServedModels(settings.models), files, batches)
+
+    def take_turn(self, batch_id: str, number: int) -> None:
+        """Takes a batch on, and sends the job of its next turn.
+
+        Args:
+            batch_id: The batch.
+            number: Of the turn; -1 for the next one.
+
+        Raises:
+            Problem: Redis is away, or a file.
+            BatcheryError: So is the store, for example.
+        """
+        begun = self._batches.batches.begin(batch_id, number)
+        if begun is None:
+            return
+        turn = BatchTurn(self._batches, *begun)
+        record = turn.run()
+        if not record.batch.is_over:
+            turn.hand_over()
+            self.queue.send(work_of(record), turn.next_turn, tenant=record.tenant)
+
+    def remove_torn(self) -> None:
+        """Removes what killed processes have left in a folder of files."""
+        self._batches.files.storage.remove_torn(time.time())
+
+    def sweep(self) -> None:
+        """Sends what is due and removes what has expired, unless another worker has just done so.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        key, life_ms = self._store.key("swept"), int(SWEEP_S * 900)
+        if not self._store.call(lambda client: client.set(key, b"", nx=True, px=life_ms)):
+            return
+        due = self.queue.take_due()
+        tasks = [each.split(" ")[1] for each in due if each.startswith(f"{WEBHOOK} ")]
+        waiting = set(tasks) - set(self.webhooks.ended(tasks)) if tasks else set()
+        for work in due:
+            if work.split(" ")[1] not in waiting:
+                self.queue.send(work)
+        self._remove_expired()
+
+    def _remove_expired(self) -> None:
+        files, batches = self._batches.files, self._batches.batches
+        for owner, id_ in files.expired():
+            if id_.startswith("batch_"):
+                batches.remove(owner, id_)
+            elif batches.uses(owner, id_) is None:
+                files.remove(owner, id_)
+
+
+def app_settings(app: Celery) -> Settings:
+    """The settings of an app; those of the environment and the file if `install` was not called."""
+    try:
+        return installation_of(app).settings
+    except SettingsError:
+        return Settings.load(app.conf)
+
+
+@cache
+def jobs_of(app: Celery) -> Jobs:
+    """What the jobs of this process share."""
+    return Jobs(app)
+
+
+@shared_task(bind=True, name=TASKS[BATCH], **OPTIONS)
+def take_turn(self: Any, batch_id: str, number: int = -1) -> None:
+    """Takes a batch a little further."""
+    jobs = jobs_of(self.app)
+    try:
+        jobs.take_turn(batch_id, number)
+    except Superseded as error:
+        logger.info("%s", error)
+    except (BatcheryError, Problem, redis.RedisError, OperationalError) as error:
+        logger.warning("batch %s: tried again soon: %s", batch_id, error)
+        jobs.queue.postpone(f"{BATCH} {batch_id}", RETRY_S)
+
+
+@shared_task(bind=True, name=TASKS[WEBHOOK], **OPTIONS)
+def post_webhook(self: Any, task_id: str, wait_s: float = 0.0) -> None:
+    """Makes one attempt to post the result of a task."""
+    try:
+        jobs_of(self.app).webhooks.attempt(task_id, wait_s)
+    except Problem as problem:
+        logger.warning("webhook of task %s: tried again soon: %s", task_id, problem)
+
+
+_ended = threading.Event()
+
+
+@worker_ready.connect
+def begin_to_sweep(sender: Any, **_: Any) -> None:
+    """Looks for what is due, if the worker has the queue."""
+    if JOBS_QUEUE in sender.app.amqp.queues.consume_from:
+        threading.Thread(target=_sweep_on, args=(sender.app,), daemon=True).start()
+
+
+@worker_shutdown.connect
+def end_sweeping(**_: Any) -> None:
+    """Looks no more."""
+    _ended.set()
+
+
+def _sweep_on(app: Celery) -> None:
+    jobs_of(app).remove_torn()
+    while not _ended.wait(SWEEP_S):
+        try:
+            jobs_of(app).sweep()
+        except Exception as error:  # noqa: BLE001 - Redis or a store may be away, and come back
+            logger.warning("jobs of the gateway: cannot be looked for: %s", error)
+
+
+# The worker beside a gateway
+
+
+@contextmanager
+def worker_beside(load: Callable[[], Celery]) -> Iterator[None]:
+    """Keeps a worker of the gateway's jobs running, which ends with this process.
+
+    Args:
+        load: Gives the app, in the other process; can be pickled.
+    """
+    ending = threading.Event()
+    processes: list[Any] = []
+
+    def keep() -> None:
+        while not ending.is_set():
+            # Not forked: threads and connections of ours must not be there.
+            process = multiprocessing.get_context("spawn").Process(
+                target=run_worker, args=(load,), daemon=True
+            )
+            process.start()
+            processes[:] = [process]
+            process.join()
+            ending.wait(RESTART_S)
+
+    keeper = threading.Thread(target=keep, daemon=True)
+    keeper.start()
+    try:
+        yield
+    finally:
+        ending.set()
+        for process in processes:
+            process.terminate()
+        keeper.join()
+
+
+def run_worker(load: Callable[[], Celery]) -> None:
+    """Runs the gateway's jobs until the process that started this one ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    app = load()
+    # Nobody asks it anything, and figures of the app's workers are not about it.
+    app.conf.update(worker_enable_remote_control=False, worker_prefetch_multiplier=1)
+    app.worker_main(
+        [
+            *("--quiet", "worker", "--pool=threads", f"--concurrency={SLOTS}"),
+            *("--queues", JOBS_QUEUE, "--hostname", f"gateway-{os.getpid()}@%h"),
+            *("--without-gossip", "--without-mingle", "--without-heartbeat"),
+            "--loglevel=WARNING",
+        ]
+    )
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.kill(os.getpid(), signal.SIGTERM)

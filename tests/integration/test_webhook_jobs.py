@@ -1,0 +1,153 @@
+"""Webhooks as jobs: receivers that trickle, hosts that are busy, workers that are killed."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any, Self
+
+import psutil
+import pytest
+
+from batchery_producer.gateway.callers import make_key
+from batchery_producer.gateway.tasks import webhook_post
+from batchery_producer.gateway.tasks.webhook_post import Undeliverable, post
+from batchery_producer.gateway.tasks.webhook_target import target_of
+from batchery_producer.gateway.tasks.webhooks import MAX_PER_HOST
+from conftest import StartGateway
+from support.gateway import GatewayProcess
+from support.harness import Worker, wait_for
+from support.webhook_receiver import WebhookReceiver
+
+KEY, HASH = make_key()
+OTHER_KEY, OTHER_HASH = make_key()
+
+
+class Trickling:
+    """A receiver that answers byte by byte, and never to an end."""
+
+    def __init__(self, host: str = "127.0.0.1", pause_s: float = 0.2) -> None:
+        self._listening = socket.create_server((host, 0))
+        self.url = f"http://{host}:{self._listening.getsockname()[1]}"
+        self._pause_s = pause_s
+        self._lock = threading.Lock()
+        self._is_over = False
+        self.open = self.most = self.came = 0
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over = True
+        self._listening.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._listening.accept()
+                threading.Thread(target=self._trickle, args=(connection,), daemon=True).start()
+
+    def _trickle(self, connection: socket.socket) -> None:
+        with self._lock:
+            self.came += 1
+            self.open += 1
+            self.most = max(self.most, self.open)
+        with suppress(OSError), connection:
+            connection.sendall(b"HTTP/1.1 200 OK\r\nX-Long: ")
+            while not self._is_over:
+                connection.sendall(b"a")
+                # Until the other side has left.
+                connection.settimeout(self._pause_s)
+                try:
+                    if not connection.recv(65536):
+                        break
+                except TimeoutError:
+                    pass
+        with self._lock:
+            self.open -= 1
+
+
+@pytest.fixture(scope="module")
+def gateway(start_gateway: StartGateway, worker: Worker, redis_url: str) -> GatewayProcess:
+    settings = {
+        "tasks": ["apps.shop.*"],
+        "webhook_hosts": ["127.0.0.0/8"],
+        "keys": {"shop": {"hash": HASH}, "other": {"hash": OTHER_HASH}},
+    }
+    return start_gateway(
+        "-A",
+        "apps.shop",
+        models={},
+        gateway=settings,
+        environment={"CELERY_BROKER_URL": redis_url, "CELERY_RESULT_BACKEND": redis_url},
+    )
+
+
+def later(gateway: GatewayProcess, webhook: str, key: str = KEY) -> str:
+    """Sends a task whose result is posted; returns its id."""
+    body = {"item": "hello", "wait_s": 0, "webhook": webhook}
+    headers = {"authorization": f"Bearer {key}"}
+    answer = gateway.request("POST", "/tasks/apps.shop.shout", json=body, headers=headers)
+    assert answer.status_code == 202, answer.text
+    return str(answer.json()["id"])
+
+
+@pytest.fixture
+def trickling() -> Iterator[list[Trickling]]:
+    with ExitStack() as stack:
+        hosts = [f"127.0.1.{number}" for number in range(1, 21)]
+        yield [stack.enter_context(Trickling(host)) for host in hosts]
+
+
+def test_attempt_has_one_deadline_however_a_receiver_trickles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(webhook_post, "DEADLINE_S", 1.0)
+    hosts = ("127.0.0.1",)
+    with Trickling() as receiver, pytest.raises(Undeliverable, match="no answer within 1 s"):
+        post(target_of(receiver.url, hosts), hosts, b"{}", "the-id", 1, None)
+
+
+def test_receivers_that_never_end_stop_nobody_else_s(
+    gateway: GatewayProcess, trickling: list[Trickling]
+) -> None:
+    for each in trickling:
+        later(gateway, each.url)
+    wait_for(lambda: sum(each.open for each in trickling) > 2, "some of them are busy")
+    with WebhookReceiver() as receiver:
+        later(gateway, receiver.url, OTHER_KEY)
+        wait_for(lambda: receiver.received, "the webhook of another caller", 60)
+    # Its own places come back, too.
+    wait_for(lambda: sum(each.came > 0 for each in trickling) > 8, "the others' turn", 120)
+
+
+def test_host_gets_a_few_at_once(gateway: GatewayProcess) -> None:
+    with Trickling() as receiver:
+        for _ in range(12):
+            later(gateway, receiver.url, OTHER_KEY)
+        wait_for(lambda: receiver.came >= MAX_PER_HOST + 2, "more than one round", 120)
+        assert receiver.most <= MAX_PER_HOST
+
+
+def test_webhook_comes_though_its_worker_was_killed_while_it_was_posted(
+    gateway: GatewayProcess, store: Any
+) -> None:
+    came = []
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        task_id = later(gateway, f"http://127.0.0.1:{port}")
+        connection, _ = silent.accept()
+        came.append(connection)
+        for each in psutil.Process(gateway.process.pid).children(recursive=True):
+            if any("spawn_main" in argument for argument in each.cmdline()):
+                each.kill()
+        silent.settimeout(120)
+        connection, _ = silent.accept()
+        head = b""
+        while b"HELLO" not in head:
+            head += connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 204 No Content\r\n\r\n")
+        connection.close()
+        came[0].close()
+        wait_for(lambda: not store.exists(f"batchery:http:webhook:{task_id}"), "it is over", 60)
