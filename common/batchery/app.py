@@ -6,15 +6,40 @@ read when this module is imported, only when Celery first asks for a setting.
 
 from typing import Any
 
+import click
 from celery import Celery
 
 from batchery.announcement import find_announcement
+from batchery.errors import SettingsError
 from batchery.installation import installation_of
 from batchery.installer import install
+from batchery.settings import Settings
+
+
+class WrongSetting(click.ClickException):
+    """What ends the `celery` command with one line: it shows the traceback of any other error."""
+
+    exit_code = SettingsError.exit_code
+
+
+def _read_settings() -> Settings:
+    """The app's settings.
+
+    Raises:
+        SettingsError: One of them is wrong.
+        WrongSetting: The same, where the command `celery` is what runs.
+    """
+    try:
+        return installation_of(app).settings
+    except SettingsError as error:
+        context = click.get_current_context(silent=True)
+        if context is not None and context.find_root().command.name == "celery":
+            raise WrongSetting(str(error)) from None
+        raise
 
 
 def _config() -> dict[str, Any]:
-    settings = installation_of(app).settings
+    settings = _read_settings()
     url = settings.redis_url
     # Where no setting names a Redis, it is that of a `batchery up` in this folder.
     if "redis_url" not in settings.model_fields_set and (running := find_announcement()):

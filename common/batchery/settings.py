@@ -1,16 +1,19 @@
 """Every setting, and the only place that reads the environment.
 
 A setting is looked up as keyword, then `app.conf.batchery_<name>`, then `BATCHERY_<NAME>`, then in
-`batchery.toml` of the working directory. Nothing is read before somebody asks for a setting.
+the file that `BATCHERY_SETTINGS_FILE` names, or else `batchery.toml` of the working directory.
+Nothing is read before somebody asks for a setting.
 """
 
+import difflib
 import os
 import re
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
@@ -29,6 +32,9 @@ __all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
 PREFIX = "BATCHERY_"
 
 TOML_FILE = Path("batchery.toml")
+
+#: Environment variable with the path of the settings file, where it is not `TOML_FILE`.
+FILE_VARIABLE = f"{PREFIX}SETTINGS_FILE"
 
 #: Settings of earlier versions, and their names today.
 RENAMED_SETTINGS = {"lanes": "cpu_streams"}
@@ -57,9 +63,18 @@ def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]
     }
     for key, name in spelled.items():
         if name not in known or f"batchery_{name}" not in conf:
-            there = ", ".join(f"batchery_{each}" for each in sorted(known))
-            raise SettingsError(f"app.conf.{key}: no such setting; there are {there}")
+            names = [f"batchery_{each}" for each in sorted(known)]
+            raise SettingsError(
+                f"app.conf.{key}: no such setting{nearest_name(f'batchery_{name}', names)};"
+                f" there are {', '.join(names)}"
+            )
     return {name: conf[f"batchery_{name}"] for name in spelled.values()}
+
+
+def nearest_name(name: str, names: Iterable[str]) -> str:
+    """How a sentence about an unknown name goes on: with the nearest known one, or not at all."""
+    nearest = difflib.get_close_matches(name, list(names), n=1)
+    return f", the nearest is {nearest[0]}" if nearest else ""
 
 
 class ModelSettings(BaseModel):
@@ -356,6 +371,18 @@ class Settings(BaseSettings):
         GatewaySettings, Field(description="What `batchery serve` serves, and to whom.")
     ] = GatewaySettings()
 
+    @field_validator("redis_url", "result_url")
+    @classmethod
+    def _url_with_scheme(cls, url: str | None) -> str | None:
+        # Celery takes several, with semicolons between them.
+        for part in [] if url is None else url.split(";"):
+            parts = urlsplit(part.strip())
+            if not (parts.scheme and "://" in part):
+                raise ValueError("it is no URL; write it as redis://localhost:6379/0")
+            # A socket's path may hold anything; a port that is no number raises here.
+            _ = parts.scheme.endswith(("unix", "socket")) or parts.port
+        return url
+
     @field_validator("devices", mode="before")
     @classmethod
     def _known_devices(cls, value: object) -> object:
@@ -421,7 +448,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Ranks the TOML file behind keywords and the environment; reads no other source."""
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, TOML_FILE)
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls, settings_file())
 
     @classmethod
     def load(cls, conf: Mapping[str, Any] | None = None, **keywords: Any) -> "Settings":
@@ -437,15 +464,33 @@ class Settings(BaseSettings):
         found = from_conf(cls.model_fields, conf) if conf is not None else {}
         _refuse_unknown_variables(cls)
         try:
+            _refuse_missing_file()
             return cls(**{**found, **keywords})
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise SettingsError(f"{TOML_FILE}: not valid TOML: {error}") from None
+            raise SettingsError(f"{settings_file()}: not valid TOML: {error}") from None
         except JsonError as error:
             raise SettingsError(f"environment: {error}: {error.__cause__}") from None
         except OSError as error:
-            raise SettingsError(f"{TOML_FILE}: cannot be read: {error.strerror}") from None
+            raise SettingsError(f"{settings_file()}: cannot be read: {error.strerror}") from None
         except ValidationError as error:
             raise SettingsError(_explain(error, found, keywords)) from None
+
+
+def settings_file() -> Path:
+    """The file with settings, which need not exist."""
+    return Path(os.environ.get(FILE_VARIABLE) or TOML_FILE).expanduser()
+
+
+def _refuse_missing_file() -> None:
+    """A file that is named and missing, or is a folder, would be ignored silently."""
+    path = settings_file()
+    if path.exists() and not path.is_file():
+        raise SettingsError(f"{path}: it is no file; make it one with settings, or remove it")
+    if os.environ.get(FILE_VARIABLE) and not path.is_file():
+        raise SettingsError(
+            f"environment variable {FILE_VARIABLE}: there is no file {str(path)!r};"
+            " name an existing one, or unset the variable"
+        )
 
 
 def names_celery_urls() -> bool:
@@ -456,14 +501,14 @@ def names_celery_urls() -> bool:
 
 def _refuse_unknown_variables(cls: type[Settings]) -> None:
     """A misspelt variable would be ignored silently, and the default would be used."""
-    known = {name.upper() for name in cls.model_fields}
+    known = {PREFIX + name.upper() for name in cls.model_fields} | {FILE_VARIABLE}
     for variable in os.environ:
         if variable.upper().startswith(PREFIX):
             name = variable.upper().removeprefix(PREFIX).split("__")[0]
-            if name not in known:
+            if PREFIX + name not in known:
                 raise SettingsError(
-                    f"environment variable {variable}: no such setting;"
-                    f" there are {', '.join(sorted(PREFIX + each for each in known))}"
+                    f"environment variable {variable}: no such setting"
+                    f"{nearest_name(PREFIX + name, known)}; there are {', '.join(sorted(known))}"
                 )
 
 
@@ -481,13 +526,31 @@ def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping
     elif variable := _variable(place):
         source = f"environment variable {variable}"
     else:
-        source = str(TOML_FILE)
+        source = str(settings_file())
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         renamed = RENAMED_SETTINGS.get(path[-1])
-        problem = f"no such setting; it is now {renamed}" if renamed else "no such setting"
-    given = "" if first["type"] in ("missing", "extra_forbidden") else f" = {first['input']!r}"
+        nearest = nearest_name(path[-1], _names_beside(path))
+        problem = "no such setting" + (f"; it is now {renamed}" if renamed else nearest)
+    # A URL may hold a password.
+    is_shown = first["type"] not in ("missing", "extra_forbidden") and "@" not in str(
+        first["input"]
+    )
+    given = f" = {first['input']!r}" if is_shown else ""
     return f"setting {'.'.join(path)}{given} (from {source}): {problem}"
+
+
+def _names_beside(path: Sequence[str]) -> Iterable[str]:
+    """Names of the settings that are valid where an unknown one stands."""
+    if len(path) == 1:
+        return Settings.model_fields
+    tables: dict[tuple[str, int], type[BaseModel]] = {
+        ("models", 3): ModelSettings,
+        ("classes", 3): PriorityClass,
+        ("gateway", 2): GatewaySettings,
+    }
+    table = tables.get((path[0], len(path)))
+    return table.model_fields if table else ()
 
 
 def _has(values: Any, path: Sequence[str]) -> bool:

@@ -3,22 +3,49 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+import pytest
+
+from conftest import StartWorker
+
+
+def only(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment with these settings alone."""
+    ours = ("BATCHERY_", "CELERY_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**kept, **variables}
 
 
 def run(directory: Path, script: str, **variables: str) -> str:
     """Runs Python code with these settings alone; returns what it prints."""
-    ours = ("BATCHERY_", "CELERY_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     ended = subprocess.run(
         [sys.executable, "-c", script],
         check=True,
         cwd=directory,
-        env={**kept, **variables},
+        env=only(variables),
         stdout=subprocess.PIPE,
         text=True,
     )
     return ended.stdout
+
+
+def complaint(directory: Path, *command: str, **variables: str) -> str:
+    """The last line of a `celery` command that ends with exit code 2, and its only one of ours."""
+    ended = subprocess.run(
+        [str(Path(sys.executable).with_name("celery")), "-A", "batchery.app", *command],
+        check=False,
+        cwd=directory,
+        env=only({"PYTHONWARNINGS": "ignore", **variables}),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=90,
+    )
+    assert ended.returncode == 2, ended.stderr
+    [line] = ended.stderr.splitlines()
+    return line
 
 
 def test_standalone_app_reads_no_setting_when_it_is_imported(tmp_path: Path) -> None:
@@ -42,3 +69,35 @@ def test_standalone_app_takes_its_redis_from_the_settings(tmp_path: Path) -> Non
     settings = {"BATCHERY_REDIS_URL": "redis://one:1/2", "BATCHERY_RESULT_EXPIRES_S": "60"}
     said = run(tmp_path, script, **settings)
     assert said.split() == ["redis://one:1/2", "redis://one:1/2", "60"]
+
+
+@pytest.mark.parametrize("command", [["worker"], ["inspect", "ping"], ["flower"]])
+def test_wrong_setting_ends_a_celery_command_with_one_line(
+    tmp_path: Path, command: list[str]
+) -> None:
+    line = complaint(tmp_path, *command, BATCHERY_REDIS_URL="localhost:6379")
+    assert line.startswith("Error: setting redis_url = 'localhost:6379' (from environment variable")
+    line = complaint(tmp_path, *command, BATCHERY_MAX_BATCHSIZE="1")
+    assert "BATCHERY_MAX_BATCHSIZE: no such setting, the nearest is BATCHERY_MAX_BATCH_SIZE" in line
+    (tmp_path / "batchery.toml").mkdir()
+    assert complaint(tmp_path, *command).startswith("Error: batchery.toml: it is no file; ")
+
+
+def test_worker_without_models_does_not_start(tmp_path: Path) -> None:
+    assert f"no model is configured: {tmp_path}/batchery.toml does not exist; " in complaint(
+        tmp_path, "worker", "-Q", "embed"
+    )
+    (tmp_path / "batchery.toml").touch()
+    line = complaint(tmp_path, "worker")
+    assert "batchery.toml has no [models.NAME]; " in line
+    assert "BATCHERY_SETTINGS_FILE" in line
+
+
+def test_queue_without_a_task_is_warned_of(
+    start_worker: StartWorker, tmp_path: Path, model_toml: str
+) -> None:
+    (tmp_path / "other.toml").write_text(model_toml)
+    env = {"BATCHERY_SETTINGS_FILE": "other.toml"}
+    worker = start_worker("batchery.app", "-Q", "embde", env=env)
+    assert worker.has_logged("queue 'embde' of -Q: no task of this worker is routed to it,", 1)
+    assert worker.devices() == []

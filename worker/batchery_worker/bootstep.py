@@ -14,10 +14,11 @@ from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker import components
 
+import batchery.app as standalone
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import installation_of
-from batchery.settings import Settings
+from batchery.settings import FILE_VARIABLE, Settings, nearest_name, settings_file
 from batchery.task import BatchTask, ModelTask
 from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
@@ -66,6 +67,8 @@ class BatchStep(_Step):  # type: ignore[misc]
         if installation.error is not None:
             raise installation.error
         settings = installation.settings
+        refuse_no_models(worker.app)
+        warn_of_unused_queues(worker.app)
         tell_callers(worker.app)
         refuse_what_raises(worker)
         self._add_batches(worker, settings)
@@ -112,6 +115,44 @@ class LateBindingStep(_ConsumerStep):  # type: ignore[misc]
             binding.bind(channel, c.hub)
 
 
+def refuse_no_models(app: Any) -> None:
+    """A worker of `batchery.app` without models would take jobs, and fail each of them.
+
+    Raises:
+        SettingsError: Neither the settings nor modules that it includes have a task for it.
+    """
+    if app is standalone.app and not _own_tasks(app):
+        path = settings_file()
+        problem = "has no [models.NAME]" if path.exists() else "does not exist"
+        raise SettingsError(
+            f"no model is configured: {path.absolute()} {problem};"
+            f" start in the folder of the file, or name it in {FILE_VARIABLE}"
+        )
+
+
+def warn_of_unused_queues(app: Any) -> None:
+    """Warns of queues of `-Q` to which no task is routed: most of them are misspelt."""
+    tasks = _own_tasks(app)
+    routed = {queue_of(task) for task in tasks}
+    # Jobs of a task without a route may come by any queue.
+    if app.amqp.queues._consume_from is None or not tasks or None in routed:
+        return
+    names = {str(name) for name in routed}
+    for queue in app.amqp.queues._consume_from:
+        if queue not in names:
+            logger.warning(
+                "queue %r of -Q: no task of this worker is routed to it%s; there are %s",
+                queue,
+                nearest_name(queue, names),
+                ", ".join(sorted(names)),
+            )
+
+
+def _own_tasks(app: Any) -> list[Any]:
+    """The app's tasks, without those of Celery itself."""
+    return [task for name, task in app.tasks.items() if not name.startswith("celery.")]
+
+
 def late_binding(worker: Any) -> LateBinding | None:
     """Lets other workers have what this one only holds; None if its pool does not tell of it."""
     pool, app = worker.pool, worker.app
@@ -144,18 +185,17 @@ def kinds_by_queue(app: Any, max_batch_size: int) -> dict[str, QueueKinds]:
         max_batch_size: Of tasks that have none of their own.
     """
     kinds: dict[str, QueueKinds] = {}
-    for task in app.tasks.values():
-        if not task.name.startswith("celery."):
-            queue = queue_of(task) or str(app.conf.task_default_queue)
-            known = kinds.get(queue, QueueKinds({}, ordinary=False))
-            kinds[queue] = (
-                QueueKinds(
-                    {**known.batch, task.name: task.max_batch_size or max_batch_size},
-                    known.ordinary,
-                )
-                if isinstance(task, BatchTask)
-                else QueueKinds(known.batch, ordinary=True)
+    for task in _own_tasks(app):
+        queue = queue_of(task) or str(app.conf.task_default_queue)
+        known = kinds.get(queue, QueueKinds({}, ordinary=False))
+        kinds[queue] = (
+            QueueKinds(
+                {**known.batch, task.name: task.max_batch_size or max_batch_size},
+                known.ordinary,
             )
+            if isinstance(task, BatchTask)
+            else QueueKinds(known.batch, ordinary=True)
+        )
     return kinds
 
 
@@ -209,10 +249,7 @@ def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> Non
 
 
 def _has_only_batches(app: Any) -> bool:
-    return all(
-        isinstance(task, BatchTask) or name.startswith("celery.")
-        for name, task in app.tasks.items()
-    )
+    return all(isinstance(task, BatchTask) for task in _own_tasks(app))
 
 
 def _look_for_garbage_less_often() -> None:

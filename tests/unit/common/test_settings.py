@@ -188,15 +188,24 @@ def test_a_wrong_value_of_a_model_is_named_by_its_path(field: str, value: Any) -
 
 def test_an_unknown_keyword_is_refused() -> None:
     assert complaint(max_batchsize=3) == (
-        "setting max_batchsize (from a keyword of install()): no such setting"
+        "setting max_batchsize (from a keyword of install()): no such setting,"
+        " the nearest is max_batch_size"
     )
 
 
 def test_an_unknown_entry_of_the_file_is_refused() -> None:
     toml("max_batchsize = 3")
-    assert complaint() == "setting max_batchsize (from batchery.toml): no such setting"
+    assert complaint() == (
+        "setting max_batchsize (from batchery.toml): no such setting, the nearest is max_batch_size"
+    )
     toml('[models.embed]\nkind = "embedding"\nmodel = "x"\ndtyp = "fp16"')
-    assert complaint() == "setting models.embed.dtyp (from batchery.toml): no such setting"
+    assert complaint() == (
+        "setting models.embed.dtyp (from batchery.toml): no such setting, the nearest is dtype"
+    )
+    toml("[gateway]\nprot = 80")
+    assert complaint().endswith("no such setting, the nearest is port")
+    toml("[gateway]\nzzz = 80")
+    assert complaint() == "setting gateway.zzz (from batchery.toml): no such setting"
 
 
 def test_renamed_setting_is_refused_with_its_new_name() -> None:
@@ -210,7 +219,8 @@ def test_renamed_setting_is_refused_with_its_new_name() -> None:
 def test_an_unknown_variable_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "3")
     text = complaint()
-    assert text.startswith(f"environment variable {name}: no such setting; there are BATCHERY_")
+    assert text.startswith(f"environment variable {name}: no such setting")
+    assert "; there are BATCHERY_" in text
     assert "BATCHERY_MAX_BATCH_SIZE" in text
 
 
@@ -221,7 +231,10 @@ def make_app(**options: Any) -> Celery:
 def test_an_unknown_entry_of_the_configuration_is_refused() -> None:
     app = make_app()
     app.conf.batchery_max_batchsize = 3
-    assert complaint(app.conf).startswith("app.conf.batchery_max_batchsize: no such setting; ")
+    assert complaint(app.conf).startswith(
+        "app.conf.batchery_max_batchsize: no such setting,"
+        " the nearest is batchery_max_batch_size; there are "
+    )
     assert "batchery_max_batch_size" in complaint({"batchery_typo": 1})
 
 
@@ -229,7 +242,7 @@ def test_an_entry_in_capitals_without_a_namespace_is_refused() -> None:
     """Celery would not find it; nobody shall wonder why it has no effect."""
     app = make_app()
     app.config_from_object({"BATCHERY_MAX_BATCH_SIZE": 3})
-    assert complaint(app.conf).startswith("app.conf.BATCHERY_MAX_BATCH_SIZE: no such setting; ")
+    assert complaint(app.conf).startswith("app.conf.BATCHERY_MAX_BATCH_SIZE: no such setting")
 
 
 def test_a_namespace_works_though_the_configuration_was_not_loaded_before() -> None:
@@ -239,7 +252,7 @@ def test_a_namespace_works_though_the_configuration_was_not_loaded_before() -> N
     assert installation_of(app).settings.max_batch_size == 3
     other = make_app()
     other.config_from_object({"CELERY_BATCHERY_SIZE": 3}, namespace="CELERY")
-    assert complaint(other.conf).startswith("app.conf.CELERY_BATCHERY_SIZE: no such setting; ")
+    assert complaint(other.conf).startswith("app.conf.CELERY_BATCHERY_SIZE: no such setting")
 
 
 def test_a_configuration_module_may_import_batchery() -> None:
@@ -262,6 +275,38 @@ def test_configuration_of_other_packages_is_ignored() -> None:
 
 
 # Files and variables that cannot be read
+
+
+def test_a_variable_names_the_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    toml("max_batch_size = 3")
+    (tmp_path / "other.toml").write_text("max_batch_size = 0")
+    monkeypatch.setenv("BATCHERY_SETTINGS_FILE", "other.toml")
+    assert complaint().startswith("setting max_batch_size = 0 (from other.toml): ")
+    monkeypatch.setenv("BATCHERY_SETTINGS_FILE", "not-there.toml")
+    assert complaint().startswith(
+        "environment variable BATCHERY_SETTINGS_FILE: there is no file 'not-there.toml'; "
+    )
+
+
+def test_a_folder_in_the_place_of_the_file_is_refused() -> None:
+    Path("batchery.toml").mkdir()
+    assert complaint().startswith("batchery.toml: it is no file; ")
+
+
+@pytest.mark.parametrize("name", ["redis_url", "result_url"])
+def test_what_is_no_url_is_refused(name: str) -> None:
+    def load(url: str) -> Settings:
+        return Settings.load({f"batchery_{name}": url})
+
+    for wrong, problem in (
+        ("localhost:6379", "write it as redis://localhost:6379/0"),
+        ("redis://:secret@localhost:port/0", "Port could not be cast"),
+    ):
+        with pytest.raises(SettingsError, match=problem) as caught:
+            load(wrong)
+        assert "secret" not in str(caught.value)
+    for right in ("redis+socket:///run/a:b.sock", "sentinel://one:1;sentinel://two:2", "rpc://"):
+        assert getattr(load(right), name) == right
 
 
 def test_a_broken_file_is_one_line_that_says_where() -> None:
