@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from support.patience import patient
+
 ROOT = Path(__file__).resolve().parents[1]
 
 #: Import package -> its folder.
@@ -63,7 +65,7 @@ def run_python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-c", script, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patient(120),
         check=False,
     )
 

@@ -25,6 +25,7 @@ from batchery_worker.local.redis_server import find_redis_server, free_port
 from conftest import StartWorker
 from support.docs_commands import check, check_install, executable, search_path
 from support.harness import TESTS, wait_for
+from support.patience import patient
 
 ROOT = TESTS.parent
 DEPLOY = ROOT / "deploy"
@@ -246,7 +247,7 @@ def test_the_health_check_tells_a_worker_that_lives_from_one_that_does_not(
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     assert (done.returncode == 0) is alive, done.stdout + done.stderr

@@ -18,8 +18,9 @@ from apps import ledger, stages
 from apps.ledger import executions
 from conftest import StartWorker
 from support.harness import Worker, ask, queue_length, unsettled, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 JOBS = 2000
 
 

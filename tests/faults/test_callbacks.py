@@ -13,8 +13,9 @@ from apps import callbacks
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patient(60.0)
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,9 @@ from celery import chord, group
 from apps import canvas
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 #: Jobs that make a full batch of `later`, which is taken while another batch is still running.
 FULL = canvas.later.max_batch_size or 0

@@ -15,8 +15,9 @@ from batchery import DeviceDied, InvalidItem
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 90
+TIMEOUT_S = patient(90)
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ from apps import shop, stages
 from batchery import DeviceDied
 from conftest import StartWorker
 from support.harness import Worker, device_busy, queue_length, wait_ended, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 
 @pytest.fixture(autouse=True)

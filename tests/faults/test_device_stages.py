@@ -12,8 +12,9 @@ from apps import stages
 from batchery import BatchTask
 from conftest import StartWorker
 from support.harness import Worker, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 
 @pytest.fixture(scope="module")

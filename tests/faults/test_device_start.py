@@ -10,8 +10,9 @@ import pytest
 from apps import slow_start
 from conftest import StartWorker
 from support.harness import Worker, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patient(60.0)
 
 
 @pytest.fixture

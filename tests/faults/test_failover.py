@@ -14,9 +14,10 @@ from apps.ledger import executions
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 from support.redis_places import MASTER, behind_sentinel
 
-TIMEOUT_S = 120
+TIMEOUT_S = patient(120)
 
 #: A batch task and an ordinary one of `apps.leases`.
 TASKS = ("batch", "late")

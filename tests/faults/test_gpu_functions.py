@@ -10,8 +10,9 @@ from apps import two_gpus_app
 from batchery import DeviceDied
 from conftest import StartWorker
 from support.harness import TESTS, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 120
+TIMEOUT_S = patient(120)
 
 #: In front of everything else on the path of the workers: a torch with two GPUs.
 FAKE_TORCH = {

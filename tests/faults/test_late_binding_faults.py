@@ -16,6 +16,7 @@ from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
@@ -24,7 +25,7 @@ JOBS = 3 * BATCH_SIZE
 
 KEYS = Keys()
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = patient(60.0)
 
 
 @pytest.fixture(scope="module")

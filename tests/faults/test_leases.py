@@ -22,9 +22,10 @@ from benchmarks.chaos.proxy import Proxy
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 
 KEYS = Keys()
-TIMEOUT_S = 60.0
+TIMEOUT_S = patient(60.0)
 
 #: Serves no queue in which there is anything; it looks after the others.
 IDLE = ("-Q", "nothing", "-c", "1")

@@ -8,8 +8,9 @@ import pytest
 from apps import hybrid, stages
 from conftest import StartWorker
 from support.harness import TESTS, Worker, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 PROGRAM = """
 from celery import Celery

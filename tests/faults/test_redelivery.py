@@ -8,8 +8,9 @@ from celery import Celery
 
 from conftest import StartWorker
 from support.harness import wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 
 @pytest.fixture

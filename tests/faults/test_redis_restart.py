@@ -12,8 +12,9 @@ from redis import Redis
 from conftest import StartWorker
 from support.harness import Worker, ask, queue_length, unsettled, wait_ended, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 
 def send(url: str, task: str, items: list[Any], **keywords: Any) -> list[str]:

@@ -15,8 +15,9 @@ from apps import ledger
 from apps.ledger import executions
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 JOBS = 500
 
 

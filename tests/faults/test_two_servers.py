@@ -13,8 +13,9 @@ from redis import Redis
 
 from support.harness import Worker, unsettled, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 
 class Place(NamedTuple):

@@ -12,9 +12,10 @@ from celery import Celery, chord
 from batchery import AsyncClient, NoResult
 from conftest import StartWorker
 from support.harness import queue_length, unsettled, wait_for
+from support.patience import patient
 
 TASK = "apps.tally.tally"
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 #: Seconds that results are kept in these tests.
 KEEP_S = 777

@@ -14,8 +14,9 @@ from apps import ledger
 from batchery import AppNotImportable, InvalidItem, UnserialisableResult, WrongLength
 from conftest import StartWorker
 from support.harness import Worker, unsettled, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 TASK = "apps.ledger.misbehave"
 

@@ -8,12 +8,13 @@ import pytest
 
 from benchmarks.engine import gpu
 from support.bench_command import bench
+from support.patience import patient
 
 #: Four processes that load torch, on a machine that may be busy; a quiet one needs ten seconds.
 pytestmark = pytest.mark.timeout(400)
 
 #: Longest run of the command, in seconds.
-TIMEOUT_S = 380
+TIMEOUT_S = patient(380)
 
 
 def rows_of(target: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,9 @@ from celery.exceptions import TaskRevokedError
 from apps import shop
 from conftest import StartWorker
 from support.harness import Worker, device_busy, unsettled, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @pytest.fixture(autouse=True, scope="module")

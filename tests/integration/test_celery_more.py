@@ -17,8 +17,9 @@ from redis import Redis
 from apps import more
 from conftest import StartWorker
 from support.harness import Worker, device_busy, queue_length, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 #: Keeps the device busy in a block.
 Busy = Callable[[], AbstractContextManager[Any]]

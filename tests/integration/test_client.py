@@ -13,6 +13,7 @@ from kombu.exceptions import EncodeError
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, NoResult
 from batchery_producer import Client, Outcome, Progress
 from support.harness import Worker, wait_for
+from support.patience import patient
 
 APP = "apps.shop"
 QUEUE = "celery"
@@ -32,7 +33,7 @@ def traces(store: Any) -> set[bytes]:
 
 def test_one_job_is_celerys_own(shop: Client) -> None:
     shout = shop.task(f"{APP}.shout", queue=QUEUE)
-    assert shout.delay("hello").get(timeout=30) == "HELLO"
+    assert shout.delay("hello").get(timeout=patient(30)) == "HELLO"
 
 
 def test_results_come_in_the_order_of_the_items(

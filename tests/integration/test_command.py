@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.harness import wait_for
+from support.patience import patient
 
 PLUGINS = '''
 import pathlib, signal, time
@@ -76,7 +77,7 @@ def start(plugins: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def run(plugins: Path, *arguments: str) -> tuple[int, str, str]:
     with start(plugins, *arguments) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=patient(60))
         return process.returncode, out, err
 
 
@@ -148,7 +149,7 @@ def test_ctrl_c_ends_it_with_130_and_no_word(plugins: Path, tmp_path: Path) -> N
     with start(plugins, "sleep", str(started)) as process:
         wait_for(started.exists, "the command runs")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=patient(60))
     assert (process.returncode, out, err) == (130, "", "")
 
 
@@ -167,7 +168,7 @@ def test_the_shell_completes_commands_and_options(words: str, offered: str) -> N
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=True,
     )
     assert done.stdout.split() == [offered]

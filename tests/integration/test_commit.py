@@ -15,8 +15,9 @@ from redis import Redis
 from apps import commits
 from conftest import StartWorker
 from support.harness import Worker, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @pytest.fixture(scope="module")

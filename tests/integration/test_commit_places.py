@@ -12,8 +12,9 @@ from redis import Redis
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @contextlib.contextmanager

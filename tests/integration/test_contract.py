@@ -13,8 +13,9 @@ from apps import shop
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, UnserialisableResult, WrongLength
 from conftest import StartWorker
 from support.harness import Worker, unsettled, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @pytest.fixture(autouse=True, scope="module")

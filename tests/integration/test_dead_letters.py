@@ -19,8 +19,9 @@ from batchery.cli.survey import dead_letters
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 from conftest import StartWorker
 from support.harness import Worker, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 #: A body that is no job: null.
 NULL = "bnVsbA=="

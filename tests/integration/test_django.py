@@ -10,8 +10,9 @@ from celery import Celery
 
 from conftest import StartWorker, flush
 from support.harness import START_S, TESTS, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 def test_database_connections_are_closed_as_django_closes_them(

@@ -27,6 +27,7 @@ from batchery import (
     UnserialisableResult,
 )
 from support.harness import wait_for
+from support.patience import patient
 
 TEXTS = [" ".join(["the cat sat on the mat"] * count) for count in (1, 7, 2, 11, 1, 4, 9, 3)]
 
@@ -203,7 +204,7 @@ except ModelLoadError as error:
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         check=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert "model 'Mine': its device process cannot read it: AttributeError" in done.stdout
     assert "define its class in a module that can be imported" in done.stdout
@@ -224,7 +225,7 @@ with Engine(settings, device="cpu", process=True) as engine:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=patient(120),
     )
     assert done.stdout == "384 set()\n"
 

@@ -25,6 +25,7 @@ from batchery_worker.completion.backend import for_completion
 from batchery_worker.request import LeaseHandle
 from support.harness import queue_length
 from support.own_redis import OwnRedis
+from support.patience import patient
 
 COMMITTED, FENCED, NEEDS_TRACER = (
     CommitStatus.COMMITTED,
@@ -357,4 +358,4 @@ def test_result_of_the_tracer_waits_while_redis_is_full(url: str, bare: Any) -> 
     finally:
         later.join()
         bare.config_set("maxmemory", 0)
-    assert app.AsyncResult("full-1").get(timeout=10) == "a result"
+    assert app.AsyncResult("full-1").get(timeout=patient(10)) == "a result"

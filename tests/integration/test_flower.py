@@ -10,6 +10,7 @@ import pytest
 from apps import shop
 from batchery_worker.local.stack import Stack
 from support.harness import TESTS, wait_for
+from support.patience import patient
 
 JOBS = 300
 
@@ -38,7 +39,7 @@ def finished(stack: Stack, ids: set[str]) -> dict[str, Any]:
 
 def test_flower_lists_every_job_of_a_run_with_state_worker_and_run_time(stack: Stack) -> None:
     jobs = shop.shout.submit_many([f"text {number}" for number in range(JOBS)])
-    jobs.get(timeout=60)
+    jobs.get(timeout=patient(60))
     ids = {job.id for job in jobs.results or ()}
     listed = wait_for(lambda: finished(stack, ids), "every job in Flower")
     assert len(listed) == JOBS

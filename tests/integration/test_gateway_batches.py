@@ -14,6 +14,7 @@ from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, kill_all, queue_length, unsettled, wait_for
+from support.patience import patient
 
 MODELS = {
     "embed": {**EMBED["embed"], "aliases": ["text-embedding-3-small"]},
@@ -32,7 +33,7 @@ LOW = "\x06\x166"
 OVER = ("completed", "failed", "expired", "cancelled")
 
 #: Seconds after which a batch is taken up whose process was killed, and then some.
-TAKEN_UP_S = 60.0
+TAKEN_UP_S = patient(60.0)
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from support.browser import DESK, PHONE, Browser, chromium
 from support.gateway import EMBED, GatewayProcess, metric_samples
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 from support.tiny_models import save_model
 
 KEY, HASH = make_key()
@@ -192,7 +193,7 @@ def test_what_waits_has_an_age_in_redis_and_in_the_worker(
     finally:
         client.control.add_consumer("embed", reply=True, timeout=10, limit=1)
     for job in jobs:
-        job.get(timeout=30)
+        job.get(timeout=patient(30))
     wait_for(lambda: page.number("waiting") == 0, "none waits")
 
 
@@ -202,10 +203,10 @@ def test_failures_are_shown_by_reason(
     before = page.number("failed")
     # A job, and one item of a job with two.
     with pytest.raises(InvalidItem):
-        client.send_task("embed", [""], queue="embed").get(timeout=60)
+        client.send_task("embed", [""], queue="embed").get(timeout=patient(60))
     header = {"batchery": {"v": 1, "n": 2}}
     job = client.send_task("embed", [["good", ""]], queue="embed", headers=header)
-    assert [*job.get(timeout=60)[1]] == ["error"]
+    assert [*job.get(timeout=patient(60))[1]] == ["error"]
     # Those of an earlier test may be shown only now.
     wait_for(lambda: page.number("failed") >= before + 2, "two more failures")
     (row,) = wait_for(lambda: [row for row in page.rows("failures") if row != "None."], "a reason")

@@ -18,11 +18,12 @@ from benchmarks.gpu_check.check import Check
 from benchmarks.venvs import ROOT
 from support.bench_command import bench
 from support.harness import wait_for
+from support.patience import patient
 
 #: A dozen processes that load torch, on a machine that may be busy; a quiet one needs one minute.
 pytestmark = pytest.mark.timeout(500)
 
-TIMEOUT_S = 480
+TIMEOUT_S = patient(480)
 
 #: In the place of the check's steps: the first is fine, and others raise, die or hang.
 STEPS = """

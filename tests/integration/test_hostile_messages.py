@@ -18,8 +18,9 @@ from apps import hybrid
 from batchery import InvalidItem
 from conftest import StartWorker
 from support.harness import Worker, unsettled, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 120
+TIMEOUT_S = patient(120)
 
 #: How many values the fuzzer tries in each place of each message, and how many before a good one:
 #: 10,000 messages in all, and 2,500.

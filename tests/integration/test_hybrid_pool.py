@@ -11,8 +11,9 @@ from celery.exceptions import TimeLimitExceeded
 from apps import hybrid
 from conftest import StartWorker
 from support.harness import Worker, wait_ended, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 BOTH = ("-Q", "celery,devices")
 
 
@@ -71,9 +72,9 @@ def test_children_forked_beside_busy_threads_of_ours_run_every_job(
     callback = hybrid.add.s(1).set(queue="nobody")
     batch = [hybrid.double.apply_async((number,), link=callback) for number in range(200)]
     ordinary = [hybrid.pid.delay() for _ in range(20)]
-    pids = [job.get(timeout=150) for job in ordinary]
+    pids = [job.get(timeout=patient(150)) for job in ordinary]
     assert len(set(pids)) > 10
-    assert [job.get(timeout=150) for job in batch] == [2 * number for number in range(200)]
+    assert [job.get(timeout=patient(150)) for job in batch] == [2 * number for number in range(200)]
 
 
 def test_pool_grows_and_shrinks_by_remote_control(start_worker: StartWorker) -> None:

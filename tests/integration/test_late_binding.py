@@ -16,6 +16,7 @@ from apps.ledger import executions
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import Worker, queue_length, unsettled, wait_for
+from support.patience import patient
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
@@ -115,7 +116,7 @@ def test_jobs_that_come_at_once_are_shared_by_all_that_wait(
     wait_for(lambda: have_begun(tmp_path) >= 2 * (BATCH_SIZE - 1), "both compute")
     assert not any(worker.has_logged("go back", 1) for worker in workers)
     (tmp_path / "gate").touch()
-    assert jobs.get(timeout=60) == list(range(2 * BATCH_SIZE))
+    assert jobs.get(timeout=patient(60)) == list(range(2 * BATCH_SIZE))
 
 
 def test_worker_that_is_told_to_consume_nothing_waits_for_nothing(

@@ -16,8 +16,9 @@ from redis import Redis
 from apps.listened import GATE, HOOKED, PLAIN, SENT, TRACE
 from conftest import StartWorker
 from support.harness import Worker, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 pytest.importorskip("sentry_sdk")
 

@@ -8,6 +8,7 @@ import pytest
 from apps import speaking
 from conftest import StartWorker
 from support.harness import Worker, wait_for
+from support.patience import patient
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,7 @@ def test_a_batch_function_logs_through_the_handlers_of_its_worker(
     worker: Worker, own_log: Path
 ) -> None:
     job = speaking.batch.delay("one")
-    assert job.get(timeout=30) == "one"
+    assert job.get(timeout=patient(30)) == "one"
     lines = [line for line in lines_of(own_log, "end one") if line[4] == job.id]
     assert [(line[0], line[1], line[5]) for line in lines] == [
         ("speaking.plain", "DEBUG", "debug one"),
@@ -50,7 +51,7 @@ def test_a_batch_function_logs_through_the_handlers_of_its_worker(
 
 def test_a_line_names_the_first_jobs_of_a_large_batch(worker: Worker, own_log: Path) -> None:
     jobs = speaking.batch.submit_many(["many"] * 8)
-    assert jobs.get(timeout=30) == ["many"] * 8
+    assert jobs.get(timeout=patient(30)) == ["many"] * 8
 
     def ids() -> set[str]:
         return {line[4] for line in lines_of(own_log, "end many") if line[5] == "end many"}
@@ -60,12 +61,12 @@ def test_a_line_names_the_first_jobs_of_a_large_batch(worker: Worker, own_log: P
 
 
 def test_one_line_says_what_each_batch_was_like(worker: Worker) -> None:
-    speaking.batch.delay("size").get(timeout=30)
+    speaking.batch.delay("size").get(timeout=patient(30))
     line = r"Batch b\d+ of batch: 1 items, waited \d+\.\d ms, forward \d+\.\d ms on cpu"
     wait_for(lambda: re.search(line, worker.log), "a line of a batch")
 
 
 def test_the_last_words_before_a_crash_are_logged(worker: Worker, own_log: Path) -> None:
     job = speaking.crash.delay("it")
-    assert job.get(timeout=60, propagate=False) is not None
+    assert job.get(timeout=patient(60), propagate=False) is not None
     assert any(line[5] == "last words of it" for line in lines_of(own_log, "last words of it"))

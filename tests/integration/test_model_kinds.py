@@ -10,9 +10,10 @@ import batchery
 from batchery import Engine, InvalidItem, ModelSettings
 from conftest import StartWorker
 from support.harness import Worker
+from support.patience import patient
 from support.tiny_models import save_model
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 NLI = ("contradiction", "neutral", "entailment")
 

@@ -17,8 +17,9 @@ from apps import models
 from batchery import InvalidItem, to_numpy
 from conftest import StartWorker
 from support.harness import Worker, queue_length, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 LABELS = ["calm", "cross", "glad"]
 

@@ -5,8 +5,9 @@ from celery import Celery
 from apps import uninstalled
 from conftest import StartWorker
 from support.harness import wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 def test_worker_without_install_answers_one_by_one_and_says_so(

@@ -17,8 +17,9 @@ from apps import traced
 from batchery import AsyncClient, Client, otel
 from conftest import StartWorker
 from support.harness import Worker, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @pytest.fixture(scope="module")

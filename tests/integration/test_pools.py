@@ -11,8 +11,9 @@ import pytest
 from apps import shop
 from conftest import StartWorker
 from support.harness import TESTS
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @pytest.fixture(params=["gevent", "eventlet"])
@@ -79,7 +80,7 @@ def test_a_worker_in_one_process_with_its_caller_batches_without_any_broker() ->
         [sys.executable, "-c", WITHOUT_A_BROKER],
         env={**os.environ, "PYTHONPATH": str(TESTS)},
         capture_output=True,
-        timeout=150,
+        timeout=patient(150),
         check=False,
     )
     assert ran.returncode == 0, ran.stderr.decode()

@@ -12,8 +12,9 @@ from kombu import Connection
 from conftest import StartWorker
 from support.harness import Worker, device_busy, wait_for
 from support.own_rabbitmq import OwnRabbitMQ, find_rabbitmq
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 PROGRAM = find_rabbitmq()
 

@@ -18,6 +18,7 @@ from batchery_worker.commit import committer
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from support.own_redis import OwnRedis, redis_servers, server_name
+from support.patience import patient
 
 WORKERS, LEASES = "batchery:workers", "batchery:lease:me"
 FACTS = {"id": "b1", "size": 2, "padding": 0.0, "forward_ms": 1.0, "device": "cpu"}
@@ -140,7 +141,7 @@ def test_a_stock_client_reads_it(house: House) -> None:
     house.lease(1)
     house.commit(("t1", {"label": "x"}))
     result: Any = AsyncResult("t1", app=house.app)
-    assert result.get(timeout=10) == {"label": "x"}
+    assert result.get(timeout=patient(10)) == {"label": "x"}
     assert result.successful()
     assert result.children == []
     assert house.stored("t1")["batch"] == {**FACTS, "waited_ms": 0.5}

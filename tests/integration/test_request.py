@@ -9,8 +9,9 @@ from apps import canvas
 from batchery import BatchArgumentError, UnserialisableResult
 from conftest import StartWorker
 from support.harness import Worker, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @pytest.fixture(scope="module")

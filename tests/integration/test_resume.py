@@ -14,6 +14,7 @@ from batchery_producer import Ending, Snapshot, submit_file
 from conftest import StartWorker
 from support.bulk_runs import Command, read_rows, write_rows
 from support.harness import Worker, unsettled, wait_for
+from support.patience import patient
 
 APP = "apps.tally"
 TASK = f"{APP}.tally"
@@ -114,7 +115,7 @@ def test_jobs_that_wait_run_or_have_ended_are_not_sent_again(
         queue=QUEUE,
         keywords={"path": str(trace)},
         resume=True,
-        timeout_s=60,
+        timeout_s=patient(60),
         progress=open_gate,
     )
     assert (summary.ending, summary.submitted, summary.succeeded) == (Ending.SUCCEEDED, 0, 100)
@@ -148,7 +149,7 @@ def test_an_ordinary_task_s_jobs_are_found_where_they_run(
         queue=QUEUE,
         keywords={"path": str(trace)},
         resume=True,
-        timeout_s=60,
+        timeout_s=patient(60),
         progress=open_gate,
     )
     assert (summary.submitted, summary.succeeded) == (0, 1)

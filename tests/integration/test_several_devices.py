@@ -5,6 +5,7 @@ from pathlib import Path
 from apps import leases
 from conftest import StartWorker
 from support.harness import wait_for
+from support.patience import patient
 
 #: Twice as many as the batches that a worker with one device holds.
 DEVICES = 6
@@ -28,4 +29,4 @@ def test_every_device_has_a_batch_while_jobs_wait(
         "all devices compute",
     )
     gate.touch()
-    assert jobs.get(timeout=60) == list(range(DEVICES * BATCH_SIZE))
+    assert jobs.get(timeout=patient(60)) == list(range(DEVICES * BATCH_SIZE))

@@ -10,8 +10,9 @@ from apps import tally
 from batchery import Client, InvalidItem
 from conftest import StartWorker
 from support.harness import unsettled, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 60
+TIMEOUT_S = patient(60)
 
 #: Items of a batch of `tally`.
 BATCH = 32

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conftest import StartWorker
+from support.patience import patient
 
 
 def only(variables: Mapping[str, str]) -> dict[str, str]:
@@ -41,7 +42,7 @@ def complaint(directory: Path, *command: str, **variables: str) -> str:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=90,
+        timeout=patient(90),
     )
     assert ended.returncode == 2, ended.stderr
     [line] = ended.stderr.splitlines()

@@ -14,6 +14,7 @@ from batchery_producer import Ending, Snapshot, SubmitOptions, submit_file
 from conftest import StartWorker
 from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from support.harness import Worker, wait_for
+from support.patience import patient
 
 
 def test_every_row_gets_its_own_result_and_nothing_stays_behind(
@@ -31,7 +32,7 @@ def test_every_row_gets_its_own_result_and_nothing_stays_behind(
         app=client,
         queue=QUEUE,
         window=64,
-        timeout_s=30,
+        timeout_s=patient(30),
         progress=seen.append,
     )
     assert summary.ending is Ending.SUCCEEDED
@@ -57,7 +58,7 @@ def test_jobs_share_batches_and_keywords_reach_them(
         app=client,
         queue=QUEUE,
         keywords={"tag": "bulk", "pause_s": 0.02},
-        timeout_s=30,
+        timeout_s=patient(30),
     )
     assert summary.ending is Ending.SUCCEEDED
     results = [row["result"] for row in read_rows(tmp_path / "out.jsonl")]
@@ -76,7 +77,7 @@ def test_results_may_stay_in_the_backend(
         app=client,
         queue=QUEUE,
         keep_results=True,
-        timeout_s=30,
+        timeout_s=patient(30),
     )
     left = set(store.scan_iter("celery-task-meta-*")) - before
     assert len(left) == 5
@@ -101,7 +102,7 @@ def test_failures_and_bad_lines_are_told_with_line_and_reason(
         app=client,
         queue=QUEUE,
         field="item",
-        timeout_s=30,
+        timeout_s=patient(30),
     )
     assert summary.ending is Ending.SOME_FAILED
     assert (summary.submitted, summary.succeeded, summary.failed) == (2, 1, 4)
@@ -177,7 +178,7 @@ def test_jobs_that_expire_fail_as_revoked(tmp_path: Path, client: Celery, worker
         app=client,
         queue=queue,
         expires_s=0.2,
-        timeout_s=30,
+        timeout_s=patient(30),
         progress=start_late,
     )
     assert (summary.succeeded, summary.failed) == (0, 3)
@@ -200,7 +201,7 @@ def test_a_backend_that_is_not_redis_works_too(
         app=app,
         queue="files",
         window=20,
-        timeout_s=30,
+        timeout_s=patient(30),
     )
     app.close()
     assert summary.ending is Ending.SUCCEEDED
@@ -218,7 +219,7 @@ def test_rows_at_a_url_become_results_at_a_url(client: Celery, worker: Worker) -
             "memory://shop/out.csv",
             app=client,
             options=SubmitOptions(queue=QUEUE, ordered=True),
-            timeout_s=60,
+            timeout_s=patient(60),
         )
         assert (summary.ending, summary.succeeded) == (Ending.SUCCEEDED, 2)
         assert memory.cat("memory://shop/out.csv") == b"id,line,result\n1,1,ONE\n2,2,TWO\n"

@@ -17,6 +17,7 @@ from batchery_worker.local.redis_server import free_port
 from conftest import StartWorker
 from support.bulk_runs import APP, QUEUE, Command, RestartableRedis, read_rows, write_rows
 from support.harness import Worker, wait_for
+from support.patience import patient
 
 
 @pytest.fixture
@@ -183,7 +184,7 @@ def test_a_restart_of_redis_in_the_middle_loses_and_doubles_nothing(
             tmp_path / "out.jsonl",
             app=app,
             queue=QUEUE,
-            timeout_s=60,
+            timeout_s=patient(60),
             progress=happen,
         )
     finally:

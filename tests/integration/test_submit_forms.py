@@ -16,6 +16,7 @@ from batchery import DatasetError
 from batchery_producer import Ending, submit_file
 from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from support.harness import Worker
+from support.patience import patient
 
 
 def request(custom_id: Any, item: Any) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def test_many_parquet_files_become_one_csv_file_in_their_order(
         field="title",
         id_field="key",
         ordered=True,
-        timeout_s=30,
+        timeout_s=patient(30),
     )
     assert (summary.ending, summary.succeeded) == (Ending.SUCCEEDED, 120)
     with gzip.open(tmp_path / "out.csv.gz", "rt", newline="") as file:
@@ -187,6 +188,6 @@ def test_an_output_that_vanishes_ends_the_run_and_says_so(
             output,
             app=client,
             queue=QUEUE,
-            timeout_s=30,
+            timeout_s=patient(30),
             progress=remove,
         )

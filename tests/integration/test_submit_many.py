@@ -14,6 +14,7 @@ from batchery import BatchTask, install
 from batchery_producer import submit_many
 from batchery_worker.local.redis_server import free_port
 from support.harness import Worker
+from support.patience import patient
 
 COUNT = 100
 
@@ -32,14 +33,14 @@ def test_results_are_joined_in_order_and_kept(worker: Worker, method: str) -> No
     assert getattr(results, method)(timeout=30) == wanted
     assert results.successful()
     last: AsyncResult[Any] = AsyncResult(results.results[-1].id, app=shop.app)
-    assert last.get(timeout=30) == wanted[-1]
+    assert last.get(timeout=patient(30)) == wanted[-1]
 
 
 def test_nothing_is_subscribed_to_and_no_reply_stays(worker: Worker, store: Any) -> None:
     results: Any = shop.shout.submit_many(["text"] * COUNT)
     key = results._collector._key
     assert store.exists(key)
-    results.join(timeout=30)
+    results.join(timeout=patient(30))
     assert not store.exists(key)
     consumer: Any = shop.app.backend
     channels = {f"celery-task-meta-{each.id}".encode() for each in results.results}
@@ -52,8 +53,8 @@ def test_the_first_failure_is_raised(worker: Worker) -> None:
     items[3] = {"answer": "failed-exception", "why": "lost"}
     results = shop.moody.submit_many(items)
     with pytest.raises(LookupError, match="lost"):
-        results.join(timeout=30)
-    values: Any = results.join(timeout=30, propagate=False)
+        results.join(timeout=patient(30))
+    values: Any = results.join(timeout=patient(30), propagate=False)
     assert values[:3] == [0, 1, 2]
     assert isinstance(values[3], LookupError)
 
@@ -68,7 +69,7 @@ def test_a_timeout_is_celerys(worker: Worker, store: Any) -> None:
 def test_jobs_that_are_sent_one_by_one_are_joined_as_ever(worker: Worker) -> None:
     results = shop.shout.submit_many(["a", "b"])
     assert type(results) is not submit_many.JobSet
-    assert results.join(timeout=30) == ["A", "B"]
+    assert results.join(timeout=patient(30)) == ["A", "B"]
 
 
 def test_eager_tasks_run_at_once() -> None:

@@ -11,6 +11,7 @@ from batchery import DatasetError
 from batchery_producer import Ending, Snapshot, Summary, submit_file
 from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
 from support.harness import Worker
+from support.patience import patient
 from support.report_page import ReportPage
 
 LATENCY = "seconds from sending to result"
@@ -31,7 +32,7 @@ def run(folder: Path, app: Celery, task: str, **options: Any) -> tuple[Summary, 
         folder / "out.jsonl",
         app=app,
         queue=QUEUE,
-        timeout_s=60,
+        timeout_s=patient(60),
         report=folder / "report.html",
         **options,
     )

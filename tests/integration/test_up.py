@@ -23,6 +23,7 @@ from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.local.redis_server import EmbeddedRedis, free_port
 from batchery_worker.local.stack import Stack
 from support.harness import wait_ended, wait_for
+from support.patience import patient
 
 APP = """
 import time
@@ -44,7 +45,7 @@ def nap(file: str, seconds: float = 3) -> str:
 """
 
 #: Also on a slow machine that is busy with other tests, in seconds.
-START_S = 90.0
+START_S = patient(90.0)
 
 
 class Up:
@@ -130,7 +131,7 @@ def run_beside(folder: Path, *arguments: str) -> tuple[int, str]:
         cwd=folder,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     return done.returncode, done.stdout
@@ -144,7 +145,7 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
     assert stat.S_IMODE(up.ready_file.stat().st_mode) == 0o600
     with up.client() as client:
         job_id = client.send_task("shout", ["hello"]).id
-        assert client.AsyncResult(job_id).get(timeout=30) == "HELLO"
+        assert client.AsyncResult(job_id).get(timeout=patient(30)) == "HELLO"
 
     def listed() -> Any:
         tasks = up.ask_flower("/api/tasks")
@@ -253,7 +254,7 @@ def test_a_model_of_the_settings_alone_is_served(
     (tmp_path / "batchery.toml").write_text(model_toml)
     up = start_up("--no-flower").ready()
     with up.client() as client:
-        result = client.send_task("embed", ["some text"], queue="embed").get(timeout=60)
+        result = client.send_task("embed", ["some text"], queue="embed").get(timeout=patient(60))
     assert len(result["vector"]) == 384
     body = json.dumps({"model": "embed", "input": "some text"}).encode()
     answer = up.ask_gateway("/v1/embeddings", body)

@@ -15,8 +15,9 @@ from apps import ordinary, shop
 from batchery.transport.redis_schema import Keys
 from conftest import StartWorker
 from support.harness import START_S, TESTS, Worker, device_busy, wait_for
+from support.patience import patient
 
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @pytest.fixture(autouse=True)
@@ -91,7 +92,7 @@ def test_jobs_run_on_a_broker_without_an_event_loop(tmp_path: Path) -> None:
             env={**os.environ, "PYTHONPATH": f"{TESTS}:{tmp_path}"},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=patient(60),
             check=False,
         )
         assert done.stdout == "[0, 1, 2, 3, 4]\n", done.stderr + worker.log

@@ -11,6 +11,7 @@ from typing import Any
 
 from batchery_worker.local.redis_server import find_redis_server, free_port
 from support.harness import TESTS, wait_for
+from support.patience import patient
 
 #: The app that the tests submit to, and its queue.
 APP = "apps.shop"
@@ -51,7 +52,7 @@ class Command:
     def end(self, stdin: bytes = b"") -> tuple[int, str, str]:
         """Waits for the end; returns exit code, stdout and stderr."""
         try:
-            stdout, stderr = self.process.communicate(stdin, timeout=60)
+            stdout, stderr = self.process.communicate(stdin, timeout=patient(60))
         finally:
             self.process.kill()
         return self.process.returncode, stdout.decode(), stderr.decode()

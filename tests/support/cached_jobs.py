@@ -7,7 +7,9 @@ from typing import Any
 from celery import Celery
 from celery.result import AsyncResult
 
-TIMEOUT_S = 60
+from support.patience import patient
+
+TIMEOUT_S = patient(60)
 
 
 def computed(log: Path) -> Counter[str]:

@@ -9,7 +9,9 @@ from typing import Any
 import kombu
 from kombu.asynchronous import Hub, set_event_loop
 
-TIMEOUT_S = 30.0
+from support.patience import patient
+
+TIMEOUT_S = patient(30.0)
 
 OURS = "batchery.transport:Transport"
 

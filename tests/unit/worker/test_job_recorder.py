@@ -8,9 +8,10 @@ import pytest
 from batchery.protocol.recorded_job import RecordedJob
 from batchery_worker.job import BatchKey, Job, Lane, Limits
 from batchery_worker.job_recorder import LEASE_S, JobRecorder
+from support.patience import patient
 
 #: Unix seconds, while the scheduler's clock stands at 0.
-START_S = 1_790_000_000.0
+START_S = patient(1_790_000_000.0)
 
 
 class Clerk:

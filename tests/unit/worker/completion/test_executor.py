@@ -18,6 +18,7 @@ from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.executor import CompletionExecutor
 from batchery_worker.completion.tracer import Completion
 from batchery_worker.task_call import TaskCall
+from support.patience import patient
 
 app = install(
     Celery("completed", broker="memory://", backend="cache+memory://", set_as_current=False)
@@ -74,7 +75,7 @@ class Harness:
             request=None,
         )
         self.submit(call, outcome, facts)
-        self.mailbox.get(timeout=30)()
+        self.mailbox.get(timeout=patient(30))()
 
     def submit(self, call: TaskCall, outcome: Callable[[Any], Any], facts: Any = None) -> None:
         self.executor.submit(
@@ -162,7 +163,7 @@ def test_job_whose_failure_finds_redis_full_is_given_back(harness: Harness) -> N
         request=request,
     )
     harness.submit(call, broken)
-    harness.mailbox.get(timeout=30)()
+    harness.mailbox.get(timeout=patient(30))()
     assert request.given_back
     assert harness.settled == ["ValueError"]
 

@@ -13,10 +13,11 @@ from batchery import Failed
 from batchery.execution.batch import compute, prepare
 from batchery_worker.batching.planner import plan
 from batchery_worker.models.hardware.cpu_streams import CpuStreams
+from support.patience import patient
 from support.tiny_models import ARCHITECTURES, Build, Load, run
 
 #: Longest wait for another thread, in seconds.
-TIMEOUT_S = 30
+TIMEOUT_S = patient(30)
 
 
 @pytest.fixture(autouse=True)
