@@ -143,9 +143,22 @@ class BatchTask(_Task):
         return not isinstance(inspect.getattr_static(self, "run"), staticmethod)
 
     @classmethod
+    def bind(cls, app: Celery) -> Celery:
+        """Celery's method. The app's own base class (`task_cls`) becomes one of this class, too.
+
+        Celery puts `base=` in its place, and its headers and hooks would be lost silently.
+        """
+        own: type = app.Task.__bases__[0]
+        if not issubclass(cls, own):
+            # A base class that is itself a batch task takes the place of this one.
+            kept = tuple(base for base in cls.__bases__ if not issubclass(own, base))
+            cls.__bases__ = (*kept, own)
+        return super().bind(app)
+
+    @classmethod
     def on_bound(cls, app: Celery) -> None:  # noqa: ARG003 - as Celery calls it
-        """Celery's hook. A worker without `install(app)` will say so when it is ready."""
-        worker_ready.connect(_warn_if_not_installed)
+        """Celery's hook. A worker will say when it is ready what batch tasks lack in its app."""
+        worker_ready.connect(_warn_of_app)
 
     @property
     def is_installed(self) -> bool:
@@ -405,8 +418,16 @@ def only_item(name: str, args: tuple[Any, ...] | list[Any]) -> Any:
     return args[0]
 
 
-def _warn_if_not_installed(sender: Any, **_: Any) -> None:
+def _warn_of_app(sender: Any, **_: Any) -> None:
     tasks = [task for task in sender.app.tasks.values() if isinstance(task, BatchTask)]
+    own = sender.app.Task.__bases__[0]
+    if tasks and own.__call__ is not Task.__call__ and not issubclass(own, BatchTask):
+        logger.warning(
+            "%s: %s.__call__ is not called, as a batch has many jobs; do what it does in the"
+            " function, or in before_start and after_return",
+            ", ".join(sorted(task.name for task in tasks)),
+            own.__name__,
+        )
     if tasks and not tasks[0].is_installed:
         logger.warning(
             "%s: runs one by one in this worker; call batchery.install(app) where the app is made",

@@ -48,6 +48,9 @@ class JobSet(ResultSet):
     ) -> Any:
         """As Celery's."""
         self._fetch(timeout, **options)
+        if options.get("on_message") is None and self._collector is None:
+            # Celery's would wait for a message first, for half a second, though all has come.
+            return super().join(timeout, **options)
         return super().join_native(timeout, **options)
 
     def _fetch(self, timeout_s: float | None, disable_sync_subtasks: bool = True, **_: Any) -> None:

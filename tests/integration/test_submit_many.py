@@ -36,6 +36,15 @@ def test_results_are_joined_in_order_and_kept(worker: Worker, method: str) -> No
     assert last.get(timeout=patient(30)) == wanted[-1]
 
 
+@pytest.mark.parametrize("method", ["get", "join_native"])
+def test_results_that_are_fetched_wait_for_no_message(
+    worker: Worker, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: Any = shop.shout.submit_many(["text"] * COUNT)
+    monkeypatch.setattr(shop.app.backend, "iter_native", None)  # It waits half a second.
+    assert getattr(results, method)(timeout=30) == ["TEXT"] * COUNT
+
+
 def test_nothing_is_subscribed_to_and_no_reply_stays(worker: Worker, store: Any) -> None:
     results: Any = shop.shout.submit_many(["text"] * COUNT)
     key = results._collector._key

@@ -13,6 +13,7 @@ from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker import components
+from kombu.serialization import prepare_accept_content
 
 import batchery.app as standalone
 from batchery.errors import SettingsError, StartError
@@ -87,6 +88,8 @@ class BatchStep(_Step):  # type: ignore[misc]
                 "worker_disable_prefetch lets no batch grow beyond the concurrency;"
                 " switch it off for workers that run batch tasks"
             )
+        for task in tasks:
+            check_is_accepted(worker.app, task)
         devices = choose(settings.devices)
         _add_devices(worker, tasks, devices)
         ordinary = (worker.pool.limit or 1) * worker.prefetch_multiplier
@@ -282,6 +285,22 @@ def check_options(task: BatchTask) -> None:
             )
     if task.cache is not None:
         _check_cache(task)
+
+
+def check_is_accepted(app: Any, task: BatchTask) -> None:
+    """A worker that does not accept a task's jobs would make each of them a dead letter.
+
+    Raises:
+        SettingsError: The app's `accept_content` lacks the serializer of the task.
+    """
+    # Both are names, such as json, or content types.
+    [written_in] = prepare_accept_content([task.serializer]) or [task.serializer]
+    if written_in not in (prepare_accept_content(app.conf.accept_content) or [written_in]):
+        raise SettingsError(
+            f"task {task.name!r}: its jobs are written in {task.serializer}, which this worker"
+            f" refuses; add {task.serializer!r} to accept_content ="
+            f" {list(app.conf.accept_content)!r}"
+        )
 
 
 def _check_cache(task: BatchTask) -> None:

@@ -55,12 +55,18 @@ def run_function(
 
     def call(part: Sequence[int]) -> Any:
         assert isinstance(part, range)
-        with around(part):
-            answer = function([items[position] for position in part], **keywords)
-            if inspect.iscoroutine(answer):
-                answer = (resolve or _resolve)(answer)
-            # A generator runs the function's body here, so its exceptions belong here as well.
-            return list(answer) if inspect.isgenerator(answer) else answer
+        own_items = [items[position] for position in part]
+        try:
+            with around(part):
+                answer = function(own_items, **keywords)
+                if inspect.iscoroutine(answer):
+                    answer = (resolve or _resolve)(answer)
+                # A generator runs the function's body here, so its exceptions belong here as well.
+                return list(answer) if inspect.isgenerator(answer) else answer
+        except AttributeError as error:
+            if error.obj is own_items:
+                error.args = (f"{error}; {name} gets a list of items, not one: loop over them",)
+            raise
 
     name = getattr(function, "__name__", type(function).__name__)
     return isolate(call, range(len(items)), name=name)

@@ -4,10 +4,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
-from celery import Celery, uuid
+from celery import Celery, Task, shared_task, uuid
 from celery.exceptions import Ignore, MaxRetriesExceededError, Reject
 
 from batchery import (
@@ -390,3 +390,63 @@ def test_the_headers_of_the_caller_stay_as_they_are(app: Celery) -> None:
     headers = {"mine": 1}
     make(app, shout).apply_async(("a",), headers=headers)
     assert headers == {"mine": 1}
+
+
+# The app's own base class
+
+
+class ShopTask(Task):  # type: ignore[type-arg]
+    abstract = True
+    rate_limit = "7/m"
+    ended: ClassVar[list[Any]] = []
+
+    def apply_async(  # type: ignore[override]
+        self, args: Any = None, kwargs: Any = None, **options: Any
+    ) -> Any:
+        options["headers"] = {**(options.get("headers") or {}), "shop": "17"}
+        return super().apply_async(args, kwargs, **options)
+
+    def on_success(self, retval: Any, *_: Any) -> None:
+        self.ended.append(retval)
+
+
+class ShopBatchTask(BatchTask):
+    abstract = True
+    max_batch_size = 5
+
+
+def test_base_class_of_the_app_keeps_its_headers_and_hooks() -> None:
+    app = install(Celery("own", broker="memory://", backend="cache+memory://", task_cls=ShopTask))
+    app.conf.task_default_queue = f"own-{uuid()}"
+    try:
+        shared: Any = shared_task(base=BatchTask)
+        for task in (make(app, shout, name="plain"), shared(shout)):
+            task.delay("a")
+            assert [message.headers["shop"] for message in waiting(app)] == ["17"]
+            assert (task.rate_limit, task.acks_late, task.serializer) == ("7/m", True, "json")
+            assert task.apply(["b"]).get() == "B"
+            assert ShopTask.ended.pop() == "B"
+            assert task("c") == "C"
+    finally:
+        app.close()
+
+
+def test_base_class_of_the_app_may_be_a_batch_task() -> None:
+    with install(
+        Celery("own", broker="memory://", task_cls=ShopBatchTask, set_as_current=False)
+    ) as app:
+        assert make(app, shout).max_batch_size == 5
+
+
+def test_function_that_forgot_that_it_gets_a_list_is_given_a_hint(app: Celery) -> None:
+    def forgetful(text: Any) -> Any:
+        return text.upper()
+
+    with pytest.raises(AttributeError, match="forgetful gets a list of items, not one: loop over"):
+        make(app, forgetful)("a")
+
+    def guilty_of_something_else(items: list[Any]) -> list[Any]:
+        return [item.upper() for item in items]
+
+    with pytest.raises(AttributeError, match=r"object has no attribute 'upper'$"):
+        make(app, guilty_of_something_else)([1])

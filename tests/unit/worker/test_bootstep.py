@@ -14,9 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kombu import Queue
 
-from batchery import BatchTask, Model, Settings, install, register
+from batchery import BatchTask, Model, Settings, SettingsError, install, register
 from batchery_worker import bootstep
-from batchery_worker.bootstep import BatchStep, is_served, kinds_by_queue, prefetch_jobs
+from batchery_worker.bootstep import (
+    BatchStep,
+    check_is_accepted,
+    is_served,
+    kinds_by_queue,
+    prefetch_jobs,
+)
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import QueueKinds
 from batchery_worker.pool import BatchPool, HybridPool
@@ -387,3 +393,19 @@ def test_garbage_is_looked_for_less_often_unless_somebody_chose_otherwise(
         assert gc.get_threshold() == after
     finally:
         gc.set_threshold(*stock)
+
+
+def test_worker_that_does_not_accept_the_jobs_of_a_task_is_refused() -> None:
+    app = Celery("pickles", set_as_current=False)
+
+    @app.task(base=BatchTask, shared=False)
+    def shout(texts: list[str]) -> list[str]:
+        return texts
+
+    task: Any = shout
+    for accepted in (["json"], ["application/json", "pickle"], {"json", "yaml"}):
+        app.conf.accept_content = accepted
+        check_is_accepted(app, task)
+    app.conf.accept_content = ["pickle"]
+    with pytest.raises(SettingsError, match="add 'json' to accept_content"):
+        check_is_accepted(app, task)

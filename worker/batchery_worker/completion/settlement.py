@@ -38,8 +38,15 @@ MAX_TOLD_JOBS = 32
 #: Text in events and in the log for a result that is not known any more.
 UNKNOWN_RESULT = "..."
 
-#: Reason of a job that the device could have committed, and did not.
-NOT_COMMITTED = "an outcome that is no result, or a result that Redis did not take"
+#: Reasons of jobs that the device could have committed, and did not, by the kind of their outcome.
+NO_RESULT = {
+    "failed": "a failure",
+    "retry": "a retry",
+    "replace": "a job that becomes another",
+    "reject": "a rejected job",
+    "ignore": "an ignored job",
+}
+NOT_COMMITTED = "a result that Redis did not take"
 
 
 class Settlement:
@@ -142,7 +149,8 @@ class Settlement:
             if status == CommitStatus.FENCED:
                 self.fenced(call)
             elif status != CommitStatus.COMMITTED:
-                self._metrics.tracer_jobs[call.tracer_reason or NOT_COMMITTED] += 1
+                reason = call.tracer_reason or NO_RESULT.get(rest[0], NOT_COMMITTED)
+                self._metrics.tracer_jobs[reason] += 1
                 self.settle(call, partial(decode_outcome, rest), facts)
             else:
                 text = rest[0] if rest and rest[0] is not None else UNKNOWN_RESULT
