@@ -28,9 +28,9 @@ IDLE = {
     "labels": {**EMBED["embed"], "kind": "classification", "queue": "nobody"},
 }
 
-#: A text whose tokens, as JSON, are some megabytes: more than the kernel takes for one who does
-#: not read.
-LONG_TEXT = "ab " * 40_000
+#: A text whose tokens, one for each character, are six megabytes as JSON: more than the kernel
+#: takes for one who does not read.
+LONG_TEXT = "!" * 99_000
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def ask_and_read_nothing(gateway: GatewayProcess, stack: ExitStack) -> socket.so
     caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, port = gateway.url.removeprefix("http://").split(":")
     caller.connect((host, int(port)))
-    body = json.dumps({"inputs": [LONG_TEXT] * 4}).encode()
+    body = json.dumps({"inputs": LONG_TEXT}).encode()
     caller.sendall(
         head("/tokenize", KEY, len(body), "Content-Type: application/json", "Connection: close")
     )
@@ -203,7 +203,8 @@ def test_calls_longer_than_the_grace_are_sent_elsewhere_when_it_stops(
 
 
 def test_process_that_is_held_up_for_a_while_goes_on(start_gateway: StartGateway) -> None:
-    gateway = start_gateway("--processes", "2", models=IDLE)
+    # Its worker would be a third child.
+    gateway = start_gateway("--processes", "2", models=IDLE, gateway={"worker": False})
     parent = psutil.Process(gateway.process.pid)
 
     def serving() -> set[int]:
