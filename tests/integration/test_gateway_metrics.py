@@ -143,7 +143,7 @@ def test_processes_are_counted_together_and_the_dead_have_nothing_in_flight(
     start_gateway: StartGateway,
 ) -> None:
     models = {"embed": {**EMBED["embed"], "queue": "nobody"}}
-    gateway = start_gateway("--processes", "2", models=models)
+    gateway = start_gateway("--processes", "2", models=models, gateway={"worker": False})
     wait_for(lambda: len(children(gateway)) == 2, "two processes")
     # Each connection may come to another process.
     for _ in range(20):
