@@ -49,6 +49,7 @@ def _config() -> dict[str, Any]:
         "result_backend": settings.result_url or url,
         "result_expires": settings.result_expires_s,
         "broker_connection_retry_on_startup": True,
+        "broker_connection_max_retries": None,
         "task_track_started": False,
     }
 

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from batchery_worker.local.redis_server import EmbeddedRedis
 from conftest import StartWorker
+from support.harness import wait_for
+from support.own_redis import OwnRedis
 from support.patience import patient
 
 
@@ -70,6 +73,37 @@ def test_standalone_app_takes_its_redis_from_the_settings(tmp_path: Path) -> Non
     settings = {"BATCHERY_REDIS_URL": "redis://one:1/2", "BATCHERY_RESULT_EXPIRES_S": "60"}
     said = run(tmp_path, script, **settings)
     assert said.split() == ["redis://one:1/2", "redis://one:1/2", "60"]
+
+
+def test_standalone_app_never_gives_up_its_broker(tmp_path: Path) -> None:
+    script = "from batchery.app import app; print(app.conf.broker_connection_max_retries)"
+    assert run(tmp_path, script).strip() == "None"
+
+
+def test_worker_outlives_its_redis_with_one_line_in_the_log(
+    start_worker: StartWorker, tmp_path: Path, model_toml: str, own_redis: OwnRedis
+) -> None:
+    (tmp_path / "batchery.toml").write_text(model_toml)
+    urls = ("BATCHERY_REDIS_URL", "CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
+    worker = start_worker("batchery.app", env=dict.fromkeys(urls, own_redis.url))
+    own_redis.kill()
+    wait_for(lambda: worker.has_logged("Cannot connect to", 1), "it is logged")
+    own_redis.start()
+    wait_for(lambda: worker.has_logged("Connected to", 2), "it is back", 60)
+    assert worker.log.count("Cannot connect to") == 1
+    assert "Trying again" not in worker.log
+
+
+def test_wrong_password_is_one_line_that_says_what_to_set(
+    start_worker: StartWorker, tmp_path: Path, model_toml: str, redis_server: EmbeddedRedis
+) -> None:
+    (tmp_path / "batchery.toml").write_text(model_toml)
+    url = f"redis://:wrong@127.0.0.1:{redis_server.port}/0"
+    urls = ("BATCHERY_REDIS_URL", "CELERY_BROKER_URL", "CELERY_RESULT_BACKEND")
+    worker = start_worker("batchery.app", ready=False, env=dict.fromkeys(urls, url))
+    wait_for(lambda: worker.has_logged("for batchery.app in BATCHERY_REDIS_URL", 1), "it says", 90)
+    assert worker.log.count("Cannot connect to") == 1
+    assert "wrong@" not in worker.log
 
 
 @pytest.mark.parametrize("command", [["worker"], ["inspect", "ping"], ["flower"]])

@@ -7,6 +7,7 @@ it becomes a dead letter, and its caller gets a FAILURE.
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,39 @@ NO_CONNECTION = (
 )
 
 
+#: Longest pause between two attempts to connect to the broker, in seconds.
+RECONNECT_MAX_S = 4.0
+
+#: Time between two lines of the log that say that the broker is away, in seconds.
+OUTAGE_LOG_S = 60.0
+
+
+class OutageLog:
+    """Logs that the broker is away: at once, then once a minute."""
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._url = url
+        self._clock = clock
+        self._next_s = clock()
+
+    def __call__(self, error: Exception, _pause_s: float) -> None:
+        """Called by kombu after each attempt that failed."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + OUTAGE_LOG_S
+        if isinstance(error, redis.AuthenticationError):
+            error = redis.AuthenticationError(
+                f"{error}; set its user and password in broker_url, for batchery.app in"
+                " BATCHERY_REDIS_URL, as redis://USER:PASSWORD@HOST:PORT/0"
+            )
+        logger.error(
+            "Cannot connect to %s: %s. Trying on; the next such line comes in a minute",
+            self._url,
+            str(error).rstrip("."),
+        )
+
+
 class GuardedConsumer(_Consumer):  # type: ignore[misc]
     """`worker_consumer = "batchery_worker.consumer:GuardedConsumer"`; `install(app)` sets it."""
 
@@ -60,6 +94,25 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         connection = self.app.connection_for_read(heartbeat=heartbeat)
         connection.transport_options = {**connection.transport_options, NEEDS_WRITES: True}
         return self.ensure_connected(connection)
+
+    def ensure_connected(self, conn: Any) -> Any:
+        """As Celery's, with a line a minute in the log, and back within seconds.
+
+        Celery logs each attempt, and pauses for up to half a minute between two of them.
+        """
+        ensure = conn.ensure_connection
+
+        def connect(_errback: Any, max_retries: int | None, **options: Any) -> Any:
+            if max_retries is None:
+                # With a limit, shorter pauses would reach it sooner.
+                options["interval_max"] = RECONNECT_MAX_S
+            return ensure(OutageLog(conn.as_uri()), max_retries, **options)
+
+        conn.ensure_connection = connect
+        try:
+            return super().ensure_connected(conn)
+        finally:
+            del conn.ensure_connection
 
     def create_task_handler(self, *args: Any) -> Callable[[Any], None]:
         """Makes the function that is called with each message."""

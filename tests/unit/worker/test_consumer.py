@@ -6,11 +6,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import redis
+from celery import Celery
 from celery.exceptions import InvalidTaskError, Reject
 from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.message import Message
 
-from batchery_worker.consumer import check, refuse_what_raises
+from batchery_worker.consumer import GuardedConsumer, OutageLog, check, refuse_what_raises
 
 JSON = "application/json"
 HEADERS = {"task": "shop.shout", "id": "an-id"}
@@ -76,3 +78,43 @@ def test_job_that_has_run_where_no_result_could_be_stored_is_given_back_and_not_
     worker._process_task(request)
     request.reject.assert_called_once_with(requeue=True)
     worker.consumer.end_unhandled.assert_not_called()
+
+
+def test_broker_that_is_away_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = [0.0]
+    log = OutageLog("redis://one//", clock=lambda: now_s[0])
+    for second in range(150):
+        now_s[0] = float(second)
+        log(redis.ConnectionError("refused."), 1.0)
+    assert len(caplog.messages) == 3
+    assert "Cannot connect to redis://one//: refused. Trying on" in caplog.messages[0]
+
+
+def test_wrong_password_is_logged_with_what_to_set(caplog: pytest.LogCaptureFixture) -> None:
+    OutageLog("redis://one//")(redis.AuthenticationError("invalid password"), 1.0)
+    [line] = caplog.messages
+    assert "invalid password; set its user and password in broker_url" in line
+
+
+class Broker:
+    """A connection that says how it was asked to connect."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def as_uri(self) -> str:
+        return "redis://one//"
+
+    def ensure_connection(self, errback: Any, max_retries: Any, **options: Any) -> "Broker":
+        self.asked.append((max_retries, options.get("interval_max")))
+        return self
+
+
+def test_worker_without_a_limit_of_tries_is_back_within_seconds() -> None:
+    consumer = GuardedConsumer.__new__(GuardedConsumer)
+    consumer.app = Celery("away", broker="memory://", set_as_current=False)
+    broker = Broker()
+    for limit in (100, None):
+        consumer.app.conf.broker_connection_max_retries = limit
+        assert consumer.ensure_connected(broker) is broker
+    assert broker.asked == [(100, None), (None, 4.0)]
