@@ -374,8 +374,8 @@ class Settings(BaseSettings):
     @field_validator("redis_url", "result_url")
     @classmethod
     def _url_with_scheme(cls, url: str | None) -> str | None:
-        # Celery takes several, with semicolons between them.
-        for part in [] if url is None else url.split(";"):
+        # Celery takes several, with semicolons between them. Apps of other brokers may leave it empty.
+        for part in url.split(";") if url else []:
             parts = urlsplit(part.strip())
             if not (parts.scheme and "://" in part):
                 raise ValueError("it is no URL; write it as redis://localhost:6379/0")

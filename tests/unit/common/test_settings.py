@@ -305,7 +305,12 @@ def test_what_is_no_url_is_refused(name: str) -> None:
         with pytest.raises(SettingsError, match=problem) as caught:
             load(wrong)
         assert "secret" not in str(caught.value)
-    for right in ("redis+socket:///run/a:b.sock", "sentinel://one:1;sentinel://two:2", "rpc://"):
+    for right in (
+        "redis+socket:///run/a:b.sock",
+        "sentinel://one:1;sentinel://two:2",
+        "rpc://",
+        "",
+    ):
         assert getattr(load(right), name) == right
 
 
