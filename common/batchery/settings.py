@@ -374,7 +374,7 @@ class Settings(BaseSettings):
     @field_validator("redis_url", "result_url")
     @classmethod
     def _url_with_scheme(cls, url: str | None) -> str | None:
-        # Celery takes several, with semicolons between them. Apps of other brokers may leave it empty.
+        # Celery takes several, with semicolons between. Other brokers' apps may have none.
         for part in url.split(";") if url else []:
             parts = urlsplit(part.strip())
             if not (parts.scheme and "://" in part):
