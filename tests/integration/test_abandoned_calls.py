@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,7 @@ def test_results_are_kept_as_long_as_their_jobs_say_whoever_stores_them(
         return seconds
 
     kept = {what: left_s(task_id) for what, task_id in short.items()}
-    states: dict[str, str] = {
-        what: client.AsyncResult(task_id).state for what, task_id in short.items()
-    }
+    states = {what: str(client.AsyncResult(task_id).state) for what, task_id in short.items()}
     assert states["of one that has expired"] == "REVOKED"
     assert states["a failure, by the tracer"] == states["of one that is refused"] == "FAILURE"
     assert all(0 < seconds <= KEEP_S for seconds in kept.values()), kept
@@ -125,26 +124,37 @@ def test_only_results_of_calls_with_a_time_limit_are_of_no_use_later(
 
 
 def test_result_of_a_cancelled_call_goes_when_it_comes(
-    start_worker: StartWorker, redis_url: str, store: Any, tmp_path: Path
+    start_worker: StartWorker, client: Celery, redis_url: str, store: Any, tmp_path: Path
 ) -> None:
-    worker = start_worker("apps.shop")
+    worker = start_worker("apps.shop").wait_answers(client)
     gone, kept = tmp_path / "gone", tmp_path / "kept"
 
+    def is_running() -> bool:
+        (jobs,) = (client.control.inspect(timeout=5).active() or {"": []}).values()
+        return len(jobs) == 1
+
     async def cancel_one() -> None:
-        async with AsyncClient(redis_url) as client:
-            until = client.task("apps.shop.until", queue="celery")
+        async with AsyncClient(redis_url) as calls:
+            until = calls.task("apps.shop.until", queue="celery")
             first = asyncio.ensure_future(until(str(gone)))
-            # One batch, and so the announcement, has nothing of the other call.
-            while not worker.log.count("received"):
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(wait_for, is_running, "the first runs")
+            # Another one, so that the client still reads what is announced to it.
             second = asyncio.ensure_future(until(str(kept)))
+            await asyncio.to_thread(wait_for, lambda: worker.log.count("received") == 2, "both")
             first.cancel()
+            await asyncio.to_thread(
+                wait_for, lambda: "flagged as revoked" in worker.log, "nobody awaits it"
+            )
             gone.touch()
-            while not worker.log.count("succeeded"):
-                await asyncio.sleep(0.01)
-            while store.keys("celery-task-meta-*"):
-                await asyncio.sleep(0.01)
+            await asyncio.to_thread(
+                wait_for,
+                lambda: re.search(r"until\[.*\] succeeded", worker.log),
+                "its result is stored",
+            )
+            await asyncio.to_thread(
+                wait_for, lambda: not store.keys("celery-task-meta-*"), "its result is gone"
+            )
             kept.touch()
             assert await second == str(kept)
 
-    asyncio.run(asyncio.wait_for(cancel_one(), TIMEOUT_S))
+    asyncio.run(cancel_one())
