@@ -3,6 +3,7 @@
 import subprocess
 from typing import Any
 
+import celery
 import pytest
 import redis
 
@@ -11,6 +12,14 @@ import redis
 def _neither_network_nor_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis.Connection, "connect", _refuse("a connection to Redis"))
     monkeypatch.setattr(subprocess, "Popen", _refuse("a process"))
+
+
+@pytest.fixture(autouse=True)
+def _apps_have_their_own_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Celery gives the shared tasks of any module to each app that is finalized later."""
+    state: Any = celery._state
+    kept = {each for each in state._on_app_finalizers if each.__module__ == "celery.app.builtins"}
+    monkeypatch.setattr(state, "_on_app_finalizers", kept)
 
 
 def _refuse(what: str) -> Any:

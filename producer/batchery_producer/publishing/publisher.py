@@ -234,8 +234,7 @@ class Publisher:
         recording = self._broker.recording
         if recording is None:
             return None
-        # For a single job, Celery would make a message only to be copied once.
-        if len(jobs) > 1 and needs_celery(self._app, self._task) is None:
+        if needs_celery(self._app, self._task) is None:
             job = Job(uuid(), ITEM)
             with recording() as commands:
                 self._send(job, options)

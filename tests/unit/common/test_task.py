@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
+import celery
 import pytest
 from celery import Celery, Task, shared_task, uuid
 from celery.exceptions import Ignore, MaxRetriesExceededError, Reject
@@ -415,8 +416,15 @@ class ShopBatchTask(BatchTask):
     max_batch_size = 5
 
 
-def test_base_class_of_the_app_keeps_its_headers_and_hooks() -> None:
+def test_base_class_of_the_app_keeps_its_headers_and_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state: Any = celery._state
+    # It becomes the current one, to which a shared task belongs.
+    monkeypatch.setattr(state._tls, "current_app", None)
     app = install(Celery("own", broker="memory://", backend="cache+memory://", task_cls=ShopTask))
+    # No app of another test gets the shared task.
+    monkeypatch.setattr(state, "_get_active_apps", lambda: [app])
     app.conf.task_default_queue = f"own-{uuid()}"
     try:
         shared: Any = shared_task(base=BatchTask)
