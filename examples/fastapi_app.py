@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, Field
 
-from batchery import AsyncClient, InvalidItem, NoResult, QueueFull
+from batchery import AsyncClient, GaveUp, InvalidItem, NoResult, QueueFull
 
 
 class Question(BaseModel):
@@ -44,6 +44,8 @@ async def embed(question: Question, request: Request) -> Any:
         return await unless_gone(request, task(question.text))
     except NoResult:
         raise HTTPException(504, f"no answer within {question.timeout_s:g} s") from None
+    except GaveUp:
+        raise HTTPException(503, "the queue is out of reach", {"Retry-After": "1"}) from None
     except QueueFull as error:
         after = {"Retry-After": str(math.ceil(error.retry_after_s))}
         raise HTTPException(503, "too many are waiting", after) from None

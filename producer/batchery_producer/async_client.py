@@ -24,7 +24,7 @@ from batchery_producer.async_session import Call, Session
 from batchery_producer.client import close_app, make_app
 from batchery_producer.publishing.template import Job
 from batchery_producer.results.answers import Answer, Outcome, check_per_job, header_of, outcomes_of
-from batchery_producer.retry import AWAY_S
+from batchery_producer.retry import AWAY_S, GaveUp
 from batchery_producer.stream import Window
 
 #: Items in flight.
@@ -108,11 +108,16 @@ class AsyncClient:
         options: Mapping[str, Any],
         deadline_s: float | None = None,
         keep_s: int | None = None,
+        timeout_s: float | None = None,
     ) -> Answer:
         """Sends one job and waits for its end; a cancellation revokes the job.
 
         The item of a multi-item job is a list of `count` items; 0 means that it is one item. The
         result expires in `keep_s` seconds if this client does not fetch it.
+
+        Raises:
+            NoResult: The job did not end within `timeout_s`.
+            GaveUp: Neither did it, and Redis is away.
         """
         loop = self._loop = asyncio.get_running_loop()
         task_id = uuid()
@@ -129,12 +134,34 @@ class AsyncClient:
             loop.call_soon(self._flush)
         self._calls.append(Call(task, keywords, options, headers, Job(task_id, item)))
         try:
-            return await future
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            self._cancel(task_id)
+            self.check_redis(task, timeout_s)
+            is_sent = self._session.has_sent(task_id)
+            problem = "no result" if is_sent else "not sent"
+            raise NoResult(
+                f"{task}: {problem} within {timeout_s:g} s, so its job is"
+                f" {'revoked' if is_sent else 'dropped'}; see `batchery stats`"
+            ) from None
         except asyncio.CancelledError:
             self._cancel(task_id)
             raise
         finally:
             self._futures.pop(task_id, None)
+
+    def check_redis(self, task: str, waited_s: float | None) -> None:
+        """Checks that Redis answers, after a caller has waited in vain.
+
+        Raises:
+            GaveUp: It does not.
+        """
+        if self._session.is_away:
+            raise GaveUp(
+                f"{task}: nothing within {waited_s:g} s, as Redis does not answer;"
+                " this program's log says why"
+            ) from None
 
     def _flush(self) -> None:
         calls, self._calls = self._calls, []
@@ -194,16 +221,20 @@ class AsyncTask:
 
         Raises:
             NoResult: None came within `timeout_s`.
+            GaveUp: None came within `timeout_s`, as Redis does not answer.
             QueueFull: The queue had no space for the job.
             Exception: What the worker raised, or why the job could not be sent.
         """
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                answer = await self._client.call(
-                    self.name, item, 0, keywords, self._call_options, self._deadline_s, self._keep_s
-                )
-        except TimeoutError:
-            raise self._no_result() from None
+        answer = await self._client.call(
+            self.name,
+            item,
+            0,
+            keywords,
+            self._call_options,
+            self._deadline_s,
+            self._keep_s,
+            self._timeout_s,
+        )
         (outcome,) = outcomes_of(answer, range(1), False, self._client.app.backend)
         if outcome.error is not None:
             raise outcome.error
@@ -221,6 +252,7 @@ class AsyncTask:
 
         Raises:
             NoResult: Not all of them ended within `timeout_s`.
+            GaveUp: Neither did they, as Redis does not answer.
             QueueFull: The queue had no space for one of the jobs; the others are revoked.
         """
         size, known = min(check_per_job(per_job), len(items)) or 1, keywords or {}
@@ -233,15 +265,13 @@ class AsyncTask:
                 known,
                 self._call_options,
                 self._keep_s,
+                self._timeout_s,
             )
             for start in starts
         ]
         jobs = [asyncio.ensure_future(call) for call in calls]
         try:
-            async with asyncio.timeout(self._timeout_s):
-                some = await asyncio.gather(*jobs)
-        except TimeoutError:
-            raise self._no_result() from None
+            some = await asyncio.gather(*jobs)
         finally:
             for job in jobs:
                 job.cancel()
@@ -290,6 +320,7 @@ class AsyncTask:
 
         Raises:
             NoResult: None came for `timeout_s`.
+            GaveUp: None came for `timeout_s`, as Redis does not answer.
             BatchArgumentError: A number is out of range.
         """
         size = check_per_job(per_job)
@@ -314,19 +345,20 @@ class AsyncTask:
                     task.add_done_callback(ended.put_nowait)
                     running.add({task: None})
                 if running:
-                    done = await _next(ended, timeout_s)
+                    try:
+                        async with asyncio.timeout(timeout_s):
+                            done = await ended.get()
+                    except TimeoutError:
+                        self._client.check_redis(self.name, timeout_s)
+                        raise NoResult(
+                            f"no result for {timeout_s:g} s; see `celery inspect batchery`"
+                        ) from None
                     for _, _, outcomes in running.end(done, done.result()):
                         for outcome in outcomes:
                             yield outcome
         finally:
             for task in running.in_flight:
                 task.cancel()
-
-    def _no_result(self) -> NoResult:
-        return NoResult(
-            f"{self.name}: no result within {self._timeout_s:g} s, so its job is revoked;"
-            " see `batchery stats`"
-        )
 
     async def _outcomes(
         self,
@@ -336,22 +368,13 @@ class AsyncTask:
         keywords: Mapping[str, Any],
         options: Mapping[str, Any],
         keep_s: int | None = None,
+        timeout_s: float | None = None,
     ) -> list[Outcome]:
         item, count = (argument, len(argument)) if are_many else (argument[0], 0)
         answer = await self._client.call(
-            self.name, item, count, keywords, options, self._deadline_s, keep_s
+            self.name, item, count, keywords, options, self._deadline_s, keep_s, timeout_s
         )
         return outcomes_of(answer, indexes, are_many, self._client.app.backend)
-
-
-async def _next(
-    ended: asyncio.Queue[asyncio.Task[list[Outcome]]], timeout_s: float | None
-) -> asyncio.Task[list[Outcome]]:
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await ended.get()
-    except TimeoutError:
-        raise NoResult(f"no result for {timeout_s:g} s; see `celery inspect batchery`") from None
 
 
 async def _arguments(

@@ -30,6 +30,11 @@ SEND_JOBS = 1000
 #: late.
 WAIT_S = 0.25
 
+#: How long one command to Redis may take, in seconds, before its connection is replaced; and those
+#: at the end, whose answer nobody awaits.
+COMMAND_S = 10.0
+LAST_COMMAND_S = 1.0
+
 #: Number of publishers that are kept: one for each task with its keywords and options.
 PUBLISHERS = 64
 
@@ -69,11 +74,13 @@ class Session:
         self._revoked: set[str] = set()
         self._ended = False
         self._threads: list[threading.Thread] = []
-        self._retries = RetryPolicy(lambda: self._ended)
-        self._broker = BrokerConnection(app, self._retries, persistent=True)
+        self._retries = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
+        sending = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
+        self._broker = BrokerConnection(app, sending, persistent=True)
         self._publishers: dict[str, Publisher] = {}
         #: Ids of jobs in flight.
         self._in_flight: dict[str, None] = {}
+        self._unsent: set[str] = set()
         self._collector: Collector | None = None
 
     def send(self, calls: Sequence[Call]) -> None:
@@ -82,7 +89,17 @@ class Session:
             if not self._threads:
                 self._start()
             self._calls.extend(calls)
+            self._unsent.update(call.job.id for call in calls)
             self._wake.notify_all()
+
+    @property
+    def is_away(self) -> bool:
+        """Whether broker or backend do not answer at present."""
+        return self._broker.retries.is_retrying or self._retries.is_retrying
+
+    def has_sent(self, task_id: str) -> bool:
+        """Whether a job that was handed over is no longer waiting to be sent."""
+        return task_id not in self._unsent
 
     def revoke(self, task_ids: Sequence[str]) -> None:
         """Stops awaiting jobs, and tells the workers not to begin them."""
@@ -113,12 +130,13 @@ class Session:
                 revoked, self._revoked = self._revoked, set()
                 if revoked:
                     self._calls = deque(call for call in self._calls if call.job.id not in revoked)
+                    self._unsent -= revoked
                 some = [self._calls.popleft() for _ in range(min(SEND_JOBS, len(self._calls)))]
             if self._ended:
                 break
             self._send_some(some)
             self._revoke_some(revoked)
-        self._retries = self._broker.retries = RetryPolicy(away_s=0)
+        self._broker.retries = RetryPolicy(away_s=0, command_s=LAST_COMMAND_S)
         self._revoke_some(set(self._in_flight) | revoked)
         self._broker.close()
 
@@ -135,6 +153,7 @@ class Session:
                 return
             except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
                 self._send_alone(group, error)
+            self._unsent.difference_update(ids)
 
     def _send_alone(self, group: Sequence[Call], error: Exception) -> None:
         """Sends jobs one by one after a failure, which a single job may have caused.

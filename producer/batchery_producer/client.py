@@ -135,21 +135,24 @@ class TaskClient:
                 messages they came in; larger messages mean less work for all but the device.
             window: Maximum number of items in flight.
             timeout_s: Give up when no result has come for so long, in seconds; by default never.
+                It bounds sending, waiting and cleaning up together.
             keep_results: Leave results in the backend, until they expire.
             progress: Called several times a second, with a `Progress`.
 
         Raises:
             NoResult: None came for `timeout_s`.
-            GaveUp: Redis stays away for two minutes.
+            GaveUp: Redis stays away for `timeout_s`, or for two minutes.
             BatchArgumentError: A number is out of range.
             EncodeError: kombu's, for an item that cannot be serialized.
         """
         app, size = self._app, check_per_job(per_job)
-        broker = BrokerConnection(app, RetryPolicy(), persistent=True)
+        # One for all: once Redis stays away, nothing else waits for it, and nothing can be revoked.
+        retries = RetryPolicy.within(timeout_s)
+        broker = BrokerConnection(app, retries, persistent=True)
         publisher = Publisher(app, self.name, keywords=keywords, broker=broker, **self._options)
         source = ItemSource(items, size)
         stream = Stream(
-            collector_for(app, RetryPolicy()),
+            collector_for(app, retries),
             Window[str, range, Answer](max(window // (size or 1), 1), ordered=ordered),
             source,
             publisher,
@@ -182,9 +185,10 @@ class TaskClient:
                 if over := stream.stalled():
                     raise NoResult(over)
         finally:
-            with suppress(BatcheryError, OSError):
-                stream.flush()
-                broker.revoke(stream.window.in_flight)
+            if not broker.retries.is_spent:
+                with suppress(BatcheryError, OSError):
+                    stream.flush()
+                    broker.revoke(stream.sent)
             stream.collector.close()
             broker.close()
 

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from kombu.utils.functional import retry_over_time
 
@@ -24,12 +24,17 @@ AWAY_S = 120.0
 FIRST_PAUSE_S = 0.1
 MAX_PAUSE_S = 1.0
 
+#: Part of a caller's time limit that one command may take, and at least so many seconds. An attempt
+#: that begins last still ends within the limit, and a busy Redis is not taken for one that is away.
+COMMAND_SHARE = 1 / 4
+MIN_COMMAND_S = 1.0
+
 #: How often a sleeping policy asks `stop`, in seconds.
 STOP_CHECK_S = 0.2
 
 
 class GaveUp(BatcheryError):
-    """A run ends before its jobs do, because no results come or Redis stays away."""
+    """Redis stays away, so jobs cannot be sent or their results cannot be read."""
 
 
 class Interrupted(BatcheryError):
@@ -39,16 +44,40 @@ class Interrupted(BatcheryError):
 class RetryPolicy:
     """Calls functions until they work, or for too long."""
 
-    def __init__(self, stop: Callable[[], bool] = lambda: False, away_s: float = AWAY_S) -> None:
+    def __init__(
+        self,
+        stop: Callable[[], bool] = lambda: False,
+        away_s: float = AWAY_S,
+        command_s: float | None = None,
+    ) -> None:
         """Prepares.
 
         Args:
             stop: Asked before each new attempt; True ends them.
-            away_s: How long to retry, in seconds.
+            away_s: How long to retry, in seconds; 0 is a single attempt.
+            command_s: How long one command may take, in seconds; None leaves it to the app.
         """
         self._stop = stop
         self._away_s = away_s
-        self._is_spent = False
+        self.command_s = command_s
+        #: Whether the last attempt failed, and another one follows.
+        self.is_retrying = False
+        #: Whether it gave up.
+        self.is_spent = False
+
+    @classmethod
+    def within(cls, timeout_s: float | None) -> Self:
+        """A policy for a caller who waits so long for an answer, in seconds."""
+        if timeout_s is None:
+            return cls()
+        command_s = max(timeout_s * COMMAND_SHARE, MIN_COMMAND_S)
+        away_s = max(timeout_s - command_s, timeout_s * COMMAND_SHARE)
+        return cls(away_s=min(away_s, AWAY_S), command_s=command_s)
+
+    def shorten(self, socket_timeout_s: float | None) -> float | None:
+        """The socket timeout that an app has, or a shorter one that the policy needs."""
+        known_s = [each for each in (socket_timeout_s, self.command_s) if each]
+        return min(known_s, default=None)
 
     def call(
         self,
@@ -71,9 +100,12 @@ class RetryPolicy:
         def between_attempts(error: BaseException, pauses_s: Any, attempt: int) -> float:
             if attempt == 0:
                 logger.warning("no usable connection (%s); retrying", _reason(error))
+            self.is_retrying = True
             repair()
-            return float(next(pauses_s))
+            return float(min(next(pauses_s), max(end_s - time.monotonic(), 0)))
 
+        end_s = time.monotonic() + self._away_s
+        is_last = self.is_spent or not self._away_s
         try:
             answer: T = _retry_over_time(
                 function,
@@ -84,11 +116,12 @@ class RetryPolicy:
                 interval_step=FIRST_PAUSE_S,
                 interval_max=MAX_PAUSE_S,
                 timeout=self._away_s,
-                max_retries=0 if self._is_spent else None,
+                max_retries=0 if is_last else None,
             )
         except errors as error:
-            self._is_spent = True
+            self.is_spent = True
             raise GaveUp(f"retried for {self._away_s:g} s: {_reason(error)}") from error
+        self.is_retrying = False
         return answer
 
     def sleep(self, seconds: float) -> None:

@@ -179,6 +179,7 @@ class Stream(Generic[V]):
         self._keep_results = keep_results
         self._flush_s = flush_s
         self._discarded: list[str] = []
+        self._unsent: set[str] = set()
         self._flushed_s = time.monotonic()
 
     @property
@@ -189,6 +190,11 @@ class Stream(Generic[V]):
     @property
     def _is_exhausted(self) -> bool:
         return self._source is None or self._source.exhausted
+
+    @property
+    def sent(self) -> Sequence[str]:
+        """Ids of the jobs that were sent, as far as known, and have not ended."""
+        return [task_id for task_id in self.window.in_flight if task_id not in self._unsent]
 
     def step(self, wait_s: float = WAIT_S) -> Iterator[tuple[str, V, Answer]]:
         """Sends jobs and yields those that have ended, if any: id, reference and answer.
@@ -245,9 +251,15 @@ class Stream(Generic[V]):
         # In flight before they are sent, because a failed attempt may have sent them.
         self.window.add({job.id: job.ref for job in jobs})
         self.collector.expect(by_id)
-        missing = (by_id[task_id] for task_id in self._missing(list(by_id)))
+        missing = [by_id[task_id] for task_id in self._missing(list(by_id))]
+        self._unsent = {job.id for job in missing}
         for count, group in groupby(missing, key=lambda job: job.item_count):
             assert self._publisher is not None
             headers = header_of(count, self.collector.headers)
-            self._publisher.send([(job.id, job.item) for job in group], headers)
+            some, before = [(job.id, job.item) for job in group], self._publisher.sent
+            try:
+                self._publisher.send(some, headers)
+            finally:
+                sent = some[: self._publisher.sent - before]
+                self._unsent.difference_update(task_id for task_id, _ in sent)
         return len(jobs)

@@ -22,6 +22,9 @@ from batchery_producer.stream import WAIT_S, Stream, Window
 #: How long the broker or the backend may be away, in seconds; short, because a caller waits.
 AWAY_S = 10.0
 
+#: What is left at least of a timeout, in seconds.
+LEFT_S = 0.001
+
 # Celery has no types for it.
 _assert_will_not_block: Any = vars(celery_result)["assert_will_not_block"]
 
@@ -40,25 +43,31 @@ class JobSet(ResultSet):
 
     def join(self, timeout: float | None = None, **options: Any) -> Any:  # type: ignore[override]
         """As Celery's."""
-        self._fetch(timeout, **options)
-        return super().join(timeout, **options)
+        return super().join(self._fetch(timeout, **options), **options)
 
     def join_native(  # type: ignore[override]
         self, timeout: float | None = None, **options: Any
     ) -> Any:
         """As Celery's."""
-        self._fetch(timeout, **options)
+        left_s = self._fetch(timeout, **options)
         if options.get("on_message") is None and self._collector is None:
             # Celery's would wait for a message first, for half a second, though all has come.
-            return super().join(timeout, **options)
-        return super().join_native(timeout, **options)
+            return super().join(left_s, **options)
+        return super().join_native(left_s, **options)
 
-    def _fetch(self, timeout_s: float | None, disable_sync_subtasks: bool = True, **_: Any) -> None:
-        """Fills in the results of jobs that have ended. Celery awaits, or gives up, all others."""
+    def _fetch(
+        self, timeout_s: float | None, disable_sync_subtasks: bool = True, **_: Any
+    ) -> float | None:
+        """Fills in the results of jobs that have ended. Celery awaits, or gives up, all others.
+
+        Returns:
+            What is left of the timeout.
+        """
         if disable_sync_subtasks:
             _assert_will_not_block()
         if self._collector is None:
-            return
+            return timeout_s
+        self._collector.retry_for(AWAY_S if timeout_s is None else min(timeout_s, AWAY_S))
         deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         results: Any = self.results
         awaited = {result.id: result for result in results if result._cache is None}
@@ -73,10 +82,16 @@ class JobSet(ResultSet):
         if stream.is_done:
             self._collector.close()
             self._collector = None
+        # To some versions of Celery, 0 means for ever.
+        return None if timeout_s is None else max(deadline_s - time.monotonic(), LEFT_S)
 
 
 class _MetaCollector(RedisCollector):
     """Collects stored results in the form that Celery's results cache."""
+
+    def retry_for(self, away_s: float) -> None:
+        """Retries for so long from now on when the backend is away, in seconds."""
+        self._retries = RetryPolicy(away_s=away_s)
 
     def _answer(self, task_id: str, payload: bytes) -> Answer | None:
         meta = self._backend.decode(payload)

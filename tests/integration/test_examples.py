@@ -185,6 +185,20 @@ def test_errors_have_a_status_of_their_own(tmp_path: Path, web: Web, trace: Path
     assert (late.status_code, late.json()) == (504, {"detail": "no answer within 0.05 s"})
 
 
+def test_a_redis_that_is_away_is_no_slow_model(tmp_path: Path) -> None:
+    async def scene(http: httpx2.AsyncClient) -> Any:
+        return await ask(http, "anybody there?", timeout_s=1)
+
+    web = Web(tmp_path, f"redis://127.0.0.1:{free_port()}/0")
+    try:
+        away = web.wait_ready().play(scene)
+    finally:
+        web.process.kill()
+        web.process.wait()
+    assert (away.status_code, away.json()) == (503, {"detail": "the queue is out of reach"})
+    assert away.headers["Retry-After"] == "1"
+
+
 def test_a_full_queue_sends_callers_away(
     web: Web, embedder: Worker, client: Celery, store: Any
 ) -> None:

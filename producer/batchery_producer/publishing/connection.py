@@ -90,7 +90,8 @@ class BrokerConnection:
     def close(self) -> None:
         """Closes the connection; the next use opens another one."""
         with suppress(Exception):  # The marker expires.
-            self._pusher.forget()
+            if not self.retries.is_spent:
+                self._pusher.forget()
         self._disconnect()
 
     def _tell(self, command: Callable[..., Any], task_ids: Sequence[str]) -> None:
@@ -110,6 +111,11 @@ class BrokerConnection:
 
     def _connect(self) -> None:
         connection = self._connection = self.app.connection_for_write()
+        transport: Any = connection.get_transport_cls()
+        if self.retries.command_s is not None and issubclass(transport, kombu_redis.Transport):
+            options: Any = connection.transport_options
+            for name in ("socket_timeout", "socket_connect_timeout"):
+                options[name] = self.retries.shorten(options.get(name))
         # We retry ourselves, as kombu's own pauses are seconds long.
         connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
         producer: Any = self.app.amqp.Producer(connection, auto_declare=False)

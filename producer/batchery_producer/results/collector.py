@@ -86,6 +86,14 @@ class RedisCollector(Collector):
         self._backend: Any = backend
         self._forgets_dropped = forgets_dropped
         self._retries = retries
+        timeout_s = retries.shorten(backend.connparams.get("socket_timeout"))
+        #: One of our own where the backend's would wait for longer than the caller.
+        self._client: Any = backend.client
+        if retries.command_s is not None:
+            # A Unix socket has no timeout for connecting.
+            names = {"socket_timeout", "socket_connect_timeout"} & set(backend.connparams)
+            limits = dict.fromkeys(names, timeout_s)
+            self._client = backend._create_client(**{**backend.connparams, **limits})
         self._errors: tuple[type[BaseException], ...] = (
             *self._backend.connection_errors,
             redis.exceptions.ReadOnlyError,
@@ -96,7 +104,6 @@ class RedisCollector(Collector):
         self._last = b"0"
         self._is_made = False
         self._is_plain = type(backend) is RedisBackend and self._backend.serializer == "json"
-        timeout_s = self._backend.connparams.get("socket_timeout")
         self._longest_wait_s = timeout_s / 2 if timeout_s else float("inf")
 
     @property
@@ -113,7 +120,7 @@ class RedisCollector(Collector):
     def _make_reply(self) -> None:
         # Workers write only to an existing stream, so none is left once it is removed.
         self._is_made = True
-        with suppress(redis.exceptions.OutOfMemoryError), self._backend.client.pipeline() as pipe:
+        with suppress(redis.exceptions.OutOfMemoryError), self._client.pipeline() as pipe:
             pipe.xadd(self._key, {FIELD: b"[]"}, maxlen=1)
             pipe.expire(self._key, REPLY_S)
             pipe.execute()
@@ -121,13 +128,14 @@ class RedisCollector(Collector):
     def forget(self, task_ids: Sequence[str]) -> None:
         """As `Collector.forget`; raises what a `RetryPolicy` raises."""
         for chunk in chunks(iter(task_ids), CHUNK):
-            self._call(partial(self._backend.client.unlink, *self._keys(chunk)))
+            self._call(partial(self._client.unlink, *self._keys(chunk)))
 
     def close(self) -> None:
         """As `Collector.close`."""
         with suppress(Exception):  # It expires.
-            self._backend.client.unlink(self._key)
-            self._backend.client.connection_pool.disconnect(inuse_connections=False)
+            if not self._retries.is_spent:
+                self._client.unlink(self._key)
+            self._client.connection_pool.disconnect(inuse_connections=False)
 
     def _announcements(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
         if wait_s and len(self._awaited) >= GATHER_JOBS:
@@ -144,7 +152,7 @@ class RedisCollector(Collector):
     def _read(self, wait_s: float) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
         """Reads the next entries, and removes those of earlier reads; safe to repeat."""
         block_ms = int(max(wait_s, MIN_WAIT_S) * 1000) if wait_s else None
-        with self._backend.client.pipeline(transaction=False) as pipe:
+        with self._client.pipeline(transaction=False) as pipe:
             if self._last != b"0":
                 pipe.xtrim(self._key, minid=_after(self._last), approximate=False)
             pipe.expire(self._key, REPLY_S)
@@ -157,7 +165,7 @@ class RedisCollector(Collector):
 
     def _answers(self, task_ids: Sequence[str]) -> Iterator[tuple[str, Answer]]:
         for chunk in chunks(iter(task_ids), CHUNK):
-            values = self._call(partial(self._backend.client.mget, self._keys(chunk)))
+            values = self._call(partial(self._client.mget, self._keys(chunk)))
             for task_id, value in zip(chunk, values, strict=True):
                 if value is not None and (answer := self._answer(task_id, value)):
                     yield task_id, answer

@@ -1,0 +1,117 @@
+"""Clients while Redis is away or hangs: their timeout bounds everything, and the error says it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from celery import Celery
+from kombu.exceptions import EncodeError
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from batchery import AsyncClient, BatchTask, Client, GaveUp, NoResult, install
+from batchery_producer.retry import AWAY_S
+from support.harness import Worker, queue_length
+from support.own_redis import OwnRedis
+from support.patience import patient
+
+TIMEOUT_S = 2.0
+
+#: Far more than the timeout, and far less than the two minutes of a client without one.
+SOON_S = min(patient(30.0), AWAY_S / 2)
+
+
+@pytest.fixture
+def hung_redis(own_redis: OwnRedis) -> Iterator[OwnRedis]:
+    """A server that accepts connections and answers nothing."""
+    (server,) = [
+        each
+        for each in psutil.Process().children()
+        if any(c.laddr.port == own_redis.port for c in each.net_connections("tcp"))
+    ]
+    server.suspend()
+    yield own_redis
+    server.resume()
+
+
+@pytest.mark.parametrize("how", ["down", "hung"])
+def test_a_timeout_bounds_a_map_while_redis_is_away(
+    how: str, own_redis: OwnRedis, request: pytest.FixtureRequest
+) -> None:
+    if how == "down":
+        own_redis.kill()
+    else:
+        request.getfixturevalue("hung_redis")
+    began_s = time.monotonic()
+    with Client(own_redis.url) as client, pytest.raises(GaveUp):
+        list(client.task("nobody").map(["a", "b"], timeout_s=TIMEOUT_S))
+    assert time.monotonic() - began_s < SOON_S
+
+
+def test_jobs_that_were_not_sent_are_not_revoked(
+    redis_url: str, worker: Worker, client: Celery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "batchery_producer.client.uuids", lambda count: [f"unsent-{n}" for n in range(count)]
+    )
+    with Client(redis_url) as shop, pytest.raises(EncodeError):
+        list(shop.task("nobody").map([object(), object()], timeout_s=60))
+    # What the worker is asked for later comes after the revocation.
+    assert not [each for each in worker.inspect(client, "revoked") if each.startswith("unsent-")]
+
+
+@pytest.mark.parametrize("call", ["one", "outcomes", "stream"])
+def test_an_async_call_says_that_redis_is_away(own_redis: OwnRedis, call: str) -> None:
+    async def scene() -> None:
+        async with AsyncClient(own_redis.url) as client:
+            task = client.task("nobody", timeout_s=TIMEOUT_S)
+            if call == "one":
+                await task("item")
+            elif call == "outcomes":
+                await task.outcomes(["a", "b"])
+            else:
+                _ = [each async for each in client.task("nobody").map("ab", timeout_s=TIMEOUT_S)]
+
+    own_redis.kill()
+    with pytest.raises(GaveUp, match="nobody: nothing within 2 s, as Redis does not answer"):
+        asyncio.run(asyncio.wait_for(scene(), SOON_S))
+
+
+def test_a_call_that_was_not_sent_yet_is_not_said_to_be_revoked(hung_redis: OwnRedis) -> None:
+    async def scene() -> None:
+        async with AsyncClient(hung_redis.url) as client:
+            await client.task("nobody", timeout_s=TIMEOUT_S)("item")
+
+    with pytest.raises(NoResult, match="nobody: not sent within 2 s, so its job is dropped"):
+        asyncio.run(asyncio.wait_for(scene(), patient(90)))
+
+
+def test_an_async_client_closes_while_redis_is_away(own_redis: OwnRedis) -> None:
+    async def scene() -> None:
+        async with AsyncClient(own_redis.url) as client:
+            call = asyncio.create_task(client.task("nobody")("item"))
+            while not await asyncio.to_thread(queue_length, own_redis.url, "nobody"):
+                await asyncio.sleep(0.02)
+            own_redis.kill()
+            call.cancel()
+
+    asyncio.run(asyncio.wait_for(scene(), SOON_S))
+
+
+def test_joining_many_jobs_keeps_to_its_timeout_while_redis_is_away(
+    own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchery_producer.submit_many.AWAY_S", AWAY_S)
+    app = install(Celery("away", broker=own_redis.url, backend=own_redis.url, set_as_current=False))
+
+    @app.task(base=BatchTask, name="nobody")
+    def nobody(texts: list[str]) -> list[str]:
+        return texts
+
+    jobs = nobody.submit_many(["text"] * 100, queue="nobody")
+    own_redis.kill()
+    began_s = time.monotonic()
+    with pytest.raises(RedisConnectionError):
+        jobs.join(timeout=TIMEOUT_S)
+    assert time.monotonic() - began_s < SOON_S
