@@ -2,10 +2,12 @@
 
 import contextlib
 import json
+import re
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -25,6 +27,12 @@ def empty_queue(store: "redis.Redis") -> Iterator[str]:
     """A queue that nobody consumes; its jobs are gone after the test."""
     yield "nobody"
     store.delete("nobody")
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    (mask,) = re.findall(r"SigCgt:\s+(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def test_ctrl_c_while_waiting_for_stdin_ends_it(
@@ -68,6 +76,28 @@ def test_a_signal_in_the_middle_ends_it_cleanly(
     assert summary["submitted"] == summary["succeeded"] + summary["in_flight"]
     assert f"{summary['in_flight']} jobs still in flight in queue '{QUEUE}'" in stderr
     assert "the same command with --resume goes on from here" in stderr
+    wait_for(lambda: store.llen(QUEUE) == 0, "the jobs that were left to be run")
+
+
+def test_after_a_signal_the_files_that_exist_are_named(
+    tmp_path: Path, redis_url: str, worker: Worker, store: "redis.Redis"
+) -> None:
+    rows: list[Any] = [{"text": {"answer": "failed", "why": "no good"}}]
+    rows += [{"text": {"answer": "value", "value": number}} for number in range(20_000)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = Command(
+        tmp_path,
+        redis_url,
+        *["in.jsonl", "-A", APP, "--task", f"{APP}.moody", "-o", "out.csv", "--window", "64"],
+    )
+    part, failures = tmp_path / "out.csv.part", tmp_path / "out.errors.jsonl"
+    wait_for(lambda: part.exists() and part.stat().st_size and failures.exists(), "first results")
+    command.process.send_signal(signal.SIGINT)
+    code, _, stderr = command.end()
+    assert code == 130
+    assert "; results in out.csv.part\n" in stderr
+    first = "in.jsonl, line 1: ItemFailed: no good"
+    assert f"\nfailures in out.errors.jsonl; the first: {first}\n" in stderr
     wait_for(lambda: store.llen(QUEUE) == 0, "the jobs that were left to be run")
 
 
@@ -156,6 +186,45 @@ def test_an_unclear_field_sends_nothing(
     with pytest.raises(DatasetError, match="'a', 'b'"):
         submit_file(source, "x", tmp_path / "out.jsonl", app=client, queue=empty_queue)
     assert store.llen(empty_queue) == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["in.csv"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (["--field", "body"], "no field 'body'; fields: 'id', 'text'"),
+        (["--id-field", "key"], "no id in field 'key'; fields: 'id', 'text'"),
+    ],
+)
+@pytest.mark.parametrize("from_stdin", [False, True])
+def test_a_wrong_field_is_one_line_and_the_right_one_works_at_once(
+    tmp_path: Path, redis_url: str, worker: Worker, wrong: list[str], why: str, from_stdin: bool
+) -> None:
+    content = write_rows(tmp_path / "in.jsonl", 300).read_bytes()
+    command = ["-" if from_stdin else "in.jsonl", "-A", APP, "--task", f"{APP}.shout"]
+    command += ["-o", "out.jsonl"]
+    code, _, stderr = Command(tmp_path, redis_url, *command, *wrong).end(content)
+    assert (code, stderr.count("\n")) == (2, 1)
+    assert f"line 100: {why}; so far no row of 100 has it: name another with --field" in stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]
+    code, _, stderr = Command(tmp_path, redis_url, *command).end(content)
+    assert code == 0
+    said, done = stderr.splitlines()
+    assert said.endswith(": the item is 'text', the id is 'id'")
+    assert done.endswith("300 succeeded, 0 failed; results in out.jsonl")
+
+
+def test_ctrl_c_before_the_first_row_makes_nothing(
+    tmp_path: Path, redis_url: str, worker: Worker
+) -> None:
+    command = Command(
+        tmp_path, redis_url, "-", "-A", APP, "--task", f"{APP}.shout", "-o", "out.jsonl"
+    )
+    wait_for(lambda: catches(command.process.pid, signal.SIGTERM), "it handles signals")
+    command.process.send_signal(signal.SIGINT)
+    assert command.process.wait(20) == 130
+    assert not list(tmp_path.iterdir())
+    assert "results in" not in command.end()[2]
 
 
 def test_a_restart_of_redis_in_the_middle_loses_and_doubles_nothing(

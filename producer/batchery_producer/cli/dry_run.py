@@ -17,6 +17,7 @@ from batchery_producer.run.api import task_of
 from batchery_producer.run.loop import FileRun
 from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
+from batchery_producer.run.reader import begin_reading
 from batchery_producer.run.report import Report
 from batchery_producer.run.summary import Ending, Summary, duration
 
@@ -33,6 +34,7 @@ class DryRun:
     """Findings of a dry run.
 
     Attributes:
+        description: How rows are read.
         rows: Number of rows that can become jobs.
         broken: Number of rows that cannot.
         shown: The first broken rows, each with file, line and reason.
@@ -40,6 +42,7 @@ class DryRun:
         left_s: Estimated duration for all rows, in seconds; None if the probe had no result.
     """
 
+    description: str
     rows: int
     broken: int
     shown: Sequence[str]
@@ -82,11 +85,12 @@ def try_file(
         stop=lambda: stop() or time.monotonic() > end_s,
     )
     run = FileRun(app, task_of(dataset, task), probe_options)
-    first, rows, shown = _read(itertools.takewhile(lambda _: not stop(), dataset), dataset)
+    all_rows = begin_reading(dataset, stop) or ()
+    first, rows, shown = _read(itertools.takewhile(lambda _: not stop(), all_rows), dataset)
     end_s = time.monotonic() + PROBE_S
     probe = _probe(run, dataset, first) if first else None
     left_s = rows[0] / probe.rate if probe and probe.rate else None
-    return DryRun(*rows, shown, probe, left_s)
+    return DryRun(dataset.description, *rows, shown, probe, left_s)
 
 
 def _read(
@@ -121,7 +125,7 @@ def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
 
 def describe_dry_run(run: DryRun, name: str) -> str:
     """Findings of a dry run, as text."""
-    lines = [f"{name}: {run.rows:,} rows can be sent, {run.broken:,} cannot"]
+    lines = [run.description, f"{name}: {run.rows:,} rows can be sent, {run.broken:,} cannot"]
     lines += [f"  {each}" for each in run.shown]
     if run.broken > len(run.shown):
         lines.append(f"  and {run.broken - len(run.shown):,} more")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Self
 
 import click
@@ -21,13 +22,17 @@ from batchery_producer.run.api import submit_file
 from batchery_producer.run.options import WINDOW, SubmitOptions
 from batchery_producer.run.summary import Ending, Summary, duration
 
+#: Maximum number of characters of a failure's reason in the summary.
+REASON_CHARS = 300
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 HELP = """Submit every row of SOURCE as one job, and write every result to a file.
 
 SOURCE is one or many files, URLs (s3://, hf://, https://) or patterns ('data/*.jsonl'), or - for
 standard input: JSON lines, CSV, TSV, plain text (one item per line), Parquet, Arrow, or requests of
-OpenAI's batch API for embeddings. gzip, zstd, bz2 and xz are recognised. Blank lines are skipped.
+OpenAI's batch API for embeddings. gzip, zstd, bz2 and xz are recognised, and so are semicolons,
+tabs and bars in a CSV. Blank lines are skipped.
 
 Results are JSON lines {"id", "line", "result"} in order of completion; if OUTPUT ends in .csv,
 .tsv, .parquet or .arrow, they are a table that is written at the end. Jobs that fail, and lines
@@ -124,6 +129,8 @@ def _options(
 @click.option("--format", type=click.Choice(list(FORMATS)), help="Default: by SOURCE's extension.")
 @click.option("--field", metavar="FIELD", help="The item; default: text, or the only string.")
 @click.option("--id-field", metavar="FIELD", help="Default: id, custom_id, or the line number.")
+@click.option("--delimiter", metavar="CHAR", help="Of CSV; default: as header and rows show.")
+@click.option("--encoding", default="utf-8", show_default=True, help="Of lines and CSV.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", help="Only N rows at random.")
 @click.option("--retry-failed", metavar="FILE", help="Only rows that this file of failures names.")
@@ -199,13 +206,13 @@ def submit(
         )
         with display as shown:
             if shown:
-                options = replace(options, progress=shown.show, notice=shown.note)
+                options = replace(options, progress=shown.show, began=shown.note, notice=shown.note)
             summary = submit_file(source, task, output, app=app, options=options)
     if as_json:
         click.echo(json.dumps(as_dict(summary)))
     if not quiet or summary.message:
         can_resume = Path(f"{output}.journal").exists()
-        click.echo(describe(summary, output, can_resume=can_resume), err=True)
+        click.echo(describe(summary, can_resume=can_resume), err=True)
     sys.exit(summary.ending.value)
 
 
@@ -219,16 +226,20 @@ def as_dict(summary: Summary) -> dict[str, Any]:
     }
 
 
-def describe(summary: Summary, output: str, *, can_resume: bool = False) -> str:
-    """A summary in one to four lines."""
+def describe(summary: Summary, *, can_resume: bool = False) -> str:
+    """A summary in one to five lines."""
     done = summary.succeeded + summary.failed
     first = (
         f"{done:,} done in {duration(summary.seconds)} ({summary.rate:,.1f}/s):"
         f" {summary.succeeded:,} succeeded, {summary.failed:,} failed"
     )
-    if output != STANDARD_STREAM:
-        first += f"; results in {output}"
+    if summary.results:
+        first += f"; results in {summary.results}"
     lines = [f"batchery: {summary.message}", first] if summary.message else [first]
+    if summary.errors:
+        why = summary.first_failure if summary.first_failure not in summary.message else ""
+        reason = f"; the first: {shorten(why, REASON_CHARS)}" if why else ""
+        lines.append(f"failures in {summary.errors}{reason}")
     if summary.before:
         lines.append(f"{summary.before:,} were done before")
     if summary.in_flight:

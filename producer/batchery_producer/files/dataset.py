@@ -1,5 +1,6 @@
 """Datasets: files or standard input, read as records; each record becomes one job."""
 
+import codecs
 import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,13 +18,23 @@ from batchery_producer.files.journal import Done
 from batchery_producer.files.jsonl import read_lines
 from batchery_producer.files.openai_batch import RequestPicker, is_request, model_of
 from batchery_producer.files.records import Broken, Picker, Record, SeenIds
-from batchery_producer.files.rows import LINE_FORMATS, InvalidLine, Lines, Rows
+from batchery_producer.files.rows import (
+    DELIMITERS,
+    LINE_FORMATS,
+    InvalidLine,
+    Lines,
+    Rows,
+    find_delimiter,
+)
 from batchery_producer.files.source import Source, find_sources
 
 Row = Record | Broken
 
 #: A fixed seed chooses the same rows each time, so that a run can be resumed.
 SEED = 0
+
+#: Size of what is looked at to find the delimiter of a CSV, in bytes.
+SAMPLE_BYTES = 8192
 
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
@@ -119,6 +130,8 @@ class Dataset:
         format: str | None = None,  # noqa: A002 (what every tool calls it)
         field: str | None = None,
         id_field: str | None = None,
+        delimiter: str | None = None,
+        encoding: str = "utf-8",
         limit: int | None = None,
         sample: int | None = None,
         retry_failed: str | Path | None = None,
@@ -133,14 +146,16 @@ class Dataset:
                 `text`, or the only field that is a string.
             id_field: Holds the caller's id; by default `id` or `custom_id` if the first row has
                 one, otherwise the line number is the id.
+            delimiter: Between the columns of CSV; by default what divides header and first rows.
+            encoding: Of lines and CSV; one in which a line feed is one byte.
             limit: Read only so many rows.
             sample: Read only so many rows, chosen at random, but the same ones each time. This
                 reads the input twice.
             retry_failed: A file of failures of an earlier run; read only the rows that it names.
 
         Raises:
-            DatasetError: A file is missing, cannot be read, or has an unknown format; or a stream
-                was to be sampled, which can be read only once.
+            DatasetError: A file is missing, cannot be read, or has an unknown format or
+                encoding; or a stream was to be sampled, which can be read only once.
         """
         self.sources = find_sources(names, format)
         self.is_stream = any(each.size_bytes is None for each in self.sources)
@@ -154,6 +169,11 @@ class Dataset:
         self._complete = False
         self._field = field
         self._id_field = id_field
+        self._delimiter = checked_delimiter(delimiter)
+        if delimiter and not any(each.format in ("csv", "tsv") for each in self.sources):
+            raise DatasetError(f"{self.name}: is no CSV, so it has no delimiter; try --format csv")
+        self._encoding = checked_encoding(encoding)
+        self._first: tuple[Picker, str | None] | None = None
         self._limit = limit
         self._sample = self._sampled = sample
         self._failures = Failures(retry_failed, self.names) if retry_failed else None
@@ -173,7 +193,24 @@ class Dataset:
     @property
     def settings(self) -> Mapping[str, Any]:
         """The settings that determine the item and the id of a row."""
-        return {"field": self._field, "id field": self._id_field}
+        return {
+            "field": self._field,
+            "id field": self._id_field,
+            "delimiter": self._delimiter,
+            "encoding": self._encoding,
+        }
+
+    @property
+    def description(self) -> str:
+        """How its rows are read, in one line; known once the first row was read."""
+        if self.is_openai or self._first is None:
+            return f"{self.name}: requests for {self.model!r}"
+        picker, delimiter = self._first
+        if not picker.is_determined:
+            return f"{self.name}: each line is an item"
+        id_ = repr(picker.id_field) if picker.id_field else "the line number"
+        columns = f"; columns are divided by {delimiter!r}" if delimiter else ""
+        return f"{self.name}: the item is {picker.field!r}, the id is {id_}{columns}"
 
     @property
     def total(self) -> int | None:
@@ -261,19 +298,32 @@ class Dataset:
             )
         rows: Rows
         read_bytes: Callable[[], int]
+        delimiter = None
         if source.format in TABLES:
             rows = table = self._table(source, raw)
             read_bytes = partial(table.read_bytes, source.size_bytes or 0)
         else:
             stream = decompressed(raw, source.name)
             lines = Lines(stream)
-            rows = LINE_FORMATS[source.format](lines)
+            delimiter = self._delimiter
+            if source.format == "csv" and delimiter is None:
+                delimiter = self._find_delimiter(source, stream)
+            rows = LINE_FORMATS[source.format](lines, self._encoding, delimiter)
             is_compressed = stream is not raw and source.size_bytes is not None
             read_bytes = raw.tell if is_compressed else lambda: lines.read_bytes
+        self._first = self._first or (picker, delimiter)
         while (record := _next(source, rows, picker)) is not None:
             self._read_rows += 1
             self._read_bytes = read_bytes()
             yield record
+
+    def _find_delimiter(self, source: Source, stream: Any) -> str:
+        try:
+            return find_delimiter(stream.peek(SAMPLE_BYTES), self._encoding)
+        except decompression_errors():
+            return DELIMITERS[0]  # Reading fails again, and says where.
+        except DatasetError as error:
+            raise DatasetError(f"{source.name}: {error}") from None
 
     def _table(self, source: Source, raw: BufferedReader) -> TableRows:
         if source.is_stdin and source.format == "parquet":
@@ -282,6 +332,35 @@ class Dataset:
             return TABLES[source.format](raw)
         except DatasetError as error:
             raise DatasetError(f"{source.name}: {error}") from None
+
+
+def checked_delimiter(delimiter: str | None) -> str | None:
+    r"""The delimiter of CSV that a caller means; a shell hands over a tab as `\t`.
+
+    Raises:
+        DatasetError: It is not one character.
+    """
+    delimiter = "\t" if delimiter == "\\t" else delimiter
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
+        raise DatasetError(f"delimiter {delimiter!r}: must be one character, such as ';' or '\\t'")
+    return delimiter
+
+
+def checked_encoding(encoding: str) -> str:
+    """The usual name of an encoding.
+
+    Raises:
+        DatasetError: Python does not know it, or lines cannot be found in it.
+    """
+    try:
+        if b"\n".decode(encoding) == "\n":
+            return codecs.lookup(encoding).name
+    except (LookupError, ValueError):
+        pass
+    raise DatasetError(
+        f"encoding {encoding!r}: unknown, or not read line by line; latin-1, cp1252, gb18030 and"
+        " most others are. Convert UTF-16 to UTF-8, with iconv for example"
+    )
 
 
 def _next(source: Source, rows: Rows, picker: Picker) -> Record | Broken | None:

@@ -43,23 +43,25 @@ class Record:
 class Broken:
     """A row that cannot become a job; `reason` says why.
 
-    Its id is the caller's only if that could be read. All else is as in a record.
+    Its id is the caller's only if that could be read. `lacks_field` says that it has not the field
+    which the caller named. All else is as in a record.
     """
 
     line: int
     id: Any
     reason: str
     source: int = 0
+    lacks_field: bool = False
 
 
 class SeenIds:
     """The ids seen so far, in a temporary database on disk, so that memory does not grow.
 
-    For use on one thread.
+    For use by one thread at a time.
     """
 
     def __init__(self) -> None:
-        self._base = sqlite3.connect("", isolation_level=None)
+        self._base = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._base.execute("PRAGMA journal_mode = OFF")
         self._base.execute(
             "CREATE TABLE seen (id TEXT PRIMARY KEY, source INTEGER, line INTEGER) WITHOUT ROWID"
@@ -88,7 +90,12 @@ class SeenIds:
 
 
 class Picker:
-    """Picks item and id out of a source's rows; the first row determines the fields."""
+    """Picks item and id out of a source's rows; the first row determines the fields.
+
+    Attributes:
+        field: Holds the item; None until the first row determines it.
+        id_field: Holds the id, likewise; None if the line number is the id.
+    """
 
     def __init__(
         self,
@@ -109,10 +116,11 @@ class Picker:
             source: Number of the source, from 0.
             names: Of all sources.
         """
-        self._field = field
-        self._id_field = id_field
+        self.field = field
+        self.id_field = id_field
         self._id_is_required = id_field is not None
-        self._is_determined = False
+        #: Whether a row with fields was seen.
+        self.is_determined = False
         #: The last line whose number is its id.
         self._numbered_lines = 0
         self._seen = seen
@@ -126,29 +134,33 @@ class Picker:
             DatasetError: This is the first row, and it is unclear which field is the item.
         """
         if isinstance(row, str):
-            if self._field or self._id_is_required:
-                return self.broken(line, "a bare string; it has no fields")
+            if self.field or self._id_is_required:
+                return self._lacking(line, self._own_id(line), "a bare string; it has no fields")
             return Record(line, self._own_id(line), row, self.source)
         self._determine_fields(row)
-        id_ = lookup(row, self._id_field) if self._id_field else MISSING
+        id_ = lookup(row, self.id_field) if self.id_field else MISSING
         if id_ is MISSING or id_ is None:
             if self._id_is_required:
-                return self.broken(line, f"no id in field {self._id_field!r}; {_fields(row)}")
+                reason = f"no id in field {self.id_field!r}; {_fields(row)}"
+                return self._lacking(line, self._own_id(line), reason)
             id_ = self._own_id(line)
         elif used := self.used(id_, line):
             return Broken(line, id_, used, self.source)
-        item = lookup(row, self._field or ITEM_FIELD)
+        item = lookup(row, self.field or ITEM_FIELD)
         if item is MISSING:
-            reason = f"no field {self._field!r}; {_fields(row)}"
-            return Broken(line, id_, reason, self.source)
+            reason = f"no field {self.field!r}; {_fields(row)}"
+            return self._lacking(line, id_, reason)
         return Record(line, id_, item, self.source)
 
     def broken(self, line: int, reason: str) -> Broken:
         """A broken line whose id is unknown."""
         return Broken(line, self._own_id(line), reason, self.source)
 
+    def _lacking(self, line: int, id_: Any, reason: str) -> Broken:
+        return Broken(line, id_, reason, self.source, lacks_field=True)
+
     def _own_id(self, line: int) -> Any:
-        if self._id_field is not None:
+        if self.id_field is not None:
             return None
         self._numbered_lines = line
         return line if len(self._names) == 1 else f"{self._names[self.source]}:{line}"
@@ -164,13 +176,13 @@ class Picker:
         return f"the id is already used in {where}line {first_line}"
 
     def _determine_fields(self, row: Mapping[str, Any]) -> None:
-        if self._is_determined:
+        if self.is_determined:
             return
-        if self._id_field is None:
-            self._id_field = next((name for name in ID_FIELDS if name in row), None)
-        if self._field is None:
-            self._field = choose_field(row, id_field=self._id_field)
-        self._is_determined = True
+        if self.id_field is None:
+            self.id_field = next((name for name in ID_FIELDS if name in row), None)
+        if self.field is None:
+            self.field = choose_field(row, id_field=self.id_field)
+        self.is_determined = True
 
 
 def choose_field(row: Mapping[str, Any], *, id_field: str | None = None) -> str:

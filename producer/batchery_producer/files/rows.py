@@ -8,6 +8,7 @@ import csv
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from batchery.errors import DatasetError
@@ -15,6 +16,12 @@ from batchery.errors import DatasetError
 #: Maximum length of a line in bytes (CSV: of a field in characters). A longer line fails alone, so
 #: that a file without line ends does not fill the memory.
 MAX_LINE_BYTES = 16 * 1024 * 1024
+
+#: Delimiters of CSV that are recognised; the first is the usual one.
+DELIMITERS = ",;\t|"
+
+#: Part of a CSV's first rows that have as many columns as a header with an unusual delimiter.
+ENOUGH_ROWS = 0.9
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -89,9 +96,14 @@ class Rows(Iterator[Any], ABC):
 class LineRows(Rows):
     """Rows of a format that consists of lines."""
 
-    def __init__(self, lines: Lines) -> None:
+    #: Between the columns, where lines have them.
+    delimiter = ","
+
+    def __init__(self, lines: Lines, encoding: str = "utf-8", delimiter: str | None = None) -> None:
         super().__init__()
         self._lines = lines
+        self._encoding = encoding
+        self.delimiter = delimiter or self.delimiter
 
     def end(self) -> None:
         """As `Rows.end`."""
@@ -102,11 +114,16 @@ class LineRows(Rows):
         while True:
             self.number = self._lines.number + 1
             try:
-                text = next(self._lines).decode()
+                text = next(self._lines).decode(self._encoding)
             except UnicodeDecodeError as error:
-                raise InvalidLine(f"not UTF-8: {error.reason} at byte {error.start}") from None
+                raise self._not_encoded(f": {error.reason} at byte {error.start}") from None
             if text.strip():
                 return text.rstrip("\r\n")
+
+    def _not_encoded(self, why: str = "") -> InvalidLine:
+        is_default = self._encoding == "utf-8"
+        hint = "; name its encoding, such as --encoding latin-1" if is_default else ""
+        return InvalidLine(f"not {self._encoding.upper()}{why}{hint}")
 
 
 class TextRows(LineRows):
@@ -139,13 +156,11 @@ class JsonRows(LineRows):
 class CsvRows(LineRows):
     """Comma-separated values, RFC 4180; the first row names the columns."""
 
-    delimiter = ","
-
-    def __init__(self, lines: Lines) -> None:
-        super().__init__(lines)
+    def __init__(self, lines: Lines, encoding: str = "utf-8", delimiter: str | None = None) -> None:
+        super().__init__(lines, encoding, delimiter)
         # The default, 128 KiB, is less than a long document. The setting is the process's.
         csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-        self._reader = csv.reader(_Decoded(lines), delimiter=self.delimiter, strict=True)
+        self._reader = csv.reader(_Decoded(lines, encoding), delimiter=self.delimiter, strict=True)
         self._columns: list[str] | None = None
 
     def __next__(self) -> Mapping[str, Any]:
@@ -176,10 +191,12 @@ class CsvRows(LineRows):
                 values = next(self._reader)
             except csv.Error as error:
                 raise InvalidLine(f"not CSV: {error}") from None
+            except UnicodeDecodeError:
+                raise self._not_encoded() from None
         try:
             "".join(values).encode()
         except UnicodeEncodeError:
-            raise InvalidLine("not UTF-8") from None
+            raise self._not_encoded() from None
         return values
 
 
@@ -190,13 +207,48 @@ class TsvRows(CsvRows):
 
 
 class _Decoded(Iterator[str]):
-    """Lines as text; bytes that are not UTF-8 become surrogates, which their row then reports."""
+    """Lines as text; wrongly encoded bytes become surrogates, which their row then reports."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: Lines, encoding: str) -> None:
         self._lines = lines
+        self._encoding = encoding
 
     def __next__(self) -> str:
-        return next(self._lines).decode(errors="surrogateescape")
+        return next(self._lines).decode(self._encoding, "surrogateescape")
+
+
+def find_delimiter(sample: bytes, encoding: str) -> str:
+    """Finds the delimiter of a CSV: it divides the header, and the rows as the header.
+
+    A text is full of commas and semicolons, so rows alone say nothing.
+
+    Args:
+        sample: The file's first bytes, with the header.
+        encoding: Of the file.
+
+    Raises:
+        DatasetError: It is unclear.
+    """
+    lines = sample.removeprefix(BYTE_ORDER_MARK).decode(encoding, "replace").split("\n")
+    lines = lines[:-1] if len(lines) > 2 else lines  # The last one may be incomplete.
+    widths: dict[str, list[int]] = {}
+    for each in DELIMITERS:
+        with suppress(csv.Error):
+            widths[each] = [len(row) for row in csv.reader(lines, delimiter=each) if row]
+    dividing = [each for each, found in widths.items() if found and found[0] > 1]
+    if not dividing:
+        return DELIMITERS[0]
+    best = max(dividing, key=lambda each: widths[each].count(widths[each][0]))
+    columns, *rows = widths[best]
+    enough = sum(width >= columns for width in rows)
+    if DELIMITERS[0] in dividing or enough >= ENOUGH_ROWS * len(rows):
+        return best
+    if not enough:
+        return DELIMITERS[0]  # One column, whose name has such a character.
+    raise DatasetError(
+        f"the delimiter is unclear: {best!r} is in the header, and in {enough} of the first"
+        f" {len(rows)} rows; name it with --delimiter"
+    )
 
 
 LINE_FORMATS: Mapping[str, type[LineRows]] = {

@@ -13,6 +13,7 @@ from batchery_producer.files.journal import Done, Journal
 from batchery_producer.run.loop import FileRun
 from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
+from batchery_producer.run.reader import begin_reading
 from batchery_producer.run.report import Report
 from batchery_producer.run.summary import Ending, Summary
 
@@ -64,16 +65,21 @@ def submit_file(
         **dataset.settings,
         "ordered": options.ordered,
     }
+    rows = begin_reading(dataset, options.stop)
+    if rows is None:
+        return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, run.queue, "interrupted")
+    options.began(dataset.description)
     with files:
         journal = files.open(Journal.of(dataset.sources, run.task, settings, options.window))
         summary = run.run(
-            files.missing(dataset),
+            files.missing(rows),
             files,
             journal,
             total=lambda: _less(dataset.total, len(files.done)),
             figures=report.figures if report else None,
         )
-    summary = _with_earlier(summary, files.done)
+    results, errors = files.names
+    summary = replace(_with_earlier(summary, files.done), results=results, errors=errors)
     if report:
         report.write(run.task, summary)
     return summary

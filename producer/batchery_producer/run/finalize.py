@@ -32,6 +32,10 @@ PART_SUFFIX = ".part"
 #: Formats of tables, by the extension of the output. All other outputs are JSON lines.
 TABLES = ("csv", "tsv", "parquet", "arrow")
 
+#: Extensions of outputs, and of failures.
+OF_LINES = [name for name, format_ in EXTENSIONS.items() if format_ == "jsonl"]
+OF_RESULTS = [*OF_LINES, *(name for name, format_ in EXTENSIONS.items() if format_ in TABLES)]
+
 
 class Final:
     """Final form of an output."""
@@ -56,6 +60,7 @@ class Final:
             DatasetError: The format cannot be compressed, or a library is missing.
         """
         self.path = path
+        self.url = url
         self.name = url or ("standard output" if path is None else str(path))
         self._remote = Remote.at(url) if url else None
         place = Path(url) if url else path
@@ -150,6 +155,17 @@ class Final:
                 _write_csv(entries, target, "," if self._format == "csv" else "\t")
             if target is not file:
                 target.close()
+
+
+def check_extension(name: str, known: Sequence[str]) -> None:
+    """Checks that a file name ends in one of these extensions, or in none, before a compression's.
+
+    Raises:
+        DatasetError: It does not, so it would hold something else than its name says.
+    """
+    extension = Path(bare_name(name.lower())).suffix
+    if extension and extension not in known:
+        raise DatasetError(f"{name}: cannot be written as {extension}, but as {', '.join(known)}")
 
 
 def _format_of(path: Path) -> str:

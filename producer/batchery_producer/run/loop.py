@@ -137,7 +137,7 @@ class FileRun:
         self._output, self._journal, self._total = output, journal, total
         self._figures = figures or Figures()
         self._submitted = self._succeeded = self._failed = 0
-        self._stopped_by = ""
+        self._first_failure = self._stopped_by = ""
         self._began_s = time.monotonic()
         self._rate = Rate(self._began_s)
         self._feed = Feed(rows, ahead=self._window.size)
@@ -186,6 +186,7 @@ class FileRun:
             self._elapsed_s(),
             self._publisher.queue,
             message,
+            first_failure=self._first_failure,
         )
 
     def _step(self) -> None:
@@ -197,6 +198,11 @@ class FileRun:
             raise Stopped(self._stopped_by)
         if over := self._stream.stalled():
             raise GaveUp(over)
+
+    @property
+    def queue(self) -> str:
+        """Name of the queue to which jobs are sent."""
+        return self._publisher.queue
 
     @property
     def in_flight(self) -> Sequence[str]:
@@ -258,6 +264,7 @@ class FileRun:
         self._output.failure(row, type_, message)
         where = self._output.line_name(row)
         self._figures.failed(self._elapsed_s(), where, type_, message)
+        self._first_failure = self._first_failure or f"{where}: {type_}: {message}"
         if self._options.stop_at_failure and not self._stopped_by:
             self._stopped_by = f"stopped at {where}: {type_}: {message}"
 

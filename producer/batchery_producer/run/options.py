@@ -39,10 +39,13 @@ class SubmitOptions:
         report: Gets figures and plots of the run when it has ended, as one HTML page.
         progress: Called several times a second, on the caller's thread.
         stop: Asked several times a second; True ends the run. Jobs in flight stay where they are.
+        began: Gets a line that says what is read, when the first row was.
         notice: Gets lines for the user; one when nothing comes for a while.
         format: As for `Dataset`, like all that follow.
         field: Name of the field that holds the item.
         id_field: Name of the field that holds the caller's id.
+        delimiter: Between the columns of CSV.
+        encoding: Of lines and CSV.
         limit: Read only so many rows.
         sample: Only so many rows, chosen at random.
         retry_failed: Only the rows that this file of failures names.
@@ -65,10 +68,13 @@ class SubmitOptions:
     report: str | Path | None = None
     progress: Callable[[Snapshot], None] = lambda _: None
     stop: Callable[[], bool] = lambda: False
+    began: Callable[[str], None] = lambda _: None
     notice: Callable[[str], None] = logger.warning
     format: str | None = None
     field: str | None = None
     id_field: str | None = None
+    delimiter: str | None = None
+    encoding: str = "utf-8"
     limit: int | None = None
     sample: int | None = None
     retry_failed: str | Path | None = None
@@ -87,7 +93,8 @@ class SubmitOptions:
     @property
     def reading(self) -> dict[str, Any]:
         """The keyword arguments of `Dataset`."""
-        names = ("format", "field", "id_field", "limit", "sample", "retry_failed")
+        fields = ("format", "field", "id_field", "delimiter", "encoding")
+        names = (*fields, "limit", "sample", "retry_failed")
         return {name: getattr(self, name) for name in names}
 
     @property

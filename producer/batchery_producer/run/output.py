@@ -12,7 +12,7 @@ from batchery_producer.files.jsonl import JsonLines, TooLong
 from batchery_producer.files.openai_batch import OpenAIFormat
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.files.source import STANDARD_STREAM, is_url
-from batchery_producer.run.finalize import Final
+from batchery_producer.run.finalize import OF_LINES, OF_RESULTS, Final, check_extension
 
 #: The journal's name is that of the output with this suffix.
 JOURNAL_SUFFIX = ".journal"
@@ -88,6 +88,10 @@ def is_same(one: Path | None, other: Path | None) -> bool:
     if one.exists() and other.exists():
         return one.samefile(other)
     return one.resolve() == other.resolve()
+
+
+def _first_there(paths: Iterable[Path | None]) -> str:
+    return next((str(path) for path in paths if path is not None and path.exists()), "")
 
 
 class RunOutput(Protocol):
@@ -182,6 +186,9 @@ class Output:
             raise DatasetError(f"{url}: already there; {self._hint()}")
         if is_same(path, errors):
             raise DatasetError(f"{errors}: results and failures need a file each")
+        if url or path:
+            check_extension(url or str(path), OF_RESULTS)
+        check_extension(str(errors), OF_LINES)
         if self._is_begun and not (resume or overwrite):
             raise DatasetError(f"{path}: begun and not finished; {self._hint()}")
         self.results = JsonLines(self._final.part() if self._final.needs_part else path)
@@ -270,6 +277,13 @@ class Output:
         is_temporary = self._final.path is None and self._final.needs_part
         if is_temporary and self.results.path is not None and not self._is_part_needed:
             self.results.path.unlink(missing_ok=True)
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Names of the files with results and failures so far; empty for one that is not there."""
+        results = (self._final.path, self.results.path)
+        errors = (self._final_errors.path, self.errors.path)
+        return self._final.url or _first_there(results), _first_there(errors)
 
     def missing(self, rows: Iterable[Record | Broken]) -> Iterator[Record | Broken]:
         """Rows of the input that are not done.

@@ -2,14 +2,24 @@
 
 import queue
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from itertools import chain, islice
 from typing import Generic, TypeVar
+
+from batchery.errors import DatasetError
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.records import Broken, Record
 
 T = TypeVar("T")
 
 #: How long the reader waits for space in its queue at a time, in seconds; it notices `close` that
 #: late.
 HANDOVER_S = 0.2
+
+#: Number of rows of which one must have the fields that the caller names. In JSON lines, a field
+#: may be missing here and there.
+FIRST_ROWS = 100
 
 
 class Feed(Generic[T]):
@@ -85,3 +95,34 @@ class Feed(Generic[T]):
                 continue
             return True
         return False
+
+
+def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record | Broken] | None:
+    """Reads until a row has the fields that are asked for, so that wrong ones are noticed early.
+
+    Returns:
+        All rows, with those that were read; None if `stop` returned True.
+
+    Raises:
+        DatasetError: The input is unusable, or none of the first rows has the fields.
+    """
+    rows, first = iter(dataset), list[Record | Broken]()
+    with closing(Feed(_until_usable(rows), FIRST_ROWS)) as feed:
+        while not feed.exhausted:
+            if stop():
+                return None
+            first += feed.take(FIRST_ROWS, HANDOVER_S)
+    row = first[-1] if first else None
+    if isinstance(row, Broken) and row.lacks_field:
+        raise DatasetError(
+            f"{dataset.line_name(row.source, row.line)}: {row.reason};"
+            f" so far no row of {len(first)} has it: name another with --field or --id-field"
+        )
+    return chain(first, rows)
+
+
+def _until_usable(rows: Iterator[Record | Broken]) -> Iterator[Record | Broken]:
+    for row in islice(rows, FIRST_ROWS):
+        yield row
+        if not (isinstance(row, Broken) and row.lacks_field):
+            return

@@ -68,6 +68,9 @@ class Summary:
         queue: Queue to which the jobs were sent.
         message: Why the run ended early; empty if it did not.
         before: Number of lines that an earlier process of the same run had finished.
+        results: Name of the file with the results so far; empty if there is none.
+        errors: Name of the file of failures; empty if there is none.
+        first_failure: Where the first failure was, and why.
     """
 
     ending: Ending
@@ -79,6 +82,9 @@ class Summary:
     queue: str
     message: str = ""
     before: int = 0
+    results: str = ""
+    errors: str = ""
+    first_failure: str = ""
 
     @property
     def rate(self) -> float:

@@ -54,7 +54,8 @@ def test_help_names_every_exit_code() -> None:
 
 
 def test_summary_is_json_and_text() -> None:
-    summary = Summary(Ending.GAVE_UP, 10, 6, 2, 2, 4.0, "embed", "no result for 5 s")
+    names = ("out.jsonl", "out.errors.jsonl", "in.csv, line 3: ItemFailed: no good")
+    summary = Summary(Ending.GAVE_UP, 10, 6, 2, 2, 4.0, "embed", "no result for 5 s", 0, *names)
     assert json.loads(json.dumps(as_dict(summary))) == {
         "ending": "gave_up",
         "submitted": 10,
@@ -66,8 +67,12 @@ def test_summary_is_json_and_text() -> None:
         "message": "no result for 5 s",
         "rate": 2.0,
         "before": 0,
+        "results": "out.jsonl",
+        "errors": "out.errors.jsonl",
+        "first_failure": "in.csv, line 3: ItemFailed: no good",
     }
-    text = describe(summary, "out.jsonl")
+    text = describe(summary)
+    assert "failures in out.errors.jsonl; the first: in.csv, line 3: ItemFailed: no good" in text
     assert "no result for 5 s" in text
     assert "6 succeeded, 2 failed; results in out.jsonl" in text
     assert "2 jobs still in flight in queue 'embed'" in text

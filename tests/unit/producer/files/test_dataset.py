@@ -11,7 +11,14 @@ import pytest
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.records import Broken, Record, choose_field
-from batchery_producer.files.rows import MAX_LINE_BYTES, CsvRows, JsonRows, Lines, TextRows
+from batchery_producer.files.rows import (
+    MAX_LINE_BYTES,
+    CsvRows,
+    JsonRows,
+    Lines,
+    TextRows,
+    find_delimiter,
+)
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -146,8 +153,95 @@ def test_broken_csv_row_fails_alone(tmp_path: Path) -> None:
     assert [(each.line, each.reason) for each in records[1:4] if isinstance(each, Broken)] == [
         (3, "not CSV: ',' expected after '\"'"),
         (4, "1 columns; the header has 2"),
-        (5, "not UTF-8"),
+        (5, "not UTF-8; name its encoding, such as --encoding latin-1"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("delimiter", "content"),
+    [
+        (",", 'id,text\n1,"a; b; c"\n2,"d; e"\n'),
+        (",", "text\nOne; two; three.\nFour; five.\n"),
+        (",", 'id,"text; in German"\n1,a; b\n2,c\n'),
+        (",", 'id,"a;b"\n1,x;y\n2,x;y\n'),
+        (",", "question; long\nHow?\nWhy?\n"),
+        (",", "id,text\n"),
+        (",", "text\n"),
+        (";", "id;text\n1;Hello, world\n2;Bye, all\n"),
+        (";", '"id";"text"\n"1";"a;b"\n'),
+        (";", "id;text, long;n\n1;a;1,5\n2;b, c;2,5\n"),
+        (";", "id;text\n1;a; b\n2;c\n"),
+        (";", '\ufeff"a;b";text\n1;"two\nlines; or, three"\n'),
+        (";", "id;text\n"),
+        ("\t", "id\ttext\n1\tHello, world; bye\n"),
+        ("|", "id|text\n1|Hello, world\n"),
+        (",", ""),
+    ],
+)
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_delimiter_of_a_csv_divides_header_and_rows(
+    delimiter: str, content: str, line_end: str
+) -> None:
+    sample = content.replace("\n", line_end).encode()
+    assert find_delimiter(sample, "utf-8") == delimiter
+    whole = sample + b"1,2;3"  # The end of a sample may be cut.
+    assert find_delimiter(whole, "utf-8") == delimiter
+
+
+def test_unclear_delimiter_is_refused_and_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.csv", "id; text\n1; a\nb\n2; c\nd\n")
+    with pytest.raises(DatasetError, match=r"d.csv: the delimiter is unclear: ';' is in .* 2 of"):
+        read(path)
+    assert len(read(path, delimiter=",")) == 4
+    tabs = write(tmp_path / "tabs.csv", "id\ttext\n1\ta\n")
+    assert read(tabs, delimiter="\\t") == [Record(2, "1", "a")]
+    for wrong in ("", "::", '"', "\n"):
+        with pytest.raises(DatasetError, match="must be one character"):
+            Dataset(path, delimiter=wrong)
+    with pytest.raises(DatasetError, match="is no CSV, so it has no delimiter"):
+        Dataset(write(tmp_path / "d.txt", "a"), delimiter=";")
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_csv_with_semicolons_is_read_and_described(tmp_path: Path, compressed: bool) -> None:
+    content = "id;text\n1;Hello, world\n2;größer\n".encode()
+    path = write(tmp_path / "d.csv", gzip.compress(content) if compressed else content)
+    dataset = Dataset(path)
+    assert list(dataset) == [Record(2, "1", "Hello, world"), Record(3, "2", "größer")]
+    expected = f"{path}: the item is 'text', the id is 'id'; columns are divided by ';'"
+    assert dataset.description == expected
+
+
+def test_description_says_what_an_item_is(tmp_path: Path) -> None:
+    found = []
+    for name, content in [("d.txt", "a\n"), ("d.jsonl", '{"question": "a"}\n')]:
+        dataset = Dataset(write(tmp_path / name, content))
+        list(dataset)
+        found.append(dataset.description.partition(": ")[2])
+    assert found == ["each line is an item", "the item is 'question', the id is the line number"]
+
+
+@pytest.mark.parametrize("name", ["d.txt", "d.jsonl", "d.csv"])
+def test_encoding_can_be_named_and_the_error_says_how(tmp_path: Path, name: str) -> None:
+    text = {"d.txt": "größer\n", "d.jsonl": '{"text": "größer"}\n', "d.csv": "text,n\ngrößer,1\n"}
+    path = write(tmp_path / name, text[name].encode("latin-1"))
+    (broken,) = read(path, field=None)
+    assert isinstance(broken, Broken)
+    assert broken.reason.startswith("not UTF-8")
+    assert broken.reason.endswith("; name its encoding, such as --encoding latin-1")
+    (record,) = read(path, encoding="latin-1")
+    assert isinstance(record, Record)
+    assert record.item == "größer"
+
+
+def test_encoding_that_cannot_be_read_by_lines_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.txt", "a\n")
+    for wrong in ("utf-16", "latin-99", "rot13", "hex"):
+        with pytest.raises(DatasetError, match=f"encoding '{wrong}': unknown, or not read line"):
+            Dataset(path, encoding=wrong)
+    (broken,) = read(write(tmp_path / "d.csv", b"text,n\n\x81,1\n"), encoding="cp932")
+    assert isinstance(broken, Broken)
+    assert broken.reason == "not CP932"
 
 
 def test_csv_header_with_duplicate_column_is_refused(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from batchery_producer.run.reader import Feed
+from batchery import DatasetError
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.run.reader import FIRST_ROWS, Feed, begin_reading
 
 
 def take_all(feed: Feed[int], most: int = 7) -> list[int]:
@@ -83,3 +86,31 @@ def test_feed_closes_its_source_on_the_reading_thread() -> None:
     feed.close()
     assert closed.wait(20)
     assert threads[0] == threads[1] != threading.get_ident()
+
+
+def test_reading_begins_if_one_of_the_first_rows_has_the_field(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"no": 1}\n' * (FIRST_ROWS - 1) + '{"text": "a"}\n{"no": 2}\n')
+    rows = begin_reading(Dataset(path, field="text"), lambda: False)
+    assert rows is not None
+    assert [row.line for row in rows] == list(range(1, FIRST_ROWS + 2))
+    path.write_text('{"no": 1}\n' * FIRST_ROWS + '{"text": "a"}\n')
+    with pytest.raises(
+        DatasetError, match=r"line 100: no field 'text'; fields: 'no'; so far no row of 100"
+    ):
+        begin_reading(Dataset(path, field="text"), lambda: False)
+    path.write_text("not JSON\nnor this\n")
+    rows = begin_reading(Dataset(path), lambda: False)
+    assert rows is not None
+    assert len(list(rows)) == 2
+
+
+def test_reading_does_not_begin_without_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "in.txt"
+    path.write_text("\n\n")
+    with pytest.raises(DatasetError, match="empty; there is nothing"):
+        begin_reading(Dataset(path), lambda: False)
+    path.write_text("a\n")
+    with pytest.raises(DatasetError, match=r"line 1: a bare string; it has no fields"):
+        begin_reading(Dataset(path, field="text"), lambda: False)
+    assert begin_reading(Dataset(path), lambda: True) is None
