@@ -105,11 +105,11 @@ def test_joining_many_jobs_keeps_to_its_timeout_while_redis_is_away(
     monkeypatch.setattr("batchery_producer.submit_many.AWAY_S", AWAY_S)
     app = install(Celery("away", broker=own_redis.url, backend=own_redis.url, set_as_current=False))
 
-    @app.task(base=BatchTask, name="nobody")
-    def nobody(texts: list[str]) -> list[str]:
+    @app.task(base=BatchTask, shared=False)
+    def late(texts: list[str]) -> list[str]:
         return texts
 
-    jobs = nobody.submit_many(["text"] * 100, queue="nobody")
+    jobs = late.submit_many(["text"] * 100, queue="nobody")
     own_redis.kill()
     began_s = time.monotonic()
     with pytest.raises(RedisConnectionError):
