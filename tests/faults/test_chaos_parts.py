@@ -27,7 +27,6 @@ from benchmarks.chaos.schedule import Action, Event, schedule
 from benchmarks.chaos.server import FaultyRedis
 from benchmarks.chaos.verdict import Verdict
 from benchmarks.chaos.workload import Kind, Order, orders
-from support.patience import patient
 
 PLAN = Plan(kills=5, device_kills=4, stops=3, redis_restarts=2, cuts=2, fills=1, malformed=6)
 
@@ -73,7 +72,7 @@ def test_jobs_are_of_all_kinds_and_have_results_of_their_own() -> None:
 
 
 #: Longer than the plan: all kills are repeated.
-REFUSE_S = patient(60)
+REFUSE_S = 60
 
 
 class Instrument:
