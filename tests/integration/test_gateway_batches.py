@@ -234,6 +234,9 @@ def test_files_are_kept_and_paged_and_deleted(api: openai.OpenAI) -> None:
     assert [each.id for each in api.files.list(limit=2)][:3] == made[::-1]
     after = api.files.list(order="asc", after=made[0], limit=1)
     assert [each.id for each in after.data] == [made[1]]
+    for listing in (api.files.list, api.batches.list):
+        with pytest.raises(openai.BadRequestError, match="after: "):
+            listing(after="nonsense")
     assert api.files.delete(made[1]).deleted
     with pytest.raises(openai.NotFoundError, match="no such file"):
         api.files.retrieve(made[1])

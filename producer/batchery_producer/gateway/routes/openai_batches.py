@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from batchery_producer.gateway.batches.files import owner_of
-from batchery_producer.gateway.batches.records import Batch, ExpiresAfter, Metadata
+from batchery_producer.gateway.batches.records import BATCH_ID, Batch, ExpiresAfter, Metadata
 from batchery_producer.gateway.batches.validation import ENDPOINTS
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.routes.openai_files import listed
@@ -86,7 +86,7 @@ async def create_batch(request: Request, wanted: BatchRequest) -> Response:
 @router.get("/v1/batches", response_model=BatchList)
 async def list_batches(
     request: Request,
-    after: str | None = None,
+    after: Annotated[str | None, Query(pattern=f"^{BATCH_ID}$")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> Response:
     """The caller's batches, the newest first."""

@@ -12,7 +12,12 @@ from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
 from batchery_producer.gateway.batches.files import owner_of
-from batchery_producer.gateway.batches.records import INPUT_PURPOSE, ExpiresAfter, FileObject
+from batchery_producer.gateway.batches.records import (
+    FILE_ID,
+    INPUT_PURPOSE,
+    ExpiresAfter,
+    FileObject,
+)
 from batchery_producer.gateway.batches.storage import CHUNK_BYTES
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.shared import json_response
@@ -93,7 +98,7 @@ async def upload_file(request: Request) -> Response:
 @router.get("/v1/files", response_model=FileList)
 async def list_files(
     request: Request,
-    after: str | None = None,
+    after: Annotated[str | None, Query(pattern=f"^{FILE_ID}$")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
