@@ -279,7 +279,9 @@ def test_tenants_that_come_once_have_no_more_than_the_share_of_their_class(
     key: BatchKey, name: str
 ) -> None:
     device = Device(lambda _: 0.01)
-    device.send(EMBED, Lane("normal", "stays"), 10_000)
+    device.send(EMBED, Lane("normal", "stays"), 14_000)
+    device.run(200)
+    device.given_s.clear()
     stream = Stream(device, [key], name, 31)
     stream.run(500)
     # In the class of the one that stays, each of 32 has the same.
