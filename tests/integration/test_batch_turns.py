@@ -25,7 +25,7 @@ from batchery_producer.gateway.batches.records import (
 )
 from batchery_producer.gateway.batches.storage import Storage
 from batchery_producer.gateway.batches.store import BatchStore, Piece, Superseded, folder_of
-from batchery_producer.gateway.batches.turn import BatchContext, BatchTurn, MissingPieceError
+from batchery_producer.gateway.batches.turn import BatchTurn, MissingPieceError, TurnContext
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.job_queue import JobQueue
 from batchery_producer.gateway.jobs import Jobs
@@ -57,7 +57,7 @@ class Room:
         self.jobs = JobQueue(self.app, store)
         self.batches = BatchStore(store, self.files, self.jobs)
         models = ServedModels(Settings.load(self.app.conf).models)
-        self.context = BatchContext(self.app, models, self.files, self.batches)
+        self.context = TurnContext(self.app, models, self.files, self.batches)
 
     def begin(self, batch_id: str, number: int = -1) -> BatchTurn:
         begun = self.batches.begin(batch_id, number)

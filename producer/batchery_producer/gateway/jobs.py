@@ -30,7 +30,7 @@ from batchery.settings import Settings
 from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.storage import Storage
 from batchery_producer.gateway.batches.store import BatchStore, Superseded, work_of
-from batchery_producer.gateway.batches.turn import BatchContext, BatchTurn
+from batchery_producer.gateway.batches.turn import BatchTurn, TurnContext
 from batchery_producer.gateway.job_queue import BATCH, TASKS, WEBHOOK, JobQueue
 from batchery_producer.gateway.models.served_models import ServedModels
 from batchery_producer.gateway.problems import Problem
@@ -71,7 +71,7 @@ class Jobs:
         self.webhooks = Webhooks(store, TaskRecords(store), self.queue, settings.gateway)
         files = FileStore(store, Storage(settings.gateway.files))
         batches = BatchStore(store, files, self.queue)
-        self._batches = BatchContext(app, ServedModels(settings.models), files, batches)
+        self._batches = TurnContext(app, ServedModels(settings.models), files, batches)
 
     def take_turn(self, batch_id: str, number: int) -> None:
         """Takes a batch on, and sends the job of its next turn.

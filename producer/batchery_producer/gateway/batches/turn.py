@@ -57,7 +57,7 @@ MISSING_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
-class BatchContext:
+class TurnContext:
     """What all batches of a process share.
 
     Attributes:
@@ -76,7 +76,7 @@ class BatchContext:
 class BatchTurn:
     """A batch, for as long as this attempt has its turn."""
 
-    def __init__(self, context: BatchContext, record: BatchRecord, turn: Turn) -> None:
+    def __init__(self, context: TurnContext, record: BatchRecord, turn: Turn) -> None:
         self._context = context
         self._record = record
         self._turn = turn
