@@ -286,10 +286,11 @@ def check(message: Any) -> None:
     for name in ("task", "id"):
         if not isinstance(known.get(name), str):
             raise InvalidTaskError(f"its {name} is {known.get(name)!r:.100}, not a text")
-    for name, (is_right, expected) in HEADERS.items():
+    for name, (kind, is_right, expected) in HEADERS.items():
         value = known.get(name)
-        if value is not None and not is_right(value):
-            raise InvalidTaskError(f"its {name} is {value!r:.100}, not {expected}")
+        if value is None or (isinstance(value, kind) and (is_right is None or is_right(value))):
+            continue
+        raise InvalidTaskError(f"its {name} is {value!r:.100}, not {expected}")
     args, keywords, embed = parts
     if not isinstance(args, list | tuple) or not isinstance(keywords, Mapping):
         raise InvalidTaskError("the body is not a list of arguments, and a mapping of keywords")
@@ -319,10 +320,10 @@ def _check_embed(embed: Any) -> None:
     if not isinstance(embed, Mapping):
         raise InvalidTaskError(f"its callbacks are {embed!r:.100}, not in a mapping")
     for name in ("callbacks", "errbacks", "chain"):
-        if not _is_list_of(embed.get(name) or (), Mapping):
-            raise InvalidTaskError(f"its {name} are {embed[name]!r:.100}, not a list of signatures")
-    if not isinstance(embed.get("chord") or {}, Mapping):
-        raise InvalidTaskError(f"its chord is {embed['chord']!r:.100}, not a signature")
+        if (signatures := embed.get(name)) and not _is_list_of(signatures, Mapping):
+            raise InvalidTaskError(f"its {name} are {signatures!r:.100}, not a list of signatures")
+    if (chord := embed.get("chord")) and not isinstance(chord, Mapping):
+        raise InvalidTaskError(f"its chord is {chord!r:.100}, not a signature")
 
 
 def _is_list_of(value: Any, kind: Any) -> bool:
@@ -330,15 +331,19 @@ def _is_list_of(value: Any, kind: Any) -> bool:
 
 
 def _are_limits(value: Any) -> bool:
-    return _is_list_of(value, Real | None) and len(value) == 2
+    # Most jobs have none, and each job is asked.
+    return value == NO_LIMITS or (len(value) == 2 and _is_list_of(value, Real | None))
 
 
-#: Headers that Celery reads when it is too late to refuse the message, and what they must be.
-HEADERS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "shadow": (lambda value: isinstance(value, str), "a text"),
-    "timelimit": (_are_limits, "a hard and a soft time limit in seconds"),
-    "stamped_headers": (lambda value: _is_list_of(value, str), "a list of names"),
-    "stamps": (lambda value: isinstance(value, Mapping), "a mapping"),
-    "retries": (lambda value: isinstance(value, int), "a whole number"),
-    "replaced_task_nesting": (lambda value: isinstance(value, int), "a whole number"),
+NO_LIMITS = [None, None]
+
+#: Headers that Celery reads when it is too late to refuse the message, and what they must be: their
+#: type, what their contents must be, and both in words.
+HEADERS: Mapping[str, tuple[Any, Callable[[Any], bool] | None, str]] = {
+    "shadow": (str, None, "a text"),
+    "timelimit": ((list, tuple), _are_limits, "a hard and a soft time limit in seconds"),
+    "stamped_headers": ((list, tuple), lambda value: _is_list_of(value, str), "a list of names"),
+    "stamps": (dict, None, "a mapping"),
+    "retries": (int, None, "a whole number"),
+    "replaced_task_nesting": (int, None, "a whole number"),
 }
