@@ -106,8 +106,10 @@ class Inbox:
             if again:
                 for _, _, payload in payloads:
                     _mark_redelivered(payload)
-            suspects = self._recognise_suspects(payloads) if with_suspects else {}
-            payloads = [each for each in payloads if self._lease_store.holds(each[0])]
+            suspects: Collection[str] = ()
+            if with_suspects:
+                suspects = self._recognise_suspects(payloads)
+                payloads = [each for each in payloads if self._lease_store.holds(each[0])]
             waiting = [token for token, _, _ in payloads]
             self._deliver(payloads, waiting, suspects)
         except (redis.RedisError, OSError):
