@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+import redis
 from celery import Celery
 
 from batchery_producer.gateway.callers import make_key
@@ -20,8 +21,11 @@ from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess
 from support.harness import Worker, queue_length, unsettled, wait_for
 from support.own_redis import OwnRedis
+from support.patience import patient
 
 DIMENSIONS = 384
+
+JOB_TIMEOUT_S = patient(60)
 
 KEY, HASH = make_key()
 SMALL_KEY, SMALL_HASH = make_key()
@@ -84,6 +88,29 @@ def test_openai_client_gets_vectors_in_the_order_of_its_texts(openai_client: ope
     short = openai_client.embeddings.create(model="embed", input=texts[17], dimensions=8)
     assert len(short.data[0].embedding) == 8
     assert sum(each**2 for each in short.data[0].embedding) == pytest.approx(1, abs=1e-4)
+
+
+def test_requests_of_all_dimensions_share_a_batch(
+    gateway: GatewayProcess, client: Celery, redis_url: str
+) -> None:
+    """Only jobs with equal keywords do."""
+    client.control.cancel_consumer("embed", reply=True, timeout=JOB_TIMEOUT_S, limit=1)
+    body = {"model": "embed", "input": "one text"}
+    with ThreadPoolExecutor() as threads:
+        calls = [threads.submit(post, gateway, {**body, "dimensions": each}) for each in (8, 9)]
+        try:
+            wait_for(lambda: queue_length(redis_url, "embed") == 2, "both wait", JOB_TIMEOUT_S)
+            with redis.Redis.from_url(redis_url) as bare:
+                messages = [json.loads(each) for each in bare.lrange("embed", 0, -1)]
+        finally:
+            client.control.add_consumer("embed", reply=True, timeout=JOB_TIMEOUT_S, limit=1)
+        vectors = [each.result().json()["data"][0]["embedding"] for each in calls]
+    one, other = (json.loads(base64.b64decode(each["body"]))[1] for each in messages)
+    assert one == other
+    for vector in vectors:
+        keywords = {"dimensions": len(vector)}
+        job = client.send_task("embed", [body["input"]], keywords, queue="embed")
+        assert vector == pytest.approx(job.get(timeout=JOB_TIMEOUT_S)["vector"], abs=1e-5)
 
 
 def test_base64_is_little_endian_float32(gateway: GatewayProcess) -> None:

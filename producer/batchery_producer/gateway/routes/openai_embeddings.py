@@ -1,6 +1,6 @@
 """OpenAI's `/v1/embeddings`, which is TEI's as well."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -10,10 +10,10 @@ from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.models.vectors import numbers
 from batchery_producer.gateway.routes.fields import Inputs
 from batchery_producer.gateway.routes.shared import (
+    embed_items,
     items_of,
     json_response,
     model_of,
-    results_of,
 )
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
@@ -57,10 +57,8 @@ class EmbeddingsResponse(BaseModel):
 async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
     """One vector for each input."""
     model = model_of(request, wanted.model, ("embedding",))
-    keywords: dict[str, Any] = {"encoding": "base64"}
-    if wanted.dimensions is not None:
-        keywords["dimensions"] = wanted.dimensions
-    results = await results_of(request, model, items_of(request, "input", wanted.input), keywords)
+    items = items_of(request, "input", wanted.input)
+    results = await embed_items(request, model, items, {}, wanted.dimensions)
     tokens = sum(result["tokens"] for result in results)
     as_text = wanted.encoding_format == "base64"
     content = {

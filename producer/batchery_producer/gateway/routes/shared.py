@@ -9,6 +9,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models.vectors import shorten
 from batchery_producer.gateway.problems import Kind, Problem
 
 #: Maximum characters or token ids of a request whose answer is many times as large: a token of it
@@ -86,6 +87,43 @@ async def results_of(
     gateway.health.check()
     found: list[Any] = await gateway.inference.values(request, model, items, keywords)
     return found
+
+
+async def embed_items(
+    request: Request,
+    model: ServedModel,
+    items: Sequence[Any],
+    keywords: Mapping[str, Any],
+    dimensions: int | None,
+) -> list[dict[str, Any]]:
+    """Runs texts of an embedding model, within the caller's limits; vectors are in base64.
+
+    Vectors are cut here: requests of all dimensions share batches, and entries of the cache.
+
+    Args:
+        request: Whose they are.
+        model: Of kind embedding.
+        items: Texts, or token ids.
+        keywords: Of the job, without `encoding` and `dimensions`.
+        dimensions: How many leading dimensions are kept; all of them if None.
+
+    Raises:
+        Problem: As `results_of`; or the vectors have fewer dimensions.
+    """
+    keywords = {**keywords, "encoding": "base64"}
+    if dimensions is not None and model.settings.dimensions is not None:
+        # What the worker's setting cuts off cannot be put on here.
+        return await results_of(request, model, items, {**keywords, "dimensions": dimensions})
+    results = await results_of(request, model, items, keywords)
+    if dimensions is None:
+        return results
+    scale = keywords.get("normalize", model.settings.normalize)
+    try:
+        return [
+            {**each, "vector": shorten(each["vector"], dimensions, scale=scale)} for each in results
+        ]
+    except ValueError as error:
+        raise Problem(Kind.INVALID, str(error), param="dimensions") from None
 
 
 def json_response(content: Any) -> Response:

@@ -12,12 +12,13 @@ from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.json_lists import json_list, off_loop
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer
-from batchery_producer.gateway.models.vectors import numbers
+from batchery_producer.gateway.models.vectors import LEAST_NORM, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import Inputs, ModelName
 from batchery_producer.gateway.routes.shared import (
     chars_of,
     check_growth,
+    embed_items,
     items_of,
     json_response,
     model_of,
@@ -26,10 +27,6 @@ from batchery_producer.gateway.routes.shared import (
 from batchery_producer.gateway.routes.tei_requests import PromptRequest, TeiRequest
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
-
-#: The smallest number that a vector's length is divided by.
-LEAST_NORM = 1e-12
-
 
 #: More numbers are written in a thread, which takes milliseconds.
 INLINE_NUMBERS = 50_000
@@ -49,11 +46,9 @@ class EmbedRequest(PromptRequest):
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
         """Keywords of the job."""
-        found = super().keywords(model) | {"encoding": "base64"}
+        found = super().keywords(model)
         if self.normalize is not None and self.normalize != model.settings.normalize:
             found["normalize"] = self.normalize
-        if self.dimensions is not None:
-            found["dimensions"] = self.dimensions
         return found
 
 
@@ -125,7 +120,7 @@ async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None)
     """One vector for each text."""
     served = model_of(request, wanted.model or model, ("embedding",))
     items = await texts_of(request, served, wanted.inputs)
-    results = await results_of(request, served, items, wanted.keywords(served))
+    results = await embed_items(request, served, items, wanted.keywords(served), wanted.dimensions)
     vectors = [numbers(result["vector"]) for result in results]
     return await list_response(request, vectors, sum(map(len, vectors)))
 
