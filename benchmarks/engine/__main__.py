@@ -23,7 +23,7 @@ from benchmarks.engine.rows import print_rows, rows_of
 from benchmarks.engine.sample import Sample, System
 from benchmarks.engine.systems import NAMES, running
 from benchmarks.engine.target import Target, about, target_for
-from benchmarks.engine.texts import WORKLOADS, lengths_of, texts_of
+from benchmarks.engine.texts import WORKLOADS, lengths_of, read_texts
 from benchmarks.queue.__main__ import plot
 from benchmarks.queue.report import WIDTH
 
@@ -98,7 +98,7 @@ def measure(
     options: argparse.Namespace,
 ) -> list[dict[str, Any]]:
     """Runs one workload on all systems in turn, several rounds."""
-    texts = texts_of(workload, options.texts, target.folder)
+    texts = read_texts(workload, options.texts, target.folder)
     warm_up(systems, texts, target)
     samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
     busy: dict[str, list[float]] = {system.name: [] for system in systems}

@@ -24,7 +24,7 @@ from benchmarks.engine.child import Child, options_of
 from benchmarks.engine.client import Client, Window
 from benchmarks.engine.models import MODELS
 from benchmarks.engine.target import Target, about, target_for
-from benchmarks.engine.texts import WORKLOADS, texts_of
+from benchmarks.engine.texts import WORKLOADS, read_texts
 from benchmarks.engine.worker import WholeSystem
 from benchmarks.queue.report import WIDTH
 
@@ -67,7 +67,7 @@ def main() -> None:
     options = parse()
     console = Console(highlight=False, width=WIDTH)
     with target_for(options, {"embed": options.batch_size, "embed_one": 1}) as target:
-        texts = texts_of(options.workload, TEXTS, target.folder)
+        texts = read_texts(options.workload, TEXTS, target.folder)
         cases = [(BARE, 1), *((name, count) for count in options.concurrency for name in QUEUES)]
         report = {
             **about(target, options),

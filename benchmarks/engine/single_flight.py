@@ -24,7 +24,7 @@ from batchery import to_numpy
 from benchmarks.engine.models import MODELS
 from benchmarks.engine.sample import Sample
 from benchmarks.engine.target import about, target_for
-from benchmarks.engine.texts import WORKLOADS, texts_of
+from benchmarks.engine.texts import WORKLOADS, read_texts
 from benchmarks.engine.worker import WholeSystem
 
 #: Shares of the jobs that repeat another one's text.
@@ -38,7 +38,7 @@ def main() -> None:
     """Measures, prints a table, writes JSON if asked to."""
     options = parse()
     with target_for(options) as target:
-        drawn = texts_of(options.workload, options.texts, target.folder)
+        drawn = read_texts(options.workload, options.texts, target.folder)
         # No two are equal but those that shall be.
         texts = [f"{text} {number}" for number, text in enumerate(drawn)]
         systems = {}

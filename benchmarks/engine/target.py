@@ -52,20 +52,22 @@ def target_for(
     Args:
         options: With `model`, `device`, `dtype`, `batch_size` and `threads`.
         queues: As for `configure`; `embed` alone if None.
-        loop_tokens: As for `target_of`.
+        loop_tokens: As for `resolve_target`.
     """
     if options.threads:
         # All systems inherit it.
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     with tempfile.TemporaryDirectory(prefix="batchery-bench-") as temporary:
         folder = model_folder(options.model, Path(temporary))
-        target = target_of(folder, options.device, options.dtype, options.batch_size, loop_tokens)
+        target = resolve_target(
+            folder, options.device, options.dtype, options.batch_size, loop_tokens
+        )
         graphs = getattr(options, "cuda_graphs", "never")
         configure(target, queues or {"embed": target.batch_size}, cuda_graphs=graphs)
         yield target
 
 
-def target_of(
+def resolve_target(
     folder: Path,
     device: str,
     dtype: str | None,

@@ -39,7 +39,7 @@ WORKLOADS: Mapping[str, Callable[[random.Random], int]] = MappingProxyType(
 )
 
 
-def texts_of(workload: str, count: int, model: Path, longest: int = LONGEST) -> list[str]:
+def read_texts(workload: str, count: int, model: Path, longest: int = LONGEST) -> list[str]:
     """Draws the texts of a workload; the same every time.
 
     Args:

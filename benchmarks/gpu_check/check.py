@@ -11,7 +11,7 @@ import torch
 
 from batchery.settings import ModelSettings
 from batchery_worker.models.embedding import EmbeddingModel
-from benchmarks.gpu_check.model_files import folder_of
+from benchmarks.gpu_check.model_files import build_folder_name
 
 #: Clock cycles that keep a GPU busy while a pass is launched behind them: some 30 ms.
 BUSY_CYCLES = 50_000_000
@@ -48,7 +48,7 @@ class Check:
 
     def model(self, name: str, **settings: Any) -> EmbeddingModel:
         """A loaded model; loaded once for the same settings."""
-        folder = str(folder_of(name, self.folder, tiny=self.dry))
+        folder = str(build_folder_name(name, self.folder, tiny=self.dry))
         # In a dry run, several names have one model.
         key = (folder, repr(sorted(settings.items())))
         if key not in self._models:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from batchery_worker.device.loading import memory_of
+from batchery_worker.device.loading import find_memory
 from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward.cuda_graphs import (
     Capture,
@@ -122,7 +122,7 @@ def _capture(model: EmbeddingModel) -> None:
 def flat_memory(check: Check) -> dict[str, Any]:
     """Memory of tensors after many passes of many shapes, and what the allocator holds."""
     model = check.model("minilm")
-    memory = memory_of(check.device)
+    memory = find_memory(check.device)
     batches = [texts(model, 1 + number % 9, 8 + 5 * number) for number in range(20)]
 
     def run() -> int:

@@ -35,7 +35,7 @@ OTHERS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 NAMES = ("minilm", "bert-base", "bert-large", *OTHERS)
 
 
-def folder_of(name: str, folder: Path, *, tiny: bool) -> Path:
+def build_folder_name(name: str, folder: Path, *, tiny: bool) -> Path:
     """The files of a model, made on first use.
 
     Args:

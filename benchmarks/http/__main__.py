@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.engine.models import model_folder
-from benchmarks.engine.texts import texts_of
+from benchmarks.engine.texts import read_texts
 from benchmarks.hardware import command, hardware
 from benchmarks.http.servers import BATCH_SIZE, HOST, Batchery, Infinity, Server
 from benchmarks.queue.report import WIDTH
@@ -112,7 +112,7 @@ def measure(model: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 def texts_and_vectors(model: Path, folder: Path, max_tokens: int) -> dict[str, str]:
     """Files with the texts and their right vectors."""
     texts, vectors = folder / "texts.json", folder / "vectors.npy"
-    texts.write_text(json.dumps(texts_of("log-normal", TEXTS, model, max_tokens)))
+    texts.write_text(json.dumps(read_texts("log-normal", TEXTS, model, max_tokens)))
     given = {"--model": model, "--texts": texts, "--vectors": vectors, "--max-tokens": max_tokens}
     line = [str(part) for pair in given.items() for part in pair]
     # In a process of its own: this one never loads torch.

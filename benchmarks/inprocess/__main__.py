@@ -23,7 +23,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.engine.models import model_folder
-from benchmarks.engine.texts import texts_of
+from benchmarks.engine.texts import read_texts
 from benchmarks.hardware import command, hardware
 from benchmarks.inprocess.rows import Place, print_idle, print_rows, row_of
 from benchmarks.inprocess.systems import (
@@ -176,7 +176,7 @@ def minilm(folder: Path, max_tokens: int) -> dict[str, Any]:
     """What all systems are told of MiniLM: its files, its texts, and their right vectors."""
     model = model_folder("minilm", folder)
     texts, vectors = folder / "texts.json", folder / "vectors.npy"
-    words = texts_of("log-normal", TEXTS, model, max_tokens)
+    words = read_texts("log-normal", TEXTS, model, max_tokens)
     texts.write_text(json.dumps(words), encoding="utf-8")
     given = {"--model": model, "--texts": texts, "--vectors": vectors}
     # In a process of its own: this one never loads torch.

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.engine.gpu import used_mib
 from benchmarks.engine.models import MODELS
 from benchmarks.engine.target import about, target_for
-from benchmarks.engine.texts import WORKLOADS, texts_of
+from benchmarks.engine.texts import WORKLOADS, read_texts
 from benchmarks.engine.worker import WholeSystem
 from benchmarks.load.run import Load, Observed
 from benchmarks.queue.report import WIDTH
@@ -46,7 +46,7 @@ def main() -> None:
     console = Console(highlight=False, width=WIDTH)
     os.environ["BATCHERY_MAX_WAIT_MS"] = str(options.max_wait_ms)
     with target_for(options) as target:
-        texts = texts_of(options.workload, TEXTS, target.folder)
+        texts = read_texts(options.workload, TEXTS, target.folder)
         system = WholeSystem(target)
         try:
             system.wait_ready()

@@ -146,7 +146,7 @@ class Peer:
         inside_s = self._inside_s[workload.name]
         inside_s.clear()
         tallies = self._callers(workload.name, request["mode"], plan)
-        figures = figures_of(tallies, workload)
+        figures = read_figures(tallies, workload)
         calls = tallies.callers[0].calls
         if plan.callers == 1 and calls and len(calls) == len(inside_s):
             over_s = [taken - own for (_, _, taken), own in zip(calls, inside_s, strict=True)]
@@ -283,7 +283,7 @@ async def on_loop(
     return all_tallies
 
 
-def figures_of(tallies: Tallies, workload: Workload) -> dict[str, Any]:
+def read_figures(tallies: Tallies, workload: Workload) -> dict[str, Any]:
     """Rates, percentiles and the number of wrong answers."""
     calls = [call for tally in tallies.callers for call in tally.calls]
     errors = [tally.error for tally in tallies.callers if tally.error]

@@ -23,7 +23,7 @@ from celery.utils.saferepr import saferepr
 from redis import Redis
 from rich.console import Console
 
-from batchery_worker.device.reply import text_of
+from batchery_worker.device.reply import format_result
 from batchery_worker.ipc.commit_context import CommitContext
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import Done, Ready, Setup, Work, dump_message, load_reply
@@ -66,7 +66,7 @@ def steps() -> list[dict[str, Any]]:
         ),
         (
             "text of an event",
-            lambda: [text_of(each, TEXT_CHARS) for each in short],
+            lambda: [format_result(each, TEXT_CHARS) for each in short],
             lambda: [saferepr(each, TEXT_CHARS) for each in full],
         ),
         (

@@ -62,7 +62,7 @@ def learned(calls: Sequence[Call], played: Played, lonely: Played) -> Learned:
     Raises:
         SystemExit: There were too few batches.
     """
-    batches = batches_of(calls, played.heard)
+    batches = collect_batches(calls, played.heard)
     model = CostModel(BELIEVED)
     for each in batches:
         model.ran(each.units, each.items, 1, each.forward_ms)
@@ -90,7 +90,7 @@ def learned(calls: Sequence[Call], played: Played, lonely: Played) -> Learned:
     )
 
 
-def batches_of(calls: Sequence[Call], heard: Sequence[Heard]) -> list[Ran]:
+def collect_batches(calls: Sequence[Call], heard: Sequence[Heard]) -> list[Ran]:
     """The batches of a trace, as they ended."""
     jobs: dict[str, list[tuple[Call, Heard]]] = {}
     for call, each in zip(calls, heard, strict=True):

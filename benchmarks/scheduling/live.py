@@ -169,7 +169,7 @@ def paces(done: Round, is_live: bool) -> Iterator[tuple[int, float, float]]:
     From the last batch that ended before the stretch, to the last one that ended in it: so no part
     of a batch is lost.
     """
-    batches = batches_of(done.bulk)
+    batches = collect_batches(done.bulk)
     times_s = [end_s for end_s, _, _ in batches]
     for stretch in done.stretches:
         first = bisect_right(times_s, stretch.begin_s) - 1
@@ -180,7 +180,7 @@ def paces(done: Round, is_live: bool) -> Iterator[tuple[int, float, float]]:
             yield items, times_s[last] - times_s[first], sum(each[2] for each in inside)
 
 
-def batches_of(bulk: Seen) -> list[tuple[float, int, float]]:
+def collect_batches(bulk: Seen) -> list[tuple[float, int, float]]:
     """End, bulk items and their device time in ms of each batch, as they ended."""
     jobs: dict[str, list[Ended]] = {}
     for ended in bulk.ended:

@@ -12,7 +12,7 @@ from redis import Redis
 
 from batchery_worker.simulator.workload import Arrival
 from benchmarks.engine.target import target_for
-from benchmarks.engine.texts import lengths_of, texts_of
+from benchmarks.engine.texts import lengths_of, read_texts
 from benchmarks.scheduling.messages import Template, body_of
 from benchmarks.scheduling.playing import Call
 from benchmarks.scheduling.side import QUEUE, WORKLOAD, started, stats_of
@@ -115,7 +115,7 @@ def embedding(options: argparse.Namespace) -> Iterator[Place]:
     """
     with _environment_kept(), target_for(options) as target, started(None, target) as system:
         system.wait_ready()
-        texts = texts_of(WORKLOAD, TEXTS, target.folder)
+        texts = read_texts(WORKLOAD, TEXTS, target.folder)
         yield Place(
             system.url,
             system.app,

@@ -252,7 +252,7 @@ def verdicts_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     rate = row[SIMULATED]["items_per_s"] / row[REAL]["items_per_s"] - 1
     off = off_of(row, SIMULATED)
     worst = max(off, key=lambda name: abs(off[name]))
-    of = name_of(row)
+    of = describe_function(row)
     return [
         {
             "claim": f"{of}: throughput within {RATE_SHARE:.0%}",
@@ -283,7 +283,7 @@ def _rates(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         both = (row[REAL], row[SIMULATED])
         table.add_row(
-            name_of(row),
+            describe_function(row),
             f"{row['jobs']:,}",
             f"{row['lag_p99_ms']:,} ms",
             f"{row['longest_lag_ms']:,} ms",
@@ -300,7 +300,7 @@ def _latencies(rows: Sequence[Mapping[str, Any]]) -> Table:
         for name in (ALL, *(lane.priority_class for lane in LANES)):
             both = (group_of(row[REAL], name), group_of(row[SIMULATED], name))
             table.add_row(
-                name_of(row) if name == ALL else "",
+                describe_function(row) if name == ALL else "",
                 name,
                 *(", ".join(f"{each[time]:,.0f}" for time in TIMES) for each in both),
                 f"{off_of(row, SIMULATED)[name]:+.1%}",
@@ -309,7 +309,7 @@ def _latencies(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def name_of(row: Mapping[str, Any]) -> str:
+def describe_function(row: Mapping[str, Any]) -> str:
     """Of a row, for people."""
     return f"{row['setting']}, {row['workload']} at {row['load']:.0%}"
 

@@ -15,7 +15,7 @@ from typing import Any
 from celery import Celery
 
 from benchmarks.engine.target import Target
-from benchmarks.engine.texts import texts_of
+from benchmarks.engine.texts import read_texts
 from benchmarks.engine.worker import GRACE_S, WholeSystem
 from benchmarks.scheduling.arrivals import STRETCH_S, Answer, LiveClient, Stretch, arrivals
 from benchmarks.scheduling.bulk import Bulk, Order, Seen
@@ -123,7 +123,7 @@ def run_round(checkout: Path | None, plan: Plan, number: int) -> Round:
     """
     with started(checkout, plan.target) as system:
         system.wait_ready()
-        budget = int(_model_of(stats_of(system.app))["max_batch_tokens"])
+        budget = int(_load_model(stats_of(system.app))["max_batch_tokens"])
         pass_ms, lonely = asyncio.run(_lonely(system, plan, budget))
         bulk = Bulk(_order(system, plan))
         try:
@@ -134,7 +134,7 @@ def run_round(checkout: Path | None, plan: Plan, number: int) -> Round:
         figures = stats_of(system.app)
     return Round(
         pass_ms=pass_ms,
-        modelled_pass_ms=_modelled_ms(_model_of(figures), plan.streams, budget),
+        modelled_pass_ms=_modelled_ms(_load_model(figures), plan.streams, budget),
         budget_tokens=budget,
         lonely_ms=[each.latency_ms for each in lonely],
         lonely_forward_ms=median(float(each.facts["forward_ms"]) for each in lonely),
@@ -145,7 +145,7 @@ def run_round(checkout: Path | None, plan: Plan, number: int) -> Round:
 
 
 def _order(system: WholeSystem, plan: Plan) -> Order:
-    texts = texts_of(WORKLOAD, max(TEXTS, 8 * plan.per_job), plan.target.folder)
+    texts = read_texts(WORKLOAD, max(TEXTS, 8 * plan.per_job), plan.target.folder)
     if plan.per_job == 1:
         items, bodies = None, [body_of(text) for text in texts]
     else:
@@ -160,7 +160,7 @@ def _order(system: WholeSystem, plan: Plan) -> Order:
 async def _lonely(system: WholeSystem, plan: Plan, budget: int) -> tuple[float, list[Answer]]:
     """Device time of a full pass on each stream, and the answers of live jobs, all on their own."""
     count = plan.streams * (budget // FULL_TOKENS)
-    full = body_of(texts_of(FULL_WORKLOAD, count, plan.target.folder))
+    full = body_of(read_texts(FULL_WORKLOAD, count, plan.target.folder))
     live = _live_bodies(plan)
     message = system.message()
     of_pass = Template.of(message, QUEUE, QUEUE, LIVE, items=count)
@@ -193,7 +193,7 @@ async def _stretches(system: WholeSystem, plan: Plan, number: int) -> list[Stret
 
 
 def _live_bodies(plan: Plan) -> list[str]:
-    texts = texts_of(LIVE_WORKLOAD, LONELY_WARM + LONELY, plan.target.folder)
+    texts = read_texts(LIVE_WORKLOAD, LONELY_WARM + LONELY, plan.target.folder)
     return [body_of(text) for text in texts]
 
 
@@ -211,7 +211,7 @@ def stats_of(app: Celery) -> Any:
     raise SystemExit("the worker does not say its figures")
 
 
-def _model_of(stats: Any) -> Any:
+def _load_model(stats: Any) -> Any:
     (device,) = stats["pool"]["devices"].values()
     return device["models"][QUEUE]
 

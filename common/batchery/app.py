@@ -11,7 +11,7 @@ from celery import Celery
 
 from batchery.announcement import find_announcement
 from batchery.errors import SettingsError
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 from batchery.installer import install
 from batchery.settings import Settings
 
@@ -30,7 +30,7 @@ def _read_settings() -> Settings:
         WrongSetting: The same, where the command `celery` is what runs.
     """
     try:
-        return installation_of(app).settings
+        return get_installation(app).settings
     except SettingsError as error:
         context = click.get_current_context(silent=True)
         if context is not None and context.find_root().command.name == "celery":

@@ -52,7 +52,7 @@ def remember(app: Celery, keywords: Mapping[str, Any]) -> None:
     _installations[app] = Installation(app, keywords)
 
 
-def installation_of(app: Celery) -> Installation:
+def get_installation(app: Celery) -> Installation:
     """What `install` made of this app.
 
     Raises:
@@ -64,7 +64,7 @@ def installation_of(app: Celery) -> Installation:
         raise SettingsError(f"app {app.main!r}: call batchery.install(app) first") from None
 
 
-def queue_limits_of(app: Celery) -> QueueLimits | None:
+def get_queue_limits(app: Celery) -> QueueLimits | None:
     """The limits of an app's priority classes; None if it has none, or `install` never saw it."""
     found = _installations.get(app)
     return None if found is None else found.queue_limits

@@ -9,7 +9,7 @@ from celery import Celery
 from celery.app.defaults import DEFAULTS
 
 from batchery.errors import StartError
-from batchery.installation import installation_of, remember
+from batchery.installation import get_installation, remember
 from batchery.model import Model
 from batchery.settings import ModelSettings
 from batchery.task import ModelTask
@@ -117,12 +117,12 @@ def _on_after_finalize(sender: Celery, **_: Any) -> None:
     try:
         _register_models(sender)
     except StartError as error:
-        installation_of(sender).error = error
+        get_installation(sender).error = error
         logger.error("%s", error)
 
 
 def _register_models(app: Celery) -> None:
-    for name, settings in installation_of(app).settings.models.items():
+    for name, settings in get_installation(app).settings.models.items():
         if isinstance(app.tasks.get(name), ModelTask):
             # An earlier `install` registered it; the last call wins.
             app.tasks.unregister(name)

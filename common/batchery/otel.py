@@ -83,7 +83,7 @@ class _OpenTelemetry:
             f"process {batch.task}",
             kind=SpanKind.CONSUMER,
             start_time=ended_ns - int(batch.duration_s * 1e9),
-            links=[Link(each) for each in map(_span_of, batch.jobs) if each.is_valid],
+            links=[Link(each) for each in map(_find_span, batch.jobs) if each.is_valid],
             attributes={
                 "messaging.system": "celery",
                 "messaging.operation.type": "process",
@@ -99,7 +99,7 @@ class _OpenTelemetry:
         span.end(ended_ns)
 
 
-def _span_of(job: TracedJob) -> SpanContext:
+def _find_span(job: TracedJob) -> SpanContext:
     """The span of a job in this process, if there is one; otherwise that of its caller."""
     if job.context is not None:
         own = job.context.run(trace.get_current_span).get_span_context()

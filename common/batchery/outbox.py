@@ -103,7 +103,7 @@ class Outbox:
         """
         self._counts.append(count)
 
-    def holds_result_of(self, task_id: str) -> bool:
+    def holds_result(self, task_id: str) -> bool:
         """Whether the result of a job must be held back."""
         return self.holds and task_id == self.task_id
 

@@ -21,7 +21,7 @@ __all__ = [
     "Destination",
     "QueueLimits",
     "Waiting",
-    "destination_of",
+    "find_destination",
     "look_into",
     "place",
     "queue_full",
@@ -66,11 +66,11 @@ class QueueLimits:
 
     def at(self, priority: int) -> PriorityClass:
         """The class of a priority."""
-        return self._classes[self._place_of(priority)][1]
+        return self._classes[self._find_place(priority)][1]
 
     def priorities(self, priority: int) -> range:
         """All priorities of the class of this one."""
-        place = self._place_of(priority)
+        place = self._find_place(priority)
         ends = [each.level for _, each in self._classes[place + 1 : place + 2]]
         return range(self._classes[place][1].level, *(ends or [LOWEST_PRIORITY + 1]))
 
@@ -87,7 +87,7 @@ class QueueLimits:
         Raises:
             QueueFull: Their class is full and refuses them, or the class to which they fall does.
         """
-        for name, limit in self._classes[self._place_of(where.priority) :]:
+        for name, limit in self._classes[self._find_place(where.priority) :]:
             priority = max(where.priority, limit.level)
             if not limit.is_limited:
                 return priority
@@ -101,7 +101,7 @@ class QueueLimits:
                 raise _refusal(where.queue, name, problem, waiting)
         raise AssertionError("the lowest class refuses; the settings see to it")
 
-    def _place_of(self, priority: int) -> int:
+    def _find_place(self, priority: int) -> int:
         return max(n for n, (_, each) in enumerate(self._classes) if each.level <= priority)
 
 
@@ -134,7 +134,7 @@ def queue_full(problem: str, after_s: float) -> QueueFull:
     return error
 
 
-def destination_of(app: Celery, task: str, options: Mapping[str, Any]) -> Destination:
+def find_destination(app: Celery, task: str, options: Mapping[str, Any]) -> Destination:
     """Where Celery would send a job.
 
     Args:

@@ -433,7 +433,7 @@ class Settings(BaseSettings):
         ordered = sorted(self.classes.items(), key=lambda each: each[1].level)
         return {name: each.share for name, each in ordered}
 
-    def class_of(self, priority: int) -> str:
+    def find_class(self, priority: int) -> str:
         """Name of the class of a priority from 0 to `LOWEST_PRIORITY`."""
         levels = {name: each.level for name, each in self.classes.items() if each.level <= priority}
         return max(levels, key=levels.__getitem__)

@@ -21,14 +21,14 @@ from celery.utils.time import maybe_make_aware
 from batchery.completion import current_completion
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.execution.batch import compute, prepare, run_function
-from batchery.installation import queue_limits_of
+from batchery.installation import get_queue_limits
 from batchery.model import Model
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import multi_item
 from batchery.protocol.deadline import deadline_header
 from batchery.protocol.sent_at import sent_now
 from batchery.protocol.tenant import with_tenant
-from batchery.queue_limits import QueueLimits, destination_of, place
+from batchery.queue_limits import QueueLimits, find_destination, place
 from batchery.request import BatchContext, JobContext, looking_at
 
 logger = logging.getLogger(__name__)
@@ -195,14 +195,14 @@ class BatchTask(_Task):
         own = request.args is not None and len(request.args) == 1 and request.args[0] is argument
         try:
             header = (request.headers or {}).get(multi_item.HEADER) if own else None
-            items, is_multi_item = multi_item.items_of(argument, header)
+            items, is_multi_item = multi_item.read_items(argument, header)
         except InvalidItem as error:
             return Failed(error)
         # A direct call inside another job is not that job: its request says nothing about the call.
         state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
         around = partial(self._looking_at, state)
         outcomes = run_function(self.run, items, keywords, around=around)
-        return multi_item.result_of(outcomes) if is_multi_item else outcomes[0]
+        return multi_item.build_result(outcomes) if is_multi_item else outcomes[0]
 
     def run_batch(self, items: list[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """Runs one batch in this process; returns one outcome per item, in order."""
@@ -288,7 +288,7 @@ class BatchTask(_Task):
         """
         args = tuple(args or ())
         only_item(self.name, args)
-        limits = queue_limits_of(self.app)
+        limits = get_queue_limits(self.app)
         if limits is not None and not positional:
             options = self._placed(limits, options)
         if tenant is not None and "tenant" in (options.get("stamped_headers") or ()):
@@ -306,7 +306,7 @@ class BatchTask(_Task):
         in_workflow = any(options.get(name) is not None for name in WORKFLOW_OPTIONS)
         if in_workflow or self.app.conf.task_always_eager:
             return options
-        where = destination_of(self.app, self.name, options)
+        where = find_destination(self.app, self.name, options)
         priority = place(self.app, limits, where, 1)
         return options if priority == where.priority else {**options, "priority": priority}
 
@@ -334,7 +334,7 @@ class BatchTask(_Task):
         """
         items = list(items)
         own = {"producer", "connection"} & set(options)
-        is_bulk = len(items) >= MIN_BULK_ITEMS or queue_limits_of(self.app) is not None
+        is_bulk = len(items) >= MIN_BULK_ITEMS or get_queue_limits(self.app) is not None
         if is_bulk and not own and not self.app.conf.task_always_eager:
             send_many: Any = symbol_by_name(SEND_MANY)
             return cast(ResultSet, send_many(self, items, keywords or {}, options))

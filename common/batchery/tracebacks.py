@@ -22,7 +22,7 @@ MAX_FRAMES = 60
 _STUB: CodeType = (lambda: 1 / 0).__code__
 
 
-def frames_of(error: BaseException) -> tuple[Frame, ...]:
+def collect_frames(error: BaseException) -> tuple[Frame, ...]:
     """The frames of an exception, from the first one that is not ours to where it was raised."""
     frames = list(_frames(error.__traceback__))
     first = next((number for number, frame in enumerate(frames) if not _is_ours(frame)), 0)

@@ -23,7 +23,13 @@ from batchery.tracing import trace_headers
 from batchery_producer.async_session import Call, Session
 from batchery_producer.client import close_app, make_app
 from batchery_producer.publishing.template import Job
-from batchery_producer.results.answers import Answer, Outcome, check_per_job, header_of, outcomes_of
+from batchery_producer.results.answers import (
+    Answer,
+    Outcome,
+    build_header,
+    check_per_job,
+    read_outcomes,
+)
 from batchery_producer.retry import AWAY_S, GaveUp
 from batchery_producer.stream import Window
 
@@ -127,7 +133,7 @@ class AsyncClient:
         headers = {
             **trace_headers(),
             **deadline_header(deadline_s),
-            **header_of(count, self._session.headers, keep_s),
+            **build_header(count, self._session.headers, keep_s),
         }
         if not self._calls:
             # Calls of the same turn of the event loop are sent together.
@@ -235,7 +241,7 @@ class AsyncTask:
             self._keep_s,
             self._timeout_s,
         )
-        (outcome,) = outcomes_of(answer, range(1), False, self._client.app.backend)
+        (outcome,) = read_outcomes(answer, range(1), False, self._client.app.backend)
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
@@ -374,7 +380,7 @@ class AsyncTask:
         answer = await self._client.call(
             self.name, item, count, keywords, options, self._deadline_s, keep_s, timeout_s
         )
-        return outcomes_of(answer, indexes, are_many, self._client.app.backend)
+        return read_outcomes(answer, indexes, are_many, self._client.app.backend)
 
 
 async def _arguments(

@@ -143,7 +143,7 @@ class Session:
     def _send_some(self, calls: Sequence[Call]) -> None:
         groups: dict[str, list[Call]] = {}
         for call in calls:
-            groups.setdefault(_kind_of(call, call.headers), []).append(call)
+            groups.setdefault(_build_publisher_key(call, call.headers), []).append(call)
         for group in groups.values():
             ids = [call.job.id for call in group]
             try:
@@ -174,7 +174,7 @@ class Session:
 
     def _publisher(self, call: Call) -> Publisher:
         # Headers go with each message: that of a deadline never comes twice.
-        kind = _kind_of(call)
+        kind = _build_publisher_key(call)
         if kind not in self._publishers:
             if len(self._publishers) >= PUBLISHERS:
                 self._publishers.pop(next(iter(self._publishers)))
@@ -242,7 +242,7 @@ class Session:
                 self._collector.forget([task_id for task_id, _ in answers])
 
 
-def _kind_of(call: Call, headers: Mapping[str, Any] | None = None) -> str:
+def _build_publisher_key(call: Call, headers: Mapping[str, Any] | None = None) -> str:
     """Key of the calls that one publisher sends; with headers, of those that it sends together."""
     return json.dumps(
         [call.task, call.keywords, repr(call.options), headers], sort_keys=True, default=repr

@@ -19,7 +19,7 @@ from batchery_producer.diagnosis import explain_stall
 from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher, is_known
 from batchery_producer.publishing.template import uuids
-from batchery_producer.results.answers import Answer, Outcome, check_per_job, outcomes_of
+from batchery_producer.results.answers import Answer, Outcome, check_per_job, read_outcomes
 from batchery_producer.results.collector import collector_for
 from batchery_producer.retry import RetryPolicy
 from batchery_producer.stream import NewJob, Stream, Window
@@ -175,7 +175,7 @@ class TaskClient:
                 for task_id, indexes, answer in stream.step():
                     stream.discard(task_id)
                     are_many = source.per_job > 0
-                    for outcome in outcomes_of(answer, indexes, are_many, self._app.backend):
+                    for outcome in read_outcomes(answer, indexes, are_many, self._app.backend):
                         done += 1
                         failed += outcome.error is not None
                         yield outcome

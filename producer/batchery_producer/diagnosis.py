@@ -114,7 +114,7 @@ def check_workers(app: Celery, task: str, queue: str) -> None:
             return
         queues = app.control.inspect(timeout=ASK_S).active_queues() or {}
         consumers = _consumers(queues, queue)
-        known = _tasks_of(app, consumers) if consumers else None
+        known = _read_tasks(app, consumers) if consumers else None
     except Exception:  # noqa: BLE001 (every transport has its own; some cannot ask at all)
         return
     if known and not any(task in tasks for tasks in known.values()):
@@ -153,13 +153,13 @@ def _workers(
             f"{_list(sorted(workers))} answers, but consumes another queue:"
             f" start a worker with `-Q {queue}`, or name its queue with --queue"
         )
-    known = _tasks_of(app, consumers)
+    known = _read_tasks(app, consumers)
     if known and not any(task in tasks for tasks in known.values()):
         return f"{_list(consumers)} consumes it, but has no task {task!r}"
     return f"{_list(consumers)} consumes it and answers, so it is busy, or the jobs left no result"
 
 
-def _tasks_of(app: Celery, workers: Sequence[str]) -> Registered:
+def _read_tasks(app: Celery, workers: Sequence[str]) -> Registered:
     """The tasks of some workers; Celery adds a rate limit to the name of a task that has one."""
     return parse_registered(app.control.inspect(workers, timeout=ASK_S).registered() or {})
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from batchery_producer.diagnosis import StallDetector
 from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer, header_of
+from batchery_producer.results.answers import Answer, build_header
 from batchery_producer.results.polling import Collector
 
 logger = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ class Stream(Generic[V]):
         self._unsent = {job.id for job in missing}
         for count, group in groupby(missing, key=lambda job: job.item_count):
             assert self._publisher is not None
-            headers = header_of(count, self.collector.headers)
+            headers = build_header(count, self.collector.headers)
             some, before = [(job.id, job.item) for job in group], self._publisher.sent
             try:
                 self._publisher.send(some, headers)

@@ -22,7 +22,7 @@ def shout(texts: list[str]) -> list[str]:
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
-def batch_of(items: list[Any], *, tag: str = "", pause_s: float = 0.0) -> list[dict[str, Any]]:
+def read_batch(items: list[Any], *, tag: str = "", pause_s: float = 0.0) -> list[dict[str, Any]]:
     """Says with whom each item shared its batch."""
     time.sleep(pause_s)
     return [{"item": item, "mates": list(items), "tag": tag, "pid": os.getpid()} for item in items]

@@ -54,7 +54,7 @@ def test_a_limit_that_is_set_by_remote_control_counts_from_then_on(worker: Worke
 def test_jobs_with_different_limits_never_share_a_batch(worker: Worker) -> None:
     shop.nap.delay(0.5)
     jobs = [
-        shop.batch_of.apply_async((number,), time_limit=30 + number % 2) for number in range(10)
+        shop.read_batch.apply_async((number,), time_limit=30 + number % 2) for number in range(10)
     ]
     for number, job in enumerate(jobs):
         assert {mate % 2 for mate in job.get(timeout=TIMEOUT_S)["mates"]} == {number % 2}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from batchery import Model
-from batchery_worker.device.loading import memory_of
+from batchery_worker.device.loading import find_memory
 from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
@@ -27,7 +27,7 @@ TOKEN_BYTES = 64 << 20
 
 @pytest.fixture
 def memory() -> Iterator[Memory]:
-    made = memory_of(DEVICE)
+    made = find_memory(DEVICE)
     made.release()
     yield made
     torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
@@ -37,7 +37,7 @@ def memory() -> Iterator[Memory]:
 def limited(memory: Memory, tokens: int) -> Memory:
     """The same device, with room for about so many tokens."""
     fraction = tokens * TOKEN_BYTES / memory.figures()["total_bytes"]
-    return memory_of(DEVICE, min(0.99, fraction))
+    return find_memory(DEVICE, min(0.99, fraction))
 
 
 class Greedy(Model):

@@ -36,8 +36,8 @@ def play(redis_url: str, worker: Worker) -> Scene:
 
 def test_a_call_is_awaited(play: Scene) -> None:
     async def scene(client: AsyncClient) -> Any:
-        batch_of = client.task(f"{APP}.batch_of", queue=QUEUE)
-        return await batch_of("hello", tag="x")
+        read_batch = client.task(f"{APP}.read_batch", queue=QUEUE)
+        return await read_batch("hello", tag="x")
 
     found = play(scene)
     assert (found["item"], found["tag"]) == ("hello", "x")

@@ -13,7 +13,7 @@ from celery import Celery
 
 from batchery.settings import Settings
 from batchery_producer.gateway.batches import turn as turns
-from batchery_producer.gateway.batches.files import FileStore, owner_of
+from batchery_producer.gateway.batches.files import FileStore, get_owner
 from batchery_producer.gateway.batches.records import (
     Batch,
     BatchRecord,
@@ -24,7 +24,7 @@ from batchery_producer.gateway.batches.records import (
     new_id,
 )
 from batchery_producer.gateway.batches.storage import Storage
-from batchery_producer.gateway.batches.store import BatchStore, Piece, Superseded, folder_of
+from batchery_producer.gateway.batches.store import BatchStore, Piece, Superseded, build_folder_name
 from batchery_producer.gateway.batches.turn import BatchTurn, MissingPieceError, TurnContext
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.job_queue import JobQueue
@@ -119,7 +119,7 @@ def finishing(room: Room) -> BatchRecord:
     for number in range(PIECES):
         content = b"".join(map(line, range(number * LINES, (number + 1) * LINES)))
         name = f"output-{number:03d}"
-        room.files.storage.write(f"{folder_of(OWNER, record.id)}/{name}", content)
+        room.files.storage.write(f"{build_folder_name(OWNER, record.id)}/{name}", content)
         room.batches.save(record, turn, pieces=[Piece(name, len(content))])
     return record
 
@@ -238,7 +238,7 @@ def test_piece_that_is_missing_or_short_is_no_empty_one(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = finishing(room)
-    name = f"{folder_of(OWNER, record.id)}/output-007"
+    name = f"{build_folder_name(OWNER, record.id)}/output-007"
     whole = room.files.storage.read(name)
     assert whole is not None
     for broken in (None, whole[:-1]):
@@ -259,7 +259,7 @@ def test_batch_whose_pieces_stay_away_fails_and_says_so(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = finishing(room)
-    room.files.storage.remove(f"{folder_of(OWNER, record.id)}/output-007")
+    room.files.storage.remove(f"{build_folder_name(OWNER, record.id)}/output-007")
     monkeypatch.setattr(turns, "MISSING_S", 0.0)
     batch = room.begin(record.id).run().batch
     assert (batch.status, batch.output_file_id) == (Status.FAILED, None)
@@ -281,7 +281,7 @@ def test_batch_whose_input_is_gone_keeps_what_was_computed(
     ).model_copy(update={"slices": [Slice(0, 0)], "ended_lines": [1], "sent": 1, "sending": 1})
     room.batches.add(record, 10)
     _, turn = room.batches.begin(record.id, 0) or pytest.fail("no turn")
-    room.files.storage.write(f"{folder_of(OWNER, record.id)}/output-1", line(1))
+    room.files.storage.write(f"{build_folder_name(OWNER, record.id)}/output-1", line(1))
     room.batches.save(record, turn, pieces=[Piece("output-1", len(line(1)))])
     room.files.remove(OWNER, file.id)
     batch = room.begin(record.id).run().batch
@@ -420,7 +420,7 @@ def test_batch_that_is_to_be_cancelled_says_so_at_once(room: Room) -> None:
 
 def test_owner_is_the_tenant_and_a_plain_name_of_a_folder() -> None:
     def owner(name: str, tenant: str | None) -> str:
-        return owner_of(Caller(name, tenant, None, 1, 1, 1))
+        return get_owner(Caller(name, tenant, None, 1, 1, 1))
 
     assert owner("new", "acme") == owner("old", "acme") == "tenant-acme"
     assert owner("acme", None) == owner("acme", "") == "key-acme"

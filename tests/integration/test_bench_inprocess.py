@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks.inprocess.rows import Place, row_of
-from benchmarks.peers.inprocess_peer import Plan, figures_of, in_threads
+from benchmarks.peers.inprocess_peer import Plan, in_threads, read_figures
 from benchmarks.peers.inprocess_workloads import Workload, workload_of
 from support.bench_command import bench
 
@@ -92,13 +92,13 @@ def test_answers_for_other_callers_count_as_wrong(no_op: Workload) -> None:
         return answer
 
     tallies = in_threads(late, [no_op.items(0)], Plan(1, 0.0, answers=3))
-    figures = figures_of(tallies, no_op)
+    figures = read_figures(tallies, no_op)
     assert (figures["items"], figures["wrong"], figures["error"]) == (3, 3, "")
 
 
 def test_callers_that_get_an_exception_count_as_wrong(no_op: Workload) -> None:
     tallies = in_threads(lambda item: item // 0, [no_op.items(0)], Plan(1, 0.0))
-    figures = figures_of(tallies, no_op)
+    figures = read_figures(tallies, no_op)
     row = row_of("x", Place("no-op", "threads", 1), [figures], compares=True)
     assert (row["wrong"], "ZeroDivisionError" in row["error"]) == (1, True)
     assert "items_per_s" not in row

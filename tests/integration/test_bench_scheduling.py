@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scheduling.learning import Ran, batches_of, gaps_ms, learned
+from benchmarks.scheduling.learning import Ran, collect_batches, gaps_ms, learned
 from benchmarks.scheduling.messages import Template
 from benchmarks.scheduling.playing import Call, Heard, Played
 from support.bench_command import bench
@@ -45,7 +45,7 @@ def test_costs_gap_and_way_are_learned_from_what_clients_see() -> None:
     assert costs.noise < 0.02
     assert costs.prepare_ms == pytest.approx(5.0)
     assert costs.overhead_ms == pytest.approx(2.0)
-    assert [each.items for each in batches_of(calls, heard)][:8] == [1, 2, 3, 4, 5, 6, 7, 1]
+    assert [each.items for each in collect_batches(calls, heard)][:8] == [1, 2, 3, 4, 5, 6, 7, 1]
 
 
 @pytest.mark.parametrize(

@@ -60,8 +60,8 @@ def test_multi_item_jobs_answer_item_by_item(shop: Client, per_job: int) -> None
 
 
 def test_batches_are_formed_of_items_whatever_messages_they_came_in(shop: Client) -> None:
-    batch_of = shop.task(f"{APP}.batch_of", queue=QUEUE)
-    found = list(batch_of.map(list(range(300)), per_job=50, timeout_s=60))
+    read_batch = shop.task(f"{APP}.read_batch", queue=QUEUE)
+    found = list(read_batch.map(list(range(300)), per_job=50, timeout_s=60))
     assert [each["item"] for each in found] == list(range(300))
     assert max(len(each["mates"]) for each in found) <= 64
 
@@ -90,10 +90,10 @@ def test_map_raises_what_the_worker_raised(shop: Client) -> None:
 
 
 def test_keywords_reach_the_function_and_progress_the_caller(shop: Client) -> None:
-    batch_of = shop.task(f"{APP}.batch_of", queue=QUEUE)
+    read_batch = shop.task(f"{APP}.read_batch", queue=QUEUE)
     seen: list[Progress] = []
     options: Any = {"keywords": {"tag": "x"}, "progress": seen.append, "window": 20}
-    found = list(batch_of.as_completed(range(100), timeout_s=60, **options))
+    found = list(read_batch.as_completed(range(100), timeout_s=60, **options))
     assert {each.value["tag"] for each in found} == {"x"}
     assert sorted(each.index for each in found) == list(range(100))
     assert seen[-1] == Progress(100, 100, 0)

@@ -10,7 +10,7 @@ import pytest
 import redis
 from celery import Celery, uuid
 
-from batchery.protocol.completion_stream import stream_key, stream_name_of
+from batchery.protocol.completion_stream import read_stream_name, stream_key
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import RedisCollector, collector_for
@@ -90,8 +90,8 @@ def store(app: Any, bare: Any, task_id: str, status: str, result: Any) -> None:
     bare.set(app.backend.get_key_for_task(task_id), content)
 
 
-def name_of(collector: Any) -> str:
-    name = stream_name_of(collector.headers["batchery"])
+def describe_function(collector: Any) -> str:
+    name = read_stream_name(collector.headers["batchery"])
     assert name is not None
     return name
 
@@ -103,7 +103,7 @@ def test_jobs_of_several_runs_in_one_batch_are_announced_to_each(
         for each, ids in ((collector, ["a", "c"]), (other, ["b"])):
             each.expect(ids)
             without_sweeps(each)
-        replies = {name_of(collector): [0, 2], name_of(other): [1]}
+        replies = {describe_function(collector): [0, 2], describe_function(other): [1]}
         assert commit(["a", "b", "c", "d"], replies) == [CommitStatus.COMMITTED] * 4
         mine = collect(collector, 2)
         assert mine == {"a": Answer("of a"), "c": Answer("of c")}
@@ -116,36 +116,36 @@ def test_only_what_was_committed_is_announced(
 ) -> None:
     collector.expect(["a", "b"])
     bare.set(app.backend.get_key_for_task("a"), b"\x80 what the script cannot read")
-    statuses = commit(["a", "b"], {name_of(collector): [0, 1]})
+    statuses = commit(["a", "b"], {describe_function(collector): [0, 1]})
     assert statuses == [CommitStatus.NEEDS_TRACER, CommitStatus.COMMITTED]
-    entries = bare.xrange(stream_key(app.backend, name_of(collector)))
+    entries = bare.xrange(stream_key(app.backend, describe_function(collector)))
     assert [json.loads(entry[b"ids"]) for _, entry in entries] == [[], ["b"]]
 
 
 def test_a_reply_expires_and_is_bounded_trimmed_and_removed(
     app: Any, collector: Any, commit: Commits, bare: Any
 ) -> None:
-    key = stream_key(app.backend, name_of(collector))
+    key = stream_key(app.backend, describe_function(collector))
     for task_id in ("a", "b"):
         collector.expect([task_id])
-        commit([task_id], {name_of(collector): [0]})
+        commit([task_id], {describe_function(collector): [0]})
         collect(collector, 1)
     assert bare.xlen(key) == 1
     assert 0 < bare.ttl(key) <= 3600
     collector.close()
-    commit(["c"], {name_of(collector): [0]})
+    commit(["c"], {describe_function(collector): [0]})
     assert not bare.exists(key)
 
 
 def test_a_reply_that_nobody_reads_does_not_grow_for_ever(
     app: Any, collector: Any, commit: Commits, bare: Any
 ) -> None:
-    key = stream_key(app.backend, name_of(collector))
+    key = stream_key(app.backend, describe_function(collector))
     with bare.pipeline() as pipe:
         for number in range(9000):
             pipe.xadd(key, {"ids": f'["{number}"]'})
         pipe.execute()
-    commit(["c"], {name_of(collector): [0]})
+    commit(["c"], {describe_function(collector): [0]})
     assert bare.xlen(key) < 9000
 
 
@@ -154,9 +154,9 @@ def test_a_reply_that_was_lost_is_made_again(
 ) -> None:
     collector.expect(["a"])
     without_sweeps(collector)
-    bare.delete(stream_key(app.backend, name_of(collector)))
+    bare.delete(stream_key(app.backend, describe_function(collector)))
     assert list(collector.collect(0)) == []
-    commit(["a"], {name_of(collector): [0]})
+    commit(["a"], {describe_function(collector): [0]})
     assert collect(collector, 1) == {"a": Answer("of a")}
 
 
@@ -165,8 +165,8 @@ def test_a_key_of_another_type_does_not_stop_a_commit(
 ) -> None:
     collector.expect(["a"])
     without_announcements(collector)
-    bare.set(stream_key(app.backend, name_of(collector)), "mine")
-    assert commit(["a"], {name_of(collector): [0]}) == [CommitStatus.COMMITTED]
+    bare.set(stream_key(app.backend, describe_function(collector)), "mine")
+    assert commit(["a"], {describe_function(collector): [0]}) == [CommitStatus.COMMITTED]
     assert collect(collector, 1) == {"a": Answer("of a")}
 
 
@@ -177,7 +177,9 @@ def test_commits_are_announced_when_redis_is_full(
     without_sweeps(collector)
     bare.hset("lease", "0", "celery\0message")
     bare.config_set("maxmemory", 1)
-    assert commit(["a"], {name_of(collector): [0]}, lease=False) == [CommitStatus.COMMITTED]
+    assert commit(["a"], {describe_function(collector): [0]}, lease=False) == [
+        CommitStatus.COMMITTED
+    ]
     assert collect(collector, 1) == {"a": Answer("of a")}
 
 
@@ -190,7 +192,7 @@ def test_a_reply_that_redis_has_no_memory_for_is_made_later(
     bare.config_set("maxmemory", 0)
     assert list(collector.collect(0)) == []
     without_sweeps(collector)
-    commit(["a"], {name_of(collector): [0]})
+    commit(["a"], {describe_function(collector): [0]})
     assert collect(collector, 1) == {"a": Answer("of a")}
 
 
@@ -211,7 +213,7 @@ def test_a_reply_that_redis_has_no_memory_for_is_made_later(
     ids=str,
 )
 def test_what_is_no_name_of_a_reply_asks_for_none(header: Any) -> None:
-    assert stream_name_of(header) is None
+    assert read_stream_name(header) is None
 
 
 def test_results_have_the_prefix_that_replies_have(url: str, bare: Any) -> None:
@@ -222,8 +224,8 @@ def test_results_have_the_prefix_that_replies_have(url: str, bare: Any) -> None:
     ):
         collector.expect(["a"])
         without_sweeps(collector)
-        Commits(app, bare)(["a"], {name_of(collector): [0]})
-        assert bare.exists("mine_batchery:reply:" + name_of(collector))
+        Commits(app, bare)(["a"], {describe_function(collector): [0]})
+        assert bare.exists("mine_batchery:reply:" + describe_function(collector))
         assert collect(collector, 1) == {"a": Answer("of a")}
 
 
@@ -262,14 +264,14 @@ def test_a_restart_of_redis_is_survived(own_redis: OwnRedis) -> None:
     ):
         collector.expect(["a", "b"])
         with redis.Redis.from_url(own_redis.url) as bare:
-            Commits(app, bare)(["a"], {name_of(collector): [0]})
+            Commits(app, bare)(["a"], {describe_function(collector): [0]})
             assert collect(collector, 1).keys() == {"a"}
 
         def restart() -> None:
             own_redis.kill()
             own_redis.start()
             with redis.Redis.from_url(own_redis.url) as bare:
-                Commits(app, bare)(["b"], {name_of(collector): [0]})
+                Commits(app, bare)(["b"], {describe_function(collector): [0]})
 
         without_sweeps(collector)
         thread = threading.Thread(target=restart)

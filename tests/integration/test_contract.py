@@ -39,14 +39,14 @@ def test_every_caller_gets_its_own_result() -> None:
 
 
 def test_jobs_that_wait_while_a_batch_runs_share_the_next_one() -> None:
-    shop.batch_of.submit_many(range(1), {"pause_s": 0.5})
-    results = shop.batch_of.submit_many(range(20), {"pause_s": 0.01}).get(timeout=TIMEOUT_S)
+    shop.read_batch.submit_many(range(1), {"pause_s": 0.5})
+    results = shop.read_batch.submit_many(range(20), {"pause_s": 0.01}).get(timeout=TIMEOUT_S)
     assert max(len(result["mates"]) for result in results) > 5
 
 
 def test_jobs_with_different_keywords_never_share_a_batch() -> None:
-    shop.batch_of.submit_many(range(1), {"pause_s": 0.5})
-    jobs = [shop.batch_of.delay(number, tag=f"t{number % 3}") for number in range(30)]
+    shop.read_batch.submit_many(range(1), {"pause_s": 0.5})
+    jobs = [shop.read_batch.delay(number, tag=f"t{number % 3}") for number in range(30)]
     results = [job.get(timeout=TIMEOUT_S) for job in jobs]
     for number, result in enumerate(results):
         assert result["tag"] == f"t{number % 3}"
@@ -54,7 +54,7 @@ def test_jobs_with_different_keywords_never_share_a_batch() -> None:
 
 
 def test_a_list_is_one_item() -> None:
-    result = shop.batch_of.delay(["a", "b"]).get(timeout=TIMEOUT_S)
+    result = shop.read_batch.delay(["a", "b"]).get(timeout=TIMEOUT_S)
     assert result["item"] == ["a", "b"]
 
 
@@ -159,7 +159,7 @@ def test_a_multi_item_message_is_answered_item_by_item(client: Celery) -> None:
 
 def test_limits_count_items_not_messages(client: Celery) -> None:
     job = client.send_task(
-        "apps.shop.batch_of",
+        "apps.shop.read_batch",
         [list(range(150))],
         headers={"batchery": {"v": 1, "n": 150}},
     )

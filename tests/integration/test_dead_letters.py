@@ -51,7 +51,7 @@ def aside(redis: "Redis") -> dict[str, Any]:
     return message
 
 
-def message_of(redis: "Redis", name: str = "apps.killers.obey") -> dict[str, Any]:
+def decode_message(redis: "Redis", name: str = "apps.killers.obey") -> dict[str, Any]:
     keywords = {"folder": "."}
     killers.app.send_task(name, ["hello"], keywords, queue="aside")
     return aside(redis)
@@ -83,7 +83,7 @@ def dead(*arguments: str, answer: str | None = None) -> Result:
 def test_a_message_that_cannot_be_read_is_kept_and_its_caller_hears_of_it(
     worker: Worker, redis: "Redis", spoiled: dict[str, Any], says: str
 ) -> None:
-    message = message_of(redis)
+    message = decode_message(redis)
     letter = refused(redis, {**message, **spoiled})
     assert says in letter.reason
     assert (letter.id, letter.task) == (message["headers"]["id"], "apps.killers.obey")
@@ -95,7 +95,7 @@ def test_a_message_that_cannot_be_read_is_kept_and_its_caller_hears_of_it(
 
 
 def test_an_ordinary_task_s_message_is_kept_as_well(worker: Worker, redis: "Redis") -> None:
-    message = message_of(redis, "apps.killers.count")
+    message = decode_message(redis, "apps.killers.count")
     letter = refused(redis, {**message, "body": NULL})
     assert letter.task == "apps.killers.count"
     with pytest.raises(InvalidItem, match="malformed"):
@@ -103,7 +103,7 @@ def test_an_ordinary_task_s_message_is_kept_as_well(worker: Worker, redis: "Redi
 
 
 def test_a_job_of_an_unknown_task_is_kept(worker: Worker, redis: "Redis") -> None:
-    message = message_of(redis, "nobody.knows.me")
+    message = decode_message(redis, "nobody.knows.me")
     letter = refused(redis, message)
     assert "no such task in this worker" in letter.reason
     with pytest.raises(NotRegistered):
@@ -141,7 +141,7 @@ def test_the_commands_list_show_requeue_and_purge(
 ) -> None:
     assert dead("list").output == "no dead letters\n"
     assert dead("list", "--json").output == ""
-    message = message_of(redis)
+    message = decode_message(redis)
     letter = refused(redis, {**message, "body": NULL})
     listed = dead("list")
     assert listed.exit_code == 0

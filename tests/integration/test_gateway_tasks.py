@@ -81,13 +81,13 @@ def later(gateway: GatewayProcess, task: str, **body: Any) -> str:
 
 
 def test_item_of_a_batch_task_is_answered_now(gateway: GatewayProcess) -> None:
-    answer = post(gateway, "batch_of", item={"a": [1]}, keywords={"tag": "x"})
+    answer = post(gateway, "read_batch", item={"a": [1]}, keywords={"tag": "x"})
     assert answer.status_code == 200
     state = answer.json()
-    assert (state["task"], state["status"]) == ("apps.shop.batch_of", "SUCCESS")
+    assert (state["task"], state["status"]) == ("apps.shop.read_batch", "SUCCESS")
     assert (state["result"]["item"], state["result"]["tag"]) == ({"a": [1]}, "x")
     # Null is an item as well.
-    assert post(gateway, "batch_of", item=None).json()["result"]["item"] is None
+    assert post(gateway, "read_batch", item=None).json()["result"]["item"] is None
 
 
 def test_items_have_results_of_their_own(gateway: GatewayProcess) -> None:
@@ -120,7 +120,7 @@ def test_curl(gateway: GatewayProcess) -> None:
 
 def test_many_wait_at_once(gateway: GatewayProcess) -> None:
     def one(number: int) -> bool:
-        return bool(post(gateway, "batch_of", item=number).json()["result"]["item"] == number)
+        return bool(post(gateway, "read_batch", item=number).json()["result"]["item"] == number)
 
     with ThreadPoolExecutor(30) as pool:
         assert all(pool.map(one, range(150)))

@@ -63,7 +63,7 @@ def _app(redis_url: str) -> None:
     hybrid.app.conf.update(broker_url=redis_url, result_backend=redis_url)
 
 
-def message_of(client: Celery, redis_url: str, kind: str) -> dict[str, Any]:
+def decode_message(client: Celery, redis_url: str, kind: str) -> dict[str, Any]:
     """A message of a kind of task, with its body decoded."""
     name, _, arguments = KINDS[kind]
     client.send_task(name, arguments, queue="aside")
@@ -113,7 +113,7 @@ def check_well(worker: Worker, redis_url: str) -> None:
 def test_wrong_header_ends_its_message_and_nothing_else(
     client: Celery, redis_url: str, worker: Worker, kind: str, headers: dict[str, Any]
 ) -> None:
-    message = message_of(client, redis_url, kind)
+    message = decode_message(client, redis_url, kind)
     message["headers"] |= headers
     put(redis_url, kind, [message])
     check_well(worker, redis_url)
@@ -154,7 +154,7 @@ def with_value(message: dict[str, Any], path: tuple[Any, ...], value: Any) -> di
 def test_mutated_messages_end_no_worker_and_hold_up_no_good_one(
     client: Celery, redis_url: str, worker: Worker
 ) -> None:
-    messages = {kind: message_of(client, redis_url, kind) for kind in KINDS}
+    messages = {kind: decode_message(client, redis_url, kind) for kind in KINDS}
 
     @settings(
         max_examples=VALUES // VALUES_AT_ONCE,

@@ -99,7 +99,7 @@ def test_200_concurrent_callers_share_batches_and_get_their_own_vectors(
 ) -> None:
     texts = [f"{'word ' * (number % 40)}number {number}" for number in range(200)]
     alone = {text: direct_embedding(minilm_path, text) for text in texts[::40]}
-    before = batches_of(client, worker)
+    before = collect_batches(client, worker)
 
     def call(text: str) -> Any:
         return send(client, "embed", text).get(timeout=TIMEOUT_S)
@@ -113,7 +113,7 @@ def test_200_concurrent_callers_share_batches_and_get_their_own_vectors(
         finally:
             main.resume()
         results = list(calls)
-    after = batches_of(client, worker)
+    after = collect_batches(client, worker)
     mean = (after["items"] - before["items"]) / (after["batches"] - before["batches"])
     assert mean > 8
     vectors = [to_numpy(result) for result in results]
@@ -135,7 +135,7 @@ def test_two_models_answer_from_one_worker(worker: Worker, client: Celery) -> No
 
 def cache_of(client: Celery, worker: Worker, name: str) -> dict[str, Any]:
     """What the worker says of a model's cache; empty before it has said anything."""
-    found: dict[str, Any] = batches_of(client, worker)["caches"].get(name, {})
+    found: dict[str, Any] = collect_batches(client, worker)["caches"].get(name, {})
     return found
 
 
@@ -234,7 +234,7 @@ def cosine(left: "np.ndarray[Any, Any]", right: "np.ndarray[Any, Any]") -> float
     return float(left @ right / np.linalg.norm(left) / np.linalg.norm(right))
 
 
-def batches_of(client: Celery, worker: Worker) -> dict[str, Any]:
+def collect_batches(client: Celery, worker: Worker) -> dict[str, Any]:
     batches: dict[str, Any] = worker.inspect(client, "stats")["pool"]["batches"]
     return batches
 

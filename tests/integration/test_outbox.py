@@ -11,7 +11,7 @@ import pytest
 from batchery.completion import JobCompletion, completing
 from batchery.outbox import Outbox
 from batchery.transport.redis_schema import Keys
-from support.plain_kombu import OURS, queue_of
+from support.plain_kombu import OURS, find_queue
 
 KNOWN = {"job": "parent", "next": {"chain": [{"options": {"task_id": "step"}}]}}
 
@@ -40,7 +40,7 @@ def send(url: str, prefix: str) -> Iterator[Send]:
 
         def publish(task_id: str, **more: Any) -> None:
             headers = {"id": task_id, "task": "work", "retries": 0}
-            queue = queue_of("q")
+            queue = find_queue("q")
             producer.publish(
                 task_id,
                 headers=headers,

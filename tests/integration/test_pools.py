@@ -31,7 +31,7 @@ def test_green_threads_have_devices_beside_them(
 ) -> None:
     worker = start_worker("apps.shop", "-P", green_threads, "-c", "8")
     assert len(worker.devices()) == 1
-    results = shop.batch_of.submit_many(range(8), {"pause_s": 0.1}).get(timeout=TIMEOUT_S)
+    results = shop.read_batch.submit_many(range(8), {"pause_s": 0.1}).get(timeout=TIMEOUT_S)
     # While the first batch runs, the others become one.
     assert max(len(each["mates"]) for each in results) > 1
     assert shop.asynchronous.submit_many(["ab"] * 8).get(timeout=TIMEOUT_S) == ["ba"] * 8

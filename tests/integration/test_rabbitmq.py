@@ -63,7 +63,7 @@ def waiting(url: str) -> int:
 @pytest.mark.usefixtures("worker")
 def test_jobs_that_wait_share_a_batch(amqp: Celery) -> None:
     amqp.send_task("apps.shop.nap", [0.5])
-    jobs = [amqp.send_task("apps.shop.batch_of", [number]) for number in range(100)]
+    jobs = [amqp.send_task("apps.shop.read_batch", [number]) for number in range(100)]
     results = [job.get(timeout=TIMEOUT_S) for job in jobs]
     assert [result["item"] for result in results] == list(range(100))
     assert max(len(result["mates"]) for result in results) > 1

@@ -71,7 +71,7 @@ def test_recorded_jobs_can_be_simulated(
     options: Any = {"priority": 4, "tenant": "acme", "deadline_s": 20}
     jobs.append(shop.shout.apply_async(("two",), **options))
     jobs.append(shop.app.send_task("apps.shop.shout", ("by name",), priority=9))
-    many = shop.batch_of.submit_many(range(300))
+    many = shop.read_batch.submit_many(range(300))
     for job in jobs:
         job.get(timeout=TIMEOUT_S)
     many.get(timeout=TIMEOUT_S)
@@ -85,7 +85,7 @@ def test_recorded_jobs_can_be_simulated(
 
     trace = read_trace(path, CLASSES)
     # The ordinary task is none of them.
-    tasks = {"apps.shop.shout": 23, "apps.shop.batch_of": 300}
+    tasks = {"apps.shop.shout": 23, "apps.shop.read_batch": 300}
     assert Counter(job.task for job in trace) == tasks
     by_lane = {job.lane: job for job in trace if job.task == "apps.shop.shout"}
     assert by_lane.keys() == {Lane("high"), Lane("normal", "acme"), Lane("low")}

@@ -42,7 +42,7 @@ def same(items: list[Any]) -> list[Any]:
     return items
 
 
-def task_of(app: Celery, **options: Any) -> None:
+def choose_task(app: Celery, **options: Any) -> None:
     decorate: Any = app.task(base=BatchTask, shared=False, name="shout", **options)
     decorate(same)
 
@@ -58,7 +58,7 @@ HEADERS: dict[str, Any] = {
 }
 
 
-def work_of(*messages: dict[str, Any]) -> Work:
+def build_work_name(*messages: dict[str, Any]) -> Work:
     return Work(
         id=1,
         task="shout",
@@ -99,12 +99,12 @@ def test_a_device_stores_what_celery_would(
     make_app: Any, conf: dict[str, Any], extended: bool
 ) -> None:
     app = make_app(result_extended=extended, result_expires=77, **conf)
-    task_of(app)
+    choose_task(app)
     messages = [message(f"job-{number}", **shape) for number, shape in enumerate(SHAPES)]
     meta = {"pid": os.getpid(), "hostname": "worker@host"}
     for each in messages:
         app.backend.store_result(f"stock-{each['id']}", meta, STARTED, request=Context(each))
-    StartedStates(app).store(work_of(*messages))
+    StartedStates(app).store(build_work_name(*messages))
     for each in messages:
         theirs = stored(app, f"stock-{each['id']}")
         assert stored(app, each["id"]) == {**theirs, "task_id": each["id"]}
@@ -116,33 +116,33 @@ def test_a_device_stores_what_celery_would(
 
 def test_a_result_is_never_overwritten_and_any_other_state_is(make_app: Any) -> None:
     app = make_app()
-    task_of(app)
+    choose_task(app)
     for state in ("SUCCESS", "RETRY", "PROGRESS"):
         app.backend.store_result(state, "before", state)
-    StartedStates(app).store(work_of(*map(message, ("SUCCESS", "RETRY", "PROGRESS"))))
+    StartedStates(app).store(build_work_name(*map(message, ("SUCCESS", "RETRY", "PROGRESS"))))
     states = [app.AsyncResult(each).state for each in ("SUCCESS", "RETRY", "PROGRESS")]
     assert states == ["SUCCESS", "STARTED", "STARTED"]
 
 
 def test_nothing_is_stored_for_those_who_want_nothing(make_app: Any) -> None:
     app = make_app()
-    task_of(app)
-    StartedStates(app).store(work_of(message("quiet", ignore_result=True), message("loud")))
+    choose_task(app)
+    StartedStates(app).store(build_work_name(message("quiet", ignore_result=True), message("loud")))
     assert stored(app, "quiet") is None
     assert stored(app, "loud")["status"] == "STARTED"
-    task_of(other := make_app(), track_started=False)
-    StartedStates(other).store(work_of(message("untracked")))
+    choose_task(other := make_app(), track_started=False)
+    StartedStates(other).store(build_work_name(message("untracked")))
     assert stored(app, "untracked") is None
 
 
 def test_one_round_trip_for_a_batch(make_app: Any, redis_url: str) -> None:
     app = make_app()
-    task_of(app)
+    choose_task(app)
     states = StartedStates(app)
-    states.store(work_of(message("first")))
+    states.store(build_work_name(message("first")))
     with Redis.from_url(redis_url) as redis:
         before = redis.info("commandstats")
-        states.store(work_of(*(message(f"many-{number}") for number in range(50))))
+        states.store(build_work_name(*(message(f"many-{number}") for number in range(50))))
         after = redis.info("commandstats")
     calls = {name: after[name]["calls"] - before.get(name, {"calls": 0})["calls"] for name in after}
     assert calls["cmdstat_evalsha"] == 1
@@ -153,14 +153,14 @@ def test_a_backend_that_is_away_holds_nobody_up(
     make_app: Any, own_redis: OwnRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = make_app(own_redis.url)
-    task_of(app)
+    choose_task(app)
     states = StartedStates(app)
-    states.store(work_of(message("before")))
+    states.store(build_work_name(message("before")))
     own_redis.kill()
 
     def took_s() -> float:
         began_s = time.monotonic()
-        states.store(work_of(message("meanwhile")))
+        states.store(build_work_name(message("meanwhile")))
         return time.monotonic() - began_s
 
     with caplog.at_level(logging.WARNING, "batchery.device"):
@@ -169,5 +169,5 @@ def test_a_backend_that_is_away_holds_nobody_up(
     line = caplog.messages[0]
     assert line.startswith("the state STARTED of 1 jobs of shout cannot be stored: Connection")
     own_redis.start()
-    states.store(work_of(message("after")))
+    states.store(build_work_name(message("after")))
     assert stored(app, "after")["status"] == "STARTED"

@@ -124,7 +124,7 @@ def test_the_oldest_waiting_job_has_an_age(worker: Worker, redis_url: str, tmp_p
         return figures if figures["waiting"] and figures["oldest_waiting_s"] > 0.5 else None
 
     with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
-        jobs = shop.batch_of.submit_many(range(3))
+        jobs = shop.read_batch.submit_many(range(3))
         figures = wait_for(waiting, "a job that waits")
     assert figures["devices"]["cpu"]["batches_in_flight"] >= 1
     assert figures["waiting_by_queue"]["celery"]["jobs"] == figures["waiting"]
@@ -171,7 +171,7 @@ def test_a_job_without_a_result_is_looked_for_in_the_workers(
     worker: Worker, redis_url: str, tmp_path: Path
 ) -> None:
     with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate") as running:
-        waiting = shop.batch_of.delay(1)
+        waiting = shop.read_batch.delay(1)
         scheduled = shop.shout.apply_async(("later",), countdown=600)
         wait_for(lambda: worker.inspect(shop.app, "scheduled"), "the scheduled job")
         for job, state in ((running, "ACTIVE"), (waiting, "WAITING"), (scheduled, "SCHEDULED")):

@@ -53,7 +53,7 @@ def test_jobs_share_batches_and_keywords_reach_them(
 ) -> None:
     summary = submit_file(
         write_rows(tmp_path / "in.jsonl", 200),
-        f"{APP}.batch_of",
+        f"{APP}.read_batch",
         tmp_path / "out.jsonl",
         app=client,
         queue=QUEUE,
@@ -125,7 +125,7 @@ def test_the_command_reads_stdin_and_writes_stdout(
     command = Command(
         tmp_path,
         redis_url,
-        *["-", "-A", APP, "--task", f"{APP}.batch_of", "-o", "-"],
+        *["-", "-A", APP, "--task", f"{APP}.read_batch", "-o", "-"],
         *["--format", "text", "--kwargs", '{"tag": "a"}', "--option", "tag=b", "--limit", "2"],
         *["--timeout", "30"],
     )

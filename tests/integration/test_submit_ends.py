@@ -62,7 +62,7 @@ def test_a_signal_in_the_middle_ends_it_cleanly(
     command = Command(
         tmp_path,
         redis_url,
-        *[str(source), "-A", APP, "--task", f"{APP}.batch_of", "-o", str(output), "--json"],
+        *[str(source), "-A", APP, "--task", f"{APP}.read_batch", "-o", str(output), "--json"],
         *["--option", "pause_s=0.05", "--window", "200"],
     )
     wait_for(lambda: output.exists() and output.stat().st_size > 0, "the first results")

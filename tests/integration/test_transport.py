@@ -10,7 +10,7 @@ import redis
 
 from batchery.transport.redis_schema import Keys
 from support.harness import wait_for
-from support.plain_kombu import Consumer, StartConsumer, leases, queue_of, send, waiting
+from support.plain_kombu import Consumer, StartConsumer, find_queue, leases, send, waiting
 
 KEYS = Keys()
 
@@ -244,7 +244,7 @@ def test_without_acknowledgements_nothing_is_kept(both: StartConsumer, url: str,
 def test_both_kinds_of_consumers_on_one_channel(both: StartConsumer, url: str, bare: Any) -> None:
     consumer = both("quick", no_ack=True)
     consumer.consumer.no_ack = False
-    consumer.consumer.add_queue(queue_of("q")).declare()
+    consumer.consumer.add_queue(find_queue("q")).declare()
     consumer.consumer.consume()
     send(url, "quick", "1", "2")
     send(url, "q", "3")
@@ -267,7 +267,7 @@ def test_basic_get_is_kombus_own(consume: StartConsumer, url: str, bare: Any) ->
 def test_a_queue_is_added_while_it_waits(both: StartConsumer, url: str) -> None:
     consumer = both("q")
     consumer.until_waiting()
-    consumer.consumer.add_queue(queue_of("new"))
+    consumer.consumer.add_queue(find_queue("new"))
     consumer.consumer.consume()
     send(url, "new", "1")
     assert consumer.get(1) == ["1"]
@@ -278,7 +278,7 @@ def test_a_queue_is_added_while_a_drain_is_under_way(both: StartConsumer, url: s
     consumer = both("q")
     consumer.channel.connection.cycle.on_poll_start()
     assert consumer.channel._draining
-    consumer.consumer.add_queue(queue_of("new"))
+    consumer.consumer.add_queue(find_queue("new"))
     consumer.consumer.consume()
     consumer.until_waiting()
     send(url, "new", "1")

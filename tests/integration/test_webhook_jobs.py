@@ -12,7 +12,7 @@ import pytest
 from batchery_producer.gateway.callers import make_key
 from batchery_producer.gateway.tasks import webhook_post
 from batchery_producer.gateway.tasks.webhook_post import Undeliverable, post
-from batchery_producer.gateway.tasks.webhook_target import target_of
+from batchery_producer.gateway.tasks.webhook_target import resolve_target
 from batchery_producer.gateway.tasks.webhooks import MAX_PER_HOST
 from conftest import StartGateway
 from support.gateway import GatewayProcess
@@ -106,7 +106,7 @@ def test_attempt_has_one_deadline_however_a_receiver_trickles(
     monkeypatch.setattr(webhook_post, "DEADLINE_S", 1.0)
     hosts = ("127.0.0.1",)
     with Trickling() as receiver, pytest.raises(Undeliverable, match="no answer within 1 s"):
-        post(target_of(receiver.url, hosts), hosts, b"{}", "the-id", 1, None)
+        post(resolve_target(receiver.url, hosts), hosts, b"{}", "the-id", 1, None)
 
 
 def test_receivers_that_never_end_stop_nobody_else_s(

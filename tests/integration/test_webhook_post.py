@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchery_producer.gateway.tasks.webhook_post import Undeliverable, post
-from batchery_producer.gateway.tasks.webhook_target import target_of
+from batchery_producer.gateway.tasks.webhook_target import resolve_target
 from support.webhook_receiver import WebhookReceiver
 
 HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -34,7 +34,7 @@ def receiver(path: Path) -> WebhookReceiver:
 
 
 def send(url: str) -> None:
-    post(target_of(f"{url}/done?a=b", HOSTS), HOSTS, b"{}", "the-id", 1, None)
+    post(resolve_target(f"{url}/done?a=b", HOSTS), HOSTS, b"{}", "the-id", 1, None)
 
 
 def test_webhook_arrives_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def test_ping_is_answered_while_a_forward_pass_takes_ten_seconds(
 def test_two_workers_share_one_queue(start_worker: StartWorker, store: Any) -> None:
     workers = [start_worker("apps.shop"), start_worker("apps.shop")]
     wait_for(lambda: store.hlen(Keys().waiting) == 2, "both wait for work")
-    jobs = shop.batch_of.submit_many(range(400), {"pause_s": 0.5})
+    jobs = shop.read_batch.submit_many(range(400), {"pause_s": 0.5})
     results = jobs.get(timeout=TIMEOUT_S)
     assert [result["item"] for result in results] == list(range(400))
     devices = {device.pid for worker in workers for device in worker.devices()}
@@ -83,7 +83,7 @@ def test_jobs_run_on_a_broker_without_an_event_loop(tmp_path: Path) -> None:
         worker.wait_ready()
         client = (
             "import files, time\n"
-            "jobs = files.shop.batch_of.submit_many(range(5))\n"
+            "jobs = files.shop.read_batch.submit_many(range(5))\n"
             "print([job.get(timeout=30, interval=0.05)['item'] for job in jobs])\n"
         )
         done = subprocess.run(

@@ -14,7 +14,7 @@ from celery.worker import state as worker_state
 from kombu.message import Message
 
 from apps.batches import FOUR
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery.transport.redis_schema import Keys
 from batchery_worker.completion.ordinary import OrdinaryThreads
@@ -49,7 +49,7 @@ class FakeLeaseStore:
     def still_held(self, tokens: list[str]) -> set[str]:
         return self.held.intersection(tokens)
 
-    def key_of(self, token: str) -> str | None:
+    def get_key(self, token: str) -> str | None:
         return "fours" if token in self.believed else None
 
     def deaths(self, token: str) -> int | None:
@@ -101,7 +101,7 @@ class FakeWorker:
         self.channel = FakeChannel()
         self._tags = itertools.count(1)
         tasks = [task for task in app.tasks.values() if isinstance(task, BatchTask)]
-        settings = installation_of(app).settings
+        settings = get_installation(app).settings
         self.pool = HybridPool(OrdinaryThreads(2, app=app), app, tasks, choose(settings.devices))
         self.pool.start()
         self.pool.register_with_event_loop(loop)
@@ -167,7 +167,7 @@ class FakeWorker:
     def works(self, device: FakeDevice | None = None) -> list[list[Any]]:
         """The items of each batch that a device was given, in order."""
         self.loop.settle()
-        return [items_of(work) for work in (device or self.device).hear()]
+        return [read_items(work) for work in (device or self.device).hear()]
 
     def work_off(self) -> None:
         """Makes devices answer their batches, or die of them, until none is left."""
@@ -201,6 +201,6 @@ class FakeWorker:
 StartPool = Callable[..., FakeWorker]
 
 
-def items_of(work: Work) -> list[Any]:
+def read_items(work: Work) -> list[Any]:
     """All items of a batch."""
     return [item for _, items, _ in work.jobs for item in items]

@@ -45,7 +45,7 @@ class Consumer:
         self.channel.basic_qos(0, self.prefetch, False)
         self.consumer = kombu.Consumer(
             self.channel,
-            queues=[queue_of(name) for name in queues],
+            queues=[find_queue(name) for name in queues],
             on_message=self.on_message,
             no_ack=self.no_ack,
         )
@@ -109,7 +109,7 @@ class Consumer:
             self.hub.close()
 
 
-def queue_of(name: str) -> kombu.Queue:
+def find_queue(name: str) -> kombu.Queue:
     """A queue like Celery's: the default exchange, and a routing key with the queue's name."""
     return kombu.Queue(name, kombu.Exchange(name, type="direct"), routing_key=name)
 

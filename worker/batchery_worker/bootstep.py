@@ -18,7 +18,7 @@ from kombu.serialization import prepare_accept_content
 import batchery.app as standalone
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 from batchery.settings import FILE_VARIABLE, Settings, nearest_name, settings_file
 from batchery.task import BatchTask, ModelTask
 from batchery.transport.channel import LeasingChannel
@@ -64,7 +64,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             raise SystemExit(error.exit_code) from None
 
     def _prepare(self, worker: Any) -> None:
-        installation = installation_of(worker.app)
+        installation = get_installation(worker.app)
         if installation.error is not None:
             raise installation.error
         settings = installation.settings
@@ -136,7 +136,7 @@ def refuse_no_models(app: Any) -> None:
 def warn_of_unused_queues(app: Any) -> None:
     """Warns of queues of `-Q` to which no task is routed: most of them are misspelt."""
     tasks = _own_tasks(app)
-    routed = {queue_of(task) for task in tasks}
+    routed = {find_queue(task) for task in tasks}
     # Jobs of a task without a route may come by any queue.
     if app.amqp.queues._consume_from is None or not tasks or None in routed:
         return
@@ -166,7 +166,7 @@ def late_binding(worker: Any) -> LateBinding | None:
     return LateBinding(
         lambda: (hybrid.batch_backlog, ordinary),
         lambda: hybrid.leaves_rest,
-        kinds_by_queue(app, installation_of(app).settings.max_batch_size),
+        kinds_by_queue(app, get_installation(app).settings.max_batch_size),
     )
 
 
@@ -189,7 +189,7 @@ def kinds_by_queue(app: Any, max_batch_size: int) -> dict[str, QueueKinds]:
     """
     kinds: dict[str, QueueKinds] = {}
     for task in _own_tasks(app):
-        queue = queue_of(task) or str(app.conf.task_default_queue)
+        queue = find_queue(task) or str(app.conf.task_default_queue)
         known = kinds.get(queue, QueueKinds({}, ordinary=False))
         kinds[queue] = (
             QueueKinds(
@@ -202,7 +202,7 @@ def kinds_by_queue(app: Any, max_batch_size: int) -> dict[str, QueueKinds]:
     return kinds
 
 
-def queue_of(task: Any) -> str | None:
+def find_queue(task: Any) -> str | None:
     """The queue that a task is routed to; None if it has no route, or none that can be told."""
     if isinstance(task, ModelTask):
         return str(task.model_queue)
@@ -220,7 +220,7 @@ def is_served(task: BatchTask) -> bool:
     A task without a route may come by any queue that a caller names. A router may look at a job's
     arguments: then nobody knows before the job is there.
     """
-    queue, consumed = queue_of(task), set(task.app.amqp.queues.consume_from)
+    queue, consumed = find_queue(task), set(task.app.amqp.queues.consume_from)
     # The gateway's queue has none of them, and its worker needs no device.
     return queue in consumed or (queue is None and consumed != {JOBS_QUEUE})
 
@@ -361,7 +361,7 @@ def ordinary_parts(app: Any, tasks: list[BatchTask], prefetch: int) -> dict[str,
         tasks: All of its batch tasks.
         prefetch: Celery's own prefetch count, before it was raised; 0 for no limit.
     """
-    batch_queues = [queue_of(task) for task in tasks]
+    batch_queues = [find_queue(task) for task in tasks]
     if None in batch_queues or not prefetch:
         return {}
     return {

@@ -24,7 +24,7 @@ from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.dead_letters import read_embed
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure
-from batchery_worker.request import BatchRequest, give_back, lease_of
+from batchery_worker.request import BatchRequest, get_lease, give_back
 
 if TYPE_CHECKING:
     _Consumer: Any
@@ -150,7 +150,7 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
     def call_soon_ack(self, p: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Acknowledges or rejects a message in the loop's next turn; a leased one at once."""
         message = getattr(p, "__self__", None)
-        if isinstance(message, Message) and p == message.ack_log_error and lease_of(message):
+        if isinstance(message, Message) and p == message.ack_log_error and get_lease(message):
             # This sends nothing yet. A job that is settled and not acknowledged would come again
             # over a connection that is made in between.
             p(*args, **kwargs)
@@ -320,19 +320,19 @@ def _check_embed(embed: Any) -> None:
     if not isinstance(embed, Mapping):
         raise InvalidTaskError(f"its callbacks are {embed!r:.100}, not in a mapping")
     for name in ("callbacks", "errbacks", "chain"):
-        if (signatures := embed.get(name)) and not _is_list_of(signatures, Mapping):
+        if (signatures := embed.get(name)) and not _holds_only(signatures, Mapping):
             raise InvalidTaskError(f"its {name} are {signatures!r:.100}, not a list of signatures")
     if (chord := embed.get("chord")) and not isinstance(chord, Mapping):
         raise InvalidTaskError(f"its chord is {chord!r:.100}, not a signature")
 
 
-def _is_list_of(value: Any, kind: Any) -> bool:
+def _holds_only(value: Any, kind: Any) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(each, kind) for each in value)
 
 
 def _are_limits(value: Any) -> bool:
     # Most jobs have none, and each job is asked.
-    return value == NO_LIMITS or (len(value) == 2 and _is_list_of(value, Real | None))
+    return value == NO_LIMITS or (len(value) == 2 and _holds_only(value, Real | None))
 
 
 NO_LIMITS = [None, None]
@@ -342,7 +342,7 @@ NO_LIMITS = [None, None]
 HEADERS: Mapping[str, tuple[Any, Callable[[Any], bool] | None, str]] = {
     "shadow": (str, None, "a text"),
     "timelimit": ((list, tuple), _are_limits, "a hard and a soft time limit in seconds"),
-    "stamped_headers": ((list, tuple), lambda value: _is_list_of(value, str), "a list of names"),
+    "stamped_headers": ((list, tuple), lambda value: _holds_only(value, str), "a list of names"),
     "stamps": (dict, None, "a mapping"),
     "retries": (int, None, "a whole number"),
     "replaced_task_nesting": (int, None, "a whole number"),

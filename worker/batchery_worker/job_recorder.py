@@ -13,7 +13,7 @@ from typing import Any
 from uuid import uuid4
 
 from batchery.protocol.recorded_job import RecordedJob
-from batchery.protocol.sent_at import DIGITS, HEADER, sent_at_of
+from batchery.protocol.sent_at import DIGITS, HEADER, read_sent_at
 from batchery_worker.job import Job
 
 #: How long a worker records after it was asked, in seconds: then whoever asked is gone.
@@ -114,7 +114,7 @@ class JobRecorder:
             return
         now_s = self._clock()
         # A job with an ETA is wanted only then, and that is when Celery hands it over.
-        sent_s = now_s if message.get("eta") else sent_at_of(message, now_s)
+        sent_s = now_s if message.get("eta") else read_sent_at(message, now_s)
         deadline_s = None
         if job.deadline_s < math.inf:
             deadline_s = round(max(0.0, job.deadline_s - job.arrived_s + now_s - sent_s), DIGITS)

@@ -15,7 +15,7 @@ from celery.worker import state as worker_state
 
 from batchery.transport.workload import Capacity, HeldJob
 from batchery_worker.event_loop import begin_next_turn
-from batchery_worker.request import lease_of
+from batchery_worker.request import get_lease
 
 logger = logging.getLogger("batchery.worker")
 
@@ -158,7 +158,7 @@ class LateBinding:
 
     def capacity(self) -> Capacity:
         """How many jobs could begin at once, of the kinds that come by any of the queues."""
-        kinds = [self._kinds_of(queue) for queue in self._channel.active_queues]
+        kinds = [self._find_kinds(queue) for queue in self._channel.active_queues]
         return self._free(any(batch for batch, _ in kinds), any(ordinary for _, ordinary in kinds))
 
     def limit_for(self, queue: str, level: int) -> int | None:
@@ -174,7 +174,7 @@ class LateBinding:
 
     def capacity_for(self, queue: str) -> Capacity:
         """The same for one queue."""
-        return self._free(*self._kinds_of(queue))
+        return self._free(*self._find_kinds(queue))
 
     def on_turn(self) -> None:
         """Plans what must be done later; called in each turn of the loop."""
@@ -250,7 +250,7 @@ class LateBinding:
     def _give(self, is_batch: bool, requests: Sequence[Any]) -> Collection[Any]:
         by_token = {}
         for request in requests:
-            lease = lease_of(request.message)
+            lease = get_lease(request.message)
             if lease is None or lease.store is not self._channel.lease_store:
                 continue
             # A suspect may have been begun elsewhere, and must be looked at by one worker.
@@ -289,6 +289,6 @@ class LateBinding:
             others.free() if ordinary and others is not None else 0,
         )
 
-    def _kinds_of(self, queue: str) -> tuple[bool, bool]:
+    def _find_kinds(self, queue: str) -> tuple[bool, bool]:
         kinds = self._kinds.get(queue)
         return (True, True) if kinds is None else (bool(kinds.batch), kinds.ordinary)

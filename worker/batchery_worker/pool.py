@@ -11,7 +11,7 @@ from celery.concurrency.solo import TaskPool as SoloPool
 from kombu.asynchronous import Hub
 
 from batchery.errors import StartError
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.completion.ordinary import OrdinaryThreads, run_in_child
@@ -104,7 +104,7 @@ class HybridPool:
         self._devices = devices
         self._dispatcher: Dispatcher | None = None
         self._private_hub: PrivateHub | None = None
-        default = installation_of(app).settings.max_batch_size
+        default = get_installation(app).settings.max_batch_size
         self._max_batch_size = max(task.max_batch_size or default for task in tasks)
 
     def __getattr__(self, name: str) -> Any:
@@ -130,7 +130,7 @@ class HybridPool:
 
     def _start_devices(self) -> None:
         warn_of_tracer(self._app, self._tasks)
-        settings = installation_of(self._app).settings
+        settings = get_installation(self._app).settings
         setups = device_setups(self._app, self._tasks, settings, self._devices)
         self._dispatcher = Dispatcher(self._app, settings, setups)
         self._dispatcher.start()

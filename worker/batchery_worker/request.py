@@ -23,14 +23,14 @@ class LeaseHandle(NamedTuple):
     token: str
 
 
-def lease_of(message: Any) -> LeaseHandle | None:
+def get_lease(message: Any) -> LeaseHandle | None:
     """The lease of a `kombu.Message`; None where another transport brought it."""
     store = getattr(message.channel, "lease_store", None)
     tag = message.delivery_tag
     return None if store is None or not tag.isdigit() else LeaseHandle(store, tag)
 
 
-def lease_store_of(leases: Iterable[LeaseHandle | None]) -> LeaseStore | None:
+def get_lease_store(leases: Iterable[LeaseHandle | None]) -> LeaseStore | None:
     """The lease store of a batch, which is that of its first lease; None where there is no lease.
 
     After a failover to another Redis the store is another one, so each lease must be compared.
@@ -76,7 +76,7 @@ class BatchRequest(_Request):  # type: ignore[misc]
         """The message's lease; None where there is none (any more), as with other transports."""
         if self.acknowledged or not self.task.acks_late:
             return None
-        return lease_of(self.message)
+        return get_lease(self.message)
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Drops the job, at the end of a cold shutdown or where a lost connection asks for it.

@@ -78,7 +78,7 @@ def show(
         click.echo(message, nl=False)
     elif as_json:
         text = message.decode(errors="backslashreplace")
-        report = {**asdict(letter), "headers": headers_of(message), "message": text}
+        report = {**asdict(letter), "headers": read_headers(message), "message": text}
         click.echo(json.dumps(report))
     else:
         click.echo(describe(letter, message))
@@ -181,7 +181,7 @@ def draw(letters: Sequence[DeadLetter]) -> str:
 
 def describe(letter: DeadLetter, message: bytes) -> str:
     """Formats a dead letter for people."""
-    headers = headers_of(message)
+    headers = read_headers(message)
     text = message.decode(errors="backslashreplace")
     if len(text) > SHOWN_CHARS:
         text = f"{text[:SHOWN_CHARS]}... ({len(message):,} bytes; --raw prints all)"
@@ -200,7 +200,7 @@ def describe(letter: DeadLetter, message: bytes) -> str:
     return "\n".join(f"{name + ':':<9}{printable(value)}" for name, value in lines.items())
 
 
-def headers_of(message: bytes) -> Mapping[str, Any]:
+def read_headers(message: bytes) -> Mapping[str, Any]:
     """The headers of a message; empty if they cannot be read."""
     try:
         headers = json.loads(message)["headers"]

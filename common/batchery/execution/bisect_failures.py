@@ -9,7 +9,7 @@ from typing import Any
 
 from batchery.errors import OutOfMemory, WrongLength
 from batchery.outcomes import Answered, Failed, Replace, RetryAfter
-from batchery.tracebacks import frames_of
+from batchery.tracebacks import collect_frames
 
 #: Outcomes that are not values. An item with one of them needs no forward pass. Exceptions are
 #: Celery's `Ignore` and `Reject`: any other one has become a `Failed`.
@@ -112,7 +112,7 @@ def _failed(error: BaseException, name: str) -> Any:
         )
         return Failed(error)
     trace = "".join(traceback.format_exception(error))
-    frames = frames_of(error)
+    frames = collect_frames(error)
     return Failed(_safe(error, name).with_traceback(None), trace, frames)
 
 

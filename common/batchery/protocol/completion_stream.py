@@ -25,7 +25,7 @@ MAX_KEEP_S = 2**31
 FIELD = b"ids"
 
 
-def stream_name_of(header: Any) -> str | None:
+def read_stream_name(header: Any) -> str | None:
     """The name of the completion stream that a job asks for.
 
     Args:
@@ -40,7 +40,7 @@ def stream_name_of(header: Any) -> str | None:
     return name if isinstance(name, str) and _NAME.fullmatch(name) else None
 
 
-def keep_s_of(header: Any) -> int | None:
+def read_keep_s(header: Any) -> int | None:
     """How long the result of a job is to be kept, in seconds.
 
     Args:
@@ -73,7 +73,7 @@ def expiring_as_asked(backend: Any, request: Any) -> Iterator[None]:
         backend: Celery's backend.
         request: Celery's request of the job, or None.
     """
-    keep_s = keep_s_of(getattr(request, HEADER, None))
+    keep_s = read_keep_s(getattr(request, HEADER, None))
     if keep_s is None or not hasattr(backend, "failure_expires"):
         yield
         return
@@ -96,7 +96,7 @@ def backend_prefix(backend: Any) -> bytes:
     return prefix
 
 
-def ids_of(entry: Mapping[bytes, bytes]) -> list[str]:
+def read_ids(entry: Mapping[bytes, bytes]) -> list[str]:
     """The task ids in an entry of the stream."""
     ids: list[str] = json.loads(entry[FIELD])
     return ids

@@ -17,7 +17,7 @@ HEADER = "batchery_deadline"
 GRAIN_S = 0.01
 
 
-def deadline_of(message: Mapping[str, Any]) -> float:
+def read_deadline(message: Mapping[str, Any]) -> float:
     """The deadline of a message, by its headers, in Unix seconds; infinity for none.
 
     Raises:

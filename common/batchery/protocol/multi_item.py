@@ -18,7 +18,7 @@ VERSION = 1
 MAX_ITEMS = 10_000
 
 
-def items_of(argument: Any, header: Any) -> tuple[list[Any], bool]:
+def read_items(argument: Any, header: Any) -> tuple[list[Any], bool]:
     """Reads what a job carries.
 
     Args:
@@ -49,7 +49,7 @@ def items_of(argument: Any, header: Any) -> tuple[list[Any], bool]:
     return argument, True
 
 
-def result_of(outcomes: Sequence[Any]) -> list[dict[str, Any]]:
+def build_result(outcomes: Sequence[Any]) -> list[dict[str, Any]]:
     """Writes the outcomes of a multi-item job's items as its result."""
     return [_entry(outcome) for outcome in outcomes]
 

@@ -24,7 +24,7 @@ def sent_now() -> dict[str, float]:
     return {HEADER: round(time.time(), DIGITS)}
 
 
-def sent_at_of(message: Mapping[str, Any], now_s: float) -> float:
+def read_sent_at(message: Mapping[str, Any], now_s: float) -> float:
     """When a message was sent, by its headers, in Unix seconds.
 
     Args:

@@ -15,7 +15,7 @@ HEADER = "batchery_tenant"
 MAX_CHARS = 200
 
 
-def tenant_of(message: Mapping[str, Any]) -> str:
+def read_tenant(message: Mapping[str, Any]) -> str:
     """The tenant of a message, by its headers.
 
     Raises:
@@ -40,5 +40,5 @@ def with_tenant(options: Mapping[str, Any], tenant: str | None) -> dict[str, Any
     if tenant is None:
         return dict(options)
     headers = {**(options.get("headers") or {}), HEADER: tenant}
-    tenant_of(headers)
+    read_tenant(headers)
     return {**options, "headers": headers}

@@ -446,7 +446,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         if store is None or store.fenced:
             return set()
         leases = [(job, lease) for job in jobs if (lease := store.leases.get(job.token))]
-        names = [self.inbox.queue_of(lease.key) for _, lease in leases]
+        names = [self.inbox.find_queue(lease.key) for _, lease in leases]
         queues = list(dict.fromkeys(names))
         keys = [
             [store.keys.queue(self._q_for_pri(queue, step)) for step in self.priority_steps]

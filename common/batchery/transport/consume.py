@@ -19,7 +19,7 @@ from batchery.redis_scripts import packed, script_text
 from batchery.transport.inbox import Consumer, Inbox, scheduled_tokens
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import LUA
-from batchery.transport.workload import Capacity, entry_of
+from batchery.transport.workload import Capacity, encode_entry
 
 logger = logging.getLogger("batchery.transport")
 
@@ -218,7 +218,7 @@ class Drain:
             (keys.queue(channel._q_for_pri(queue, step)), number)
             for step in channel.priority_steps
             for queue in queues
-            if (number := numbers.get(part_of(channel, queue, step)))
+            if (number := numbers.get(find_part(channel, queue, step)))
         ]
         names = tuple(key for key, _ in lists)
         fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects, keys.waiting]
@@ -246,7 +246,7 @@ class Drain:
         first_keys = {queue: name(channel._q_for_pri(queue, first_step)) for queue in queues}
         at_once, towards_others, entry = sum(limits.values()), limits, ""
         if capacities:
-            entry = entry_of(
+            entry = encode_entry(
                 question.capacity, {first_keys[queue]: capacities[queue] for queue in queues}
             )
             if question.leaves_rest:
@@ -319,16 +319,16 @@ class Drain:
     def _limits(self, free: int, queues: Sequence[str]) -> dict[Part, int]:
         """How many messages each part may give, in the order in which queues take turns."""
         channel, leases = self._channel, self._lease_store.leases
-        parts = [part for queue in queues for part in self._parts_of(queue)]
+        parts = [part for queue in queues for part in self._find_parts(queue)]
         held: Counter[Part] = Counter()
         scheduled = 0
         if leases and (channel.class_levels or channel.queue_prefetch):
             for key, count in leases.by_key().items():
-                held[part_of(channel, *self._inbox.queue_and_step(key))] += count
+                held[find_part(channel, *self._inbox.queue_and_step(key))] += count
             for token in scheduled_tokens():
                 # Celery raises its own count for these, as they may wait for days.
                 if lease := leases.get(token):
-                    held[part_of(channel, *self._inbox.queue_and_step(lease.key))] -= 1
+                    held[find_part(channel, *self._inbox.queue_and_step(lease.key))] -= 1
                     scheduled += 1
         limits = dict.fromkeys(parts, free)
         for part in parts:
@@ -340,10 +340,10 @@ class Drain:
                     limits[part] = min(known, limit)
         return limits
 
-    def _parts_of(self, queue: str) -> Sequence[Part]:
+    def _find_parts(self, queue: str) -> Sequence[Part]:
         if queue not in self._parts:
             steps = self._channel.priority_steps
-            parts = dict.fromkeys(part_of(self._channel, queue, step) for step in steps)
+            parts = dict.fromkeys(find_part(self._channel, queue, step) for step in steps)
             self._parts[queue] = tuple(parts)
         return self._parts[queue]
 
@@ -371,7 +371,7 @@ def watching(keys: Sequence[str]) -> list[tuple[str, ...]]:
     return [("CLIENT", "CACHING", "YES"), ("EXISTS", *keys)]
 
 
-def part_of(channel: Consumer, queue: str, step: int) -> Part:
+def find_part(channel: Consumer, queue: str, step: int) -> Part:
     """The part of a queue that a priority step belongs to.
 
     Queues of ordinary tasks only, and channels that know of no classes, have one part per queue.

@@ -123,11 +123,11 @@ class DeadLetters:
             died_s=told["died_s"],
             id=told["id"],
             task=told["task"],
-            queue=queue_of(key.decode(errors="replace"), self._prefix),
+            queue=find_queue(key.decode(errors="replace"), self._prefix),
         )
 
 
-def queue_of(key: str, prefix: str) -> str:
+def find_queue(key: str, prefix: str) -> str:
     """The queue of a key, which may be the key of one of its priorities."""
     name = key.removeprefix(prefix)
     head, separator, step = name.rpartition(Channel.sep)

@@ -10,7 +10,11 @@ import redis
 from batchery.transport.codec import read_json
 from batchery.transport.dead_letters import dead_letter_malformed, dead_letter_unread
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.suspects import MAX_DELIVERY_DEATHS, delivery_of, suspect_of
+from batchery.transport.suspects import (
+    MAX_DELIVERY_DEATHS,
+    build_delivery_field,
+    build_suspect_field,
+)
 from batchery.transport.workload import Workload
 
 #: What is raised by reading a message that is none: anybody can push anything into a list.
@@ -67,7 +71,7 @@ class Inbox:
             (str(first + at), keys[answer[2 + 2 * at]], answer[3 + 2 * at])
             for at in range(len(answer) // 2 - 1)
         ]
-        self._channel._queue_cycle.rotate(self.queue_of(taken[0][1]))
+        self._channel._queue_cycle.rotate(self.find_queue(taken[0][1]))
         self._hand_over(taken, with_suspects=suspects > 0)
 
     def reconcile(self) -> None:
@@ -87,7 +91,7 @@ class Inbox:
         """
         dead_letter_malformed(self._lease_store, token, error)
 
-    def queue_of(self, key: str) -> str:
+    def find_queue(self, key: str) -> str:
         """The queue of a key, which may be the key of one of its priorities."""
         return self.queue_and_step(key)[0]
 
@@ -140,7 +144,7 @@ class Inbox:
                     transport._callbacks[queue](payload)
                 except SystemExit as error:
                     if type(error) is SystemExit:  # Celery's own shutdown is a subclass.
-                        self._lease_store.blame_delivery(suspect_of(payload))
+                        self._lease_store.blame_delivery(build_suspect_field(payload))
                     raise
             else:
                 # Its consumer was cancelled while the answer was under way.
@@ -161,7 +165,7 @@ class Inbox:
             except MALFORMED as error:
                 self.dead_letter(token, error)
             else:
-                payloads.append((token, self.queue_of(key), payload))
+                payloads.append((token, self.find_queue(key), payload))
         return payloads
 
     def _recognise_suspects(self, payloads: list[tuple[str, str, Any]]) -> Collection[str]:
@@ -170,11 +174,11 @@ class Inbox:
         Returns:
             Tokens of those that may be read. The others become dead letters.
         """
-        ids = [suspect_of(payload) for _, _, payload in payloads]
+        ids = [build_suspect_field(payload) for _, _, payload in payloads]
         if not ids:
             return ()
         store, suspects = self._lease_store, set()
-        fields = [*ids, *map(delivery_of, ids)]
+        fields = [*ids, *map(build_delivery_field, ids)]
         counts: Any = store.client.hmget(store.keys.suspects, fields)
         for suspect, deaths, read, (token, _, _) in zip(
             ids, counts, counts[len(ids) :], payloads, strict=False
@@ -199,15 +203,15 @@ def _mark_redelivered(payload: Any) -> None:
 
 def active_tokens() -> set[str]:
     """Tokens of the jobs that Celery's worker has accepted and not settled, if there is one."""
-    return _tokens_of("active_requests")
+    return _collect_tokens("active_requests")
 
 
 def scheduled_tokens() -> set[str]:
     """Tokens of the jobs that Celery's worker holds until their time comes, if there is one."""
-    return _tokens_of("scheduled_requests")
+    return _collect_tokens("scheduled_requests")
 
 
-def _tokens_of(requests: str) -> set[str]:
+def _collect_tokens(requests: str) -> set[str]:
     state = sys.modules.get("celery.worker.state")
     if state is None:
         return set()

@@ -19,7 +19,12 @@ import redis
 
 from batchery.transport.leases import Lease, LeaseOwner, Leases, split_value
 from batchery.transport.redis_schema import Keys, transport_scripts
-from batchery.transport.suspects import DELIVERY, AckBookkeeping, RunningBatches, delivery_of
+from batchery.transport.suspects import (
+    DELIVERY,
+    AckBookkeeping,
+    RunningBatches,
+    build_delivery_field,
+)
 from batchery.transport.worker_registry import Registration
 from batchery.transport.workload import HeldJob
 
@@ -153,7 +158,7 @@ class LeaseStore:
         """Whether a lease is held, as far as this process knows; from any thread."""
         return token in self.leases and not self.fenced
 
-    def key_of(self, token: str) -> str | None:
+    def get_key(self, token: str) -> str | None:
         """Key of the queue that a message came from; None if its lease is not held."""
         lease = self.leases.get(token)
         return None if lease is None else lease.key
@@ -200,7 +205,7 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer.
         """
-        self.scripts.run("note", [self.keys.suspects], "HINCRBY", delivery_of(suspect), 1)
+        self.scripts.run("note", [self.keys.suspects], "HINCRBY", build_delivery_field(suspect), 1)
 
     def published(self, token: str, publish_tag: str) -> None:
         """Remembers that the job's completion has published messages, with dedupe keys."""

@@ -12,7 +12,7 @@ import redis
 from batchery.fork_gate import fork_gate
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import transport_scripts
-from batchery.transport.worker_registry import expiry_of
+from batchery.transport.worker_registry import read_expiry
 
 logger = logging.getLogger("batchery.transport")
 
@@ -163,17 +163,17 @@ class Heartbeat:
             for name, beat in zip(flat[::2], flat[1::2], strict=True)
         }
         del heartbeats[worker]
-        expiries_s = self._expiries_of(heartbeats)
+        expiries_s = self._read_expiries(heartbeats)
         for name, beat in self._detector.observe(heartbeats, now_s, expiries_s):
             self._recover(name, beat, now_s)
 
-    def _expiries_of(self, workers: Collection[str]) -> Mapping[str, float]:
+    def _read_expiries(self, workers: Collection[str]) -> Mapping[str, float]:
         """The expiries of other workers, as they registered them."""
         unknown = [worker for worker in workers if worker not in self._expiries_s]
         if unknown:
             told: Any = self._client.hmget(self._lease_store.keys.worker_info, unknown)
             for worker, about in zip(unknown, told, strict=True):
-                self._expiries_s[worker] = expiry_of(about) or self._lease_store.expiry_s
+                self._expiries_s[worker] = read_expiry(about) or self._lease_store.expiry_s
         self._expiries_s = {worker: self._expiries_s[worker] for worker in workers}
         return self._expiries_s
 

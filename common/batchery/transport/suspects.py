@@ -74,7 +74,7 @@ class AckBookkeeping:
 
     def cleared(self, suspect: str) -> None:
         """Clears a suspect that is settled: Redis may forget its deaths."""
-        self._cleared += (suspect, delivery_of(suspect))
+        self._cleared += (suspect, build_delivery_field(suspect))
 
     def take_cleared(self) -> list[str]:
         """Returns the cleared suspects that Redis does not know of; the caller must tell it."""
@@ -256,12 +256,12 @@ def spell_id(task_id: str) -> str:
     return task_id if PLAIN_ID.fullmatch(task_id) else quote(task_id, errors="surrogatepass")
 
 
-def delivery_of(suspect: str) -> str:
+def build_delivery_field(suspect: str) -> str:
     """The field of a suspect's deaths by delivery; no field of a suspect itself has a colon."""
     return f"{DELIVERY}:{suspect}"
 
 
-def suspect_of(payload: Mapping[str, Any]) -> str:
+def build_suspect_field(payload: Mapping[str, Any]) -> str:
     """The field that a message would have in the HASH of suspects; its headers may be malformed."""
     headers = payload.get("headers")
     return spell_id(str(headers.get("id"))) if isinstance(headers, Mapping) else ""

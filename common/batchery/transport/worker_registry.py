@@ -113,7 +113,7 @@ def warn_of_eviction(info: Mapping[str, Any]) -> None:
         )
 
 
-def expiry_of(about: bytes | None) -> float | None:
+def read_expiry(about: bytes | None) -> float | None:
     """The expiry that a worker has registered, in seconds; None if there is none.
 
     Args:

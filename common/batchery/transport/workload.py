@@ -67,7 +67,7 @@ class Workload(Protocol):
         """Called when other workers may have begun to wait for work."""
 
 
-def entry_of(capacity: Capacity, queues: Mapping[str, Capacity]) -> str:
+def encode_entry(capacity: Capacity, queues: Mapping[str, Capacity]) -> str:
     """What Redis is told of a worker that waits; empty if it could begin nothing.
 
     Args:

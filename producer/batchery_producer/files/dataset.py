@@ -16,7 +16,7 @@ from batchery_producer.files.columnar import TABLES, TableRows
 from batchery_producer.files.compression import MAGIC_BYTES, decompressed, decompression_errors
 from batchery_producer.files.journal import Done
 from batchery_producer.files.jsonl import read_lines
-from batchery_producer.files.openai_batch import RequestPicker, is_request, model_of
+from batchery_producer.files.openai_batch import RequestPicker, is_request, read_model
 from batchery_producer.files.records import Broken, Picker, Record, SeenIds
 from batchery_producer.files.rows import (
     DELIMITERS,
@@ -51,7 +51,7 @@ def sampled(rows: Iterable[Row], numbers: Iterable[int]) -> Iterator[Row]:
             yield row
 
 
-def sample_of(rows: Iterable[Row], size: int) -> Sequence[int]:
+def choose_sample(rows: Iterable[Row], size: int) -> Sequence[int]:
     """Chooses rows at random, each set with equal probability; their numbers from 0, ascending."""
     chooser = random.Random(SEED)
     chosen = array("Q")
@@ -237,7 +237,7 @@ class Dataset:
         numbers: Sequence[int] = ()
         if self._sample is not None:
             with SeenIds() as seen:
-                numbers = sample_of(islice(self._all(seen), self._limit), self._sample)
+                numbers = choose_sample(islice(self._all(seen), self._limit), self._sample)
             self._sampled = len(numbers)
             self._before_bytes = self._read_bytes = self._read_rows = 0
         with SeenIds() as seen:
@@ -264,7 +264,7 @@ class Dataset:
             row = next(LINE_FORMATS["jsonl"](Lines(decompressed(raw, source.name))), None)
             if isinstance(row, Mapping) and is_request(row):
                 self.is_openai = True
-                self._settle(model_of(row))
+                self._settle(read_model(row))
 
     def _settle(self, model: str) -> str:
         self.model = self.model or model

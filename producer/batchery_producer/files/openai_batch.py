@@ -52,7 +52,7 @@ def is_request(row: Any) -> bool:
     )
 
 
-def model_of(request: Mapping[str, Any]) -> str:
+def read_model(request: Mapping[str, Any]) -> str:
     """Name of the model of a request; empty if it names none."""
     return str(request["body"].get("model") or "")
 
@@ -73,7 +73,7 @@ class RequestPicker(Picker):
         reason = self.used(id_, line) or self._reject(row)
         if reason:
             return Broken(line, id_, reason, self.source)
-        items = _items_of(row["body"].get("input"))
+        items = _read_items(row["body"].get("input"))
         item, item_count = (items[0], 0) if len(items) == 1 else (items, len(items))
         wanted = {name: row["body"].get(name) for name in FORM}
         form = {name: value for name, value in wanted.items() if value not in (None, "float")}
@@ -83,7 +83,7 @@ class RequestPicker(Picker):
         if not is_request(row):
             return "no request: it needs custom_id, method, url and body"
         body = row["body"]
-        found = model_of(row)
+        found = read_model(row)
         model = self.settle(found)
         encoding, dimensions = (body.get(name) for name in FORM)
         clauses = (
@@ -93,12 +93,12 @@ class RequestPicker(Picker):
             (encoding not in (None, "float", "base64"), "encoding_format: float or base64"),
             (not _is_dimensions(dimensions), "dimensions: a whole number from 1 on"),
             (found != model, f"model {found!r}, but the first request has model {model!r}"),
-            (not _items_of(body.get("input")), INPUT),
+            (not _read_items(body.get("input")), INPUT),
         )
         return next((reason for holds, reason in clauses if holds), "")
 
 
-def _items_of(given: Any) -> list[Any]:
+def _read_items(given: Any) -> list[Any]:
     """The items of an input, each a text or the ids of its tokens; none if it is something else."""
     items = [given] if isinstance(given, str) or _are_ids(given) else given
     if not isinstance(items, list) or len(items) > MAX_ITEMS:

@@ -211,10 +211,10 @@ def _source(name: str, format_: str | None) -> Source:
     if is_url(name):
         return _source_at(name, format_)
     if name == STANDARD_STREAM:
-        return Source("standard input", Path(name), format_of(name, format_), None)
+        return Source("standard input", Path(name), choose_format(name, format_), None)
     path = Path(name)
-    size_bytes = _size_of(path)
-    return Source(name, path, format_of(name, format_), size_bytes)
+    size_bytes = _read_size(path)
+    return Source(name, path, choose_format(name, format_), size_bytes)
 
 
 def _source_at(url: str, format_: str | None) -> Source:
@@ -224,10 +224,10 @@ def _source_at(url: str, format_: str | None) -> Source:
     if info["type"] == "directory":
         raise DatasetError(f"{url}: a directory; name files, such as '{url}/*.jsonl'")
     path = Path(remote.path)
-    return Source(url, path, format_of(str(path), format_), info["size"], remote)
+    return Source(url, path, choose_format(str(path), format_), info["size"], remote)
 
 
-def format_of(name: str, given: str | None) -> str:
+def choose_format(name: str, given: str | None) -> str:
     """The format of an input.
 
     Args:
@@ -252,7 +252,7 @@ def format_of(name: str, given: str | None) -> str:
     return EXTENSIONS[extension]
 
 
-def _size_of(path: Path) -> int | None:
+def _read_size(path: Path) -> int | None:
     try:
         status = path.stat()
     except OSError as error:

@@ -19,7 +19,7 @@ from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.monitoring.measurements import Measured, Measurements
 from batchery_producer.gateway.openapi import describe_errors
-from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
+from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem
 from batchery_producer.gateway.routes import (
     cohere_rerank,
     metrics,
@@ -145,7 +145,7 @@ def _wrap(
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:
-    return answer(request.url.path, problem_of(error))
+    return answer(request.url.path, build_problem(error))
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
@@ -161,7 +161,7 @@ def invalid(error: Mapping[str, Any]) -> Problem:
     return Problem(Kind.INVALID, f"{where}: {text}" if where else text, param=where or None)
 
 
-def methods_of(request: Request) -> set[str]:
+def list_methods(request: Request) -> set[str]:
     """The methods of all routes of a path."""
     routes = [each for module in ROUTES for each in module.router.routes]
     return {
@@ -183,7 +183,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 405:
         # The framework names the methods of one route alone.
-        headers["Allow"] = ", ".join(sorted(methods_of(request)))
+        headers["Allow"] = ", ".join(sorted(list_methods(request)))
     return answer(
         path, Problem(kind, texts.get(error.status_code, str(error.detail)), headers=headers)
     )

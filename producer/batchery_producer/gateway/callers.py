@@ -24,10 +24,10 @@ ANYONE = "anyone"
 def make_key() -> tuple[str, str]:
     """A new key, and its hash for the settings."""
     key = KEY_PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    return key, hash_of(key)
+    return key, hash_key(key)
 
 
-def hash_of(key: str) -> str:
+def hash_key(key: str) -> str:
     """What is kept of a key."""
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
@@ -118,7 +118,7 @@ class Callers:
         """Whether callers need a key."""
         return self._anyone is None
 
-    def caller_of(self, headers: Mapping[bytes, bytes]) -> Caller:
+    def identify_caller(self, headers: Mapping[bytes, bytes]) -> Caller:
         """The caller of a request, by its headers in lower case.
 
         Raises:
@@ -130,7 +130,7 @@ class Callers:
         scheme, _, key = given.partition(" ")
         if scheme.lower() != "bearer":
             key = headers.get(b"x-api-key", b"").decode("latin-1")
-        caller = self._by_hash.get(hash_of(key.strip()))
+        caller = self._by_hash.get(hash_key(key.strip()))
         if caller is None:
             what = "wrong API key" if key else "no API key"
             raise Problem(

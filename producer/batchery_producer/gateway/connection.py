@@ -147,7 +147,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
 
-def connection_of(scope: Scope) -> Connection:
+def get_connection(scope: Scope) -> Connection:
     """The connection on which a request came."""
     connection: Connection = scope["extensions"][EXTENSION]
     return connection

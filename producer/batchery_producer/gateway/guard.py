@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.callers import Caller, Callers
-from batchery_producer.gateway.connection import Connection, connection_of
+from batchery_producer.gateway.connection import Connection, get_connection
 from batchery_producer.gateway.problems import Kind, Problem, answer
 
 #: Paths that need no key: probes, and the page, which asks for one.
@@ -70,9 +70,9 @@ class Guard:
         if is_open and scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
-        caller = self._callers.caller_of(headers)
+        caller = self._callers.identify_caller(headers)
         scope.setdefault("state", {})["caller"] = caller
-        connection = connection_of(scope)
+        connection = get_connection(scope)
         body = Body(
             connection,
             receive,

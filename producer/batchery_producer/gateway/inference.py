@@ -11,7 +11,7 @@ from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.monitoring.health import Health
 from batchery_producer.gateway.monitoring.measurements import Measurements
-from batchery_producer.gateway.problems import Kind, Problem, problem_of
+from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.results.answers import Outcome
 
 T = TypeVar("T")
@@ -80,7 +80,7 @@ class Inference:
         except Problem:
             raise
         except Exception as error:
-            raise problem_of(error) from error
+            raise build_problem(error) from error
         self._health.worked()
         self._measurements.results(model.name, outcomes)
         return outcomes
@@ -124,7 +124,7 @@ def check_all(outcomes: Sequence[Outcome]) -> None:
     """
     for outcome in outcomes:
         if outcome.error is not None:
-            problem = problem_of(outcome.error)
+            problem = build_problem(outcome.error)
             if len(outcomes) > 1:
                 problem.message = f"item {outcome.index}: {problem.message}"
             raise problem

@@ -25,11 +25,11 @@ from kombu.exceptions import OperationalError
 
 from batchery.errors import BatcheryError, SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 from batchery.settings import Settings
 from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.storage import Storage
-from batchery_producer.gateway.batches.store import BatchStore, Superseded, work_of
+from batchery_producer.gateway.batches.store import BatchStore, Superseded, build_work_name
 from batchery_producer.gateway.batches.turn import BatchTurn, TurnContext
 from batchery_producer.gateway.job_queue import BATCH, TASKS, WEBHOOK, JobQueue
 from batchery_producer.gateway.models.served_models import ServedModels
@@ -91,7 +91,7 @@ class Jobs:
         record = turn.run()
         if not record.batch.is_over:
             turn.hand_over()
-            self.queue.send(work_of(record), turn.next_turn, tenant=record.tenant)
+            self.queue.send(build_work_name(record), turn.next_turn, tenant=record.tenant)
 
     def remove_torn(self) -> None:
         """Removes what killed processes have left in a folder of files."""
@@ -126,13 +126,13 @@ class Jobs:
 def app_settings(app: Celery) -> Settings:
     """The settings of an app; those of the environment and the file if `install` was not called."""
     try:
-        return installation_of(app).settings
+        return get_installation(app).settings
     except SettingsError:
         return Settings.load(app.conf)
 
 
 @cache
-def jobs_of(app: Celery) -> Jobs:
+def get_jobs(app: Celery) -> Jobs:
     """What the jobs of this process share."""
     return Jobs(app)
 
@@ -140,7 +140,7 @@ def jobs_of(app: Celery) -> Jobs:
 @shared_task(bind=True, name=TASKS[BATCH], **OPTIONS)
 def take_turn(self: Any, batch_id: str, number: int = -1) -> None:
     """Takes a batch a little further."""
-    jobs = jobs_of(self.app)
+    jobs = get_jobs(self.app)
     try:
         jobs.take_turn(batch_id, number)
     except Superseded as error:
@@ -154,7 +154,7 @@ def take_turn(self: Any, batch_id: str, number: int = -1) -> None:
 def post_webhook(self: Any, task_id: str, wait_s: float = 0.0) -> None:
     """Makes one attempt to post the result of a task."""
     try:
-        jobs_of(self.app).webhooks.attempt(task_id, wait_s)
+        get_jobs(self.app).webhooks.attempt(task_id, wait_s)
     except Problem as problem:
         logger.warning("webhook of task %s: tried again soon: %s", task_id, problem)
 
@@ -176,10 +176,10 @@ def end_sweeping(**_: Any) -> None:
 
 
 def _sweep_on(app: Celery) -> None:
-    jobs_of(app).remove_torn()
+    get_jobs(app).remove_torn()
     while not _ended.wait(SWEEP_S):
         try:
-            jobs_of(app).sweep()
+            get_jobs(app).sweep()
         except Exception as error:  # noqa: BLE001 - Redis or a store may be away, and come back
             logger.warning("jobs of the gateway: cannot be looked for: %s", error)
 

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from batchery_producer.gateway.problems import FORMS, Form, Kind, form_of
+from batchery_producer.gateway.problems import FORMS, Form, Kind, choose_error_format
 
 #: What each kind of problem means to a caller.
 MEANINGS = {
@@ -37,7 +37,7 @@ def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
         schemas.update(body.pop("$defs", {}))
         schemas[form.schema.__name__] = body
     for path, methods in schema["paths"].items():
-        errors = responses_of(form_of(path))
+        errors = list_responses(choose_error_format(path))
         for operation in methods.values():
             own = operation["responses"]
             if FRAMEWORK_BODY in str(own.get("422")):
@@ -50,11 +50,11 @@ def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
 FRAMEWORK_BODY = "HTTPValidationError"
 
 
-def responses_of(form: Form) -> dict[str, Any]:
+def list_responses(form: Form) -> dict[str, Any]:
     """The errors of an API by their status."""
     meanings = defaultdict(list)
     for kind, meaning in MEANINGS.items():
-        meanings[form.status_of(kind)].append(meaning)
+        meanings[form.get_status(kind)].append(meaning)
     content = {"application/json": {"schema": {"$ref": REF + form.schema.__name__}}}
     return {
         str(status): {"description": " ".join(meanings[status]), "content": content}

@@ -97,7 +97,7 @@ class Problem(Exception):
         self.headers = dict(headers or {})
 
 
-def problem_of(error: BaseException) -> Problem:
+def build_problem(error: BaseException) -> Problem:
     """The problem that an error of a job, or of sending it, is to its caller."""
     if isinstance(error, Problem):
         return error
@@ -126,7 +126,7 @@ class Form(NamedTuple):
     body: Callable[[Problem, int], Any]
     schema: type[BaseModel]
 
-    def status_of(self, kind: Kind) -> int:
+    def get_status(self, kind: Kind) -> int:
         """The status of a kind."""
         return self.status.get(kind, STATUS[kind])
 
@@ -235,7 +235,7 @@ FORMS: dict[str, Form] = {
 _LONGEST_FIRST = sorted(FORMS, key=len, reverse=True)
 
 
-def form_of(path: str) -> Form:
+def choose_error_format(path: str) -> Form:
     """The form in which errors of a path are told."""
     if path == "/":
         return TEI  # Its clients post there.
@@ -244,8 +244,8 @@ def form_of(path: str) -> Form:
 
 def answer(path: str, problem: Problem) -> Response:
     """The answer to a request that failed."""
-    form = form_of(path)
-    status = form.status_of(problem.kind)
+    form = choose_error_format(path)
+    status = form.get_status(problem.kind)
     headers = problem.headers
     if problem.retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))

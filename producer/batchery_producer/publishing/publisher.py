@@ -10,12 +10,18 @@ from celery.exceptions import QueueNotFound
 from celery.utils.functional import chunks
 
 from batchery.errors import BatchArgumentError, PublishError, QueueFull, SettingsError
-from batchery.installation import queue_limits_of
+from batchery.installation import get_queue_limits
 from batchery.protocol.sent_at import sent_now
-from batchery.queue_limits import Destination, Waiting, destination_of, look_into, queue_full
+from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
 from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.redis_push import Command, Room, send_as_celery_does, split
-from batchery_producer.publishing.template import ITEM, Job, needs_celery, sent_events, template_of
+from batchery_producer.publishing.template import (
+    ITEM,
+    Job,
+    build_template,
+    needs_celery,
+    sent_events,
+)
 from batchery_producer.retry import RetryPolicy
 
 #: Limits of `retry_after_s`, in seconds: a worker takes a few milliseconds for a batch, and a
@@ -130,7 +136,7 @@ class Publisher:
         )
         self._where = _destination(app, task, options)
         # A limit of the caller takes the place of those of the classes.
-        self._limits = None if max_waiting else queue_limits_of(app)
+        self._limits = None if max_waiting else get_queue_limits(app)
         self._room = Room(self._where.queue, max_waiting)
         #: Number of jobs sent so far.
         self.sent = 0
@@ -241,7 +247,7 @@ class Publisher:
             pushed, others = split(commands)
             if len(pushed) == 1:
                 ((key, (message, *_)),) = pushed.items()
-                template = template_of(self._app, job.id, message)
+                template = build_template(self._app, job.id, message)
                 if template is not None:
                     return {key: template.fill(jobs)}, [
                         sent_events(self._app, each, jobs, template.repr_item) for each in others
@@ -319,7 +325,7 @@ def is_known(app: Celery, task: str) -> bool:
 
 def _destination(app: Celery, task: str, options: Mapping[str, Any]) -> Destination:
     try:
-        return destination_of(app, task, options)
+        return find_destination(app, task, options)
     except QueueNotFound as error:
         raise SettingsError(
             f"queue {options.get('queue') or task!r}: not among the app's task_queues, and the app"

@@ -111,7 +111,7 @@ class Template:
         b64encode, repr_item = base64.b64encode, self.repr_item
         for job, tag in zip(jobs, uuids(len(jobs)), strict=True):
             item = job.item
-            body = f"{before}{self._json_of(item)}{after}".encode()
+            body = f"{before}{self._encode_item(item)}{after}".encode()
             fields = {
                 "id": quote(job.id),
                 "body": b64encode(body).decode(),
@@ -120,14 +120,14 @@ class Template:
             }
             yield text % fields
 
-    def _json_of(self, item: Any) -> str:
+    def _encode_item(self, item: Any) -> str:
         try:
             return self._encode(item)
         except Exception as error:
             raise EncodeError(f"item {item!r:.80}: {error}") from error
 
 
-def template_of(app: Celery, task_id: str, text: str) -> Template | None:
+def build_template(app: Celery, task_id: str, text: str) -> Template | None:
     """Makes a template of a job that Celery made.
 
     Args:

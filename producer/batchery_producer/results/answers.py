@@ -28,7 +28,7 @@ class BatchFacts(NamedTuple):
     device: str
 
 
-def batch_of(stored: Any) -> BatchFacts | None:
+def read_batch(stored: Any) -> BatchFacts | None:
     """Reads the stored facts of a batch; None if there are none, or of another form."""
     if not isinstance(stored, Mapping):
         return None
@@ -65,7 +65,7 @@ class Answer:
         return 0 if self.batch is None else self.batch.size
 
 
-def answer_of(status: str | None, result: Any, batch: Any = None) -> Answer | None:
+def read_answer(status: str | None, result: Any, batch: Any = None) -> Answer | None:
     """Reads a stored result.
 
     Args:
@@ -77,9 +77,9 @@ def answer_of(status: str | None, result: Any, batch: Any = None) -> Answer | No
         None while the job has not ended.
     """
     if status == states.SUCCESS:
-        return Answer(value=result, batch=batch_of(batch))
+        return Answer(value=result, batch=read_batch(batch))
     if status in states.EXCEPTION_STATES and status in states.READY_STATES:
-        return Answer(error=describe(result), stored=result, batch=batch_of(batch))
+        return Answer(error=describe(result), stored=result, batch=read_batch(batch))
     return None
 
 
@@ -96,7 +96,7 @@ def describe(error: Any) -> tuple[str, str]:
     return str(error.get("exc_type", "Exception")), str(arguments)
 
 
-def exception_of(answer: Answer, backend: Any) -> Exception:
+def build_exception(answer: Answer, backend: Any) -> Exception:
     """The exception of a job that failed, as `AsyncResult.get` would raise it."""
     stored = answer.stored
     known = stored if isinstance(stored, Exception) else backend.exception_to_python(stored)
@@ -136,7 +136,7 @@ def check_per_job(per_job: int | None) -> int:
     return per_job
 
 
-def header_of(count: int, reply: Any, keep_s: int | None = None) -> dict[str, Any]:
+def build_header(count: int, reply: Any, keep_s: int | None = None) -> dict[str, Any]:
     """Headers of a job with so many items.
 
     Args:
@@ -151,7 +151,9 @@ def header_of(count: int, reply: Any, keep_s: int | None = None) -> dict[str, An
     return {HEADER: {"v": VERSION, **known, **own}} if own or known else {}
 
 
-def outcomes_of(answer: Answer, indexes: range, is_multi_item: bool, backend: Any) -> list[Outcome]:
+def read_outcomes(
+    answer: Answer, indexes: range, is_multi_item: bool, backend: Any
+) -> list[Outcome]:
     """Outcomes of the items of one job.
 
     Args:
@@ -161,7 +163,7 @@ def outcomes_of(answer: Answer, indexes: range, is_multi_item: bool, backend: An
         backend: Celery's backend, which can restore exceptions.
     """
     if answer.error is not None:
-        error = exception_of(answer, backend)
+        error = build_exception(answer, backend)
         return [Outcome(index, error=error, batch=answer.batch) for index in indexes]
     if not is_multi_item:
         return [Outcome(indexes.start, answer.value, batch=answer.batch)]
@@ -201,10 +203,10 @@ def _each_outcome(
         if isinstance(entry, dict) and "ok" in entry:
             yield Outcome(index, entry["ok"], batch=batch)
         else:
-            yield Outcome(index, error=_error_of(entry), batch=batch)
+            yield Outcome(index, error=_build_error(entry), batch=batch)
 
 
-def _error_of(entry: Any) -> Exception:
+def _build_error(entry: Any) -> Exception:
     """The exception of one item: ours or Python's of that name, otherwise `ItemFailed`."""
     stored = entry.get("error") if isinstance(entry, dict) else None
     if not isinstance(stored, dict) or not {"type", "message"} <= set(stored):

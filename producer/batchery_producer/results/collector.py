@@ -25,9 +25,9 @@ from kombu.exceptions import KombuError
 from kombu.utils import json
 
 from batchery.errors import SettingsError
-from batchery.protocol.completion_stream import FIELD, ids_of, stream_key
+from batchery.protocol.completion_stream import FIELD, read_ids, stream_key
 from batchery.protocol.multi_item import HEADER, VERSION
-from batchery_producer.results.answers import Answer, BatchFacts, answer_of
+from batchery_producer.results.answers import Answer, BatchFacts, read_answer
 from batchery_producer.results.polling import Collector
 from batchery_producer.retry import RetryPolicy
 
@@ -144,7 +144,7 @@ class RedisCollector(Collector):
         ids: list[str] = []
         for entry_id, entry in self._call(partial(self._read, min(wait_s, self._longest_wait_s))):
             self._last = entry_id
-            ids += ids_of(entry)
+            ids += read_ids(entry)
         if self._forgets_dropped:
             self.forget([each for each in ids if each not in self._awaited])
         yield from self._ended([each for each in ids if each in self._awaited])
@@ -185,7 +185,7 @@ class RedisCollector(Collector):
             meta = self._backend.decode(payload)
         except (KombuError, ValueError, RecursionError) as error:
             return Answer(error=(type(error).__name__, f"a result that cannot be read: {error}"))
-        return answer_of(meta.get("status"), meta.get("result"), meta.get("batch"))
+        return read_answer(meta.get("status"), meta.get("result"), meta.get("batch"))
 
     def _split_at_value(self, task_id: str, payload: bytes) -> tuple[bytes, bytes] | None:
         """The text before the value, and the value, if a worker of ours stored the result.
@@ -232,7 +232,7 @@ class AnyCollector(Collector):
     def _ask(self, task_id: str) -> Answer | None:
         result: AsyncResult[Any] = AsyncResult(task_id, app=self._app)
         # Celery caches the result of a ready job, so this is one request.
-        return answer_of(result.state, result.result) if result.ready() else None
+        return read_answer(result.state, result.result) if result.ready() else None
 
     def _forget(self, task_id: str) -> None:
         # The RPC backend cannot forget: reading a result has removed it.

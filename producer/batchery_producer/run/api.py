@@ -59,7 +59,7 @@ def submit_file(
     dataset = Dataset(source, **options.reading)
     files = Output(dataset, output, **options.writing)
     report = Report(options.report, dataset, output, options.errors) if options.report else None
-    run = FileRun(app, task_of(dataset, task), options)
+    run = FileRun(app, choose_task(dataset, task), options)
     settings = {
         "kwargs": dict(options.keywords or {}),
         **dataset.settings,
@@ -85,7 +85,7 @@ def submit_file(
     return summary
 
 
-def task_of(dataset: Dataset, task: str | None) -> str:
+def choose_task(dataset: Dataset, task: str | None) -> str:
     """The named task, or the model of OpenAI's requests.
 
     Raises:

@@ -64,7 +64,7 @@ class Final:
         self.name = url or ("standard output" if path is None else str(path))
         self._remote = Remote.at(url) if url else None
         place = Path(url) if url else path
-        self._format = "jsonl" if place is None else _format_of(place)
+        self._format = "jsonl" if place is None else _choose_format(place)
         self._compression = None if place is None else compression_of_name(place)
         self._ordered = ordered
         self._converted = converted
@@ -168,7 +168,7 @@ def check_extension(name: str, known: Sequence[str]) -> None:
         raise DatasetError(f"{name}: cannot be written as {extension}, but as {', '.join(known)}")
 
 
-def _format_of(path: Path) -> str:
+def _choose_format(path: Path) -> str:
     format_ = EXTENSIONS.get(Path(bare_name(path.name.lower())).suffix)
     return format_ if format_ in TABLES else "jsonl"
 

@@ -30,7 +30,7 @@ def default_errors_path(source: Dataset, results: str | Path) -> Path:
     return folder / f"{Path(bare_name(name)).stem}.errors.jsonl"
 
 
-def journal_path_of(results: Path | None) -> Path | None:
+def get_journal_path(results: Path | None) -> Path | None:
     """Path of an output's journal; None if the output is not a regular file."""
     if results is None or (results.exists() and not results.is_file()):
         return None
@@ -176,7 +176,7 @@ class Output:
         self._final = Final(path, url=url, ordered=ordered, converted=source.is_openai)
         self._is_part_needed = False
         self._final_errors = Final(errors, converted=source.is_openai)
-        self._journal_path = None if source.is_stream else journal_path_of(path)
+        self._journal_path = None if source.is_stream else get_journal_path(path)
         self._check_resume(overwrite)
         for file in (path, errors):
             check_output_path(file, source, replace=overwrite or resume, hint=self._hint())

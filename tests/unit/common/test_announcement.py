@@ -66,13 +66,13 @@ def test_the_app_of_the_settings_uses_it_unless_a_setting_names_a_redis(
 def default_configuration() -> dict[str, object]:
     """What the default app is configured with, read anew."""
     from batchery import app as module
-    from batchery.installation import installation_of
+    from batchery.installation import get_installation
 
-    installation_of(app)._settings = None
+    get_installation(app)._settings = None
     try:
         return module._config()
     finally:
-        installation_of(app)._settings = None
+        get_installation(app)._settings = None
 
 
 @pytest.mark.parametrize(("path", "is_used"), [("apps.shop", True), ("apps.more", False)])

@@ -9,7 +9,7 @@ import pytest
 from celery import Celery, Task
 
 from batchery import BatchTask, Model, SettingsError, install, register
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 from batchery.installer import CONSUMER, STEP
 from batchery.task import ModelTask
 
@@ -110,7 +110,7 @@ def test_wrong_settings_are_kept_for_the_worker_and_logged(
     task = app.task(shared=False)(ordinary)
     with caplog.at_level(logging.ERROR):
         app.finalize()
-    error = installation_of(app).error
+    error = get_installation(app).error
     assert isinstance(error, SettingsError)
     assert "models.embed.kind" in str(error)
     assert str(error) in caplog.text
@@ -120,22 +120,22 @@ def test_wrong_settings_are_kept_for_the_worker_and_logged(
 def test_settings_are_not_read_before_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BATCHERY_TYPO", "1")
     app = install(make_app())
-    assert installation_of(app).error is None
+    assert get_installation(app).error is None
     app.finalize()
-    assert "BATCHERY_TYPO" in str(installation_of(app).error)
+    assert "BATCHERY_TYPO" in str(get_installation(app).error)
 
 
 def test_settings_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     app = install(make_app(), max_batch_size=3)
-    first = installation_of(app).settings
+    first = get_installation(app).settings
     monkeypatch.setenv("BATCHERY_MAX_WAIT_MS", "7")
-    assert installation_of(app).settings is first
+    assert get_installation(app).settings is first
     assert (first.max_batch_size, first.max_wait_ms) == (3, 0)
 
 
 def test_app_without_install_raises_settings_error() -> None:
     with pytest.raises(SettingsError, match=r"'installed': call batchery.install\(app\) first"):
-        installation_of(make_app())
+        get_installation(make_app())
 
 
 class Doubling(Model):

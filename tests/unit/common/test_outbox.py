@@ -89,7 +89,7 @@ def test_only_the_own_result_is_held_back(
     outbox: Outbox, holds: bool, task_id: str, expected: bool
 ) -> None:
     outbox.holds = holds
-    assert outbox.holds_result_of(task_id) is expected
+    assert outbox.holds_result(task_id) is expected
 
 
 def test_held_message_has_the_text_that_kombu_puts_into_a_queue(log: list[str]) -> None:

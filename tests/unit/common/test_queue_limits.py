@@ -15,7 +15,7 @@ from batchery.queue_limits import (
     Destination,
     QueueLimits,
     Waiting,
-    destination_of,
+    find_destination,
 )
 from batchery.settings import Settings
 
@@ -131,8 +131,8 @@ def test_a_destination_is_celerys() -> None:
     app = Celery("routes", set_as_current=False)
     app.conf.task_routes = {"routed": {"queue": "slow", "priority": 7}}
 
-    assert destination_of(app, "unknown", {}) == Destination("celery", 0)
-    assert destination_of(app, "unknown", {"queue": "x", "priority": 99}) == Destination("x", 9)
-    assert destination_of(app, "routed", {}) == Destination("slow", 7)
-    assert destination_of(app, "routed", {"priority": 2}) == Destination("slow", 2)
-    assert destination_of(app, "routed", {"priority": None}) == Destination("slow", 7)
+    assert find_destination(app, "unknown", {}) == Destination("celery", 0)
+    assert find_destination(app, "unknown", {"queue": "x", "priority": 99}) == Destination("x", 9)
+    assert find_destination(app, "routed", {}) == Destination("slow", 7)
+    assert find_destination(app, "routed", {"priority": 2}) == Destination("slow", 2)
+    assert find_destination(app, "routed", {"priority": None}) == Destination("slow", 7)

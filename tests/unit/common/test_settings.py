@@ -9,7 +9,7 @@ import pytest
 from celery import Celery
 
 from batchery import ModelSettings, Settings, SettingsError, install
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 
 
 @pytest.fixture(autouse=True)
@@ -249,7 +249,7 @@ def test_a_namespace_works_though_the_configuration_was_not_loaded_before() -> N
     app = make_app()
     app.config_from_object({"CELERY_BATCHERY_MAX_BATCH_SIZE": 3}, namespace="CELERY")
     install(app)
-    assert installation_of(app).settings.max_batch_size == 3
+    assert get_installation(app).settings.max_batch_size == 3
     other = make_app()
     other.config_from_object({"CELERY_BATCHERY_SIZE": 3}, namespace="CELERY")
     assert complaint(other.conf).startswith("app.conf.CELERY_BATCHERY_SIZE: no such setting")
@@ -399,4 +399,4 @@ def test_every_priority_has_a_class() -> None:
         classes={"rest": {"level": 0, "share": 1}, "night": {"level": 9, "share": 0.5}}
     )
     assert settings.shares == {"rest": 1, "night": 0.5}
-    assert [settings.class_of(each) for each in range(10)] == ["rest"] * 9 + ["night"]
+    assert [settings.find_class(each) for each in range(10)] == ["rest"] * 9 + ["night"]

@@ -4,7 +4,7 @@ import sys
 import traceback
 
 from batchery.execution.bisect_failures import isolate
-from batchery.tracebacks import MAX_FRAMES, frames_of, with_frames
+from batchery.tracebacks import MAX_FRAMES, collect_frames, with_frames
 
 
 def raised(depth: int = 0) -> LookupError:
@@ -24,13 +24,13 @@ def fail(depth: int) -> None:
 
 def test_traceback_made_of_frames_prints_as_the_one_that_they_come_from() -> None:
     error = raised()
-    twin = with_frames(LookupError("here"), frames_of(error))
+    twin = with_frames(LookupError("here"), collect_frames(error))
     plain = [line for line in traceback.format_exception(error) if set(line.strip()) - set("^~ \n")]
     assert traceback.format_exception(twin) == plain
 
 
 def test_frames_have_the_names_of_modules_and_no_variables() -> None:
-    made = with_frames(LookupError("here"), frames_of(raised())).__traceback__
+    made = with_frames(LookupError("here"), collect_frames(raised())).__traceback__
     assert made is not None
     assert made.tb_frame.f_globals["__name__"] == __name__
     assert made.tb_frame.f_locals == {}
@@ -50,12 +50,12 @@ def test_frames_begin_where_our_own_code_ends() -> None:
 
 
 def test_innermost_frames_of_a_deep_recursion_travel() -> None:
-    frames = frames_of(raised(depth=200))
+    frames = collect_frames(raised(depth=200))
     assert len(frames) == MAX_FRAMES
     assert {function for _, function, _, _ in frames} == {"fail"}
 
 
 def test_exception_that_was_not_raised_has_no_frames() -> None:
-    assert frames_of(LookupError()) == ()
+    assert collect_frames(LookupError()) == ()
     assert with_frames(LookupError(), ()).__traceback__ is None
     assert sys.exc_info() == (None, None, None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from batchery.transport.workload import Capacity, HeldJob, entry_of
+from batchery.transport.workload import Capacity, HeldJob, encode_entry
 from batchery_worker import late_binding
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import (
@@ -257,8 +257,8 @@ def test_capacity_counts_the_kinds_that_come_by_a_queue(house: House) -> None:
 
 def test_entry_names_only_queues_for_which_there_is_room() -> None:
     queues = {"a": Capacity(8, 0), "b": Capacity(8, 2), "c": Capacity(), "d": Capacity(0, 2)}
-    assert entry_of(Capacity(8, 2), queues) == '[8, 2, {"a": 1, "b": 3, "d": 2}]'
-    assert entry_of(Capacity(), {"a": Capacity()}) == ""
+    assert encode_entry(Capacity(8, 2), queues) == '[8, 2, {"a": 1, "b": 3, "d": 2}]'
+    assert encode_entry(Capacity(), {"a": Capacity()}) == ""
 
 
 def take(*names: str) -> Give:

@@ -70,7 +70,7 @@ class BatchTimes:
             items: Its number of items.
             began_s: When it was the first of its device.
         """
-        times = self._of(device, task, items)
+        times = self._find(device, task, items)
         expected_s = min(times.run_s) if times else 0.0
         if times is None or expected_s < SHORT_BATCH_S:
             return began_s
@@ -87,12 +87,12 @@ class BatchTimes:
             began_s: When it was the first of its device.
             now_s: The time.
         """
-        times = self._of(device, task, items)
+        times = self._find(device, task, items)
         longest_s = max(LONG_BATCH_S, *times.run_s) if times else LONG_BATCH_S
         next_s = self.next_s(device, task, items, began_s)
         return next_s <= now_s <= began_s + OVERDUE_FACTOR * longest_s
 
-    def _of(self, device: str, task: str, items: int) -> _Times | None:
+    def _find(self, device: str, task: str, items: int) -> _Times | None:
         return self._times.get((device, task, _size_class(items)))
 
 

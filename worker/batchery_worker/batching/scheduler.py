@@ -196,8 +196,8 @@ class Scheduler(Generic[T]):
             return Batch((self._suspects.popleft(),), alone=True)
         if self._recovered:
             return None if in_flight or elsewhere else self._take_recovered()
-        turn = self._turn_of(behind, now_s) if behind else None
-        return self._next_of(
+        turn = self._find_turn(behind, now_s) if behind else None
+        return self._take_next(
             lambda _, rank, place: not _goes_before(turn, rank, place),
             now_s,
             left_s,
@@ -224,12 +224,12 @@ class Scheduler(Generic[T]):
         """
         if self.has_suspects or not self._queues:
             return None
-        turn = self._turn_of(behind, now_s)
+        turn = self._find_turn(behind, now_s)
 
         def wanted(waiting: _KeyQueue[T], rank: int, place: float) -> bool:
             return _goes_before(turn, rank, place) and self._saves(waiting, rank, left_s)
 
-        return self._next_of(wanted, now_s, 0.0)
+        return self._take_next(wanted, now_s, 0.0)
 
     def _saves(self, waiting: _KeyQueue[T], rank: int, left_s: float) -> bool:
         """Whether jobs of a class gain enough by a batch of their own.
@@ -247,7 +247,7 @@ class Scheduler(Generic[T]):
         wait_s = left_s + self.costs.expected_s(task, items)
         return wait_s >= MIN_SAVED_TIMES * self.costs.expected_s(task, own)
 
-    def _turn_of(self, behind: Sequence[Batch[T]], now_s: float) -> tuple[int, float] | None:
+    def _find_turn(self, behind: Sequence[Batch[T]], now_s: float) -> tuple[int, float] | None:
         """Highest class of batches and their place; None if nothing may go before them."""
         if not all(batch.charges for batch in behind):
             return None
@@ -264,7 +264,7 @@ class Scheduler(Generic[T]):
             return flow.tag
         return self._rank(flow) - (now_s - flow.oldest_s) / self._ageing_s
 
-    def _next_of(
+    def _take_next(
         self,
         wanted: Callable[[_KeyQueue[T], int, float], bool],
         now_s: float,
@@ -297,7 +297,7 @@ class Scheduler(Generic[T]):
             return None
         waiting, flows, limit = chosen
         if self._sheds_late and self._shed_late(waiting, flows, limit, now_s + left_s):
-            return self._next_of(wanted, now_s, left_s, is_idle=is_idle, least=least)
+            return self._take_next(wanted, now_s, left_s, is_idle=is_idle, least=least)
         if not is_idle and len(self._queues) > 1:
             self._pass_over(waiting, best, now_s)
         return self._take(waiting, self._apart(waiting.key.task, flows, limit), limit, now_s)

@@ -21,11 +21,11 @@ from batchery.cli.app import DEFAULT_APP, load_app
 from batchery.errors import SettingsError, StartError
 from batchery.execution.batch import compute, prepare
 from batchery.execution.bisect_failures import NON_VALUES
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 from batchery.model import Model
 from batchery.task import ModelTask
 from batchery_worker.batching.planner import PASS_TOKENS, plan
-from batchery_worker.device.loading import load_model, memory_of, sample_items, sample_keywords
+from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.memory import Memory
 
@@ -301,7 +301,7 @@ def tune(
     """Runs the command; see `HELP`."""
     app = load_app(app_path)
     task = _model_task(app, name)
-    device = device or choose(installation_of(app).settings.devices)[0]
+    device = device or choose(get_installation(app).settings.devices)[0]
     lines = [line.strip() for line in texts or () if line.strip()]
     report = tuned(
         task, device, lines or paragraphs(), seconds, lambda line: click.echo(line, err=True)
@@ -343,7 +343,7 @@ def tuned(
     items = [each for each in prepared if not isinstance(each, NON_VALUES)]
     if not items:
         raise StartError(f"model {task.name!r}: none of {len(texts)} texts is fit to run")
-    grid = Grid(model, items, device, memory_of(device))
+    grid = Grid(model, items, device, find_memory(device))
     cases = grid.run(SIZES, TOKENS, seconds, _Progress(seconds, tell))
     fits = None
     if any(case.out_of_memory for case in cases):

@@ -8,7 +8,7 @@ import click
 
 from batchery.cli.app import DEFAULT_APP, load_app
 from batchery.errors import SettingsError
-from batchery.installation import installation_of
+from batchery.installation import get_installation
 from batchery.settings import ModelSettings, Settings
 from batchery_worker.device_pool.discovery import choose
 
@@ -56,7 +56,7 @@ def verify(
 ) -> None:
     """Runs the command; see `HELP`."""
     app = load_app(app_path)
-    settings = installation_of(app).settings
+    settings = get_installation(app).settings
     models = _chosen(settings, names)
     lines = [line.strip() for line in texts or () if line.strip()]
     device = device or choose(settings.devices)[0]

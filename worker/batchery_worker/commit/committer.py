@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import redis
 
 from batchery.protocol.completion_stream import expires_s, stream_key
-from batchery_worker.commit.server import PatientServer, database_of
+from batchery_worker.commit.server import PatientServer, get_database
 from batchery_worker.commit.stored_form import spelled_fields
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from batchery_worker.ipc.values import plain_json
@@ -252,7 +252,7 @@ class RedisCommitter:
         keys: list[Any] = [context.workers_key, context.lease_key, *(entry.key for entry in part)]
         args: list[Any] = [
             context.worker,
-            database_of(self._results.client),
+            get_database(self._results.client),
             "" if broker_db is None else broker_db,
             self._expiries(part, context.keep_s),
             len(context.completion_streams),

@@ -12,7 +12,7 @@ from celery import Celery
 from celery.app import trace
 
 from batchery.protocol import multi_item
-from batchery.protocol.completion_stream import keep_s_of, stream_name_of
+from batchery.protocol.completion_stream import read_keep_s, read_stream_name
 from batchery.task import BatchTask
 from batchery_worker.commit import sentry
 from batchery_worker.commit.listeners import Listeners
@@ -20,7 +20,7 @@ from batchery_worker.commit.stored_form import ALWAYS_STORED, only_celery_stores
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from batchery_worker.ipc.values import is_portable
 from batchery_worker.job import Job
-from batchery_worker.request import lease_store_of
+from batchery_worker.request import get_lease_store
 from batchery_worker.task_call import TaskCall
 
 #: Reasons of single jobs, besides those that `request_needs_tracer` gives.
@@ -126,7 +126,7 @@ class CommitEligibility:
             None if Celery's tracer must complete all of the jobs.
         """
         leases = [job.payload.lease for job in jobs]
-        store = lease_store_of(leases)
+        store = get_lease_store(leases)
         if store is None:
             for job in jobs:
                 job.payload.tracer_reason = NO_LEASE
@@ -184,9 +184,9 @@ def _replies(jobs: Sequence[Job[TaskCall]]) -> tuple[dict[str, list[int]], dict[
         header = job.payload.message.get(multi_item.HEADER)
         if header is None:
             continue
-        if (name := stream_name_of(header)) is not None:
+        if (name := read_stream_name(header)) is not None:
             completion_streams.setdefault(name, []).append(index)
-        if (keep_s := keep_s_of(header)) is not None:
+        if (keep_s := read_keep_s(header)) is not None:
             kept[index] = keep_s
     return completion_streams, kept
 

@@ -33,7 +33,7 @@ def result_scripts(client: "redis.Redis") -> RedisScripts:
     return RedisScripts(client, LUA)
 
 
-def database_of(client: Any) -> int:
+def get_database(client: Any) -> int:
     """The number of a client's database."""
     return int(client.connection_pool.connection_kwargs.get("db") or 0)
 

@@ -12,7 +12,7 @@ from batchery.outbox import Outbox
 from batchery.redis_scripts import RedisScripts, ScriptCall
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit.committer import COMMIT_STATUSES, CommitStatus
-from batchery_worker.commit.server import database_of, result_scripts
+from batchery_worker.commit.server import get_database, result_scripts
 from batchery_worker.completion.redis_retry import DeadlineRetry
 from batchery_worker.request import LeaseHandle
 
@@ -149,7 +149,7 @@ class AtomicFinisher:
 
     @cached_property
     def _db(self) -> int:
-        return database_of(self._backend.client)
+        return get_database(self._backend.client)
 
     @cached_property
     def _scripts(self) -> RedisScripts:

@@ -100,7 +100,7 @@ class CompletionRedisBackend(CompletionBackend):
 
     def _get_task_meta_for(self, task_id: str) -> Any:
         outbox = _outbox()
-        if outbox is not None and outbox.holds_result_of(task_id):
+        if outbox is not None and outbox.holds_result(task_id):
             # Celery asks whether a SUCCESS is stored. The script that writes at the end checks it.
             return {"status": PENDING}
         return super()._get_task_meta_for(task_id)

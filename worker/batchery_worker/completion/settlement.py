@@ -22,7 +22,7 @@ from batchery_worker.in_flight import InFlight
 from batchery_worker.ipc.messages import decode_outcome
 from batchery_worker.job import Job
 from batchery_worker.metrics import Metrics
-from batchery_worker.request import lease_store_of
+from batchery_worker.request import get_lease_store
 from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger("batchery.pool")
@@ -204,7 +204,7 @@ class Settlement:
         """
         jobs = list(dispatched.batch.jobs)
         leases = [job.payload.lease for job in jobs]
-        lease_store = lease_store_of(leases)
+        lease_store = get_lease_store(leases)
         if lease_store is None:
             return jobs
         try:

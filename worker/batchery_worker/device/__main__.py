@@ -34,10 +34,10 @@ from batchery_worker.commit.server import broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
 from batchery_worker.device.intake import Intake
 from batchery_worker.device.loading import (
+    build_identity,
+    find_memory,
     find_task,
-    identity_of,
     import_app,
-    memory_of,
     serve_model,
 )
 from batchery_worker.device.log_forwarding import ForwardingHandler, forward_logs, redirect_prints
@@ -127,7 +127,7 @@ class Device:
         self._setup = setup
         self._name = setup.device
         self._app = import_app(setup)
-        self._memory = memory_of(setup.device, setup.memory_fraction)
+        self._memory = find_memory(setup.device, setup.memory_fraction)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
         self._started = StartedStates(self._app)
         # Celery's own pools send it in each process: apps open their clients and profilers here.
@@ -300,7 +300,7 @@ class Device:
             served = serve_model(
                 task.name, task.make_model, self._name, self._memory, gives_json=True
             )
-            served.identity = identity_of(task, served.model)
+            served.identity = build_identity(task, served.model)
             self._served[task.name] = served
         return self._served[task.name]
 

@@ -103,7 +103,7 @@ def _view(task: BatchTask, work: Work, device: str, part: range) -> BatchContext
     parts = list(shares([len(items) for _, items, _ in work.jobs], part))
 
     def jobs() -> list[JobContext]:
-        return [JobContext.of(message_of(work, index), items) for index, items in parts]
+        return [JobContext.of(decode_message(work, index), items) for index, items in parts]
 
     if len(parts) > 1:
         return BatchContext(jobs, device=device)
@@ -111,7 +111,7 @@ def _view(task: BatchTask, work: Work, device: str, part: range) -> BatchContext
     return BatchContext(lambda: made, vars(made[0]), device=device)
 
 
-def message_of(work: Work, index: int) -> dict[str, Any]:
+def decode_message(work: Work, index: int) -> dict[str, Any]:
     """The headers of a job's message, with `args` and `kwargs` decoded, if the work has them."""
     _, carried, is_multi_item = work.jobs[index]
     argument = carried if is_multi_item else carried[0]

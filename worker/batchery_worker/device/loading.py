@@ -99,7 +99,7 @@ def sample_keywords(model: Model) -> Mapping[str, Any]:
     return keywords
 
 
-def identity_of(task: ModelTask, model: Model) -> str:
+def build_identity(task: ModelTask, model: Model) -> str:
     """What the results of a model depend on; empty if they are not cached.
 
     Raises:
@@ -170,7 +170,7 @@ def find_task(app: Celery, name: str) -> BatchTask:
     return cast(BatchTask, task)
 
 
-def memory_of(device: str, fraction: float = 1.0) -> Memory:
+def find_memory(device: str, fraction: float = 1.0) -> Memory:
     """The memory of a device, and on CUDA the fraction of it that this process may use."""
     if not device.startswith("cuda") or not _is_torch_device(device):
         return Memory()

@@ -125,13 +125,13 @@ def _rest(
         return tuple(job.spelled)
     if status is not CommitStatus.COMMITTED:
         return ()
-    text = None if chars is None else text_of(outcome, chars)
+    text = None if chars is None else format_result(outcome, chars)
     if is_listened:
         return (text, *job.spelled)
     return () if text is None else (text,)
 
 
-def text_of(outcome: Any, chars: int) -> str:
+def format_result(outcome: Any, chars: int) -> str:
     """What Celery shows of a result, in roughly so many characters.
 
     Celery's `saferepr` reads a whole list to show its head, so here it gets only the head.
@@ -164,7 +164,7 @@ def _by_job(batch: Computed) -> Iterator[Any]:
 def _multi_item_outcome(outcomes: Sequence[Any]) -> Any:
     """The outcome of a multi-item job, made of the outcomes of its items."""
     if not any(type(each) is Encoded for each in outcomes):
-        return multi_item.result_of(list(map(sendable, outcomes)))
+        return multi_item.build_result(list(map(sendable, outcomes)))
     entries = [_entry(each) for each in outcomes]
     if None not in entries:
         return joined([entry for entry in entries if entry is not None])
@@ -175,5 +175,5 @@ def _entry(outcome: Any) -> Encoded | None:
     """The outcome of one item of a multi-item job, encoded; None if Celery must encode it."""
     if type(outcome) is Encoded:
         return Encoded(b'{"ok":%b}' % outcome.json)
-    (entry,) = multi_item.result_of([sendable(outcome)])
+    (entry,) = multi_item.build_result([sendable(outcome)])
     return encoded(entry)

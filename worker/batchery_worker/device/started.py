@@ -19,7 +19,7 @@ from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.commit.server import result_scripts
 from batchery_worker.commit.stored_form import only_celery_stores, spelled_fields, stored_fields
-from batchery_worker.device.functions import message_of
+from batchery_worker.device.functions import decode_message
 from batchery_worker.ipc.messages import Work
 
 logger = logging.getLogger("batchery.device")
@@ -75,7 +75,7 @@ class StartedStates:
         """Id, headers and further fields of each job of which anything is stored."""
         ignores_result = bool(task.ignore_result)
         for index, (task_id, _, _) in enumerate(work.jobs):
-            message = {**message_of(work, index), "task": work.task}
+            message = {**decode_message(work, index), "task": work.task}
             fields = stored_fields(message, ignores_result=ignores_result, extended=self._extended)
             if fields is not None:
                 yield task_id, message, fields

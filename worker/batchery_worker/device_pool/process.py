@@ -257,7 +257,7 @@ class DeviceProcess:
             process.kill()
             self._dying.append(process)
             return "closed its pipe and was killed"
-        return ending_of(code)
+        return describe_ending(code)
 
     def dismiss(self) -> None:
         """Closes the pipe, which tells the process to leave."""
@@ -298,7 +298,7 @@ def start_interpreter(module: str, ends: Sequence[int]) -> subprocess.Popen[byte
     )
 
 
-def ending_of(code: int) -> str:
+def describe_ending(code: int) -> str:
     """How a process ended, for people."""
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 

@@ -9,8 +9,8 @@ from kombu.utils import json
 
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.protocol import multi_item
-from batchery.protocol.deadline import deadline_of
-from batchery.protocol.tenant import tenant_of
+from batchery.protocol.deadline import read_deadline
+from batchery.protocol.tenant import read_tenant
 from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
 from batchery_worker.ipc.commit_context import CachePolicy
@@ -35,7 +35,7 @@ class Admission:
         self._small_batch_threshold = settings.small_batch_threshold or math.inf
         self._limits: dict[str, Limits] = {}
         #: Class by priority.
-        self._classes = [settings.class_of(priority) for priority in range(LOWEST_PRIORITY + 1)]
+        self._classes = [settings.find_class(priority) for priority in range(LOWEST_PRIORITY + 1)]
 
     def limits(self, task: BatchTask) -> Limits:
         """The limits of a task: its own, or those of the settings."""
@@ -90,7 +90,7 @@ class Admission:
         message = call.message
         argument = only_item(task.name, message.get("args") or ())
         header = message.get(multi_item.HEADER)
-        call.items, call.is_multi_item = multi_item.items_of(argument, header)
+        call.items, call.is_multi_item = multi_item.read_items(argument, header)
         _check_portable(call.items, message.get("kwargs"))
         if needs_context(task):
             call.context = _context(message, call.request and call.request.embed)
@@ -102,7 +102,7 @@ class Admission:
             arrived_s=now_s,
             payload=call,
             lane=self._lane(message, task, len(call.items)),
-            deadline_s=now_s + deadline_of(message) - self._clock(),
+            deadline_s=now_s + read_deadline(message) - self._clock(),
         )
 
     def _lane(self, message: Mapping[str, Any], task: BatchTask, items: int) -> Lane:
@@ -112,7 +112,7 @@ class Admission:
             priority = 0
         return Lane(
             self._classes[max(0, min(priority, LOWEST_PRIORITY))],
-            tenant_of(message),
+            read_tenant(message),
             is_large=items > (task.small_batch_threshold or self._small_batch_threshold),
         )
 

@@ -4,8 +4,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from batchery.protocol.sent_at import sent_at_of
-from batchery.transport.dead_letters import queue_of
+from batchery.protocol.sent_at import read_sent_at
+from batchery.transport.dead_letters import find_queue
 from batchery_worker.job import Job
 from batchery_worker.task_call import TaskCall
 
@@ -24,17 +24,17 @@ def waiting_by_queue(jobs: Iterable[Job[TaskCall]], now_s: float) -> dict[str, d
     found: dict[str, dict[str, Any]] = {}
     unix_s = time.time()
     for job in jobs:
-        age_s = max(now_s - job.arrived_s, unix_s - sent_at_of(job.payload.message, unix_s))
-        queue = found.setdefault(_queue_of(job.payload), {"jobs": 0, "oldest_s": 0.0})
+        age_s = max(now_s - job.arrived_s, unix_s - read_sent_at(job.payload.message, unix_s))
+        queue = found.setdefault(_find_queue(job.payload), {"jobs": 0, "oldest_s": 0.0})
         queue["jobs"] += 1
         queue["oldest_s"] = max(queue["oldest_s"], round(age_s, 3))
     return found
 
 
-def _queue_of(call: TaskCall) -> str:
+def _find_queue(call: TaskCall) -> str:
     lease = call.lease
-    key = lease.store.key_of(lease.token) if lease is not None else None
+    key = lease.store.get_key(lease.token) if lease is not None else None
     if lease is not None and key is not None:
-        return queue_of(key, lease.store.keys.prefix)
+        return find_queue(key, lease.store.keys.prefix)
     # Another transport: the name of the queue, if nobody has given it another key.
     return str((call.message.get("delivery_info") or {}).get("routing_key") or "")

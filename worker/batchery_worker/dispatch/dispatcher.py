@@ -273,7 +273,7 @@ class Dispatcher:
         """
         if not self._times.are_long:
             return None
-        name = self._settings.class_of(level)
+        name = self._settings.find_class(level)
         waiting = Counter(
             job.key.task for job in self._scheduler if job.lane.priority_class == name
         )

@@ -21,7 +21,7 @@ from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
 from batchery_worker.in_flight import InFlight
 from batchery_worker.job import Job
-from batchery_worker.request import lease_store_of
+from batchery_worker.request import get_lease_store
 from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def note_begin(jobs: Sequence[Job[TaskCall]], *, alone: bool) -> RunningNote | N
         A note for `note_end`; None where there are no leases.
     """
     leases = [job.payload.lease for job in jobs]
-    store = lease_store_of(leases)
+    store = get_lease_store(leases)
     if store is None:
         return None
     held = {

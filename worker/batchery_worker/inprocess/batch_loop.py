@@ -267,7 +267,7 @@ class BatchLoop:
             chosen = [jobs[place] for place in part]
             began_s = self._clock()
             try:
-                outcomes = self._outcomes_of(chosen)
+                outcomes = self._run_in_halves(chosen)
             except BaseException as error:  # noqa: BLE001 - callers wait, whatever happened
                 outcomes = [Failed(as_exception(error, self.name)) for _ in chosen]
             part_s = self._clock() - began_s
@@ -292,7 +292,7 @@ class BatchLoop:
             [_length(job) for job in jobs], self._max_tokens, len(jobs), pass_tokens=pass_tokens
         )
 
-    def _outcomes_of(self, jobs: Sequence[Job[Item]]) -> list[Any]:
+    def _run_in_halves(self, jobs: Sequence[Job[Item]]) -> list[Any]:
         """Calls the function, in halves after an exception until the culprit is alone."""
         raised: dict[int, TracebackType | None] = {}
         failures = 0
@@ -381,7 +381,7 @@ class BatchLoop:
             tell(loop, calls)
 
 
-def lane_of(name: str, tenant: str, items: int, small_batch_threshold: int | None) -> Lane:
+def choose_lane(name: str, tenant: str, items: int, small_batch_threshold: int | None) -> Lane:
     """For whom the items of a call run."""
     is_large = small_batch_threshold is not None and items > small_batch_threshold
     return Lane(name, tenant, is_large)

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, Generic, Protocol, Self, TypeVar, overload
 
 from batchery.errors import BatchArgumentError, InvalidItem, NoResult
 from batchery.outcomes import Failed
-from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, lane_of
+from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, choose_lane
 from batchery_worker.inprocess.batcher_thread import BatcherThread, send_and_await, send_and_wait
 from batchery_worker.inprocess.calls import Call, FutureCall, LoopCall, ThreadCall
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, spell
@@ -222,7 +222,7 @@ class BatchedCall(Generic[T, R]):
         elif options.length is not None:
             call.lengths = [_count(thread.name, options.length, each) for each in items]
         if wanted is not USUAL_CALL or options.small_batch_threshold is not None:
-            call.lane = lane_of(
+            call.lane = choose_lane(
                 wanted.priority_class or thread.usual_lane.priority_class,
                 wanted.tenant,
                 len(items),
@@ -251,13 +251,13 @@ class BatchedFunction(BatchedCall[T, R]):
         #: `app.task(base=BatchTask)(embed.function)`.
         self.function = function
         self.given_options = given_options
-        self._slot = f"_batcher_of_{name_of(function)}"
+        self._slot = f"_batcher_of_{describe_function(function)}"
         super().__init__(self._make_thread(self))
         functools.update_wrapper(self, function)
 
     def _make_thread(self, anchor: Any) -> BatcherThread:
         """A batcher of the function, which ends with its anchor."""
-        name = name_of(self.function)
+        name = describe_function(self.function)
         options, collator = choose(name, self.given_options)
         thread = make_thread(anchor, BatchLoop(self.function, name, options, collator))
         thread.given_options = self.given_options
@@ -510,7 +510,7 @@ def _count(name: str, length: Callable[[Any], Any], item: Any) -> int:
         ) from None
 
 
-def name_of(function: Any) -> str:
+def describe_function(function: Any) -> str:
     """The name of a function in errors."""
     return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
 

@@ -112,7 +112,7 @@ def main(descriptor: int, log_descriptor: int) -> None:
     forward_logs(ForwardingHandler(setup.name, log, lambda: None), setup.log_levels)
     sys.path[:] = setup.sys_path
     try:
-        device = LocalDevice(_model_of(setup))
+        device = LocalDevice(_load_model(setup))
         device.load()
     except Exception as error:  # noqa: BLE001 - for whoever started the engine
         write_frame(end, dump(NotLoaded(sendable_error(setup.name, error))))
@@ -121,7 +121,7 @@ def main(descriptor: int, log_descriptor: int) -> None:
     BatchServer(end, device).run()
 
 
-def _model_of(setup: EngineSetup) -> Any:
+def _load_model(setup: EngineSetup) -> Any:
     try:
         return load(setup.model)
     except BatcheryError:

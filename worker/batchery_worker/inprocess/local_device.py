@@ -10,7 +10,7 @@ from batchery.execution.batch import prepare
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.tracebacks import with_frames
-from batchery_worker.device.loading import check_device, memory_of, serve_model
+from batchery_worker.device.loading import check_device, find_memory, serve_model
 from batchery_worker.device.served_model import ServedModel
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.ipc.messages import Work
@@ -101,7 +101,7 @@ class LocalDevice:
         model = self._model
         device = choose(model.devices)[0]
         check_device(device)
-        memory = memory_of(device, model.memory_fraction)
+        memory = find_memory(device, model.memory_fraction)
         self._served = serve_model(model.name, model.make_model, device, memory, gives_json=False)
 
     def run(

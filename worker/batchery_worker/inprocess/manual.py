@@ -5,7 +5,7 @@ from typing import Any
 
 from batchery.errors import BatchArgumentError
 from batchery_worker.inprocess.batch_loop import BatchLoop
-from batchery_worker.inprocess.batcher import BatchedCall, Batcher, choose, name_of
+from batchery_worker.inprocess.batcher import BatchedCall, Batcher, choose, describe_function
 from batchery_worker.inprocess.batcher_thread import BatcherThread
 from batchery_worker.inprocess.calls import Call, FutureCall
 
@@ -39,7 +39,7 @@ class ManualBatcher(BatchedCall[Any, Any]):
         Raises:
             BatchArgumentError: There is no such option, or its value is impossible.
         """
-        name = name_of(function)
+        name = describe_function(function)
         if isinstance(function, BatchedCall):
             if isinstance(function, Batcher):
                 function.load()

@@ -11,7 +11,7 @@ from batchery.errors import BatcheryError, DeviceDied, ModelLoadError
 from batchery.fork_gate import fork_gate
 from batchery.outcomes import Failed
 from batchery_worker.device_pool.log_reading import follow_log
-from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, ending_of, start_interpreter
+from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, describe_ending, start_interpreter
 from batchery_worker.device_pool.startup import levels_of_loggers
 from batchery_worker.inprocess.engine_messages import (
     BatchReply,
@@ -222,10 +222,10 @@ class SpawnedDevice:
         assert process is not None
         self._end.close()
         try:
-            return ending_of(process.wait(timeout_s))
+            return describe_ending(process.wait(timeout_s))
         except subprocess.TimeoutExpired:
             process.kill()
-            return ending_of(process.wait())
+            return describe_ending(process.wait())
 
 
 def _request(number: int, items: Sequence[Any], keywords: Mapping[str, Any]) -> bytes:

@@ -182,7 +182,7 @@ class Collator:
             )
         if self._mask is not None and self._mask not in stacked:
             like = next(stacked[name] for name in self._padded if name in stacked)
-            stacked[self._mask] = _mask_of(lengths, like)
+            stacked[self._mask] = _build_mask(lengths, like)
         return stacked if self._device is None else self._sent(stacked, self._device)
 
     def rows(self, answer: Any, lengths: Sequence[int], name: str) -> Any:
@@ -311,7 +311,7 @@ def _padded(column: Sequence[Any], lengths: Sequence[int], fill: float) -> Any:
     return padded
 
 
-def _mask_of(lengths: Sequence[int], like: Any) -> Any:
+def _build_mask(lengths: Sequence[int], like: Any) -> Any:
     """1 for tokens and 0 for padding: int64, [items, tokens of the longest]."""
     longest = max(lengths)
     if is_tensor(like):

@@ -18,7 +18,7 @@ from kombu.utils import json
 from batchery.errors import UnserialisableResult
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
-from batchery.tracebacks import Frame, frames_of, with_frames
+from batchery.tracebacks import Frame, collect_frames, with_frames
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.exceptions import SpelledException, read_exception, spell_exception
 from batchery_worker.ipc.values import Encoded, is_plain
@@ -267,13 +267,13 @@ def _spell_chain(failed: Failed, backend: Any) -> list[tuple[SpelledException, l
     The last element says whether the next one is its cause, and not just its context.
     """
     error: BaseException | None = failed.exception
-    frames = failed.frames or frames_of(failed.exception)
+    frames = failed.frames or collect_frames(failed.exception)
     chain: list[tuple[SpelledException, list[Frame], bool]] = []
     while error is not None and len(chain) < MAX_CHAINED:
         cause = error.__cause__
         chain.append((spell_exception(error, backend), list(frames), cause is not None))
         error = cause or (None if error.__suppress_context__ else error.__context__)
-        frames = frames_of(error) if error is not None else ()
+        frames = collect_frames(error) if error is not None else ()
     return chain
 
 

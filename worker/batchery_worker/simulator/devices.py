@@ -65,7 +65,7 @@ class Fleet:
     #: Tasks whose batches have a time of their own, by name.
     task_services: Mapping[str, ServiceTime] = field(default_factory=dict)
 
-    def service_of(self, task: str) -> ServiceTime:
+    def find_service(self, task: str) -> ServiceTime:
         """How long a batch of a task takes."""
         return self.task_services.get(task, self.service)
 
@@ -85,7 +85,7 @@ class Fleet:
         full_tokens = tokens * max_batch_size
         if items:
             seconds = sum(
-                count * self.service_of(task).seconds(max_batch_size, full_tokens)
+                count * self.find_service(task).seconds(max_batch_size, full_tokens)
                 for task, count in items.items()
             ) / sum(items.values())
         else:

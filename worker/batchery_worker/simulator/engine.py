@@ -243,14 +243,14 @@ class Simulation:
 
     def _run_urgent(self, device: VirtualDevice, sent: Sent, ran_s: float) -> float:
         """Plans the end of an urgent batch; returns how long it runs."""
-        run_s = self._service_of(sent.batch).batch_seconds(sent.batch, self._random)
+        run_s = self._find_service(sent.batch).batch_seconds(sent.batch, self._random)
         run_s *= device.slowness
         device.urgent_ran_s = ran_s
         heappush(self._events, (ran_s + run_s, _Event.ENDS_URGENT, device.number, 0))
         return run_s
 
-    def _service_of(self, batch: SimulatedBatch) -> ServiceTime:
-        return self._fleet.service_of(batch.jobs[0].key.task)
+    def _find_service(self, batch: SimulatedBatch) -> ServiceTime:
+        return self._fleet.find_service(batch.jobs[0].key.task)
 
     def _regroup(self, device: VirtualDevice) -> None:
         """Notes whether something may go before what a device holds."""
@@ -271,7 +271,7 @@ class Simulation:
         device.runs = True
         device.began_s = self._now_s
         device.ran_s = max(self._now_s, sent_s + self._prepare_s)
-        service = self._service_of(batch)
+        service = self._find_service(batch)
         run_s = service.batch_seconds(batch, self._random) * device.slowness
         device.ends_s = device.ran_s + run_s
         device.pass_s = run_s / service.passes(batch.items)

@@ -63,8 +63,8 @@ def _classes(
     outcome: Outcome, shares: Mapping[str, float], target_s: float, patient: Collection[str]
 ) -> dict[str, Figures]:
     """The classes, with what they got while jobs of all lanes waited, and what was their share."""
-    classes = _group(outcome, _class_of, target_s, patient)
-    contended = {name: each.contended_s for name, each in outcome.by(_class_of).items()}
+    classes = _group(outcome, _name_class, target_s, patient)
+    contended = {name: each.contended_s for name, each in outcome.by(_name_class).items()}
     total_s, total_share = sum(contended.values()), sum(shares[name] for name in classes)
     for name, row in classes.items():
         row["share"] = round(shares[name] / total_share, 4)
@@ -72,7 +72,7 @@ def _classes(
     return classes
 
 
-def _class_of(lane: Lane) -> str:
+def _name_class(lane: Lane) -> str:
     return lane.priority_class
 
 

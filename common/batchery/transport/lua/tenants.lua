@@ -27,7 +27,7 @@ local FORWARD = 32
 
 -- The tenant in the headers of a message. A body is base64 or has its quotes escaped, so it cannot look like this.
 -- With the first quote the search would take four times as long: it stops at each.
-local function tenant_of(message)
+local function read_tenant(message)
   local _, name = string.find(message, 'batchery_tenant"', 1, true)
   return name and string.match(message, '^%s*:%s*"([^"]*)"', name + 1) or ''
 end
@@ -50,7 +50,7 @@ end
 -- The tenant of all messages; false if they have several, or one beside `known`, which may be nil.
 local function only_tenant(messages, known)
   for _, message in ipairs(messages) do
-    local tenant = tenant_of(message)
+    local tenant = read_tenant(message)
     if known and tenant ~= known then
       return false
     end
@@ -63,7 +63,7 @@ end
 local function move(tenants, list, messages)
   local by_tenant, turns = {}, turns_of(tenants, list)
   for _, message in ipairs(messages) do
-    local tenant = string.sub(tenant_of(message), 1, 200)
+    local tenant = string.sub(read_tenant(message), 1, 200)
     by_tenant[tenant] = by_tenant[tenant] or {}
     table.insert(by_tenant[tenant], message)
   end

@@ -49,7 +49,7 @@ ASK_S = 60.0
 FILE_NOT_FOUND = "file_not_found"
 
 
-def owner_of(caller: Caller) -> str:
+def get_owner(caller: Caller) -> str:
     """Whose files a caller has: those of the tenant, so that a new key finds them."""
     kind, name = ("tenant", caller.tenant) if caller.tenant else ("key", caller.name)
     quoted = quote(name, safe="")
@@ -94,7 +94,7 @@ class FileStore:
         """
         if not size:
             raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
-        owner = owner_of(caller)
+        owner = get_owner(caller)
         file = _described(new_id("file-"), filename, INPUT_PURPOSE, size, expires_s)
         await run_in_threadpool(self.reserve, owner, file, caller.max_stored_bytes)
         try:
@@ -211,7 +211,7 @@ class FileStore:
         places = (each.decode().partition("/") for each in self._store.call(take))
         return [(owner, id_) for owner, _, id_ in places]
 
-    def key_of(self, owner: str) -> bytes:
+    def get_key(self, owner: str) -> bytes:
         """The key of an owner's files."""
         return self._key(owner)
 

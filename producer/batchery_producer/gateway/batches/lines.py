@@ -156,7 +156,7 @@ class BatchLines:
         return self.failure(row, EXPIRED, NO_TIME)
 
 
-def jobs_of(lines: Sequence[Line]) -> dict[str, LineJob]:
+def get_jobs(lines: Sequence[Line]) -> dict[str, LineJob]:
     """The jobs of some requests that have not ended, by id."""
     return {
         job.id: job for line in lines for job in line.jobs.values() if job.id not in line.answers

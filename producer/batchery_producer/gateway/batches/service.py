@@ -8,10 +8,10 @@ from typing import Any
 from kombu.exceptions import OperationalError
 
 from batchery.settings import Settings
-from batchery_producer.gateway.batches.files import FileStore, owner_of
+from batchery_producer.gateway.batches.files import FileStore, get_owner
 from batchery_producer.gateway.batches.records import INPUT_PURPOSE, Batch, BatchRecord, new_id
 from batchery_producer.gateway.batches.storage import Storage
-from batchery_producer.gateway.batches.store import BatchStore, work_of
+from batchery_producer.gateway.batches.store import BatchStore, build_work_name
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.job_queue import JobQueue
 from batchery_producer.gateway.problems import Kind, Problem
@@ -56,7 +56,7 @@ class BatchService:
             Problem: There is no such file, it will be gone before the batch is over, or the
                 caller has too many open batches.
         """
-        owner = owner_of(caller)
+        owner = get_owner(caller)
         file = self.files.get(owner, input_file_id)
         if file.purpose != INPUT_PURPOSE:
             raise Problem(
@@ -90,7 +90,7 @@ class BatchService:
         )
         self.batches.add(record, caller.max_open_batches)
         try:
-            self._jobs.send(work_of(record), 0, tenant=record.tenant)
+            self._jobs.send(build_work_name(record), 0, tenant=record.tenant)
         except OperationalError as error:
             logger.warning("batch %s: begins as soon as the broker is back: %s", record.id, error)
         return record.batch
@@ -101,7 +101,7 @@ class BatchService:
         Raises:
             Problem: There is no such batch, or it is too late.
         """
-        record = self.batches.get(owner_of(caller), batch_id)
+        record = self.batches.get(get_owner(caller), batch_id)
         if not record.batch.can_be_cancelled:
             raise Problem(
                 Kind.CONFLICT, f"batch {batch_id} is {record.batch.status}: too late to cancel it"
@@ -115,7 +115,7 @@ class BatchService:
         Raises:
             Problem: There is none, or a batch still reads it.
         """
-        owner = owner_of(caller)
+        owner = get_owner(caller)
         self.files.get(owner, file_id)
         user = self.batches.uses(owner, file_id)
         if user is not None:

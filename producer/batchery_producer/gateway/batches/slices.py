@@ -10,12 +10,12 @@ from celery import Celery
 from celery.utils.functional import chunks
 
 from batchery_producer.files.records import Broken
-from batchery_producer.gateway.batches.lines import REJECTED, BatchLines, Line, jobs_of
+from batchery_producer.gateway.batches.lines import REJECTED, BatchLines, Line, get_jobs
 from batchery_producer.gateway.batches.records import BatchRecord
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.publishing.connection import REVOKE_CHUNK
 from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import header_of
+from batchery_producer.results.answers import build_header
 from batchery_producer.results.collector import collector_for
 from batchery_producer.retry import RetryPolicy
 from batchery_producer.run.options import SubmitOptions
@@ -119,7 +119,7 @@ class SlicesInFlight:
                 continue
             waiting[line.row.line] = line
             self._by_job |= dict.fromkeys(line.jobs, line)
-        self._collector.expect(jobs_of(list(waiting.values())))
+        self._collector.expect(get_jobs(list(waiting.values())))
 
     def send(self, number: int, *, may_be_sent: bool) -> None:
         """Sends a slice that was loaded.
@@ -128,18 +128,18 @@ class SlicesInFlight:
             number: Which one.
             may_be_sent: Whether an earlier attempt may have sent some of it.
         """
-        jobs = jobs_of(list(self._waiting[number].values()))
+        jobs = get_jobs(list(self._waiting[number].values()))
         self._send(self._missing(list(jobs)) if may_be_sent else list(jobs))
 
     def send_lost(self) -> None:
         """Sends what waits, and is in no queue and with no worker."""
-        waiting = jobs_of([line for some in self._waiting.values() for line in some.values()])
+        waiting = get_jobs([line for some in self._waiting.values() for line in some.values()])
         self._send(self._missing(list(waiting)))
 
     def _send(self, job_ids: Sequence[str]) -> None:
         jobs = [self._by_job[each].jobs[each] for each in job_ids]
         for count, group in groupby(jobs, key=lambda job: job.count):
-            headers = header_of(count, self._collector.headers)
+            headers = build_header(count, self._collector.headers)
             self._publisher.send([(job.id, job.item) for job in group], headers)
 
     def _missing(self, job_ids: Sequence[str]) -> Sequence[str]:
@@ -159,7 +159,7 @@ class SlicesInFlight:
         """Takes what is there by now; returns the ids of jobs that go on."""
         for job_id, answer in self._collector.poll_all():
             self._take(job_id, answer)
-        return list(jobs_of([line for some in self._waiting.values() for line in some.values()]))
+        return list(get_jobs([line for some in self._waiting.values() for line in some.values()]))
 
     def revoke(self, job_ids: Sequence[str]) -> None:
         """Tells workers not to begin some jobs."""

@@ -50,7 +50,7 @@ class Storage:
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._folders: set[str] = set()
 
-    def url_of(self, name: str) -> str:
+    def build_url(self, name: str) -> str:
         """Path or URL of a file."""
         return self._path(name) if self._is_local else f"{self._url.rstrip('/')}/{name}"
 

@@ -84,7 +84,7 @@ class BatchStore:
         ]
         text, due_s = record.model_dump_json(), time.time() + LOST_S
         if not self._store.script(
-            "add_batch", keys, max_open, id_, owner, text, work_of(record), due_s
+            "add_batch", keys, max_open, id_, owner, text, build_work_name(record), due_s
         ):
             raise Problem(
                 Kind.OVERLOADED,
@@ -138,11 +138,11 @@ class BatchStore:
             self._key(record.id),
             self._jobs.due_key,
             self._pieces_key(record.id),
-            self._files.key_of(record.owner),
+            self._files.get_key(record.owner),
             self._files.removals_key,
         ]
         due_s = time.time() + LOST_S
-        head = (turn.token, work_of(record), due_s, text, turn.number)
+        head = (turn.token, build_work_name(record), due_s, text, turn.number)
         if not self._store.script("save_batch", keys, *head, *rest):
             raise Superseded(f"batch {record.id}: another attempt goes on with it")
 
@@ -209,11 +209,11 @@ class BatchStore:
 
     def close(self, record: BatchRecord) -> None:
         """Tidies up behind a batch that is over."""
-        self._files.storage.remove_folder(folder_of(record.owner, record.id))
+        self._files.storage.remove_folder(build_folder_name(record.owner, record.id))
 
         def forget(client: Any) -> None:
             with client.pipeline() as pipe:
-                pipe.zrem(self._jobs.due_key, work_of(record))
+                pipe.zrem(self._jobs.due_key, build_work_name(record))
                 pipe.srem(self._store.key("open", record.owner), record.id)
                 pipe.delete(self._pieces_key(record.id))
                 member = f"{record.owner}/{record.id}"
@@ -224,7 +224,7 @@ class BatchStore:
 
     def remove(self, owner: str, batch_id: str) -> None:
         """Forgets a batch, and what a late process may have left of it."""
-        self._files.storage.remove_folder(folder_of(owner, batch_id))
+        self._files.storage.remove_folder(build_folder_name(owner, batch_id))
 
         def forget(client: Any) -> None:
             with client.pipeline() as pipe:
@@ -242,12 +242,12 @@ class BatchStore:
         return self._store.key("pieces", batch_id)
 
 
-def work_of(record: BatchRecord) -> str:
+def build_work_name(record: BatchRecord) -> str:
     """The work of a batch, for the queue."""
     return f"{BATCH} {record.id}"
 
 
-def folder_of(owner: str, batch_id: str) -> str:
+def build_folder_name(owner: str, batch_id: str) -> str:
     """The folder of a batch's pieces."""
     return f"{owner}/pieces/{batch_id}"
 

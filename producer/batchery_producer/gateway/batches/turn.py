@@ -32,7 +32,7 @@ from batchery_producer.gateway.batches.records import (
 )
 from batchery_producer.gateway.batches.slices import AHEAD, STALL_S, Ended, SlicesInFlight
 from batchery_producer.gateway.batches.storage import CHUNK_BYTES, WrittenFile
-from batchery_producer.gateway.batches.store import BatchStore, Piece, Turn, folder_of
+from batchery_producer.gateway.batches.store import BatchStore, Piece, Turn, build_folder_name
 from batchery_producer.gateway.batches.validation import ENDPOINTS, validated
 from batchery_producer.gateway.models.served_models import ServedModels
 from batchery_producer.gateway.problems import Problem
@@ -273,7 +273,7 @@ class BatchTurn:
     def _write(self, kind: str, content: bytes) -> Piece:
         self._pieces += 1
         name = f"{kind}-{self._turn.number:08d}-{self._turn.token}-{self._pieces}"
-        folder = folder_of(self._record.owner, self._record.id)
+        folder = build_folder_name(self._record.owner, self._record.id)
         self._context.files.storage.write(f"{folder}/{name}", content)
         return Piece(name, len(content))
 
@@ -302,7 +302,9 @@ class BatchTurn:
 
     def _copy(self, piece: Piece, written: WrittenFile) -> None:
         storage = self._context.files.storage
-        source = storage.open(f"{folder_of(self._record.owner, self._record.id)}/{piece.name}")
+        source = storage.open(
+            f"{build_folder_name(self._record.owner, self._record.id)}/{piece.name}"
+        )
         if source is None:
             raise MissingPieceError(f"{piece.name}: not there")
         size = 0

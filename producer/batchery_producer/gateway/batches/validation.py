@@ -67,7 +67,7 @@ def validated(
             if jobs >= SLICE_JOBS or start.offset - found.slices[-1].offset >= SLICE_BYTES:
                 found.slices.append(start)
                 jobs = 0
-            jobs += _jobs_of(row)
+            jobs += _count_jobs(row)
             if found.requests > MAX_REQUESTS:
                 text = f"more than {MAX_REQUESTS:,} requests; send several batches"
                 found.errors = [BatchError(code="too_many_requests", message=text)]
@@ -109,7 +109,7 @@ def _rows(file: BinaryIO) -> Iterator[tuple[Slice, int, Mapping[str, Any] | Batc
             yield start, rows.number, _bad(rows.number, "invalid_json_line", text)
 
 
-def _jobs_of(row: Mapping[str, Any] | BatchError) -> int:
+def _count_jobs(row: Mapping[str, Any] | BatchError) -> int:
     """How many jobs a request becomes at most."""
     body = row.get("body") if isinstance(row, Mapping) else None
     given = body.get("input") if isinstance(body, Mapping) else None

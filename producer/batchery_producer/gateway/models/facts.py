@@ -57,7 +57,7 @@ def read_facts(model: ServedModel) -> ModelFacts:
     )
 
 
-def info_of(
+def build_info(
     model: ServedModel, facts: ModelFacts, settings: Settings, caller: Caller
 ) -> dict[str, Any]:
     """A model and the limits of requests, in TEI's words."""

@@ -22,7 +22,7 @@ class DeviceFigures(NamedTuple):
     peak_bytes: int | None = None
 
 
-def figures_of(workers: Mapping[str, Mapping[str, Any]], queue: str) -> DeviceFigures:
+def read_figures(workers: Mapping[str, Mapping[str, Any]], queue: str) -> DeviceFigures:
     """Reads the figures of all workers.
 
     Args:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchery_producer.gateway.problems import STATUS, Kind, problem_of
+from batchery_producer.gateway.problems import STATUS, Kind, build_problem
 from batchery_producer.results.answers import Outcome
 
 #: Label of all paths that are no route: else whoever asks for many makes as many series.
@@ -75,7 +75,7 @@ class Measurements:
         self.tokens.labels(model).inc(sum(map(_tokens, values)))
         for outcome in outcomes:
             if outcome.error is not None:
-                self.failed.labels(problem_of(outcome.error).kind.value).inc()
+                self.failed.labels(build_problem(outcome.error).kind.value).inc()
 
 
 def _tokens(value: object) -> int:
@@ -129,10 +129,10 @@ class Measured:
         finally:
             in_flight.dec()
             self._measurements.request_done(
-                self._route_of(scope), status, time.perf_counter() - began_s
+                self._find_route(scope), status, time.perf_counter() - began_s
             )
 
-    def _route_of(self, scope: Scope) -> str:
+    def _find_route(self, scope: Scope) -> str:
         # One that was refused before it came to its route has only a path.
         path = getattr(scope.get("route"), "path", None) or scope["path"]
         return path if path in self._routes else OTHER_ROUTE

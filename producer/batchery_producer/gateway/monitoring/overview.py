@@ -104,18 +104,18 @@ def overview(
         throughput=_throughput(known, before),
         jobs=sum(each["jobs"] for each in batches),
         items=sum(each["items"] for each in batches),
-        queues=list(queues_of(known)),
-        devices=list(devices_of(known, before)),
+        queues=list(list_queues(known)),
+        devices=list(list_devices(known, before)),
         failures=[
             FailureStatus(error=error, count=count)
-            for error, count in failures_of(known).most_common()
+            for error, count in count_failures(known).most_common()
         ],
         dead_letters=known.dead_letters,
         models=models,
     )
 
 
-def queues_of(survey: Survey) -> Iterator[QueueStatus]:
+def list_queues(survey: Survey) -> Iterator[QueueStatus]:
     """What waits in each queue, by name, be it in Redis or in a worker."""
     names = set(survey.queues)
     in_workers: Counter[str] = Counter()
@@ -135,7 +135,7 @@ def queues_of(survey: Survey) -> Iterator[QueueStatus]:
         )
 
 
-def devices_of(now: Survey, before: Survey | None = None) -> Iterator[DeviceStatus]:
+def list_devices(now: Survey, before: Survey | None = None) -> Iterator[DeviceStatus]:
     """The devices of all workers that answered."""
     for worker, figures in _answers(now):
         for name, state in figures["devices"].items():
@@ -160,7 +160,7 @@ def devices_of(now: Survey, before: Survey | None = None) -> Iterator[DeviceStat
             )
 
 
-def failures_of(survey: Survey) -> "Counter[str]":
+def count_failures(survey: Survey) -> "Counter[str]":
     """How many jobs and items failed, by class of the error."""
     failed: Counter[str] = Counter()
     for _, figures in _answers(survey):

@@ -14,8 +14,8 @@ from batchery_producer.gateway.routes.fields import expected
 from batchery_producer.gateway.routes.shared import (
     best_first,
     json_response,
-    model_of,
-    results_of,
+    resolve_model,
+    run_items,
 )
 
 router = APIRouter(tags=["rerank"], route_class=JsonRoute)
@@ -124,7 +124,7 @@ async def reranked(request: Request, wanted: CohereRerankRequest, api_version: s
     Raises:
         Problem: There is no such model, a document has no text, or the model failed.
     """
-    served = model_of(request, wanted.model, ("rerank",))
+    served = resolve_model(request, wanted.model, ("rerank",))
     if not wanted.documents:
         raise Problem(Kind.EMPTY, "documents: an empty list; send one at least", param="documents")
     request.state.caller.check(len(wanted.documents), 0)
@@ -132,7 +132,7 @@ async def reranked(request: Request, wanted: CohereRerankRequest, api_version: s
     fields = list(dict.fromkeys(wanted.rank_fields or ["text"]))
     texts = [_text(index, document, fields) for index, document in enumerate(wanted.documents)]
     items = [{"query": wanted.query, "text": text} for text in texts]
-    found = await results_of(request, served, items, {})
+    found = await run_items(request, served, items, {})
     scores = [result["score"] for result in found]
     results: list[dict[str, Any]] = [
         {"index": index, "relevance_score": scores[index]}

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from batchery.cli.survey import Survey
 from batchery_producer.gateway.monitoring.measurements import Measurements
 from batchery_producer.gateway.monitoring.monitor import Look
-from batchery_producer.gateway.monitoring.overview import devices_of, queues_of
+from batchery_producer.gateway.monitoring.overview import list_devices, list_queues
 
 router = APIRouter(tags=["operations"])
 
@@ -95,7 +95,7 @@ def _queues(survey: Survey) -> Iterator[Metric]:
     oldest = GaugeMetricFamily(
         "batchery_queue_oldest_job_seconds", "Age of the oldest of them.", labels=["queue"]
     )
-    for queue in queues_of(survey):
+    for queue in list_queues(survey):
         waiting.add_metric([queue.name], queue.waiting)
         if queue.oldest_s is not None or not queue.waiting:
             oldest.add_metric([queue.name], queue.oldest_s or 0.0)
@@ -114,7 +114,7 @@ def _devices(survey: Survey) -> Iterator[Metric]:
     resident = gauge("resident_memory_bytes", "Main memory of its process.")
     held = gauge("memory_bytes", "Memory that torch holds of a GPU.")
     size = gauge("memory_size_bytes", "All memory of the GPU.")
-    for device in devices_of(survey):
+    for device in list_devices(survey):
         labels = [device.worker, device.name]
         ready.add_metric(labels, device.state == "ready")
         in_flight.add_metric(labels, device.batches_in_flight)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, field_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from batchery_producer.gateway.batches.files import owner_of
+from batchery_producer.gateway.batches.files import get_owner
 from batchery_producer.gateway.batches.records import BATCH_ID, Batch, ExpiresAfter, Metadata
 from batchery_producer.gateway.batches.validation import ENDPOINTS
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
@@ -92,7 +92,7 @@ async def list_batches(
     """The caller's batches, the newest first."""
     batches = request.app.state.gateway.batches.batches
     found, has_more = await run_in_threadpool(
-        batches.page, owner_of(request.state.caller), after, limit
+        batches.page, get_owner(request.state.caller), after, limit
     )
     return json_response(listed([each.model_dump() for each in found], has_more=has_more))
 
@@ -100,7 +100,7 @@ async def list_batches(
 @router.get("/v1/batches/{batch_id}", response_model=Batch)
 async def get_batch(request: Request, batch_id: str) -> Response:
     """A batch, as it is now."""
-    batches, owner = request.app.state.gateway.batches.batches, owner_of(request.state.caller)
+    batches, owner = request.app.state.gateway.batches.batches, get_owner(request.state.caller)
     found = await run_in_threadpool(batches.get, owner, batch_id)
     return json_response(found.batch.model_dump())
 

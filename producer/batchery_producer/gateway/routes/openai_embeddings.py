@@ -11,9 +11,9 @@ from batchery_producer.gateway.models.vectors import numbers
 from batchery_producer.gateway.routes.fields import Inputs
 from batchery_producer.gateway.routes.shared import (
     embed_items,
-    items_of,
     json_response,
-    model_of,
+    read_items,
+    resolve_model,
 )
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
@@ -56,8 +56,8 @@ class EmbeddingsResponse(BaseModel):
 @router.post("/v1/embeddings", response_model=EmbeddingsResponse)
 async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
     """One vector for each input."""
-    model = model_of(request, wanted.model, ("embedding",))
-    items = items_of(request, "input", wanted.input)
+    model = resolve_model(request, wanted.model, ("embedding",))
+    items = read_items(request, "input", wanted.input)
     results = await embed_items(request, model, items, {}, wanted.dimensions)
     tokens = sum(result["tokens"] for result in results)
     as_text = wanted.encoding_format == "base64"

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
-from batchery_producer.gateway.batches.files import owner_of
+from batchery_producer.gateway.batches.files import get_owner
 from batchery_producer.gateway.batches.records import (
     FILE_ID,
     INPUT_PURPOSE,
@@ -106,7 +106,7 @@ async def list_files(
     """The caller's files, the newest first."""
     page = partial(
         request.app.state.gateway.batches.files.page,
-        owner_of(request.state.caller),
+        get_owner(request.state.caller),
         after,
         limit,
         newest_first=order == "desc",
@@ -120,14 +120,14 @@ async def list_files(
 async def get_file(request: Request, file_id: str) -> Response:
     """A file, without its content."""
     files = request.app.state.gateway.batches.files
-    found = await run_in_threadpool(files.get, owner_of(request.state.caller), file_id)
+    found = await run_in_threadpool(files.get, get_owner(request.state.caller), file_id)
     return json_response(found.model_dump())
 
 
 @router.get("/v1/files/{file_id}/content", response_class=Response)
 async def get_content(request: Request, file_id: str) -> Response:
     """The content of a file."""
-    files, owner = request.app.state.gateway.batches.files, owner_of(request.state.caller)
+    files, owner = request.app.state.gateway.batches.files, get_owner(request.state.caller)
     found = await run_in_threadpool(files.get, owner, file_id)
     file = await run_in_threadpool(files.open, owner, file_id)
     # A browser must not take what a caller sent for a page of ours.

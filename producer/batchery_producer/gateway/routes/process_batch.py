@@ -14,17 +14,17 @@ from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
 from batchery_producer.gateway.inference import check_all, unless_gone
 from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, figures_of, in_gb
-from batchery_producer.gateway.problems import problem_of
+from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, in_gb, read_figures
+from batchery_producer.gateway.problems import build_problem
 from batchery_producer.gateway.routes.fields import WHOLE
 from batchery_producer.gateway.routes.shared import json_response
 from batchery_producer.gateway.routes.text_batches import (
     DIGITS,
-    batches_of,
+    collect_batches,
     cut,
-    devices_of,
     held_length,
     labelled,
+    list_devices,
     per_s,
 )
 from batchery_producer.results.answers import BatchFacts, Outcome
@@ -157,7 +157,7 @@ async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Respon
     )
     check_all(outcomes)
     took_s = time.perf_counter() - began_s
-    batches, count = batches_of(outcomes), len(outcomes)
+    batches, count = collect_batches(outcomes), len(outcomes)
     results = labelled(wanted.texts, outcomes, 0)
     await gateway.batch_counters.count(count, batches)
     content = {
@@ -169,7 +169,7 @@ async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Respon
             "requested_batch_size": wanted.batch_size,
             "actual_batches_used": len(batches),
             "max_length": held_length(_max_length(model, wanted), results),
-            "device": devices_of(batches),
+            "device": list_devices(batches),
         },
         "performance_metrics": {
             "texts_per_second": per_s(count, took_s),
@@ -190,7 +190,7 @@ async def batch_stats(request: Request) -> Response:
     devices = (
         DeviceFigures()
         if model is None
-        else figures_of(await gateway.monitor.workers(), model.queue)
+        else read_figures(await gateway.monitor.workers(), model.queue)
     )
     content = {
         "total_requests": totals.requests,
@@ -309,7 +309,7 @@ class _Run:
                 "partial_results": partial,
             }
         # Before the last event, after which callers hang up.
-        await self._gateway.batch_counters.count(total, batches_of(outcomes))
+        await self._gateway.batch_counters.count(total, collect_batches(outcomes))
         total_s = time.perf_counter() - self._began_s
         yield {
             "status": "completed",
@@ -320,7 +320,7 @@ class _Run:
 
 
 def _error_event(number: int, error: Exception) -> dict[str, Any]:
-    problem = problem_of(error)
+    problem = build_problem(error)
     retry = {} if problem.retry_after_s is None else {"retry_after_s": problem.retry_after_s}
     return {
         "status": "error",
@@ -359,5 +359,5 @@ async def _gpu_memory(
 ) -> float | None:
     if all(batch.device.startswith("cpu") for batch in batches):
         return None
-    devices = figures_of(await request.app.state.gateway.monitor.workers(), model.queue)
+    devices = read_figures(await request.app.state.gateway.monitor.workers(), model.queue)
     return in_gb(devices.allocated_bytes)

@@ -17,7 +17,7 @@ from batchery_producer.gateway.problems import Kind, Problem
 MAX_GROWING_CHARS = 100_000
 
 
-def model_of(request: Request, name: str | None, kinds: Collection[str] | None) -> ServedModel:
+def resolve_model(request: Request, name: str | None, kinds: Collection[str] | None) -> ServedModel:
     """The model of a name; without a name, the first one of these kinds; None is any kind.
 
     Raises:
@@ -27,7 +27,7 @@ def model_of(request: Request, name: str | None, kinds: Collection[str] | None) 
     return found
 
 
-def items_of(request: Request, field: str, given: str | Sequence[Any]) -> list[Any]:
+def read_items(request: Request, field: str, given: str | Sequence[Any]) -> list[Any]:
     """The items of a request: one, or a list, as many as it may have; none of them is empty.
 
     Args:
@@ -50,7 +50,7 @@ def items_of(request: Request, field: str, given: str | Sequence[Any]) -> list[A
     return items
 
 
-def chars_of(items: Sequence[Any]) -> int:
+def count_chars(items: Sequence[Any]) -> int:
     """Characters of all items; of token ids, as many as there are."""
     return sum(
         sum(map(len, item.values())) if isinstance(item, dict) else len(item) for item in items
@@ -74,7 +74,7 @@ def check_growth(chars: int) -> None:
         )
 
 
-async def results_of(
+async def run_items(
     request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Any]:
     """Runs items, within the caller's limits.
@@ -83,7 +83,7 @@ async def results_of(
         Problem: There are too many, one of them failed, or there are no results.
     """
     gateway = request.app.state.gateway
-    request.state.caller.check(len(items), chars_of(items))
+    request.state.caller.check(len(items), count_chars(items))
     gateway.health.check()
     found: list[Any] = await gateway.inference.values(request, model, items, keywords)
     return found
@@ -108,13 +108,13 @@ async def embed_items(
         dimensions: How many leading dimensions are kept; all of them if None.
 
     Raises:
-        Problem: As `results_of`; or the vectors have fewer dimensions.
+        Problem: As `run_items`; or the vectors have fewer dimensions.
     """
     keywords = {**keywords, "encoding": "base64"}
     if dimensions is not None and model.settings.dimensions is not None:
         # What the worker's setting cuts off cannot be put on here.
-        return await results_of(request, model, items, {**keywords, "dimensions": dimensions})
-    results = await results_of(request, model, items, keywords)
+        return await run_items(request, model, items, {**keywords, "dimensions": dimensions})
+    results = await run_items(request, model, items, keywords)
     if dimensions is None:
         return results
     scale = keywords.get("normalize", model.settings.normalize)

@@ -16,7 +16,7 @@ from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.tasks.calls import TaskCall
 from batchery_producer.gateway.tasks.names import is_allowed
 from batchery_producer.gateway.tasks.records import TaskRecord, to_json
-from batchery_producer.gateway.tasks.webhook_target import target_of
+from batchery_producer.gateway.tasks.webhook_target import resolve_target
 
 router = APIRouter(tags=["tasks"], route_class=JsonRoute)
 
@@ -150,7 +150,7 @@ async def send_task(
     caller.check(max(call.count, 1), len(call.json.decode()))
     gateway.task_sender.check(call)
     if wanted.webhook is not None:
-        target_of(wanted.webhook, gateway.settings.gateway.webhook_hosts)
+        resolve_target(wanted.webhook, gateway.settings.gateway.webhook_hosts)
     gateway.health.check()
     wait_s = _wait_s(request, wanted.wait_s)
     # A timeout leaves nothing half sent.

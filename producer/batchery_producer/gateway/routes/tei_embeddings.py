@@ -16,13 +16,13 @@ from batchery_producer.gateway.models.vectors import LEAST_NORM, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import Inputs, ModelName
 from batchery_producer.gateway.routes.shared import (
-    chars_of,
     check_growth,
+    count_chars,
     embed_items,
-    items_of,
     json_response,
-    model_of,
-    results_of,
+    read_items,
+    resolve_model,
+    run_items,
 )
 from batchery_producer.gateway.routes.tei_requests import PromptRequest, TeiRequest
 
@@ -98,13 +98,13 @@ async def list_response(request: Request, values: Iterable[Any], count: int) -> 
     return Response(content, media_type="application/json")
 
 
-async def texts_of(request: Request, model: ServedModel, inputs: str | list[Any]) -> list[Any]:
+async def read_texts(request: Request, model: ServedModel, inputs: str | list[Any]) -> list[Any]:
     """The items of a request. Token ids lose the special tokens around them, as workers add those.
 
     Raises:
         Problem: There are none, or one is empty.
     """
-    items = items_of(request, "inputs", inputs)
+    items = read_items(request, "inputs", inputs)
     if all(isinstance(item, str) for item in items):
         return items
     try:
@@ -118,8 +118,8 @@ async def texts_of(request: Request, model: ServedModel, inputs: str | list[Any]
 @router.post("/embed", response_model=list[list[float]])
 async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None) -> Response:
     """One vector for each text."""
-    served = model_of(request, wanted.model or model, ("embedding",))
-    items = await texts_of(request, served, wanted.inputs)
+    served = resolve_model(request, wanted.model or model, ("embedding",))
+    items = await read_texts(request, served, wanted.inputs)
     results = await embed_items(request, served, items, wanted.keywords(served), wanted.dimensions)
     vectors = [numbers(result["vector"]) for result in results]
     return await list_response(request, vectors, sum(map(len, vectors)))
@@ -128,11 +128,11 @@ async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None)
 @router.post("/embed_all", response_model=list[list[list[float]]])
 async def embed_all(request: Request, wanted: EmbedAllRequest, model: ModelName = None) -> Response:
     """One vector for each token of each text."""
-    served = model_of(request, wanted.model or model, ("multi_vector_embedding",))
-    items = await texts_of(request, served, wanted.inputs)
-    check_growth(chars_of(items))
+    served = resolve_model(request, wanted.model or model, ("multi_vector_embedding",))
+    items = await read_texts(request, served, wanted.inputs)
+    check_growth(count_chars(items))
     keywords = {**wanted.keywords(served), "encoding": "base64"}
-    results = await results_of(request, served, items, keywords)
+    results = await run_items(request, served, items, keywords)
     count = sum(result["tokens"] * result["dimensions"] for result in results)
     vectors = (numbers(result["vectors"]).reshape(-1, result["dimensions"]) for result in results)
     return await list_response(request, vectors, count)
@@ -143,9 +143,9 @@ async def embed_sparse(
     request: Request, wanted: EmbedSparseRequest, model: ModelName = None
 ) -> Response:
     """One sparse vector for each text."""
-    served = model_of(request, wanted.model or model, ("sparse_embedding",))
-    items = await texts_of(request, served, wanted.inputs)
-    results = await results_of(request, served, items, wanted.keywords(served))
+    served = resolve_model(request, wanted.model or model, ("sparse_embedding",))
+    items = await read_texts(request, served, wanted.inputs)
+    results = await run_items(request, served, items, wanted.keywords(served))
     vectors = (
         [
             {"index": index, "value": value}
@@ -164,12 +164,12 @@ async def similarity(
 ) -> Response:
     """The cosine of the angle between a text's vector and that of each other text."""
     options = wanted.parameters or PromptRequest()
-    served = model_of(request, wanted.model or options.model or model, ("embedding",))
+    served = resolve_model(request, wanted.model or options.model or model, ("embedding",))
     if not wanted.inputs.sentences:
         raise Problem(Kind.EMPTY, "inputs.sentences: an empty list; send a text at least")
-    items = items_of(request, "inputs", [wanted.inputs.source_sentence, *wanted.inputs.sentences])
+    items = read_items(request, "inputs", [wanted.inputs.source_sentence, *wanted.inputs.sentences])
     keywords = {**options.keywords(served), "encoding": "base64"}
-    results = await results_of(request, served, items, keywords)
+    results = await run_items(request, served, items, keywords)
     vectors = np.stack([numbers(result["vector"]) for result in results])
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
     vectors = vectors / np.maximum(norms, LEAST_NORM)

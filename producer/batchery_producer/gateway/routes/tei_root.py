@@ -9,10 +9,10 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 
 from batchery_producer.gateway.bodies import JsonRoute
-from batchery_producer.gateway.models.facts import UNKNOWN, ModelFacts, info_of
+from batchery_producer.gateway.models.facts import UNKNOWN, ModelFacts, build_info
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName
-from batchery_producer.gateway.routes.shared import json_response, model_of
+from batchery_producer.gateway.routes.shared import json_response, resolve_model
 from batchery_producer.gateway.routes.tei_embeddings import (
     EmbedAllRequest,
     EmbedRequest,
@@ -133,7 +133,7 @@ async def root(
     """What the first model does, or the named one: `/embed`, `/predict`, `/rerank` and so on."""
     given = body.get("model")
     name = given if isinstance(given, str) and given else model
-    served = model_of(request, name, None if name else WAYS)
+    served = resolve_model(request, name, None if name else WAYS)
     way = _way(served.kind, body)
     if way is None:
         raise Problem(
@@ -160,10 +160,10 @@ def _way(kind: str, body: Mapping[str, Any]) -> Way | None:
 async def info(request: Request, model: ModelName = None) -> Response:
     """The first model, or the named one, and the limits of requests."""
     gateway = request.app.state.gateway
-    served = model_of(request, model, None)
+    served = resolve_model(request, model, None)
     try:
         facts: ModelFacts = await gateway.model_facts.of(served)
     except Problem:
         # Only a worker has its files.
         facts = UNKNOWN
-    return json_response(info_of(served, facts, gateway.settings, request.state.caller))
+    return json_response(build_info(served, facts, gateway.settings, request.state.caller))

@@ -13,10 +13,10 @@ from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName, expected
 from batchery_producer.gateway.routes.shared import (
     best_first,
-    items_of,
     json_response,
-    model_of,
-    results_of,
+    read_items,
+    resolve_model,
+    run_items,
 )
 from batchery_producer.gateway.routes.tei_requests import TeiRequest, TextRequest
 
@@ -111,20 +111,20 @@ class Rank(BaseModel):
 @router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
 async def predict(request: Request, wanted: PredictRequest, model: ModelName = None) -> Response:
     """All labels of each text, the likeliest first; of a text alone they are not in a list."""
-    served = model_of(request, wanted.model or model, CLASSIFIERS)
+    served = resolve_model(request, wanted.model or model, CLASSIFIERS)
     items, is_batch = items_to_label(request, wanted.inputs)
-    answers = await labels_of(request, served, items, wanted.keywords(served))
+    answers = await classify_items(request, served, items, wanted.keywords(served))
     return json_response(answers if is_batch else answers[0])
 
 
 async def pipeline(request: Request, wanted: PipelineRequest, model: ModelName = None) -> Response:
     """Labels as Hugging Face's own inference API gives them: in a list for each text."""
-    served = model_of(request, wanted.model or model, CLASSIFIERS)
-    texts = items_of(request, "inputs", wanted.inputs)
-    return json_response(await labels_of(request, served, texts, wanted.keywords()))
+    served = resolve_model(request, wanted.model or model, CLASSIFIERS)
+    texts = read_items(request, "inputs", wanted.inputs)
+    return json_response(await classify_items(request, served, texts, wanted.keywords()))
 
 
-async def labels_of(
+async def classify_items(
     request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[list[dict[str, Any]]]:
     """The labels of each item, the likeliest first.
@@ -132,7 +132,7 @@ async def labels_of(
     Raises:
         Problem: An item failed.
     """
-    results = await results_of(request, model, items, keywords)
+    results = await run_items(request, model, items, keywords)
     return [
         [{"score": score, "label": label} for label, score in result["scores"].items()]
         for result in results
@@ -152,18 +152,18 @@ def items_to_label(request: Request, inputs: str | list[Any]) -> tuple[list[Any]
     is_batch = not isinstance(inputs, str) and not (inputs and isinstance(inputs[0], str))
     texts = [[inputs]] if isinstance(inputs, str) else inputs if is_batch else [inputs]
     items = [{"text": each[0], "text_pair": each[1]} if each[1:] else each[0] for each in texts]
-    return items_of(request, "inputs", items), is_batch
+    return read_items(request, "inputs", items), is_batch
 
 
 @router.post("/rerank", response_model=list[Rank])
 async def rerank(request: Request, wanted: RerankTextsRequest, model: ModelName = None) -> Response:
     """The texts by how well they fit the query, the best first."""
-    served = model_of(request, wanted.model or model, ("rerank",))
+    served = resolve_model(request, wanted.model or model, ("rerank",))
     if not wanted.texts:
         raise Problem(Kind.EMPTY, "texts: an empty list; send a text at least", param="texts")
     request.state.caller.check(len(wanted.texts), 0)
     items = [{"query": wanted.query, "text": text} for text in wanted.texts]
-    results = await results_of(request, served, items, wanted.keywords(served))
+    results = await run_items(request, served, items, wanted.keywords(served))
     scores = [result["score"] for result in results]
     ranks: list[dict[str, Any]] = [
         {"index": index, "score": scores[index]} for index in best_first(scores)

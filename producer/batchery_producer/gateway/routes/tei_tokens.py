@@ -12,7 +12,12 @@ from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName, TokenId, expected
-from batchery_producer.gateway.routes.shared import chars_of, check_growth, items_of, model_of
+from batchery_producer.gateway.routes.shared import (
+    check_growth,
+    count_chars,
+    read_items,
+    resolve_model,
+)
 from batchery_producer.gateway.routes.tei_requests import TeiRequest
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
@@ -61,9 +66,9 @@ class DecodeRequest(TeiRequest):
 @router.post("/tokenize", response_model=list[list[SimpleToken]])
 async def tokenize(request: Request, wanted: TokenizeRequest, model: ModelName = None) -> Response:
     """The tokens of each text, and where they stand."""
-    served = model_of(request, wanted.model or model, None)
-    texts = items_of(request, "inputs", wanted.inputs)
-    chars = chars_of(texts)
+    served = resolve_model(request, wanted.model or model, None)
+    texts = read_items(request, "inputs", wanted.inputs)
+    chars = count_chars(texts)
     request.state.caller.check(len(texts), chars)
     _check_lengths(served, texts)
     tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
@@ -82,9 +87,9 @@ async def tokenize(request: Request, wanted: TokenizeRequest, model: ModelName =
 @router.post("/decode", response_model=list[str])
 async def decode(request: Request, wanted: DecodeRequest, model: ModelName = None) -> Response:
     """The text of each list of token ids."""
-    served = model_of(request, wanted.model or model, None)
-    ids = items_of(request, "ids", wanted.ids)
-    count = chars_of(ids)
+    served = resolve_model(request, wanted.model or model, None)
+    ids = read_items(request, "ids", wanted.ids)
+    count = count_chars(ids)
     request.state.caller.check(len(ids), count)
     _check_lengths(served, ids)
     check_growth(count)

@@ -35,12 +35,12 @@ def labelled(texts: Sequence[str], outcomes: Sequence[Outcome], start: int) -> l
     ]
 
 
-def batches_of(outcomes: Iterable[Outcome]) -> set[BatchFacts]:
+def collect_batches(outcomes: Iterable[Outcome]) -> set[BatchFacts]:
     """The batches in which items were computed; results from a cache have none."""
     return {outcome.batch for outcome in outcomes if outcome.batch is not None}
 
 
-def devices_of(batches: Iterable[BatchFacts]) -> str | None:
+def list_devices(batches: Iterable[BatchFacts]) -> str | None:
     """The devices that computed, with commas between them; None if unknown."""
     return ", ".join(sorted({batch.device for batch in batches})) or None
 

@@ -17,9 +17,9 @@ from batchery.task import BatchTask
 from batchery.tracing import trace_headers
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.json_lists import json_of_arguments
-from batchery_producer.gateway.problems import Kind, Problem, problem_of
+from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.publishing.publisher import is_known
-from batchery_producer.results.answers import header_of
+from batchery_producer.results.answers import build_header
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class TaskSender:
         """
         options: dict[str, Any] = {
             "task_id": task_id,
-            "headers": {**trace_headers(), **header_of(call.count, reply)},
+            "headers": {**trace_headers(), **build_header(call.count, reply)},
             "expires": expires_s,
         }
         if callback is not None:
@@ -125,7 +125,7 @@ class TaskSender:
             # Celery compares the arguments with the signature of a task that it knows.
             raise Problem(Kind.INVALID, f"{call.task}: {error}") from error
         except Exception as error:
-            raise problem_of(error) from error
+            raise build_problem(error) from error
 
     def _send(self, call: TaskCall, options: Mapping[str, Any]) -> None:
         known: Any = self._app.tasks.get(call.task)

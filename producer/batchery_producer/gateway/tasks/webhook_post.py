@@ -40,7 +40,7 @@ def signature(secret: bytes, message_id: str, timestamp_s: int, body: bytes) -> 
     return f"v1,{base64.b64encode(digest).decode()}"
 
 
-def secret_of(key_hash: str) -> bytes:
+def derive_secret(key_hash: str) -> bytes:
     """What a caller's webhooks are signed with: the SHA-256 of their key, which both sides have.
 
     Args:

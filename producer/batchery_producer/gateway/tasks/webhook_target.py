@@ -33,7 +33,7 @@ class WebhookTarget(NamedTuple):
         return name if self.port == PORTS[self.scheme] else f"{name}:{self.port}"
 
 
-def target_of(url: str, hosts: Sequence[str]) -> WebhookTarget:
+def resolve_target(url: str, hosts: Sequence[str]) -> WebhookTarget:
     """The target of a URL.
 
     Args:
@@ -74,7 +74,7 @@ def may_connect(address: str, hosts: Sequence[str]) -> bool:
 
     Args:
         address: What the host's name was looked up to.
-        hosts: As in `target_of`.
+        hosts: As in `resolve_target`.
     """
     found = _address(address)
     if found is None:

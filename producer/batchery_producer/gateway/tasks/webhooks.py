@@ -24,10 +24,10 @@ from batchery_producer.gateway.tasks.records import TaskRecord, TaskRecords, to_
 from batchery_producer.gateway.tasks.webhook_post import (
     DEADLINE_S,
     Undeliverable,
+    derive_secret,
     post,
-    secret_of,
 )
-from batchery_producer.gateway.tasks.webhook_target import target_of
+from batchery_producer.gateway.tasks.webhook_target import resolve_target
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +183,10 @@ class Webhooks:
         if key is None and self._settings.keys:
             raise Undeliverable(f"its key {caller!r} is no longer in the settings", is_final=True)
         try:
-            target = target_of(webhook.url, hosts)
+            target = resolve_target(webhook.url, hosts)
         except Problem as problem:  # The settings have changed.
             raise Undeliverable(problem.message, is_final=True) from problem
-        secret = None if key is None else secret_of(key.hash)
+        secret = None if key is None else derive_secret(key.hash)
         task_id = webhook.record.id
         limits = {
             # Itself, as a message may come twice.

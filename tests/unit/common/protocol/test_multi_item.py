@@ -7,21 +7,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed, Ignore, InvalidItem, RetryAfter
-from batchery.protocol.multi_item import HEADER, MAX_ITEMS, VERSION, items_of, result_of
+from batchery.protocol.multi_item import HEADER, MAX_ITEMS, VERSION, build_result, read_items
 
 
 def test_message_without_header_has_one_item() -> None:
-    assert items_of(["a", "b"], None) == ([["a", "b"]], False)
-    assert items_of(None, None) == ([None], False)
+    assert read_items(["a", "b"], None) == ([["a", "b"]], False)
+    assert read_items(None, None) == ([None], False)
 
 
 def test_header_without_n_means_one_item() -> None:
-    assert items_of(["a"], {"v": VERSION, "reply": "x"}) == ([["a"]], False)
+    assert read_items(["a"], {"v": VERSION, "reply": "x"}) == ([["a"]], False)
 
 
 @given(items=st.lists(st.integers(), min_size=1, max_size=50))
 def test_header_with_n_means_n_items(items: list[int]) -> None:
-    assert items_of(items, {"v": VERSION, "n": len(items)}) == (items, True)
+    assert read_items(items, {"v": VERSION, "n": len(items)}) == (items, True)
 
 
 @pytest.mark.parametrize(
@@ -30,13 +30,13 @@ def test_header_with_n_means_n_items(items: list[int]) -> None:
 )
 def test_a_header_of_another_form_or_version_is_refused(header: Any) -> None:
     with pytest.raises(InvalidItem, match=f"header {HEADER!r}.*expected an object with v=1"):
-        items_of(["a"], header)
+        read_items(["a"], header)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.0, "1", True, [], MAX_ITEMS + 1, 10**30])
 def test_header_with_impossible_n_is_refused(count: Any) -> None:
     with pytest.raises(InvalidItem, match=f"expected 1 to {MAX_ITEMS} items"):
-        items_of(["a"], {"v": VERSION, "n": count})
+        read_items(["a"], {"v": VERSION, "n": count})
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_header_with_impossible_n_is_refused(count: Any) -> None:
 )
 def test_argument_that_does_not_fit_n_is_refused(argument: Any, found: str) -> None:
     with pytest.raises(InvalidItem, match=f"n=2, but the argument is {found}"):
-        items_of(argument, {"v": VERSION, "n": 2})
+        read_items(argument, {"v": VERSION, "n": 2})
 
 
 def test_a_hostile_header_does_not_fill_the_log() -> None:
     with pytest.raises(InvalidItem) as caught:
-        items_of(["a"], {"v": "x" * 1_000_000})
+        read_items(["a"], {"v": "x" * 1_000_000})
     assert len(str(caught.value)) < 300
 
 
@@ -64,7 +64,7 @@ def test_result_has_the_outcome_of_each_item() -> None:
         RetryAfter(1, ConnectionError("down")),
         Ignore("no"),
     ]
-    assert result_of(outcomes) == [
+    assert build_result(outcomes) == [
         {"ok": {"score": 1}},
         {"ok": None},
         {"error": {"type": "ItemFailed", "message": "why"}},
@@ -79,7 +79,7 @@ def test_result_has_the_outcome_of_each_item() -> None:
         {"error": {"type": "ConnectionError", "message": "down", "retry_after_s": 1}},
         {"error": {"type": "Ignore", "message": "no"}},
     ]
-    assert result_of([]) == []
+    assert build_result([]) == []
 
 
 def test_exception_without_readable_text_does_not_fail_other_items() -> None:
@@ -87,6 +87,6 @@ def test_exception_without_readable_text_does_not_fail_other_items() -> None:
         def __str__(self) -> str:
             raise RuntimeError("no words")
 
-    first, second = result_of([Failed(Mute()), 1])
+    first, second = build_result([Failed(Mute()), 1])
     assert first["error"]["type"] == "Mute"
     assert second == {"ok": 1}

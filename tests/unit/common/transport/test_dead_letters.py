@@ -9,7 +9,7 @@ import pytest
 from batchery.transport.dead_letters import (
     MAX_REASON_CHARS,
     describe,
-    queue_of,
+    find_queue,
     read_embed,
     readable_headers,
 )
@@ -41,7 +41,7 @@ def test_headers_are_read_although_the_body_is_not_utf_8() -> None:
     ],
 )
 def test_queue_is_named_by_its_key_without_prefix_and_priority(key: str, queue: str) -> None:
-    assert queue_of(key, PREFIX) == queue
+    assert find_queue(key, PREFIX) == queue
 
 
 @pytest.mark.parametrize("body", [BODY, base64.b64encode(BODY.encode()).decode()])

@@ -12,7 +12,7 @@ from batchery_producer.files.journal import Journal
 from batchery_producer.files.openai_batch import in_form, shortened
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.results.answers import Answer
-from batchery_producer.run.api import task_of
+from batchery_producer.run.api import choose_task
 from batchery_producer.run.output import Output
 
 
@@ -35,7 +35,7 @@ def test_requests_of_openai_are_recognised(tmp_path: Path) -> None:
     rows += [request(4, [7, 8]), request(5, [[7], [8, 9]])]
     dataset = Dataset(write(tmp_path / "in.jsonl", rows))
     assert (dataset.is_openai, dataset.model) == (True, "embed")
-    assert task_of(dataset, None) == "embed"
+    assert choose_task(dataset, None) == "embed"
     assert list(dataset) == [
         Record(1, "request-1", "one"),
         Record(2, "request-2", "two"),
@@ -52,7 +52,7 @@ def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Pa
     dataset = Dataset(requests, field="body")
     assert not dataset.is_openai
     with pytest.raises(DatasetError, match="no task; name one with --task"):
-        task_of(dataset, None)
+        choose_task(dataset, None)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import ROUTES
 from batchery_producer.gateway.bodies import CONTAINER_VALUES, JsonRoute, RequestBody, parse
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.problems import answer as answer_of
+from batchery_producer.gateway.problems import answer as read_answer
 from batchery_producer.gateway.routes.cohere_rerank import CohereRerankRequest
 from batchery_producer.gateway.routes.openai_batches import BatchRequest
 from batchery_producer.gateway.routes.openai_embeddings import EmbeddingsRequest
@@ -164,7 +164,7 @@ def test_route_that_hangs_answers_in_time(monkeypatch: pytest.MonkeyPatch) -> No
 
 async def _on_problem(request: Request, error: Exception) -> Response:
     assert isinstance(error, Problem)
-    return answer_of(request.url.path, error)
+    return read_answer(request.url.path, error)
 
 
 async def _get(web: FastAPI, path: str) -> httpx2.Response:

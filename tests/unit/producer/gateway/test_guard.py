@@ -69,7 +69,7 @@ def test_unread_answers_beyond_the_share_of_a_caller_are_cut_off(
     monkeypatch.setattr(guard, "MAX_BUFFERED_BYTES", 1000)
     settings = Settings()
     callers = Callers(settings)
-    anyone = callers.caller_of({})
+    anyone = callers.identify_caller({})
 
     async def app(*_: object) -> None:
         return

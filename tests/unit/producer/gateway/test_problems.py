@@ -6,7 +6,7 @@ import orjson
 import pytest
 
 from batchery.errors import BrokerRefused, DeadlineExceeded, InvalidItem
-from batchery_producer.gateway.problems import Kind, Problem, answer, problem_of
+from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem
 
 CAUSES = {
     Kind.INVALID: InvalidItem("text: is empty"),
@@ -41,7 +41,7 @@ CAUSES = {
 def test_each_api_has_its_own_words_and_statuses(
     kind: Kind, path: str, status: int, named: dict[str, Any]
 ) -> None:
-    problem = problem_of(CAUSES[kind])
+    problem = build_problem(CAUSES[kind])
     assert problem.kind is kind
     found = answer(path, problem)
     assert found.status_code == status

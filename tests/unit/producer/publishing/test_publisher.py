@@ -28,7 +28,7 @@ def sent_headers(app: Celery, queue: str) -> list[Any]:
     return headers
 
 
-def queue_of(app: Celery, task: str, queue: str | None = None) -> str:
+def find_queue(app: Celery, task: str, queue: str | None = None) -> str:
     """The queue in which one job of the task ends up; also what the publisher says it is."""
     with Publisher(app, task, queue=queue, outage_policy=RetryPolicy(lambda: False)) as publisher:
         publisher.send([("an-id", "an item")])
@@ -42,23 +42,23 @@ def queue_of(app: Celery, task: str, queue: str | None = None) -> str:
 
 
 def test_unknown_task_uses_a_queue_of_its_name() -> None:
-    assert queue_of(make_app(), "stranger") == "stranger"
+    assert find_queue(make_app(), "stranger") == "stranger"
 
 
 def test_model_of_the_app_uses_the_model_queue() -> None:
     app = make_app()
     register(app, "vectors", Model, queue="gpu-jobs")
-    assert queue_of(app, "vectors") == "gpu-jobs"
+    assert find_queue(app, "vectors") == "gpu-jobs"
 
 
 def test_publisher_follows_the_app_s_route() -> None:
-    assert queue_of(make_app(task_routes={"routed": {"queue": "there"}}), "routed") == "there"
+    assert find_queue(make_app(task_routes={"routed": {"queue": "there"}}), "routed") == "there"
 
 
 def test_queue_of_the_caller_overrides_others() -> None:
     app = make_app()
     register(app, "vectors-too", Model)
-    assert queue_of(app, "vectors-too", "elsewhere") == "elsewhere"
+    assert find_queue(app, "vectors-too", "elsewhere") == "elsewhere"
 
 
 def test_queue_that_the_app_does_not_create_is_refused() -> None:

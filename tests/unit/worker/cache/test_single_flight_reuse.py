@@ -9,7 +9,7 @@ import pytest
 from batchery import Model
 from batchery.errors import ModelLoadError
 from batchery_worker.cache.single_flight import SingleFlight
-from batchery_worker.device.loading import identity_of
+from batchery_worker.device.loading import build_identity
 from batchery_worker.ipc.commit_context import CachePolicy
 from batchery_worker.ipc.messages import Work
 from batchery_worker.ipc.values import Encoded
@@ -145,8 +145,8 @@ def test_identity_of_a_model_is_asked_only_with_a_cache() -> None:
     cached: Any = SimpleNamespace(name="embed", cache="1")
     plain: Any = SimpleNamespace(name="embed", cache=None)
     broken = Told(PermissionError("model.safetensors"))
-    assert identity_of(cached, Model()) == ""
-    assert identity_of(cached, Told("weights 7")) == "weights 7"
-    assert identity_of(plain, broken) == ""
+    assert build_identity(cached, Model()) == ""
+    assert build_identity(cached, Told("weights 7")) == "weights 7"
+    assert build_identity(plain, broken) == ""
     with pytest.raises(ModelLoadError, match=r"'embed': .* PermissionError: model.safetensors"):
-        identity_of(cached, broken)
+        build_identity(cached, broken)

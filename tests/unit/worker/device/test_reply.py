@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batchery import Failed
 from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome
-from batchery_worker.device.reply import Computed, answer, text_of
+from batchery_worker.device.reply import Computed, answer, format_result
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.messages import Work, decode_outcome
 from batchery_worker.ipc.values import Encoded, plain_json
@@ -92,7 +92,7 @@ Plain = st.recursive(
 
 @given(value=Plain, chars=st.integers(1, 60))
 def test_the_text_of_a_result_is_celery_s_own(value: Any, chars: int) -> None:
-    assert text_of(value, chars) == saferepr(value, chars)
+    assert format_result(value, chars) == saferepr(value, chars)
 
 
 @given(value=st.lists(Plain | st.text(min_size=100), min_size=1), chars=st.integers(1, 30))
@@ -101,16 +101,16 @@ def test_the_text_of_an_encoded_result_begins_as_celery_s_own(value: Any, chars:
     # Where Celery leaves something out, it goes on with what is behind it.
     ours, celery_s = (
         text[:chars].partition("...")[0]
-        for text in (text_of(result, chars), saferepr(result.value, chars))
+        for text in (format_result(result, chars), saferepr(result.value, chars))
     )
     assert ours == celery_s
 
 
 def test_the_text_of_a_vector_is_celery_s_own() -> None:
     result = {"tokens": 7, "vector": [number / 7 for number in range(384)]}
-    assert text_of(result, 128) == saferepr(result, 128)
+    assert format_result(result, 128) == saferepr(result, 128)
     zeros = {"vector": [0] * 384}
-    assert text_of(zeros, 128) == saferepr(zeros, 128)
+    assert format_result(zeros, 128) == saferepr(zeros, 128)
 
 
 class Memory:

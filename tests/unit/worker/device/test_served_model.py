@@ -9,7 +9,7 @@ import pytest
 
 from batchery import Failed, Model
 from batchery_worker.batching.cost_model import Costs
-from batchery_worker.device.loading import memory_of
+from batchery_worker.device.loading import find_memory
 from batchery_worker.device.served_model import ServedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
@@ -142,7 +142,7 @@ def test_the_figures_say_what_chose_the_budget(served: ServedModel) -> None:
 
 
 def test_cpu_memory_is_not_counted() -> None:
-    memory = memory_of("cpu")
+    memory = find_memory("cpu")
     memory.forget_peak()
     memory.release()
     memory.wait()

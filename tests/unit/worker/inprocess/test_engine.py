@@ -447,7 +447,7 @@ def test_an_engine_whose_device_is_dead_closes_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, model = DeadContext(), Doubling()
-    monkeypatch.setattr(local_device, "memory_of", lambda *_: memory)
+    monkeypatch.setattr(local_device, "find_memory", lambda *_: memory)
     with Engine(model, device="cpu") as engine:
         assert engine.call([1, 2]) == [2, 4]
         memory.is_dead = True

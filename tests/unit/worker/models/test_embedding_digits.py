@@ -11,7 +11,7 @@ from hypothesis.extra.numpy import arrays
 from kombu.utils import json as celery_json
 
 from batchery.results import to_numpy
-from batchery_worker.device.reply import text_of
+from batchery_worker.device.reply import format_result
 from batchery_worker.models.embedding import EmbeddingModel, encoded_results, number_lists
 from support.tiny_models import Build, Load, run
 
@@ -57,7 +57,7 @@ def test_encoded_results_are_the_plain_ones(
     assert [json.loads(each.json) for each in encoded] == plain
     assert len(to_numpy(plain[0])) == keywords.get("dimensions", 32)
     # As Celery's log and events show it.
-    assert text_of(encoded[0], 128) == text_of(plain[0], 128)
+    assert format_result(encoded[0], 128) == format_result(plain[0], 128)
 
 
 def test_a_subclass_that_changes_results_gets_them_as_they_are() -> None:

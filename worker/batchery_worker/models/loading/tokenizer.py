@@ -220,7 +220,7 @@ class TextTokenizer:
         return [self._frame(before[each.before] + each.ids, each.pair, cut) for each in inputs]
 
     def _frame(self, ids: list[int], pair: str | None, cut: Cut) -> Prepared | Failed:
-        frame = self._frame_of("a" if pair is None else "ab")
+        frame = self._find_frame("a" if pair is None else "ab")
         if not frame.is_known:
             return Failed(
                 InvalidItem("token ids: it is unknown where special tokens go; send a text")
@@ -235,7 +235,7 @@ class TextTokenizer:
         checked = self._checked(frame.around(kept, *others), cut)
         return checked if isinstance(checked, Failed) else checked.view(Truncated)
 
-    def _frame_of(self, probes: str) -> SpecialTokens:
+    def _find_frame(self, probes: str) -> SpecialTokens:
         """The special tokens around as many texts as there are probes."""
         if len(probes) not in self._frames:
             self._frames[len(probes)] = SpecialTokens(self._tokenizer, self.names, probes)

@@ -24,7 +24,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
 
 
 def skip_memory(storage: Storage) -> None:
-    if storage.url_of("").startswith("memory:"):
+    if storage.build_url("").startswith("memory:"):
         pytest.skip("fsspec's memory has a file as soon as it is opened")
 
 
@@ -73,7 +73,7 @@ def test_file_is_not_there_before_it_is_whole(storage: Storage) -> None:
 
 def test_url_of_a_file_can_be_opened_by_itself(storage: Storage) -> None:
     storage.write("a/b.json", b"content")
-    with fsspec.open(storage.url_of("a/b.json"), "rb") as file:
+    with fsspec.open(storage.build_url("a/b.json"), "rb") as file:
         assert file.read() == b"content"
 
 

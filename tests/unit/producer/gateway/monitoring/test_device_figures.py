@@ -1,6 +1,6 @@
 from typing import Any
 
-from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, figures_of, in_gb
+from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, in_gb, read_figures
 
 MEMORY = {"allocated_bytes": 2**30, "peak_bytes": 2**31}
 
@@ -17,12 +17,12 @@ def test_memory_of_all_ready_devices_of_the_queue_is_added() -> None:
         "c": worker("other", cuda2=ready),
         "d": {"error": "runs no batches"},
     }
-    found = figures_of(workers, "mood")
+    found = read_figures(workers, "mood")
     assert found == DeviceFigures(("cuda0",), 2 * 2**30, 2 * 2**31)
     assert in_gb(found.allocated_bytes) == 2.0
 
 
 def test_cpu_has_no_memory_of_its_own() -> None:
     workers = {"a": worker("mood", cpu={"state": "ready", "memory": {}})}
-    assert figures_of(workers, "mood") == DeviceFigures(("cpu",), None, None)
+    assert read_figures(workers, "mood") == DeviceFigures(("cpu",), None, None)
     assert in_gb(None) is None

@@ -1,9 +1,9 @@
 from batchery_producer.gateway.routes.text_batches import (
-    batches_of,
+    collect_batches,
     cut,
-    devices_of,
     held_length,
     labelled,
+    list_devices,
     per_s,
 )
 from batchery_producer.results.answers import BatchFacts, Outcome
@@ -24,9 +24,9 @@ def test_batches_are_counted_once_whichever_texts_they_had() -> None:
         Outcome(2, batch=SECOND),
         Outcome(3),
     ]
-    assert batches_of(outcomes) == {FIRST, SECOND}
-    assert devices_of({FIRST, SECOND}) == "cuda:0, cuda:1"
-    assert devices_of(set()) is None
+    assert collect_batches(outcomes) == {FIRST, SECOND}
+    assert list_devices({FIRST, SECOND}) == "cuda:0, cuda:1"
+    assert list_devices(set()) is None
 
 
 def test_labels_have_the_place_of_their_text_in_the_request() -> None:

@@ -1,7 +1,7 @@
 import hashlib
 
-from batchery_producer.gateway.callers import hash_of
-from batchery_producer.gateway.tasks.webhook_post import secret_of, signature
+from batchery_producer.gateway.callers import hash_key
+from batchery_producer.gateway.tasks.webhook_post import derive_secret, signature
 
 
 def test_signature_is_the_hmac_that_openssl_computes() -> None:
@@ -12,4 +12,4 @@ def test_signature_is_the_hmac_that_openssl_computes() -> None:
 
 
 def test_secret_is_the_digest_of_the_key() -> None:
-    assert secret_of(hash_of("sk-batchery-a")) == hashlib.sha256(b"sk-batchery-a").digest()
+    assert derive_secret(hash_key("sk-batchery-a")) == hashlib.sha256(b"sk-batchery-a").digest()

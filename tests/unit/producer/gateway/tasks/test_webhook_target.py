@@ -1,7 +1,11 @@
 import pytest
 
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.tasks.webhook_target import WebhookTarget, may_connect, target_of
+from batchery_producer.gateway.tasks.webhook_target import (
+    WebhookTarget,
+    may_connect,
+    resolve_target,
+)
 
 HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8"]
 
@@ -24,7 +28,7 @@ HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8"]
     ],
 )
 def test_url_of_a_listed_host(url: str, target: WebhookTarget, header: str) -> None:
-    found = target_of(url, HOSTS)
+    found = resolve_target(url, HOSTS)
     assert (found, found.host_header) == (target, header)
 
 
@@ -56,12 +60,12 @@ def test_url_of_a_listed_host(url: str, target: WebhookTarget, header: str) -> N
 )
 def test_any_other_url_is_refused(url: str) -> None:
     with pytest.raises(Problem, match="webhook: "):
-        target_of(url, HOSTS)
+        resolve_target(url, HOSTS)
 
 
 def test_without_hosts_none_is_allowed() -> None:
     with pytest.raises(Problem, match="webhook_hosts"):
-        target_of("https://hooks.example.com/", [])
+        resolve_target("https://hooks.example.com/", [])
 
 
 @pytest.mark.parametrize(
