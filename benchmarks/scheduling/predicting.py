@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from batchery_worker.cli.simulate import simulate
 from batchery_worker.job import Lane
-from batchery_worker.simulator.outcome import LaneOutcome, Outcome
+from batchery_worker.simulator.outcome import LaneOutcome, SimulatedRun
 from batchery_worker.simulator.report import PERCENTILES, Figures, figures
 from batchery_worker.simulator.workload import DEFAULT_SHARES
 from benchmarks.scheduling.learning import Learned
@@ -74,7 +74,7 @@ def _median(runs: Sequence[Figures]) -> Figures:
 
 def measured(played: Played) -> Figures:
     """The same figures of a trace that was played."""
-    outcome = Outcome(end_s=played.seconds)
+    outcome = SimulatedRun(end_s=played.seconds)
     for each in played.heard:
         lane = outcome.lanes.setdefault(Lane(each.priority_class), LaneOutcome())
         lane.latencies_s.append(each.latency_s)

@@ -31,7 +31,7 @@ from batchery_worker.job import Lane
 from batchery_worker.simulator.devices import Fleet, ServiceTime
 from batchery_worker.simulator.workload import (
     Arrival,
-    Kind,
+    JobKind,
     arrivals,
     bursty_times,
     poisson_times,
@@ -153,7 +153,7 @@ def parse() -> argparse.Namespace:
 def trace_of(workload: str, jobs_per_s: float, seconds: float, seed: int) -> list[Arrival]:
     """Jobs of the simulator's own workloads, of three classes; the first one comes at 0."""
     random = Random(seed)
-    stream = arrivals(TIMES_OF[workload](jobs_per_s, random), Kind(LANES), random)
+    stream = arrivals(TIMES_OF[workload](jobs_per_s, random), JobKind(LANES), random)
     first = next(stream)
     rest = (each._replace(time_s=each.time_s - first.time_s) for each in stream)
     return [

@@ -20,9 +20,9 @@ from batchery.errors import NoResult
 from batchery.protocol.deadline import deadline_header
 from batchery.protocol.tenant import with_tenant
 from batchery.tracing import trace_headers
-from batchery_producer.async_session import Call, Session
+from batchery_producer.async_session import PendingSend, Session
 from batchery_producer.client import close_app, make_app
-from batchery_producer.publishing.template import Job
+from batchery_producer.publishing.template import OutgoingJob
 from batchery_producer.results.answers import (
     Answer,
     Outcome,
@@ -58,7 +58,7 @@ class AsyncClient:
         )
         self._futures: dict[str, asyncio.Future[Answer]] = {}
         self._cancelled: list[str] = []
-        self._calls: list[Call] = []
+        self._calls: list[PendingSend] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
@@ -138,7 +138,9 @@ class AsyncClient:
         if not self._calls:
             # Calls of the same turn of the event loop are sent together.
             loop.call_soon(self._flush)
-        self._calls.append(Call(task, keywords, options, headers, Job(task_id, item)))
+        self._calls.append(
+            PendingSend(task, keywords, options, headers, OutgoingJob(task_id, item))
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 return await future

@@ -17,7 +17,7 @@ from kombu.utils import json
 from batchery.errors import BatcheryError
 from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.publishing.template import Job
+from batchery_producer.publishing.template import OutgoingJob
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import collector_for
 from batchery_producer.results.polling import Collector
@@ -39,14 +39,14 @@ LAST_COMMAND_S = 1.0
 PUBLISHERS = 64
 
 
-class Call(NamedTuple):
+class PendingSend(NamedTuple):
     """A job to be sent."""
 
     task: str
     keywords: Mapping[str, Any]
     options: Mapping[str, Any]
     headers: Mapping[str, Any] | None
-    job: Job
+    job: OutgoingJob
 
 
 class Session:
@@ -70,7 +70,7 @@ class Session:
         self._answered = answered
         self._failed = failed
         self._wake = threading.Condition()
-        self._calls: deque[Call] = deque()
+        self._calls: deque[PendingSend] = deque()
         self._revoked: set[str] = set()
         self._ended = False
         self._threads: list[threading.Thread] = []
@@ -83,7 +83,7 @@ class Session:
         self._unsent: set[str] = set()
         self._collector: Collector | None = None
 
-    def send(self, calls: Sequence[Call]) -> None:
+    def send(self, calls: Sequence[PendingSend]) -> None:
         """Hands jobs to the sending thread."""
         with self._wake:
             if not self._threads:
@@ -140,8 +140,8 @@ class Session:
         self._revoke_some(set(self._in_flight) | revoked)
         self._broker.close()
 
-    def _send_some(self, calls: Sequence[Call]) -> None:
-        groups: dict[str, list[Call]] = {}
+    def _send_some(self, calls: Sequence[PendingSend]) -> None:
+        groups: dict[str, list[PendingSend]] = {}
         for call in calls:
             groups.setdefault(_build_publisher_key(call, call.headers), []).append(call)
         for group in groups.values():
@@ -155,7 +155,7 @@ class Session:
                 self._send_alone(group, error)
             self._unsent.difference_update(ids)
 
-    def _send_alone(self, group: Sequence[Call], error: Exception) -> None:
+    def _send_alone(self, group: Sequence[PendingSend], error: Exception) -> None:
         """Sends jobs one by one after a failure, which a single job may have caused.
 
         Jobs that were sent before the failure are sent again, under the same id.
@@ -172,7 +172,7 @@ class Session:
                 self._forget([call.job.id])
                 self._failed([call.job.id], problem)
 
-    def _publisher(self, call: Call) -> Publisher:
+    def _publisher(self, call: PendingSend) -> Publisher:
         # Headers go with each message: that of a deadline never comes twice.
         kind = _build_publisher_key(call)
         if kind not in self._publishers:
@@ -242,7 +242,7 @@ class Session:
                 self._collector.forget([task_id for task_id, _ in answers])
 
 
-def _build_publisher_key(call: Call, headers: Mapping[str, Any] | None = None) -> str:
+def _build_publisher_key(call: PendingSend, headers: Mapping[str, Any] | None = None) -> str:
     """Key of the calls that one publisher sends; with headers, of those that it sends together."""
     return json.dumps(
         [call.task, call.keywords, repr(call.options), headers], sort_keys=True, default=repr

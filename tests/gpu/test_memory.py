@@ -9,7 +9,7 @@ import torch
 
 from batchery import Model
 from batchery_worker.device.loading import find_memory
-from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 from batchery_worker.models.hardware.cuda_memory import CudaMemory
@@ -70,7 +70,7 @@ def test_memory_of_tensors_is_counted(memory: Memory) -> None:
 def test_jobs_that_run_out_of_memory_succeed_and_the_budget_learns(memory: Memory) -> None:
     # However large the device is.
     memory = limited(memory, tokens=32)
-    served = ServedModel("greedy", Greedy(), DEVICE, memory)
+    served = LoadedModel("greedy", Greedy(), DEVICE, memory)
     items = [1 + number % 4 for number in range(64)]
     for _ in range(4):
         outcomes, _, _ = served.compute(items, Work(1, "greedy", {}, [], 64, None), nullcontext)

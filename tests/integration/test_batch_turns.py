@@ -15,7 +15,7 @@ from batchery.settings import Settings
 from batchery_producer.gateway.batches import turn as turns
 from batchery_producer.gateway.batches.files import FileStore, get_owner
 from batchery_producer.gateway.batches.records import (
-    Batch,
+    BatchObject,
     BatchRecord,
     FileObject,
     RequestCounts,
@@ -85,7 +85,7 @@ def room(url: str, tmp_path: Path) -> Room:
 
 def record_of(file_id: str = "file-1", **changes: Any) -> BatchRecord:
     now_s = int(time.time())
-    batch = Batch(
+    batch = BatchObject(
         id=new_id("batch_"),
         endpoint="/v1/embeddings",
         model="embed",

@@ -20,7 +20,7 @@ from batchery.redis_scripts import RedisScripts
 from batchery.transport.redis_schema import Keys
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.completion import atomic_finish
-from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
+from batchery_worker.completion.atomic_finish import AtomicFinisher, WithheldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.request import LeaseHandle
 from support.harness import queue_length
@@ -71,7 +71,7 @@ class House:
         sends: tuple[str, ...] = (),
         held: bool = True,
         chord: str = "",
-    ) -> HeldJob:
+    ) -> WithheldJob:
         """A job that the tracer has completed; each message goes to the queue of its name."""
         if held:
             self.broker.hset(self.lease_store.lease_key, token, "celery\0message")
@@ -83,13 +83,13 @@ class House:
             self.backend.mark_as_done(f"t{token}", value, request)
         channel: Any = SimpleNamespace()
         outbox.messages += [HeldMessage(channel, each, {"to": each}) for each in sends]
-        return HeldJob(LeaseHandle(self.lease_store, token), outbox)
+        return WithheldJob(LeaseHandle(self.lease_store, token), outbox)
 
     def body(self) -> Any:
         """What follows a chord."""
         return self.app.signature("body", options={"task_id": "the-body", "queue": "bodies"})
 
-    def replay(self, job: HeldJob) -> None:
+    def replay(self, job: WithheldJob) -> None:
         """What the tracer does with a job that is left to it."""
         with completing(JobCompletion(outbox=job.outbox)):
             job.outbox.replay()

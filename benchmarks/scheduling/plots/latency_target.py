@@ -5,7 +5,7 @@ from typing import Any
 from batchery_worker.job import Lane, Limits
 from batchery_worker.simulator.devices import MS_PER_S, Fleet, ServiceTime
 from batchery_worker.simulator.policy import RealScheduler
-from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival, Kind
+from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival, JobKind
 from benchmarks.scheduling.plots.canvas import INK, WITH, WITHOUT
 from benchmarks.scheduling.plots.runs import (
     DEVICE,
@@ -35,7 +35,7 @@ def measured(scale: float) -> Figures:
         scale: Of the time.
     """
     seconds = WARM_S + SECONDS * scale
-    live = poisson(LIVE_SHARE * CAPACITY_PER_S, seconds, Kind({Lane("high"): 1.0}))
+    live = poisson(LIVE_SHARE * CAPACITY_PER_S, seconds, JobKind({Lane("high"): 1.0}))
     bulk = [Arrival(0.0, TASK, Lane("low"))] * round(CAPACITY_PER_S * seconds)
     rows = []
     for target_ms in (*TARGETS_MS, None):

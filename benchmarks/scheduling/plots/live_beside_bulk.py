@@ -4,7 +4,7 @@ from typing import Any
 
 from batchery_worker.job import Lane
 from batchery_worker.simulator.policy import RealScheduler
-from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival, Kind
+from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival, JobKind
 from benchmarks.scheduling.plots.canvas import WITH, WITHOUT, draw_bars, draw_times_in_ms
 from benchmarks.scheduling.plots.runs import (
     CAPACITY_PER_S,
@@ -37,7 +37,7 @@ def measured(scale: float) -> Figures:
         scale: Of the time.
     """
     seconds = SECONDS * scale
-    live = poisson(LIVE_PER_S, seconds, Kind({Lane("high"): 1.0}))
+    live = poisson(LIVE_PER_S, seconds, JobKind({Lane("high"): 1.0}))
     heap = Arrival(0.0, TASK, Lane("low"), BULK_ITEMS)
     bulk = [heap] * round(1.2 * CAPACITY_PER_S * seconds / BULK_ITEMS)
     found: Figures = {"bulk_items": BULK_ITEMS, "live_per_s": LIVE_PER_S}

@@ -12,7 +12,7 @@ from batchery_worker.simulator.devices import MS_PER_S, Fleet, ServiceTime
 from batchery_worker.simulator.engine import Simulation
 from batchery_worker.simulator.outcome import percentile
 from batchery_worker.simulator.policy import RealScheduler, SimulatedBatch
-from batchery_worker.simulator.workload import Arrival, Kind, arrivals, poisson_times
+from batchery_worker.simulator.workload import Arrival, JobKind, arrivals, poisson_times
 
 #: Numbers, names and lists of them: what a picture shows, and what JSON can hold.
 Figures = dict[str, Any]
@@ -79,7 +79,7 @@ def simulated(
     return done
 
 
-def poisson(rate_per_s: float, seconds: float, kind: Kind, seed: int = SEED) -> list[Arrival]:
+def poisson(rate_per_s: float, seconds: float, kind: JobKind, seed: int = SEED) -> list[Arrival]:
     """Jobs that know nothing of each other.
 
     Args:

@@ -4,7 +4,7 @@ from typing import Any
 
 from batchery_worker.job import Lane
 from batchery_worker.simulator.policy import RealScheduler
-from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Amount, Arrival, Kind
+from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Amount, Arrival, JobKind
 from benchmarks.scheduling.plots.canvas import WITH, WITHOUT, draw_times_in_ms
 from benchmarks.scheduling.plots.runs import Figures, percentile_ms, poisson, simulated
 
@@ -33,7 +33,7 @@ def measured(scale: float) -> Figures:
         scale: Of the time.
     """
     seconds = SECONDS * scale
-    jobs = poisson(SMALL_PER_S, seconds, Kind(items=SMALL_ITEMS))
+    jobs = poisson(SMALL_PER_S, seconds, JobKind(items=SMALL_ITEMS))
     jobs = [job for job in jobs if job.items <= THRESHOLD]
     for number in range(max(1, int(seconds / EVERY_S))):
         jobs += [Arrival(number * EVERY_S, TASK, Lane(), LARGE_ITEMS)] * LARGE_JOBS

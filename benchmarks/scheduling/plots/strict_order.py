@@ -9,7 +9,7 @@ from typing import Any
 
 from batchery_worker.job import Lane
 from batchery_worker.simulator.policy import RealScheduler
-from batchery_worker.simulator.workload import DEFAULT_SHARES, Kind, arrivals, day_times
+from batchery_worker.simulator.workload import DEFAULT_SHARES, JobKind, arrivals, day_times
 from benchmarks.scheduling.plots.canvas import THIRD, WITH, WITHOUT
 from benchmarks.scheduling.plots.runs import (
     CAPACITY_PER_S,
@@ -44,8 +44,8 @@ def measured(scale: float) -> Figures:
     random = Random(SEED)
     times_s = day_times(HIGH_LOAD * CAPACITY_PER_S, day_s, random)
     today = takewhile(lambda each: each < day_s, times_s)
-    jobs = list(arrivals(today, Kind({Lane("high"): 1.0}), random))
-    jobs += poisson(LOW_LOAD * CAPACITY_PER_S, day_s, Kind({Lane("low"): 1.0}), SEED + 1)
+    jobs = list(arrivals(today, JobKind({Lane("high"): 1.0}), random))
+    jobs += poisson(LOW_LOAD * CAPACITY_PER_S, day_s, JobKind({Lane("low"): 1.0}), SEED + 1)
     found: Figures = {"ageing_s": AGEING_S, "step_s": STEP_S}
     for name, ageing_s in WAYS.items():
         done = simulated(RealScheduler(DEFAULT_SHARES, ageing_s=ageing_s), jobs)

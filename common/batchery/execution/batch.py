@@ -82,7 +82,7 @@ def prepare(model: Model, items: Sequence[Any], keywords: Mapping[str, Any]) -> 
     )
 
 
-class Memory(Protocol):
+class PassMemory(Protocol):
     """Learns how large a forward pass may be."""
 
     def passed(self, tokens: int) -> None:
@@ -99,7 +99,7 @@ def compute(
     plan: Plan,
     *,
     limit: Limit = nullcontext,
-    memory: Memory | None = None,
+    memory: PassMemory | None = None,
     lookahead: Lookahead | None = None,
     start_next_batch: Callable[[], None] = lambda: None,
     between_passes: Callable[[], None] = lambda: None,
@@ -171,7 +171,7 @@ class _Passes:
         prepared: Sequence[Any],
         keywords: Mapping[str, Any],
         limit: Limit,
-        memory: Memory | None,
+        memory: PassMemory | None,
         lookahead: Lookahead,
     ) -> None:
         self._model = model

@@ -14,7 +14,7 @@ from typing import Any
 from batchery.errors import DatasetError
 from batchery_producer.files.columnar import TABLES, TableRows
 from batchery_producer.files.compression import MAGIC_BYTES, decompressed, decompression_errors
-from batchery_producer.files.journal import Done
+from batchery_producer.files.journal import FinishedLines
 from batchery_producer.files.jsonl import read_lines
 from batchery_producer.files.openai_batch import RequestPicker, is_request, read_model
 from batchery_producer.files.records import Broken, Picker, Record, SeenIds
@@ -83,7 +83,7 @@ class Failures:
         Raises:
             DatasetError: The file has another form, or belongs to another input.
         """
-        lines, count = Done(self._names), 0
+        lines, count = FinishedLines(self._names), 0
         with SeenIds() as ids:
             for entry, _ in read_lines(self.path):
                 count += 1
@@ -94,7 +94,7 @@ class Failures:
                 if (row.source, row.line) in lines or ids.has(row.id):
                     yield row
 
-    def _note(self, entry: Any, lines: Done, ids: SeenIds) -> None:
+    def _note(self, entry: Any, lines: FinishedLines, ids: SeenIds) -> None:
         if "custom_id" in entry:
             # A line that was no request has no id, and would fail again.
             if entry["custom_id"] is not None:

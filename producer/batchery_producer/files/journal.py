@@ -143,7 +143,7 @@ def _changed(what: str, before: Any, now: Any) -> str:
     )
 
 
-class Done:
+class FinishedLines:
     """Lines of the input that are finished, in one bit each.
 
     Attributes:

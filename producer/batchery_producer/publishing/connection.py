@@ -12,7 +12,7 @@ from kombu import Connection, exceptions
 from kombu.transport import redis as kombu_redis
 
 from batchery.errors import BrokerRefused
-from batchery_producer.publishing.redis_push import Pusher, Recording, refused
+from batchery_producer.publishing.redis_push import CommandRecorder, Pusher, refused
 from batchery_producer.retry import RetryPolicy
 
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class BrokerConnection:
         self._persistent = persistent
         self._connection: Connection | None = None
         self._producer: Any = None
-        self._recording: Recording | None = None
+        self._recording: CommandRecorder | None = None
         self._pusher = Pusher()
 
     @property
@@ -48,7 +48,7 @@ class BrokerConnection:
         return self._producer
 
     @property
-    def recording(self) -> Recording | None:
+    def recording(self) -> CommandRecorder | None:
         """Records what the producer would send; None if the broker is not Redis."""
         return self._recording if self.producer else None
 
@@ -121,7 +121,7 @@ class BrokerConnection:
         producer: Any = self.app.amqp.Producer(connection, auto_declare=False)
         channel: Any = connection.default_channel
         if isinstance(channel, kombu_redis.Channel):
-            self._recording = Recording(producer)
+            self._recording = CommandRecorder(producer)
             self._pusher.use(channel)
         self._producer = producer
 

@@ -17,7 +17,7 @@ from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.redis_push import Command, Room, send_as_celery_does, split
 from batchery_producer.publishing.template import (
     ITEM,
-    Job,
+    OutgoingJob,
     build_template,
     needs_celery,
     sent_events,
@@ -178,7 +178,7 @@ class Publisher:
         before = self.sent
         headers = {**(self._options.get("headers") or {}), **(headers or {})}
         try:
-            for chunk in chunks(map(Job._make, jobs), self._chunk_jobs()):
+            for chunk in chunks(map(OutgoingJob._make, jobs), self._chunk_jobs()):
                 placed = self._placed({**self._options, "retry": False}, len(chunk))
                 # Here, as calls with other headers would not share a template.
                 own = {**headers, **sent_now()}
@@ -221,7 +221,7 @@ class Publisher:
 
         return self._broker.call(look, queue)
 
-    def _send_chunk(self, jobs: Sequence[Job], options: Mapping[str, Any]) -> None:
+    def _send_chunk(self, jobs: Sequence[OutgoingJob], options: Mapping[str, Any]) -> None:
         made = self._broker.call(partial(self._make, jobs, options), self.queue)
         if made is None:
             self._broker.call(partial(self._send_by_kombu, jobs, options), self.queue)
@@ -234,14 +234,14 @@ class Publisher:
             self._broker.call(lambda: self._broker.pusher.run(others), self.queue)
 
     def _make(
-        self, jobs: Sequence[Job], options: Mapping[str, Any]
+        self, jobs: Sequence[OutgoingJob], options: Mapping[str, Any]
     ) -> tuple[Mapping[str, Iterable[str]], list[Command]] | None:
         """Messages by the key of their list, and other commands; None if this is not Redis."""
         recording = self._broker.recording
         if recording is None:
             return None
         if needs_celery(self._app, self._task) is None:
-            job = Job(uuid(), ITEM)
+            job = OutgoingJob(uuid(), ITEM)
             with recording() as commands:
                 self._send(job, options)
             pushed, others = split(commands)
@@ -292,14 +292,14 @@ class Publisher:
             after_s = min(after_s, left_s)
         self._broker.retries.sleep(after_s)
 
-    def _send_by_kombu(self, jobs: Sequence[Job], options: Mapping[str, Any]) -> None:
+    def _send_by_kombu(self, jobs: Sequence[OutgoingJob], options: Mapping[str, Any]) -> None:
         """Sends by kombu, to other brokers: in a batch if the transport has them, or one by one."""
         # A retry repeats the whole chunk, so the channel must not change within it.
         with self._broker.producer.batch(max_size=len(jobs)):
             for job in jobs:
                 self._send(job, options)
 
-    def _send(self, job: Job, options: Mapping[str, Any]) -> None:
+    def _send(self, job: OutgoingJob, options: Mapping[str, Any]) -> None:
         producer = self._broker.producer
         send_as_celery_does(self._app, self._task, job, self._keywords, producer, options)
 

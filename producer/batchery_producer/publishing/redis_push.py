@@ -59,7 +59,7 @@ class Room(NamedTuple):
 NO_LIMIT = Room("")
 
 
-class Recording:
+class CommandRecorder:
     """Replaces kombu's batch in a producer, and records the commands.
 
     So Celery itself does everything that it does for a message: routing, options of the task,

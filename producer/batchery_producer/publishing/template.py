@@ -32,7 +32,7 @@ SIGNALS = (signals.before_task_publish, signals.after_task_publish, signals.task
 ITEM = "batchery.template.item"
 
 
-class Job(NamedTuple):
+class OutgoingJob(NamedTuple):
     """A job to be sent."""
 
     id: str
@@ -100,7 +100,7 @@ class Template:
         self.repr_item = repr_item
         self._encode = kombu_json.JSONEncoder().encode
 
-    def fill(self, jobs: Sequence[Job]) -> Iterator[str]:
+    def fill(self, jobs: Sequence[OutgoingJob]) -> Iterator[str]:
         """Yields the message of each job, in order.
 
         Raises:
@@ -191,7 +191,7 @@ def uuids(count: int) -> list[str]:
 
 
 def sent_events(
-    app: Celery, command: Command, jobs: Sequence[Job], repr_item: Callable[[Any], str]
+    app: Celery, command: Command, jobs: Sequence[OutgoingJob], repr_item: Callable[[Any], str]
 ) -> Command:
     """The task-sent events of many jobs, made from the one that Celery made.
 

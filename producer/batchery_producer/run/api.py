@@ -9,7 +9,7 @@ from celery import Celery
 
 from batchery.errors import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import Done, Journal
+from batchery_producer.files.journal import FinishedLines, Journal
 from batchery_producer.run.loop import FileRun
 from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
@@ -105,7 +105,7 @@ def _less(total: int | None, done: int) -> int | None:
     return None if total is None else max(total - done, 0)
 
 
-def _with_earlier(summary: Summary, done: Done) -> Summary:
+def _with_earlier(summary: Summary, done: FinishedLines) -> Summary:
     """Adds the rows of an earlier process, as the exit code is that of the whole output."""
     ending = summary.ending
     if ending is Ending.SUCCEEDED and done.failed:

@@ -7,7 +7,7 @@ from typing import Any, Protocol, Self
 from batchery.errors import DatasetError
 from batchery_producer.files.compression import bare_name
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import Done, Journal
+from batchery_producer.files.journal import FinishedLines, Journal
 from batchery_producer.files.jsonl import JsonLines, TooLong
 from batchery_producer.files.openai_batch import OpenAIFormat
 from batchery_producer.files.records import Broken, Record
@@ -167,7 +167,7 @@ class Output:
         errors = Path(errors) if errors else default_errors_path(source, results)
         for file in (path, errors):
             check_path(file)
-        self.done = Done(source.names)
+        self.done = FinishedLines(source.names)
         self.journal: Journal | None = None
         self.is_resumed = False
         self._is_known = True
@@ -258,7 +258,7 @@ class Output:
             self.journal = before.continued_by(self.journal)
         self.is_resumed = True
         self._is_known = before is not None
-        self.done = Done(self.journal.files)
+        self.done = FinishedLines(self.journal.files)
         for file in (self.results, self.errors):
             for entry in file.resume():
                 try:

@@ -13,7 +13,7 @@ from batchery.settings import ModelSettings, Settings
 from batchery_worker.device_pool.discovery import choose
 
 if TYPE_CHECKING:
-    from batchery_worker.models.verification import Report
+    from batchery_worker.models.verification import VerificationReport
 
 #: Exit code if a batch gave different results.
 DIFFERENT = 1
@@ -85,7 +85,7 @@ def _chosen(settings: Settings, names: Sequence[str]) -> Mapping[str, ModelSetti
     return {name: models[name] for name in names or models}
 
 
-def _spelled(name: str, report: "Report") -> str:
+def _spelled(name: str, report: "VerificationReport") -> str:
     """A report as lines of text."""
     bits = "" if report.quantize == "none" else f", weights in {report.quantize}"
     head = f"{name} on {report.device} in {report.dtype}{bits}, {report.texts} texts"

@@ -25,7 +25,7 @@ COMMITTED, FENCED, NEEDS_TRACER = (
 )
 
 
-class HeldJob(NamedTuple):
+class WithheldJob(NamedTuple):
     """A job whose messages and result are held back."""
 
     lease: LeaseHandle
@@ -47,7 +47,7 @@ class AtomicFinisher:
         #: Id of a worker that the broker does not know either: it is fenced.
         self._unknown = ""
 
-    def finish(self, jobs: Sequence[HeldJob]) -> list[CommitStatus]:
+    def finish(self, jobs: Sequence[WithheldJob]) -> list[CommitStatus]:
         """Finishes each job completely or not at all; one round trip per step for all of them.
 
         Args:
@@ -66,7 +66,7 @@ class AtomicFinisher:
             statuses |= zip((job.lease.token for job in some), self._finish(some), strict=True)
         return [statuses[job.lease.token] for job in jobs]
 
-    def _finish(self, jobs: Sequence[HeldJob]) -> list[CommitStatus]:
+    def _finish(self, jobs: Sequence[WithheldJob]) -> list[CommitStatus]:
         """Finishes jobs all or none of which are parts of chords."""
         if not jobs or jobs[0].lease.store.worker == self._unknown:
             return [NEEDS_TRACER] * len(jobs)
@@ -79,7 +79,9 @@ class AtomicFinisher:
             self._elsewhere = store.worker
         return self._finish_in_steps(store, jobs)
 
-    def _finish_in_steps(self, store: LeaseStore, jobs: Sequence[HeldJob]) -> list[CommitStatus]:
+    def _finish_in_steps(
+        self, store: LeaseStore, jobs: Sequence[WithheldJob]
+    ) -> list[CommitStatus]:
         """Finishes jobs whose leases are on another server than their results, or parts of chords.
 
         If the worker dies after the first step, the jobs run again. Their results are stored
@@ -110,7 +112,7 @@ class AtomicFinisher:
                 statuses[job.lease.token] = COMMITTED
         return [statuses[token] for token in tokens]
 
-    def _store(self, jobs: Sequence[HeldJob]) -> list[str]:
+    def _store(self, jobs: Sequence[WithheldJob]) -> list[str]:
         """Stores results; returns the tokens of jobs that the script leaves to the tracer."""
         outboxes = [(job.lease.token, job.outbox) for job in jobs if job.outbox.result]
         calls = [([self._key(outbox)], [outbox.expires_s, outbox.result]) for _, outbox in outboxes]
@@ -121,7 +123,7 @@ class AtomicFinisher:
             if _status(answer) is NEEDS_TRACER
         ]
 
-    def _count(self, jobs: Sequence[HeldJob]) -> list[str]:
+    def _count(self, jobs: Sequence[WithheldJob]) -> list[str]:
         """Counts parts of chords; returns the tokens of jobs that are left to the tracer."""
         calls = [(job.lease.token, call) for job in jobs for call in job.outbox.part_calls]
         if not calls:
@@ -129,12 +131,12 @@ class AtomicFinisher:
         counted = self._backend.count_parts([call for _, call in calls])
         return [token for (token, _), done in zip(calls, counted, strict=True) if not done]
 
-    def _stored(self, jobs: Sequence[HeldJob]) -> Sequence[Any]:
+    def _stored(self, jobs: Sequence[WithheldJob]) -> Sequence[Any]:
         keys = [self._key(job.outbox) for job in jobs]
         stored: Sequence[Any] = self._backend.client.mget(keys) if keys else ()
         return stored
 
-    def _call(self, job: HeldJob, results_db: int, result: bytes | str) -> ScriptCall:
+    def _call(self, job: WithheldJob, results_db: int, result: bytes | str) -> ScriptCall:
         store, outbox = job.lease.store, job.outbox
         keys = [
             *(store.keys.workers, store.lease_key, store.keys.dedupe_keys(outbox.publish_tag)),

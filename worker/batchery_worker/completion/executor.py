@@ -23,7 +23,7 @@ from batchery.fork_gate import fork_gate
 from batchery.retry import RetryDeadlineExceeded, is_away
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.commit.listeners import Listeners, Stacks
-from batchery_worker.completion.atomic_finish import AtomicFinisher, HeldJob
+from batchery_worker.completion.atomic_finish import AtomicFinisher, WithheldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.completion.redis_retry import is_backend_away, publish_until_deadline
 from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised
@@ -162,7 +162,7 @@ class CompletionExecutor:
             if completion.held is None:
                 self._tell(completion)
 
-    def _finish_all(self, jobs: Sequence[tuple[Completion, HeldJob]]) -> None:
+    def _finish_all(self, jobs: Sequence[tuple[Completion, WithheldJob]]) -> None:
         """Writes what was held back, and ends the jobs."""
         try:
             with completing(JobCompletion()):
@@ -196,7 +196,7 @@ class CompletionExecutor:
                 return
             self._end(completion, call.error_callback, ExceptionInfo(), type(error).__name__)
 
-    def _tell(self, completion: Completion, held: HeldJob | None = None) -> None:
+    def _tell(self, completion: Completion, held: WithheldJob | None = None) -> None:
         """Tells Celery that a job has ended; with `held`, its message is acknowledged already."""
         is_error, value = completion.traced
         # The run time is the device's, without the tracer's own.

@@ -23,7 +23,7 @@ from batchery.outbox import Outbox
 from batchery.outcomes import Failed, Replace
 from batchery_worker.commit.eligibility import TracerReasons
 from batchery_worker.commit.listeners import ListenedJob, Listeners, leave
-from batchery_worker.completion.atomic_finish import HeldJob
+from batchery_worker.completion.atomic_finish import WithheldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.task_call import TaskCall
 
@@ -45,7 +45,7 @@ class Completion(JobCompletion):
     #: The tracer's answer: whether the job failed, and its result.
     traced: Any = None
     #: The job whose messages and result are held back; None if everything is written.
-    held: HeldJob | None = None
+    held: WithheldJob | None = None
 
 
 class Tracer:
@@ -136,7 +136,7 @@ class Tracer:
             # A failure after all: the result cannot be encoded, or no retries are left.
             outbox.replay()
         else:
-            completion.held = HeldJob(call.lease, outbox)
+            completion.held = WithheldJob(call.lease, outbox)
 
     def _open_outbox(self, call: TaskCall) -> Outbox | None:
         """Makes the outbox of a job; None if its message has no lease, or no tag."""

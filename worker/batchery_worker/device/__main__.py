@@ -42,7 +42,7 @@ from batchery_worker.device.loading import (
 )
 from batchery_worker.device.log_forwarding import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.device.reply import Computed, answer
-from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.signals import leave_signals_to_parent
 from batchery_worker.device.started import StartedStates
 from batchery_worker.ipc.framing import read_frame, write_frame
@@ -51,8 +51,8 @@ from batchery_worker.ipc.messages import (
     NotReady,
     Ready,
     Reply,
+    ResultsWait,
     Setup,
-    Waiting,
     Work,
     dump_reply,
     load_message,
@@ -79,7 +79,7 @@ class Prepared:
     work: Work
     #: The items that have to be computed.
     items: list[Any]
-    served: ServedModel | None
+    served: LoadedModel | None
     deduped: DedupedBatch | None
     prepare_ms: float
     #: When it was prepared, on the clock of `time.perf_counter`.
@@ -101,7 +101,7 @@ class Device:
         #: Batches that the main thread has taken in, in the order in which they run.
         self._ahead: deque[Prepared] = deque()
         self._computed: queue.SimpleQueue[Computed] = queue.SimpleQueue()
-        self._served: dict[str, ServedModel] = {}
+        self._served: dict[str, LoadedModel] = {}
         #: Number of batches given to the commit thread, and answered by it; one thread writes each.
         self._given = self._answered = 0
         #: Id of the batch that is being committed.
@@ -204,7 +204,7 @@ class Device:
         return Prepared(work, items, served, deduped, prepare_ms, prepared_s)
 
     def _choose(
-        self, work: Work, served: ServedModel | None
+        self, work: Work, served: LoadedModel | None
     ) -> tuple[list[Any], DedupedBatch | None]:
         """The items that have to be computed, prepared if their model is loaded."""
         items = [item for _, part, _ in work.jobs for item in part]
@@ -293,9 +293,9 @@ class Device:
         self.tell(done)
 
     def _tell_waiting(self) -> None:
-        self.tell(Waiting(self._committing))
+        self.tell(ResultsWait(self._committing))
 
-    def _serve(self, task: ModelTask) -> ServedModel:
+    def _serve(self, task: ModelTask) -> LoadedModel:
         if task.name not in self._served:
             served = serve_model(
                 task.name, task.make_model, self._name, self._memory, gives_json=True

@@ -15,7 +15,7 @@ from batchery.execution.batch import compute, prepare
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
-from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Setup
 from batchery_worker.memory import Memory
 
@@ -39,7 +39,7 @@ def serve_model(
     memory: Memory,
     *,
     gives_json: bool,
-) -> ServedModel:
+) -> LoadedModel:
     """Loads a model, warms it up, and weighs it.
 
     Args:
@@ -55,7 +55,7 @@ def serve_model(
     """
     before_bytes = memory.allocated_bytes()
     model = _load(name, make_model, device, gives_json=gives_json)
-    return ServedModel(name, model, device, memory, memory.allocated_bytes() - before_bytes)
+    return LoadedModel(name, model, device, memory, memory.allocated_bytes() - before_bytes)
 
 
 def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json: bool) -> Model:

@@ -42,7 +42,7 @@ class _BatchPasses:
 MAX_INTERRUPTED_S = 1e-3
 
 
-class ServedModel:
+class LoadedModel:
     """One model on one device."""
 
     def __init__(

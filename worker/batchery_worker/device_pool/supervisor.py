@@ -14,7 +14,7 @@ from batchery_worker.device_pool.process import (
     RecyclingLimits,
     State,
 )
-from batchery_worker.ipc.messages import Began, Done, NotReady, Ready, Reply, Setup, Waiting
+from batchery_worker.ipc.messages import Began, Done, NotReady, Ready, Reply, ResultsWait, Setup
 from batchery_worker.task_call import DispatchedBatch
 
 logger = logging.getLogger("batchery.pool")
@@ -270,7 +270,7 @@ class DeviceSupervisor:
         elif isinstance(reply, NotReady):
             self._refusals[device.name] = reply
             logger.error("%s", reply.text)
-        elif isinstance(reply, Waiting):
+        elif isinstance(reply, ResultsWait):
             # The function has ended in time. The time that results wait for Redis must not count.
             device.batches[reply.id].hard_limit_s = None
         elif isinstance(reply, Began):

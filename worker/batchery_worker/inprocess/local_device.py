@@ -11,7 +11,7 @@ from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.tracebacks import with_frames
 from batchery_worker.device.loading import check_device, find_memory, serve_model
-from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.ipc.messages import Work
 
@@ -40,7 +40,7 @@ class EngineModel:
     memory_fraction: float
 
     def work(self, number: int, keywords: Mapping[str, Any]) -> Work:
-        """A batch as `ServedModel` knows it; the items travel beside it."""
+        """A batch as `LoadedModel` knows it; the items travel beside it."""
         return Work(number, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
 
 
@@ -91,7 +91,7 @@ class LocalDevice:
 
     def __init__(self, model: EngineModel) -> None:
         self._model = model
-        self._served: ServedModel | None = None
+        self._served: LoadedModel | None = None
         self.problem = ""
         #: The batch that comes next: its items as they were given, and prepared.
         self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None

@@ -91,7 +91,7 @@ class NotReady:
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class ResultsWait:
     """A batch is computed, and its results wait for a Redis that is away."""
 
     id: int
@@ -129,8 +129,8 @@ class Done:
     failed_items: Mapping[str, int] | None = None
 
 
-Reply = Ready | NotReady | Waiting | Began | Done
-_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, Waiting, Began, Done)}
+Reply = Ready | NotReady | ResultsWait | Began | Done
+_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, ResultsWait, Began, Done)}
 
 
 def dump_message(message: Setup | Work) -> bytes:

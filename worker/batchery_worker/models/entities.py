@@ -29,7 +29,7 @@ class Word(NamedTuple):
     continues: bool = False
 
 
-class Entity(NamedTuple):
+class LabelSpan(NamedTuple):
     """A part of a text with a label.
 
     Attributes:
@@ -45,7 +45,9 @@ class Entity(NamedTuple):
     end: int
 
 
-def find_entities(tokens: Sequence[Word], labels: Sequence[str], aggregation: str) -> list[Entity]:
+def find_entities(
+    tokens: Sequence[Word], labels: Sequence[str], aggregation: str
+) -> list[LabelSpan]:
     """Finds the entities of a text.
 
     Args:
@@ -58,7 +60,7 @@ def find_entities(tokens: Sequence[Word], labels: Sequence[str], aggregation: st
     """
     merge = MERGES.get(aggregation)
     words = tokens if merge is None else [merge(parts) for parts in _by_word(tokens)]
-    entities: Iterable[Entity] = [_labelled(word, labels) for word in words]
+    entities: Iterable[LabelSpan] = [_labelled(word, labels) for word in words]
     if aggregation != "none":
         entities = map(_joined, _by_tag(entities))
     return [each for each in entities if each.label != OUTSIDE]
@@ -75,9 +77,9 @@ def _by_word(tokens: Iterable[Word]) -> list[list[Word]]:
     return words
 
 
-def _by_tag(entities: Iterable[Entity]) -> list[list[Entity]]:
+def _by_tag(entities: Iterable[LabelSpan]) -> list[list[LabelSpan]]:
     """Neighbours that belong to one entity, together."""
-    groups: list[list[Entity]] = []
+    groups: list[list[LabelSpan]] = []
     for entity in entities:
         begins = entity.label.startswith("B-")
         if groups and not begins and _tag(groups[-1][-1]) == _tag(entity):
@@ -87,19 +89,19 @@ def _by_tag(entities: Iterable[Entity]) -> list[list[Entity]]:
     return groups
 
 
-def _tag(entity: Entity) -> str:
+def _tag(entity: LabelSpan) -> str:
     label = entity.label
     return label[2:] if label.startswith(("B-", "I-")) else label
 
 
-def _labelled(word: Word, labels: Sequence[str]) -> Entity:
+def _labelled(word: Word, labels: Sequence[str]) -> LabelSpan:
     best = int(word.scores.argmax())
-    return Entity(labels[best], float(word.scores[best]), word.start, word.end)
+    return LabelSpan(labels[best], float(word.scores[best]), word.start, word.end)
 
 
-def _joined(parts: Sequence[Entity]) -> Entity:
+def _joined(parts: Sequence[LabelSpan]) -> LabelSpan:
     score = float(np.mean([part.score for part in parts]))
-    return Entity(_tag(parts[0]), score, parts[0].start, parts[-1].end)
+    return LabelSpan(_tag(parts[0]), score, parts[0].start, parts[-1].end)
 
 
 def _first(parts: Sequence[Word]) -> Scores:
@@ -127,7 +129,7 @@ MERGES: Mapping[str, Callable[[Sequence[Word]], Word]] = {
 }
 
 
-def entity_fields(entity: Entity, text: str) -> dict[str, Any]:
+def entity_fields(entity: LabelSpan, text: str) -> dict[str, Any]:
     """An entity as it stands in a result."""
     return {
         "label": entity.label,

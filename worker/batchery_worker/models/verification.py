@@ -83,7 +83,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """What `verify` found.
 
     Attributes:
@@ -111,7 +111,7 @@ class Report:
         return {**asdict(self), "tolerance": self.tolerance._asdict(), "passed": self.passed}
 
 
-def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> Report:
+def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> VerificationReport:
     """Compares a model's batches with single texts in fp32.
 
     Loads the model three times, one after the other.
@@ -151,7 +151,9 @@ def verify(settings: ModelSettings, device: str, texts: Sequence[str] = ()) -> R
             comparisons.append(_compare(forward, values, reference, tolerance))
         del model
     name = str(dtype).removeprefix("torch.")
-    return Report(device, name, settings.quantize, len(prepared), tolerance, comparisons)
+    return VerificationReport(
+        device, name, settings.quantize, len(prepared), tolerance, comparisons
+    )
 
 
 def sample_texts() -> list[str]:

@@ -22,7 +22,7 @@ from batchery_worker.simulator.devices import (
     ServiceTime,
     VirtualDevice,
 )
-from batchery_worker.simulator.outcome import Outcome, Recorder
+from batchery_worker.simulator.outcome import Recorder, SimulatedRun
 from batchery_worker.simulator.policy import Policy, SimulatedBatch
 from batchery_worker.simulator.workload import Arrival
 
@@ -91,7 +91,7 @@ class Simulation:
         for number, death_s in fleet.deaths_s.items():
             heappush(self._events, (death_s, _Event.DIES, number, 0))
 
-    def run(self, arrivals: Iterable[Arrival]) -> Outcome:
+    def run(self, arrivals: Iterable[Arrival]) -> SimulatedRun:
         """Runs until all jobs are done, or no device is left.
 
         Args:

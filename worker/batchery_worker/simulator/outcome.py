@@ -62,7 +62,7 @@ def jain(shares: Sequence[float]) -> float | None:
 
 
 @dataclass(slots=True)
-class Outcome:
+class SimulatedRun:
     """What became of all jobs."""
 
     lanes: dict[Lane, LaneOutcome] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Recorder:
         Args:
             overhead_s: What is added to the latency of each job.
         """
-        self.outcome = Outcome()
+        self.outcome = SimulatedRun()
         self._overhead_s = overhead_s
         self._waiting: dict[Lane, int] = {}
         #: Number of lanes without a waiting job.
@@ -236,7 +236,7 @@ class Recorder:
         self.outcome.busy_s += run_s
         self.outcome.rerun += sum(len(each.batch.jobs) for each in sent)
 
-    def close(self, alive_s: Callable[[float], float]) -> Outcome:
+    def close(self, alive_s: Callable[[float], float]) -> SimulatedRun:
         """The outcome, with the jobs that still wait.
 
         Args:

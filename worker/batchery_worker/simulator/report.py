@@ -8,7 +8,7 @@ from rich.table import Table
 
 from batchery_worker.job import Lane
 from batchery_worker.simulator.devices import MS_PER_S
-from batchery_worker.simulator.outcome import LaneOutcome, Outcome, percentile
+from batchery_worker.simulator.outcome import LaneOutcome, SimulatedRun, percentile
 
 #: Percentiles of the latency that are told.
 PERCENTILES = (50, 95, 99)
@@ -21,7 +21,7 @@ Figures = dict[str, Any]
 
 def figures(
     name: str,
-    outcome: Outcome,
+    outcome: SimulatedRun,
     shares: Mapping[str, float],
     target_s: float,
     patient: Collection[str],
@@ -60,7 +60,7 @@ def figures(
 
 
 def _classes(
-    outcome: Outcome, shares: Mapping[str, float], target_s: float, patient: Collection[str]
+    outcome: SimulatedRun, shares: Mapping[str, float], target_s: float, patient: Collection[str]
 ) -> dict[str, Figures]:
     """The classes, with what they got while jobs of all lanes waited, and what was their share."""
     classes = _group(outcome, _name_class, target_s, patient)
@@ -77,7 +77,7 @@ def _name_class(lane: Lane) -> str:
 
 
 def _group(
-    outcome: Outcome, group: Callable[[Lane], str], target_s: float, patient: Collection[str]
+    outcome: SimulatedRun, group: Callable[[Lane], str], target_s: float, patient: Collection[str]
 ) -> dict[str, Figures]:
     hurried = outcome.by(group, patient)
     missed = {name: _share(each.missed(target_s), each.jobs) for name, each in hurried.items()}

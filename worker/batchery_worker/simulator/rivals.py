@@ -14,7 +14,7 @@ from batchery_worker.job import Batch, BatchKey
 from batchery_worker.simulator.policy import Policy, SimulatedBatch, SimulatedJob
 
 
-class JobQueue:
+class KeyQueue:
     """The waiting jobs of one key, oldest first."""
 
     def __init__(self) -> None:
@@ -47,12 +47,12 @@ class JobQueue:
         return taken
 
 
-class ClassedQueue(JobQueue):
+class ClassedQueue(KeyQueue):
     """The waiting jobs of one key, by class."""
 
     def __init__(self, classes: Sequence[str]) -> None:
         super().__init__()
-        self._classes = {name: JobQueue() for name in classes}
+        self._classes = {name: KeyQueue() for name in classes}
 
     def __len__(self) -> int:
         """Number of jobs."""
@@ -112,7 +112,7 @@ class Rival(NeverUrgent):
             max_batch_size: Maximum number of items in a batch.
         """
         self.max_batch_size = max_batch_size
-        self._queues: dict[BatchKey, JobQueue] = {}
+        self._queues: dict[BatchKey, KeyQueue] = {}
         self._suspects: deque[SimulatedJob] = deque()
         self._shed: list[SimulatedJob] = []
         #: When a batch left, by its identity: results do not say it.
@@ -126,7 +126,7 @@ class Rival(NeverUrgent):
         """Takes a job in."""
         queue = self._queues.get(job.key)
         if queue is None:
-            queue = self._queues[job.key] = JobQueue()
+            queue = self._queues[job.key] = KeyQueue()
         queue.append(job)
 
     def quarantine(self, job: SimulatedJob) -> None:
@@ -189,7 +189,7 @@ class Rival(NeverUrgent):
         """Items at which a batch waits no longer, and its maximum."""
         return self.max_batch_size
 
-    def due_s(self, queue: JobQueue) -> float:
+    def due_s(self, queue: KeyQueue) -> float:
         """When a batch leaves that has fewer items: by default, at once.
 
         Args:
@@ -197,7 +197,7 @@ class Rival(NeverUrgent):
         """
         return queue.oldest_s
 
-    def take(self, queue: JobQueue) -> Sequence[SimulatedJob]:
+    def take(self, queue: KeyQueue) -> Sequence[SimulatedJob]:
         """The jobs of the next batch, which leave their queue."""
         return queue.take(self.size)
 
@@ -226,7 +226,7 @@ class FixedRival(Rival):
         super().__init__(max_batch_size)
         self._timeout_s = timeout_s
 
-    def due_s(self, queue: JobQueue) -> float:
+    def due_s(self, queue: KeyQueue) -> float:
         """A fixed time after its oldest job."""
         return queue.oldest_s + self._timeout_s
 
@@ -315,7 +315,7 @@ class BentoRival(Rival):
         #: Items, run and wait of the last batches.
         self._rows: deque[tuple[int, float, float]] = deque(maxlen=self.BATCHES)
 
-    def due_s(self, queue: JobQueue) -> float:
+    def due_s(self, queue: KeyQueue) -> float:
         """When to wait longer costs more than a batch usually waits."""
         count = max(1.0, len(queue) / self._devices)
         patience_s = self._usual_wait_s * self.DECAY / count - self._item_s - self.TICK_S
@@ -449,7 +449,7 @@ class PriorityRival(FixedRival):
             queue = self._queues[job.key] = ClassedQueue(self._classes)
         queue.append(job)
 
-    def take(self, queue: JobQueue) -> Sequence[SimulatedJob]:
+    def take(self, queue: KeyQueue) -> Sequence[SimulatedJob]:
         """The parts of the classes, then what is left."""
         assert isinstance(queue, ClassedQueue)
         return queue.take_parts(self.PARTS, self.max_batch_size)

@@ -69,7 +69,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class JobKind:
     """What the jobs of one stream are like."""
 
     #: Lane -> how often its jobs come; only the ratios matter.
@@ -81,7 +81,7 @@ class Kind:
     task: str = TASK
 
 
-def arrivals(times_s: Iterator[float], kind: Kind, random: Random) -> Iterator[Arrival]:
+def arrivals(times_s: Iterator[float], kind: JobKind, random: Random) -> Iterator[Arrival]:
     """Makes a job for each time."""
     lanes = list(kind.lanes)
     bounds = list(accumulate(kind.lanes.values()))
@@ -165,9 +165,9 @@ class Demand:
     deadline_s: float | None = None
     seed: int = 0
 
-    def kind(self, lanes: Mapping[Lane, float]) -> Kind:
+    def kind(self, lanes: Mapping[Lane, float]) -> JobKind:
         """Jobs of these lanes."""
-        return Kind(lanes, self.items, self.tokens, self.deadline_s)
+        return JobKind(lanes, self.items, self.tokens, self.deadline_s)
 
 
 #: Share of each class that there is by default, highest class first: the workloads are made for
@@ -206,7 +206,7 @@ def _bulk(demand: Demand) -> Iterator[Arrival]:
     items = min(BULK_ITEMS, demand.max_batch_size)
     head = BULK_HEAD_BATCHES * demand.devices * math.ceil(demand.max_batch_size / items)
     # A bulk has no deadline, and a generator of its own: live jobs are the same without it.
-    bulk = Kind({BULK: 1.0}, Amount(items), demand.tokens)
+    bulk = JobKind({BULK: 1.0}, Amount(items), demand.tokens)
     times_s = steady_times(demand.capacity_per_s / items, head)
     return together(live, arrivals(times_s, bulk, Random(demand.seed + 1)))
 

@@ -120,7 +120,7 @@ class BatchUsage(BaseModel):
         return cls(input_tokens=tokens, total_tokens=tokens)
 
 
-class Batch(BaseModel):
+class BatchObject(BaseModel):
     """A batch."""
 
     id: str
@@ -156,7 +156,7 @@ class Batch(BaseModel):
         """Whether it is still time."""
         return Status.CANCELLING in NEXT[self.status] or self.status is Status.CANCELLING
 
-    def moved(self, status: Status, at_s: float, **changes: Any) -> "Batch":
+    def moved(self, status: Status, at_s: float, **changes: Any) -> "BatchObject":
         """The batch in its next status.
 
         Raises:
@@ -204,7 +204,7 @@ class BatchRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    batch: Batch
+    batch: BatchObject
     owner: str
     tenant: str | None
     priority: int
@@ -225,6 +225,6 @@ class BatchRecord(BaseModel):
         """Its id."""
         return self.batch.id
 
-    def with_batch(self, batch: Batch) -> "BatchRecord":
+    def with_batch(self, batch: BatchObject) -> "BatchRecord":
         """The record, with what clients see now."""
         return self.model_copy(update={"batch": batch})

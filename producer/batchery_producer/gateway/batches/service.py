@@ -9,7 +9,12 @@ from kombu.exceptions import OperationalError
 
 from batchery.settings import Settings
 from batchery_producer.gateway.batches.files import FileStore, get_owner
-from batchery_producer.gateway.batches.records import INPUT_PURPOSE, Batch, BatchRecord, new_id
+from batchery_producer.gateway.batches.records import (
+    INPUT_PURPOSE,
+    BatchObject,
+    BatchRecord,
+    new_id,
+)
 from batchery_producer.gateway.batches.storage import Storage
 from batchery_producer.gateway.batches.store import BatchStore, build_work_name
 from batchery_producer.gateway.callers import Caller
@@ -42,7 +47,7 @@ class BatchService:
 
     def create(
         self, caller: Caller, input_file_id: str, window_s: int, expires_s: int | None, **said: Any
-    ) -> Batch:
+    ) -> BatchObject:
         """Begins a batch.
 
         Args:
@@ -73,7 +78,7 @@ class BatchService:
                 param="input_file_id",
             )
         record = BatchRecord(
-            batch=Batch(
+            batch=BatchObject(
                 id=new_id("batch_"),
                 input_file_id=file.id,
                 created_at=now_s,
@@ -95,7 +100,7 @@ class BatchService:
             logger.warning("batch %s: begins as soon as the broker is back: %s", record.id, error)
         return record.batch
 
-    def cancel(self, caller: Caller, batch_id: str) -> Batch:
+    def cancel(self, caller: Caller, batch_id: str) -> BatchObject:
         """Has a batch cancelled; what has come back by then is kept.
 
         Raises:

@@ -20,7 +20,7 @@ from batchery.errors import BatcheryError
 from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.records import (
     BATCH_ID,
-    Batch,
+    BatchObject,
     BatchRecord,
     FileObject,
     Status,
@@ -157,7 +157,7 @@ class BatchStore:
             raise Problem(Kind.NOT_FOUND, f"batch {batch_id!r:.100}: no such batch", param="id")
         return records[0]
 
-    def page(self, owner: str, after: str | None, limit: int) -> tuple[Sequence[Batch], bool]:
+    def page(self, owner: str, after: str | None, limit: int) -> tuple[Sequence[BatchObject], bool]:
         """Some batches, the newest first, and whether there are more."""
         key = self._store.key("batches", owner)
         start = f"({after}" if after else "+"

@@ -22,9 +22,9 @@ from batchery_producer.gateway.batches.files import FILE_NOT_FOUND, FileStore, o
 from batchery_producer.gateway.batches.lines import BatchLines
 from batchery_producer.gateway.batches.records import (
     OUTPUT_PURPOSE,
-    Batch,
     BatchError,
     BatchErrors,
+    BatchObject,
     BatchRecord,
     BatchUsage,
     FileObject,
@@ -122,7 +122,7 @@ class BatchTurn:
         self._save(self._record)
 
     @property
-    def _batch(self) -> Batch:
+    def _batch(self) -> BatchObject:
         return self._record.batch
 
     # Statuses

@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from batchery_producer.gateway.batches.files import get_owner
-from batchery_producer.gateway.batches.records import BATCH_ID, Batch, ExpiresAfter, Metadata
+from batchery_producer.gateway.batches.records import BATCH_ID, BatchObject, ExpiresAfter, Metadata
 from batchery_producer.gateway.batches.validation import ENDPOINTS
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.routes.openai_files import listed
@@ -25,7 +25,7 @@ UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 MAX_WINDOW_S = 30 * 86_400
 
 
-class BatchRequest(RequestBody):
+class CreateBatchRequest(RequestBody):
     """What OpenAI's clients send; other fields are ignored, as there."""
 
     input_file_id: str
@@ -60,14 +60,14 @@ class BatchList(BaseModel):
     """Some batches."""
 
     object: Literal["list"] = "list"
-    data: list[Batch]
+    data: list[BatchObject]
     first_id: str | None
     last_id: str | None
     has_more: bool
 
 
-@router.post("/v1/batches", response_model=Batch)
-async def create_batch(request: Request, wanted: BatchRequest) -> Response:
+@router.post("/v1/batches", response_model=BatchObject)
+async def create_batch(request: Request, wanted: CreateBatchRequest) -> Response:
     """Begins a batch: its file is read, then its requests run."""
     keep = wanted.output_expires_after
     create = partial(
@@ -97,7 +97,7 @@ async def list_batches(
     return json_response(listed([each.model_dump() for each in found], has_more=has_more))
 
 
-@router.get("/v1/batches/{batch_id}", response_model=Batch)
+@router.get("/v1/batches/{batch_id}", response_model=BatchObject)
 async def get_batch(request: Request, batch_id: str) -> Response:
     """A batch, as it is now."""
     batches, owner = request.app.state.gateway.batches.batches, get_owner(request.state.caller)
@@ -107,7 +107,7 @@ async def get_batch(request: Request, batch_id: str) -> Response:
 
 @router.post(
     "/v1/batches/{batch_id}/cancel",
-    response_model=Batch,
+    response_model=BatchObject,
     responses={409: {"description": "It is too late."}},
 )
 async def cancel_batch(request: Request, batch_id: str) -> Response:

@@ -13,7 +13,7 @@ from batchery.protocol.multi_item import MAX_ITEMS
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.inference import unless_gone
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.tasks.calls import TaskCall
+from batchery_producer.gateway.tasks.calls import RequestedCall
 from batchery_producer.gateway.tasks.names import is_allowed
 from batchery_producer.gateway.tasks.records import TaskRecord, to_json
 from batchery_producer.gateway.tasks.webhook_target import resolve_target
@@ -82,13 +82,13 @@ class TaskRequest(RequestBody):
             return self
         raise ValueError("expected item or items, with keywords; or else args and kwargs")
 
-    def call(self, task: str) -> TaskCall:
+    def call(self, task: str) -> RequestedCall:
         """The task with its arguments."""
         if self.items:
-            return TaskCall(task, [self.items], self.keywords, len(self.items), is_batch=True)
+            return RequestedCall(task, [self.items], self.keywords, len(self.items), is_batch=True)
         if "item" in self.model_fields_set:
-            return TaskCall(task, [self.item], self.keywords, 0, is_batch=True)
-        return TaskCall(task, self.args, self.kwargs, 0, is_batch=False)
+            return RequestedCall(task, [self.item], self.keywords, 0, is_batch=True)
+        return RequestedCall(task, self.args, self.kwargs, 0, is_batch=False)
 
 
 class TaskError(BaseModel):
@@ -201,7 +201,7 @@ async def revoke_task(request: Request, task_id: TaskId) -> Response:
 
 
 async def _sent(
-    request: Request, call: TaskCall, webhook: str | None, key: str | None
+    request: Request, call: RequestedCall, webhook: str | None, key: str | None
 ) -> TaskRecord:
     """Sends a task, or finds the one that was sent for the same idempotency key.
 

@@ -23,7 +23,7 @@ from batchery_producer.results.answers import build_header
 
 
 @dataclass(frozen=True, slots=True)
-class TaskCall:
+class RequestedCall:
     """What a caller wants to run.
 
     Attributes:
@@ -65,7 +65,7 @@ class TaskSender:
         """Whether the app has this task, or a route for it."""
         return is_known(self._app, task)
 
-    def check(self, call: TaskCall) -> None:
+    def check(self, call: RequestedCall) -> None:
         """Makes sure that the arguments are of the right form, if the app knows the task.
 
         Raises:
@@ -84,7 +84,7 @@ class TaskSender:
 
     async def send(
         self,
-        call: TaskCall,
+        call: RequestedCall,
         task_id: str,
         caller: Caller,
         *,
@@ -127,7 +127,7 @@ class TaskSender:
         except Exception as error:
             raise build_problem(error) from error
 
-    def _send(self, call: TaskCall, options: Mapping[str, Any]) -> None:
+    def _send(self, call: RequestedCall, options: Mapping[str, Any]) -> None:
         known: Any = self._app.tasks.get(call.task)
         send = partial(self._app.send_task, call.task) if known is None else known.apply_async
         send(tuple(call.args), dict(call.kwargs), **options)

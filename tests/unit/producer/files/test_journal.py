@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import Done, Journal
+from batchery_producer.files.journal import FinishedLines, Journal
 from batchery_producer.files.source import find_sources
 
 
@@ -101,7 +101,7 @@ def test_task_ids_are_different_uuids_that_the_pattern_finds(places: list[tuple[
 @given(lines=st.sets(st.tuples(st.integers(0, 1), st.integers(1, 5000))))
 def test_line_is_done_once_it_was_noted(lines: set[tuple[int, int]]) -> None:
     names = ["a.txt", "b.txt"]
-    done = Done(names)
+    done = FinishedLines(names)
     for source, line in lines:
         assert done.note({"file": names[source], "line": line, "result": 1})
         assert not done.note({"file": names[source], "line": line, "error": {}})
@@ -118,4 +118,4 @@ def test_line_is_done_once_it_was_noted(lines: set[tuple[int, int]]) -> None:
 )
 def test_entry_of_no_line_is_refused(entry: dict[str, Any]) -> None:
     with pytest.raises(DatasetError, match="not a line that this run wrote"):
-        Done(["a.txt"]).note(entry)
+        FinishedLines(["a.txt"]).note(entry)

@@ -21,7 +21,7 @@ from batchery_producer.gateway.bodies import CONTAINER_VALUES, JsonRoute, Reques
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.problems import answer as read_answer
 from batchery_producer.gateway.routes.cohere_rerank import CohereRerankRequest
-from batchery_producer.gateway.routes.openai_batches import BatchRequest
+from batchery_producer.gateway.routes.openai_batches import CreateBatchRequest
 from batchery_producer.gateway.routes.openai_embeddings import EmbeddingsRequest
 from batchery_producer.gateway.routes.process_batch import ProcessBatchRequest
 from batchery_producer.gateway.routes.tei_embeddings import SimilarityRequest
@@ -116,7 +116,7 @@ MANY = 10_000
         (DecodeRequest, '{"ids": MANY}'),
         (CohereRerankRequest, '{"query": "a", "documents": MANY, "rank_fields": MANY}'),
         (ProcessBatchRequest, '{"texts": MANY}'),
-        (BatchRequest, '{"metadata": MANY}'),
+        (CreateBatchRequest, '{"metadata": MANY}'),
     ],
 )
 def test_errors_do_not_grow_with_the_body(model: type[RequestBody], form: str, item: Any) -> None:

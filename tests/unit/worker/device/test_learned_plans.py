@@ -14,7 +14,7 @@ from batchery import Model
 from batchery_worker.batching.cost_model import Costs
 from batchery_worker.batching.planner import MAX_PASS_TOKENS_FACTOR, PASS_TOKENS, plan
 from batchery_worker.device import served_model
-from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 
@@ -57,11 +57,11 @@ def windows(seed: int, count: int) -> list[Window]:
     ]
 
 
-def serve(model: Model, clock: Simulated) -> ServedModel:
-    return ServedModel("simulated", model, "cpu", Memory(), clock=lambda: clock.now_s)
+def serve(model: Model, clock: Simulated) -> LoadedModel:
+    return LoadedModel("simulated", model, "cpu", Memory(), clock=lambda: clock.now_s)
 
 
-def run(served: ServedModel, batches: Sequence[Window]) -> list[int]:
+def run(served: LoadedModel, batches: Sequence[Window]) -> list[int]:
     """Returns what a pass counted in the plan of each batch, in tokens."""
     counted = []
     for items in batches:

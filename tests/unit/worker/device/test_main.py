@@ -10,7 +10,7 @@ from batchery import Model
 from batchery_worker.cache.single_flight import DedupedBatch
 from batchery_worker.device import __main__ as device_module
 from batchery_worker.device.__main__ import Device, Prepared
-from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.messages import Began, Work, load_reply
 from batchery_worker.memory import Memory
@@ -63,7 +63,7 @@ def batch(
 ) -> Prepared:
     jobs = [(str(each), [each], False) for each in items]
     work = Work(1, "launched", {}, jobs, size, None, urgent=urgent)
-    return Prepared(work, items, ServedModel("launched", model, "cpu", Memory()), deduped, 0.0, 0.0)
+    return Prepared(work, items, LoadedModel("launched", model, "cpu", Memory()), deduped, 0.0, 0.0)
 
 
 def forward(device: Any, batch: Prepared) -> list[Any]:
@@ -105,7 +105,7 @@ def test_model_without_lookahead_takes_turns(device: Any, model: Launched) -> No
 
 
 def test_first_started_pass_is_the_first_of_the_plan(model: Launched) -> None:
-    served = ServedModel("launched", model, "cpu", Memory())
+    served = LoadedModel("launched", model, "cpu", Memory())
     one = batch(model, [1, 7, 3, 7])
     served.start(one.items, one.work)
     assert model.log == ["forward [7, 7]"]

@@ -10,7 +10,7 @@ import pytest
 from batchery import Failed, Model
 from batchery_worker.batching.cost_model import Costs
 from batchery_worker.device.loading import find_memory
-from batchery_worker.device.served_model import ServedModel
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
 
@@ -65,24 +65,24 @@ def model(memory: Counted) -> Tight:
 
 
 @pytest.fixture
-def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> ServedModel:
+def served(model: Tight, memory: Counted, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     monkeypatch.setattr(
         "batchery_worker.device.served_model.DEFAULT_MAX_BATCH_TOKENS", {"cpu": 512}
     )
-    return ServedModel("tight", model, "cpu", memory, loaded_bytes=70)
+    return LoadedModel("tight", model, "cpu", memory, loaded_bytes=70)
 
 
 def work(max_batch_tokens: int | None = None) -> Work:
     return Work(1, "tight", {}, [], 256, max_batch_tokens)
 
 
-def run(served: ServedModel, items: list[int], max_batch_tokens: int | None = None) -> list[Any]:
+def run(served: LoadedModel, items: list[int], max_batch_tokens: int | None = None) -> list[Any]:
     outcomes, _, _ = served.compute(items, work(max_batch_tokens), nullcontext)
     return outcomes
 
 
 def test_all_jobs_succeed_and_the_budget_is_found_within_a_few_batches(
-    served: ServedModel, model: Tight
+    served: LoadedModel, model: Tight
 ) -> None:
     items = [10 + number % 7 for number in range(128)]
     for _ in range(6):
@@ -99,7 +99,7 @@ def test_all_jobs_succeed_and_the_budget_is_found_within_a_few_batches(
 
 
 def test_rest_of_a_batch_is_cut_anew_after_memory_ran_out(
-    served: ServedModel, model: Tight
+    served: LoadedModel, model: Tight
 ) -> None:
     items = [10] * 400
     assert run(served, items) == items
@@ -107,14 +107,14 @@ def test_rest_of_a_batch_is_cut_anew_after_memory_ran_out(
     assert sum(padded > FITS for padded in model.passes) == 1
 
 
-def test_an_item_that_does_not_fit_alone_fails_alone(served: ServedModel) -> None:
+def test_an_item_that_does_not_fit_alone_fails_alone(served: LoadedModel) -> None:
     outcomes = run(served, [FITS + 1, 5, 5])
     assert isinstance(outcomes[0], Failed)
     assert outcomes[1:] == [5, 5]
 
 
 def test_one_line_warns_of_the_new_budget_and_the_cache_is_released(
-    served: ServedModel, memory: Counted, caplog: pytest.LogCaptureFixture
+    served: LoadedModel, memory: Counted, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "batchery.device"):
         run(served, [8] * 100)
@@ -126,7 +126,7 @@ def test_one_line_warns_of_the_new_budget_and_the_cache_is_released(
     assert memory.releases == 1
 
 
-def test_the_figures_say_what_chose_the_budget(served: ServedModel) -> None:
+def test_the_figures_say_what_chose_the_budget(served: LoadedModel) -> None:
     assert served.figures() == {
         "max_batch_tokens": 512,
         "chosen_by": "default",
@@ -163,11 +163,11 @@ class Clocked(Tight):
         return list(batch)
 
 
-def clocked(model: Clocked) -> ServedModel:
-    return ServedModel("clocked", model, "cpu", Memory(), clock=lambda: model.now_s)
+def clocked(model: Clocked) -> LoadedModel:
+    return LoadedModel("clocked", model, "cpu", Memory(), clock=lambda: model.now_s)
 
 
-def run_mixed(served: ServedModel, batches: int) -> None:
+def run_mixed(served: LoadedModel, batches: int) -> None:
     for number in range(batches):
         run(served, [4 + number * 7 % 60] * (1 + number * 13 % 64))
 
@@ -229,7 +229,7 @@ class Asserting(Tight):
 
 def test_an_error_that_ends_the_context_of_the_device_fails_no_job() -> None:
     memory = DeadContext()
-    served = ServedModel("asserting", Asserting(memory), "cpu", memory)  # type: ignore[arg-type]
+    served = LoadedModel("asserting", Asserting(memory), "cpu", memory)  # type: ignore[arg-type]
     assert run(served, [1, 2, 3]) == [1, 2, 3]
     assert memory.waits == 1
     with pytest.raises(RuntimeError, match="device-side assert"):
@@ -238,7 +238,7 @@ def test_an_error_that_ends_the_context_of_the_device_fails_no_job() -> None:
 
 def test_a_bad_item_fails_alone_and_the_device_is_asked_whether_it_lives() -> None:
     memory = DeadContext()
-    served = ServedModel("asserting", Asserting(memory), "cpu", memory)  # type: ignore[arg-type]
+    served = LoadedModel("asserting", Asserting(memory), "cpu", memory)  # type: ignore[arg-type]
     failed = Failed("not a text")
     outcomes = run(served, [1, failed, 2])  # type: ignore[list-item]
     assert (outcomes, memory.waits) == ([1, failed, 2], 1)

@@ -14,7 +14,7 @@ from batchery.settings import ModelSettings
 from batchery_worker.cli.verify import verify as command
 from batchery_worker.models.forward import attention
 from batchery_worker.models.forward.padded import Padded
-from batchery_worker.models.verification import Report, sample_texts, verify
+from batchery_worker.models.verification import VerificationReport, sample_texts, verify
 from support.tiny_models import Build
 
 PACKED = ["bert", "roberta", "distilbert", "modernbert", "llama", "gpt2"]
@@ -25,7 +25,7 @@ def settings(folder: Path | str, kind: str = "embedding", **others: Any) -> Mode
     return ModelSettings.model_validate({"kind": kind, "model": str(folder), **others})
 
 
-def passes(report: Report) -> dict[str, bool]:
+def passes(report: VerificationReport) -> dict[str, bool]:
     """Forward passes that there are, and whether each passed."""
     return {each.forward: each.passed for each in report.comparisons if each.cosine is not None}
 

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from batchery_worker.job import Lane, Limits
 from batchery_worker.simulator.devices import Fleet, ServiceTime
 from batchery_worker.simulator.engine import Simulation
-from batchery_worker.simulator.outcome import Outcome
+from batchery_worker.simulator.outcome import SimulatedRun
 from batchery_worker.simulator.policy import RealScheduler, SimulatedBatch, SimulatedJob
 from batchery_worker.simulator.workload import (
     TASK,
     Arrival,
-    Kind,
+    JobKind,
     arrivals,
     poisson_times,
     steady_times,
@@ -72,12 +72,12 @@ def run(
     fleet: Fleet | None = None,
     limits: Limits = Limits(8),  # noqa: B008 (frozen)
     policy: RealScheduler | None = None,
-) -> Outcome:
+) -> SimulatedRun:
     policy = RealScheduler(SHARES) if policy is None else policy
     return Simulation(policy, fleet or Fleet(), limits).run(stream)
 
 
-def latencies_ms(outcome: Outcome) -> list[float]:
+def latencies_ms(outcome: SimulatedRun) -> list[float]:
     return [round(1000 * each, 6) for lane in outcome.lanes.values() for each in lane.latencies_s]
 
 
@@ -305,9 +305,11 @@ def longest_wait_beside_a_flood_s(lane: Lane, devices: int, seed: int, flood_s: 
         flood_s: When the many jobs begin to come; 100 come at once.
     """
     fleet = Fleet(devices)
-    many = arrivals(steady_times(1.5 * fleet.capacity_per_s(8), 100), Kind({HIGH: 1.0}), Random(0))
+    many = arrivals(
+        steady_times(1.5 * fleet.capacity_per_s(8), 100), JobKind({HIGH: 1.0}), Random(0)
+    )
     flood = (each._replace(time_s=each.time_s + flood_s) for each in many)
-    few = arrivals(poisson_times(10.0, Random(seed)), Kind({lane: 1.0}), Random(seed))
+    few = arrivals(poisson_times(10.0, Random(seed)), JobKind({lane: 1.0}), Random(seed))
     stream = itertools.takewhile(lambda each: each.time_s < 1.0, together(flood, few))
     outcome = run([Arrival(0.0, TASK, HIGH), Arrival(0.0, TASK, lane), *stream], fleet)
     return max(outcome.lanes[lane].latencies_s)
@@ -392,7 +394,7 @@ def test_one_more_device_never_makes_the_whole_later_than_by_a_batch(
     With more devices batches are smaller, so that the last one may begin later than with fewer.
     """
     rate_per_s = load * Fleet(devices).capacity_per_s(8)
-    kind = Kind({HIGH: 0.4, LOW: 0.6})
+    kind = JobKind({HIGH: 0.4, LOW: 0.6})
 
     def end_s(count: int) -> float:
         random = Random(seed)
@@ -403,9 +405,9 @@ def test_one_more_device_never_makes_the_whole_later_than_by_a_batch(
 
 
 def test_the_same_seed_gives_the_same_outcome() -> None:
-    def once(seed: int) -> Outcome:
+    def once(seed: int) -> SimulatedRun:
         random = Random(seed)
-        kind = Kind({HIGH: 1.0, LOW: 2.0})
+        kind = JobKind({HIGH: 1.0, LOW: 2.0})
         stream = itertools.islice(arrivals(poisson_times(900.0, random), kind, random), 2000)
         fleet = Fleet(3, ServiceTime(noise=0.2), {1: 2.0}, {2: 0.5})
         policy = RealScheduler(SHARES)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from batchery_worker.job import Lane
 from batchery_worker.simulator.devices import Fleet, ServiceTime
-from batchery_worker.simulator.outcome import LaneOutcome, Outcome, jain, percentile
+from batchery_worker.simulator.outcome import LaneOutcome, SimulatedRun, jain, percentile
 
 
 def test_percentiles_of_a_hundred_values_are_the_values() -> None:
@@ -52,7 +52,7 @@ def test_jain_s_index_of_nothing_is_none() -> None:
 
 def test_lanes_that_have_what_their_class_and_number_give_them_are_fair() -> None:
     """Half of the time for one class, half for the two tenants of another."""
-    outcome = Outcome()
+    outcome = SimulatedRun()
     for lane, contended_s in {
         Lane("high"): 10.0,
         Lane("low", "one"): 5.0,

@@ -17,7 +17,7 @@ from batchery_worker.simulator.workload import (
     Amount,
     Arrival,
     Demand,
-    Kind,
+    JobKind,
     arrivals,
     bursty_times,
     day_times,
@@ -61,7 +61,7 @@ def test_steady_times_have_equal_distances_after_those_at_the_start() -> None:
 
 
 def test_lanes_come_as_often_as_they_should() -> None:
-    kind = Kind({Lane("high"): 1.0, Lane("low", "one"): 3.0, Lane("low", "two"): 4.0})
+    kind = JobKind({Lane("high"): 1.0, Lane("low", "one"): 3.0, Lane("low", "two"): 4.0})
     found = Counter(
         each.lane for each in islice(arrivals(poisson_times(1, Random(2)), kind, Random(3)), 8000)
     )
@@ -79,7 +79,7 @@ def test_amounts_have_their_mean_and_are_at_least_one(sigma: float) -> None:
 
 
 def test_tokens_are_those_of_all_items() -> None:
-    kind = Kind(items=Amount(3.0), tokens=Amount(100.0))
+    kind = JobKind(items=Amount(3.0), tokens=Amount(100.0))
     assert next(arrivals(iter([0.0]), kind, Random(0))).tokens == 300
 
 

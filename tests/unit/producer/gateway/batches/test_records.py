@@ -9,9 +9,9 @@ from batchery_producer.gateway.batches.records import (
     BATCH_ID,
     FILE_ID,
     NEXT,
-    Batch,
     BatchError,
     BatchErrors,
+    BatchObject,
     BatchUsage,
     FileObject,
     RequestCounts,
@@ -20,8 +20,8 @@ from batchery_producer.gateway.batches.records import (
 )
 
 
-def batch(status: Status = Status.VALIDATING) -> Batch:
-    return Batch(
+def batch(status: Status = Status.VALIDATING) -> BatchObject:
+    return BatchObject(
         id="batch_1",
         endpoint="/v1/embeddings",
         input_file_id="file-1",
@@ -93,7 +93,7 @@ def test_openai_s_types_read_ours() -> None:
     assert theirs.usage is not None
     assert theirs.usage.total_tokens == 7
     # Nothing of theirs is missing from ours, and we add nothing.
-    assert set(OpenAIBatch.model_fields) == set(Batch.model_fields)
+    assert set(OpenAIBatch.model_fields) == set(BatchObject.model_fields)
     file = FileObject(id="file-1", bytes=1, created_at=1, filename="a", purpose="batch")
     assert OpenAIFile.model_validate_json(file.model_dump_json()).filename == "a"
     assert set(FileObject.model_fields) == set(OpenAIFile.model_fields) - {"status_details"}
