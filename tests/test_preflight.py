@@ -40,7 +40,7 @@ def test_nothing_is_missing_on_a_python_that_works(preflight: Any, minor: int) -
     ],
 )
 def test_what_is_missing_is_named(preflight: Any, change: dict[str, Any], said: str) -> None:
-    facts = {
+    info = {
         "version": (3, 13, 0),
         "system": "Linux",
         "libc": "glibc",
@@ -48,7 +48,7 @@ def test_what_is_missing_is_named(preflight: Any, change: dict[str, Any], said: 
         "free_bytes": 9 * 10**9,
         "needed_bytes": 2 * 10**9,
     }
-    [line] = preflight.missing(**{**facts, **change})
+    [line] = preflight.missing(**{**info, **change})
     assert said in line
 
 

@@ -133,7 +133,7 @@ def main() -> None:
         "hardware": hardware(),
         "items": options.items,
         "rounds": options.rounds,
-        "rows": [facts(row, each) for row, each in samples.items()],
+        "rows": [info(row, each) for row, each in samples.items()],
     }
     console.print(report["hardware"])
     console.print(table(report["rows"]))
@@ -212,7 +212,7 @@ def worker(row: Row, url: str, environment: dict[str, str]) -> Iterator[None]:
         process.wait()
 
 
-def facts(row: Row, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def info(row: Row, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Median and spread of one row."""
     rates = [each["items"] / each["seconds"] for each in samples]
     return {

@@ -78,7 +78,7 @@ def chaos(*, as_json: bool, keep: Path | None, quiet: bool, **numbers: Any) -> N
             folder = keep.absolute()
         verdict = run(plan, folder, lambda line: None if quiet else click.echo(line, err=True))
     if as_json:
-        click.echo(json.dumps({"plan": asdict(plan), **verdict.facts}, indent=1))
+        click.echo(json.dumps({"plan": asdict(plan), **verdict.info}, indent=1))
     else:
         click.echo(verdict.text)
     sys.exit(0 if verdict.is_good else 1)

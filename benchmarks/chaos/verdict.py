@@ -54,7 +54,7 @@ class Verdict:
         return not any((self.lost, self.stuck, self.doubled, self.doubled_callbacks, self.wrong))
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
         """The verdict for programs."""
         return {**asdict(self), "is_good": self.is_good}
 

@@ -160,8 +160,8 @@ class Load:
         if found is None:
             self._seen.failed += 1
             return
-        facts = json.loads(found[2])
-        batch, forward_ms = int(facts["id"].removeprefix("b")), facts["forward_ms"]
+        info = json.loads(found[2])
+        batch, forward_ms = int(info["id"].removeprefix("b")), info["forward_ms"]
         done_s = datetime.fromisoformat(found[1].decode()).timestamp()
         wait_ms = (done_s - published_s) * 1e3 - forward_ms
         self._seen.waits_ms.append((batch, max(0.0, wait_ms)))

@@ -15,7 +15,7 @@ from celery import Celery
 
 from batchery import BatchTask, install
 from batchery.transport.channel import LeasingChannel
-from batchery.transport.consume import Drain
+from batchery.transport.consume import Fetcher
 from batchery_worker.commit.committer import RedisCommitter
 from batchery_worker.dispatch.dispatcher import Dispatcher
 from benchmarks.peers.celery_client import configure
@@ -63,7 +63,7 @@ def traced(owner: Any, name: str, *, before: str = "", after: str = "") -> None:
 
 
 traced(LeasingChannel, "_ask_at_once", before="woken", after="drain sent")
-traced(Drain, "read", after="drained")
+traced(Fetcher, "read", after="drained")
 traced(Dispatcher, "admit", after="admitted")
 traced(Dispatcher, "_launch", before="dispatched", after="sent to the device")
 traced(RedisCommitter, "_store", before="commit sent", after="commit answered")

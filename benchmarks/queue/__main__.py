@@ -32,7 +32,7 @@ def main() -> None:
     for system in chosen:
         python_of(system.venv, system.requirements)
     samples = run_in_turn(chosen, options.jobs, options.calls, options.rounds)
-    facts = report(
+    info = report(
         samples,
         options.json,
         transport=options.transport,
@@ -40,7 +40,7 @@ def main() -> None:
         rounds=options.rounds,
     )
     if options.plot:
-        plot(facts, options.plot)
+        plot(info, options.plot)
 
 
 def parse() -> argparse.Namespace:
@@ -68,10 +68,10 @@ def choose(rows: Sequence[System], names: Sequence[str] | None) -> list[System]:
     return found
 
 
-def plot(facts: dict[str, Any], target: Path) -> None:
+def plot(info: dict[str, Any], target: Path) -> None:
     """Draws the rows, in an environment that has matplotlib."""
     command = [str(python_of("plot", PLOT)), "-m", "benchmarks.plot_rows", str(target.absolute())]
-    subprocess.run(command, input=json.dumps(facts), text=True, check=True, cwd=ROOT)
+    subprocess.run(command, input=json.dumps(info), text=True, check=True, cwd=ROOT)
 
 
 if __name__ == "__main__":

@@ -68,18 +68,18 @@ def main() -> None:
     systems = [system(*case, options.batch_s) for case in cases]
     samples = run_in_turn(systems, options.jobs, 0, options.rounds)
     rows = [row(samples, *case, options.batch_s) for case in cases]
-    facts = {
+    info = {
         "hardware": hardware(),
         "batch_s": options.batch_s,
         "jobs": options.jobs,
         "rounds": options.rounds,
         "rows": rows,
     }
-    show(facts)
+    show(info)
     if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        options.json.write_text(json.dumps(info, indent=1) + "\n")
     if options.plot:
-        plot(facts, options.plot)
+        plot(info, options.plot)
 
 
 def row(
@@ -98,15 +98,15 @@ def row(
     }
 
 
-def show(facts: dict[str, Any]) -> None:
+def show(info: dict[str, Any]) -> None:
     """Prints the table, ready for a page of docs."""
     made = Table("", "jobs/s", "of linear", "worker CPU per job", box=box.MARKDOWN)
-    for each in facts["rows"]:
+    for each in info["rows"]:
         rate, cpu = f"{each['jobs_per_s']:,}", f"{each['worker_us']:.0f} µs"
         made.add_row(each["system"], rate, f"{each['of_linear']:.2f}", cpu)
     console = Console(highlight=False, width=100)
-    console.print(facts["hardware"])
-    console.print(f"a batch of {BATCH_SIZE} takes {facts['batch_s']:g} s")
+    console.print(info["hardware"])
+    console.print(f"a batch of {BATCH_SIZE} takes {info['batch_s']:g} s")
     console.print(made)
 
 

@@ -62,39 +62,39 @@ def main() -> None:
     listeners = ["nothing", *(each for each in options.listeners if each != "nothing")]
     systems = [system(name, listener) for listener in listeners for name in WEIGHTS]
     samples = run_in_turn(systems, options.jobs, 0, options.rounds)
-    facts = {
+    info = {
         "hardware": hardware(),
         "jobs": options.jobs,
         "rounds": options.rounds,
         "rows": [row(samples, listener) for listener in listeners],
     }
-    show(facts)
+    show(info)
     if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        options.json.write_text(json.dumps(info, indent=1) + "\n")
 
 
 def row(samples: dict[str, list[Sample]], listener: str) -> dict[str, Any]:
     """Medians of both systems, and the medians of the rounds' own ratios."""
-    facts: dict[str, Any] = {"listener": listener}
+    info: dict[str, Any] = {"listener": listener}
     for name in WEIGHTS:
         rates, plain = (
             [each.jobs_per_s for each in samples[system(name, which).name]]
             for which in (listener, "nothing")
         )
         ratios = [rate / without for rate, without in zip(rates, plain, strict=True)]
-        facts[f"{name}_jobs_per_s"] = round(statistics.median(rates))
-        facts[f"{name}_ratio"] = round(statistics.median(ratios), 3)
-        facts[f"{name}_worker_us_per_job"] = round(
+        info[f"{name}_jobs_per_s"] = round(statistics.median(rates))
+        info[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+        info[f"{name}_worker_us_per_job"] = round(
             statistics.median(each.worker_us for each in samples[system(name, listener).name])
         )
-    return facts
+    return info
 
 
-def show(facts: dict[str, Any]) -> None:
+def show(info: dict[str, Any]) -> None:
     """Prints the table, ready for a page of docs."""
     heads = (f"{name}{of}" for name in WEIGHTS for of in (", jobs/s", ", of plain", ", CPU"))
     made = Table("what listens", *heads, box=box.MARKDOWN)
-    for each in facts["rows"]:
+    for each in info["rows"]:
         cells: list[str] = []
         for name in WEIGHTS:
             cells += (
@@ -104,7 +104,7 @@ def show(facts: dict[str, Any]) -> None:
             )
         made.add_row(LISTENERS[each["listener"]], *cells)
     console = Console(highlight=False, width=150)
-    console.print(facts["hardware"])
+    console.print(info["hardware"])
     console.print(made)
 
 

@@ -207,17 +207,17 @@ def main() -> None:
             is_short = case.batch_s[0] <= SHORT_S
             counts = [options.short_jobs] if is_short else options.jobs
             rows += measure(case, counts, options.rounds)
-    facts = {"hardware": hardware(), "batch_s": options.batch_s, "rows": rows}
-    show(facts)
+    info = {"hardware": hardware(), "batch_s": options.batch_s, "rows": rows}
+    show(info)
     if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        options.json.write_text(json.dumps(info, indent=1) + "\n")
 
 
-def show(facts: dict[str, Any]) -> None:
+def show(info: dict[str, Any]) -> None:
     """Prints the table, ready for a page of docs."""
     headings = ("case", "jobs", "s", "ideal", "batches over", "jobs/s")
     made = Table(*headings, box=box.MARKDOWN)
-    for each in facts["rows"]:
+    for each in info["rows"]:
         made.add_row(
             each["case"],
             f"{each['jobs']:,}",
@@ -227,8 +227,8 @@ def show(facts: dict[str, Any]) -> None:
             f"{each['jobs_per_s']:,.0f}",
         )
     console = Console(highlight=False, width=100)
-    console.print(facts["hardware"])
-    console.print(f"3 workers; a batch of {BATCH_SIZE} takes {facts['batch_s']:g} s")
+    console.print(info["hardware"])
+    console.print(f"3 workers; a batch of {BATCH_SIZE} takes {info['batch_s']:g} s")
     console.print(made)
 
 

@@ -54,10 +54,10 @@ def main() -> None:
     systems = [system(*case, installed=installed) for case in cases for installed in (False, True)]
     samples = run_in_turn(systems, options.jobs, 0, options.rounds)
     rows = [row(samples, *case) for case in cases]
-    facts = {"hardware": hardware(), "jobs": options.jobs, "rounds": options.rounds, "rows": rows}
-    show(facts)
+    info = {"hardware": hardware(), "jobs": options.jobs, "rounds": options.rounds, "rows": rows}
+    show(info)
     if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        options.json.write_text(json.dumps(info, indent=1) + "\n")
 
 
 def row(samples: dict[str, list[Sample]], kind: str, pool: str, concurrency: int) -> dict[str, Any]:
@@ -77,15 +77,15 @@ def row(samples: dict[str, list[Sample]], kind: str, pool: str, concurrency: int
     }
 
 
-def show(facts: dict[str, Any]) -> None:
+def show(info: dict[str, Any]) -> None:
     """Prints the table, ready for a page of docs."""
     made = Table("task", "pool", "stock, jobs/s", "installed, jobs/s", "ratio", box=box.MARKDOWN)
-    for each in facts["rows"]:
+    for each in info["rows"]:
         pool = f"{each['pool']} -c {each['concurrency']}"
         rates = (f"{each[f'{name}_jobs_per_s']:,}" for name in ("stock", "installed"))
         made.add_row(each["task"], pool, *rates, f"{each['ratio']:.2f}")
     console = Console(highlight=False, width=100)
-    console.print(facts["hardware"])
+    console.print(info["hardware"])
     console.print(made)
 
 

@@ -32,24 +32,24 @@ def report(
     Returns:
         What is in the JSON.
     """
-    facts = {
+    info = {
         "hardware": hardware(),
         **options,
         "rows": [row(name, each) for name, each in samples.items()],
     }
     console = Console(highlight=False, width=WIDTH)
-    console.print(facts["hardware"])
-    console.print(table(facts["rows"]))
+    console.print(info["hardware"])
+    console.print(table(info["rows"]))
     if target:
-        target.write_text(json.dumps(facts, indent=1) + "\n")
-    return facts
+        target.write_text(json.dumps(info, indent=1) + "\n")
+    return info
 
 
 def row(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
     """Median and spread of one system; percentiles of all its single calls."""
     rates = [sample.jobs_per_s for sample in samples]
     calls = sorted(call for sample in samples for call in sample.latencies_s)
-    facts: dict[str, Any] = {
+    info: dict[str, Any] = {
         "system": name,
         "jobs_per_s": round(statistics.median(rates)),
         "spread": [round(min(rates)), round(max(rates))],
@@ -57,9 +57,9 @@ def row(name: str, samples: Sequence[Sample]) -> dict[str, Any]:
         "redis_us_per_job": round(statistics.median(sample.redis_us for sample in samples)),
     }
     if calls:
-        facts["call_p50_ms"] = round(calls[len(calls) // 2] * 1000, 2)
-        facts["call_p99_ms"] = round(calls[len(calls) * 99 // 100] * 1000, 2)
-    return facts
+        info["call_p50_ms"] = round(calls[len(calls) // 2] * 1000, 2)
+        info["call_p99_ms"] = round(calls[len(calls) * 99 // 100] * 1000, 2)
+    return info
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:

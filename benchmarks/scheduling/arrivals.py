@@ -29,7 +29,7 @@ class Answer(NamedTuple):
 
     latency_ms: float
     #: What the worker says of its batch: id, size and stages.
-    facts: Mapping[str, Any]
+    info: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,12 +161,10 @@ class _Feeder:
         if found is None:
             self._seen.failed += 1
             return
-        facts = json.loads(found[2])
+        info = json.loads(found[2])
         done_s = datetime.fromisoformat(found[1].decode()).timestamp()
         items = self._order.items_per_job
-        self._seen.ended.append(
-            Ended(done_s, items, facts["id"], facts["size"], facts["forward_ms"])
-        )
+        self._seen.ended.append(Ended(done_s, items, info["id"], info["size"], info["forward_ms"]))
 
     def end(self) -> Seen:
         """Empties the queue; returns what was seen."""

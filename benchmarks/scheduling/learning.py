@@ -75,7 +75,7 @@ def learned(calls: Sequence[Call], played: Played, lonely: Played) -> Learned:
     costs = Costs(*(cost * took_ms / believed_ms for cost in costs))
     ratios = [each.forward_ms / costs.expected_ms(each.units, each.items) for each in batches]
     alone_ms = statistics.median(
-        each.latency_s * 1e3 - each.facts["forward_ms"] for each in lonely.heard
+        each.latency_s * 1e3 - each.info["forward_ms"] for each in lonely.heard
     )
     found_ms = list(gaps_ms(batches))
     gap_ms = statistics.median(found_ms) if len(found_ms) >= MIN_GAPS else alone_ms
@@ -94,20 +94,20 @@ def collect_batches(calls: Sequence[Call], heard: Sequence[Heard]) -> list[Ran]:
     """The batches of a trace, as they ended."""
     jobs: dict[str, list[tuple[Call, Heard]]] = {}
     for call, each in zip(calls, heard, strict=True):
-        jobs.setdefault(each.facts["id"], []).append((call, each))
+        jobs.setdefault(each.info["id"], []).append((call, each))
     return sorted(map(_ran, jobs.values()), key=lambda each: each.heard_s)
 
 
 def _ran(jobs: Sequence[tuple[Call, Heard]]) -> Ran:
-    facts = jobs[0][1].facts
+    info = jobs[0][1].info
     return Ran(
-        device=facts["device"],
+        device=info["device"],
         heard_s=min(call.due_s + each.latency_s for call, each in jobs),
-        items=facts["size"],
+        items=info["size"],
         tokens=sum(call.tokens for call, _ in jobs),
-        forward_ms=facts["forward_ms"],
-        queued_ms=facts["prepare_ms"] + facts["queued_ms"],
-        waited_ms=max(each.facts["waited_ms"] for _, each in jobs),
+        forward_ms=info["forward_ms"],
+        queued_ms=info["prepare_ms"] + info["queued_ms"],
+        waited_ms=max(each.info["waited_ms"] for _, each in jobs),
     )
 
 

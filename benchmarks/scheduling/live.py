@@ -206,16 +206,16 @@ def live_device_ms(done: Round) -> float:
 
 def batch_device_ms(answers: Sequence[Answer]) -> float:
     """Live jobs' part of the time of each batch that they were in."""
-    return sum(float(each.facts["forward_ms"]) / int(each.facts["size"]) for each in answers)
+    return sum(float(each.info["forward_ms"]) / int(each.info["size"]) for each in answers)
 
 
 def stages_of(answers: Sequence[Answer]) -> dict[str, Any]:
     """Where the time of live jobs goes: median and p99 of each stage, in ms."""
     spent: dict[str, list[float]] = {
-        stage: [float(each.facts[stage]) for each in answers] for stage in STAGES
+        stage: [float(each.info[stage]) for each in answers] for stage in STAGES
     }
     spent["elsewhere_ms"] = [
-        each.latency_ms - sum(each.facts[stage] for stage in STAGES) for each in answers
+        each.latency_ms - sum(each.info[stage] for stage in STAGES) for each in answers
     ]
     return {
         stage: {"p50_ms": rounded(cut(values, 50)), "p99_ms": rounded(cut(values, 99))}
@@ -225,7 +225,7 @@ def stages_of(answers: Sequence[Answer]) -> dict[str, Any]:
 
 def sizes_of(answers: Sequence[Answer]) -> dict[str, int]:
     """Number of live jobs by the size of their batch: alone, with few, in a full one."""
-    sizes = Counter(each.facts["size"] for each in answers)
+    sizes = Counter(each.info["size"] for each in answers)
     return {str(size): count for size, count in sorted(sizes.items())}
 
 
@@ -235,7 +235,7 @@ def slowest_of(answers: Sequence[Answer]) -> list[dict[str, Any]]:
     return [
         {
             "latency_ms": rounded(each.latency_ms),
-            **{key: each.facts[key] for key in ("id", "size", *STAGES)},
+            **{key: each.info[key] for key in ("id", "size", *STAGES)},
         }
         for each in longest
     ]

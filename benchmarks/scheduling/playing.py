@@ -41,7 +41,7 @@ class Heard(NamedTuple):
     #: From the time at which it was due.
     latency_s: float
     #: What the worker says of its batch: id, size and stages.
-    facts: Mapping[str, Any]
+    info: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,5 +105,5 @@ def _facts_of(data: bytes) -> Mapping[str, Any]:
     answer = json.loads(data)
     if answer["status"] != "SUCCESS":
         raise SystemExit(f"a job failed: {answer['result']}")
-    facts: Mapping[str, Any] = answer["batch"]
-    return facts
+    info: Mapping[str, Any] = answer["batch"]
+    return info

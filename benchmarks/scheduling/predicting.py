@@ -79,5 +79,5 @@ def measured(played: Played) -> Figures:
         lane = outcome.lanes.setdefault(Lane(each.priority_class), LaneOutcome())
         lane.latencies_s.append(each.latency_s)
         lane.items += 1
-    outcome.batches = len({each.facts["id"] for each in played.heard})
+    outcome.batches = len({each.info["id"] for each in played.heard})
     return figures("real", outcome, DEFAULT_SHARES, 1.0, ())

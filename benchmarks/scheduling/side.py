@@ -137,7 +137,7 @@ def run_round(checkout: Path | None, plan: Plan, number: int) -> Round:
         modelled_pass_ms=_modelled_ms(_load_model(figures), plan.streams, budget),
         budget_tokens=budget,
         lonely_ms=[each.latency_ms for each in lonely],
-        lonely_forward_ms=median(float(each.facts["forward_ms"]) for each in lonely),
+        lonely_forward_ms=median(float(each.info["forward_ms"]) for each in lonely),
         stretches=stretches,
         bulk=seen,
         figures=figures["pool"],
@@ -168,7 +168,7 @@ async def _lonely(system: WholeSystem, plan: Plan, budget: int) -> tuple[float, 
     passes_ms, answers = [], []
     async with LiveClient(system.url) as client:
         for number in range(LONELY_WARM + LONELY):
-            passes_ms.append((await client.call(of_pass, full)).facts["forward_ms"])
+            passes_ms.append((await client.call(of_pass, full)).info["forward_ms"])
             answers.append(await client.call(of_live, live[number]))
     return median(passes_ms[LONELY_WARM:]), answers[LONELY_WARM:]
 

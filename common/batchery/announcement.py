@@ -54,14 +54,14 @@ def find_announcement(folder: Path | None = None) -> Announcement | None:
 
 
 @contextmanager
-def announce(facts: Announcement, folder: Path | None = None) -> Iterator[bool]:
+def announce(info: Announcement, folder: Path | None = None) -> Iterator[bool]:
     """Announces an `up` in a folder while entered.
 
     Yields:
         Whether it is announced: not where another one runs there, or where no file can be written.
     """
     path = (folder or Path()).absolute() / FILE
-    descriptor = None if find_announcement(path.parent) else _written(path, facts)
+    descriptor = None if find_announcement(path.parent) else _written(path, info)
     try:
         yield descriptor is not None
     finally:
@@ -70,7 +70,7 @@ def announce(facts: Announcement, folder: Path | None = None) -> Iterator[bool]:
             os.close(descriptor)
 
 
-def _written(path: Path, facts: Announcement) -> int | None:
+def _written(path: Path, info: Announcement) -> int | None:
     """Writes the file; returns the descriptor that holds its lock, or None."""
     if sys.platform == "win32":
         return None
@@ -82,7 +82,7 @@ def _written(path: Path, facts: Announcement) -> int | None:
     except OSError:
         return None
     try:
-        os.write(descriptor, json.dumps(asdict(facts)).encode())
+        os.write(descriptor, json.dumps(asdict(info)).encode())
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         Path(temporary).replace(path)
     except OSError:
@@ -94,9 +94,9 @@ def _written(path: Path, facts: Announcement) -> int | None:
 
 
 def _is_private(descriptor: int) -> bool:
-    facts = os.fstat(descriptor)
-    is_mine = sys.platform == "win32" or facts.st_uid == os.getuid()
-    return is_mine and not stat.S_IMODE(facts.st_mode) & 0o077
+    info = os.fstat(descriptor)
+    is_mine = sys.platform == "win32" or info.st_uid == os.getuid()
+    return is_mine and not stat.S_IMODE(info.st_mode) & 0o077
 
 
 def _is_locked(descriptor: int) -> bool:

@@ -26,7 +26,7 @@ class JobCompletion:
     #: Whether the task has taken the outcome, or there is none to take.
     is_answered: bool = True
     #: Facts of the batch, stored with the result; None for a job that was in no batch.
-    facts: Mapping[str, Any] | None = None
+    info: Mapping[str, Any] | None = None
     #: What the job publishes and stores; None if another transport brought its message.
     outbox: Outbox | None = None
     #: How long the whole completion waits for a Redis that is away.

@@ -91,7 +91,7 @@ class _OpenTelemetry:
                 "messaging.destination.name": str(info.get("routing_key") or ""),
                 "messaging.batch.message_count": len(batch.jobs),
                 "batchery.task": batch.task,
-                **{FACTS[name]: value for name, value in batch.facts.items() if name in FACTS},
+                **{FACTS[name]: value for name, value in batch.info.items() if name in FACTS},
             },
         )
         if batch.error:

@@ -105,7 +105,7 @@ class BatchContext(Context):
 
 
 @contextmanager
-def looking_at(task: "Task[..., Any]", context: BatchContext) -> Iterator[None]:
+def bind_request(task: "Task[..., Any]", context: BatchContext) -> Iterator[None]:
     """Makes `task.request` this context, and the task current, in the block on this thread."""
     task.request_stack.push(context)
     push_current_task(task)

@@ -29,7 +29,7 @@ from batchery.protocol.deadline import deadline_header
 from batchery.protocol.sent_at import sent_now
 from batchery.protocol.tenant import with_tenant
 from batchery.queue_limits import QueueLimits, find_destination, place
-from batchery.request import BatchContext, JobContext, looking_at
+from batchery.request import BatchContext, JobContext, bind_request
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class BatchTask(_Task):
             return Failed(error)
         # A direct call inside another job is not that job: its request says nothing about the call.
         state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
-        around = partial(self._looking_at, state)
+        around = partial(self._bind_request, state)
         outcomes = run_function(self.run, items, keywords, around=around)
         return multi_item.build_result(outcomes) if is_multi_item else outcomes[0]
 
@@ -208,9 +208,9 @@ class BatchTask(_Task):
         """Runs one batch in this process; returns one outcome per item, in order."""
         return run_function(self.run, items, keywords)
 
-    def _looking_at(self, state: dict[str, Any], part: range) -> AbstractContextManager[None]:
+    def _bind_request(self, state: dict[str, Any], part: range) -> AbstractContextManager[None]:
         job = JobContext(state, range(len(part)))
-        return looking_at(self, BatchContext(lambda: [job], state))
+        return bind_request(self, BatchContext(lambda: [job], state))
 
     def retry(
         self,

@@ -29,7 +29,7 @@ class TracedBatch:
     #: How long the device had it, in seconds.
     duration_s: float
     #: Facts of the batch; empty if its device has died.
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
     #: How its device died; empty if it did not.
     error: str = ""
 

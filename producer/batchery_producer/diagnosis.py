@@ -86,11 +86,11 @@ def find_task(app: Celery, name: str, queue: str | None) -> str:
         every = registered_tasks(app, ["model_aliases"], ASK_S)
     except Exception:  # noqa: BLE001 (as below)
         return name
-    known = {task: told for tasks in every.values() for task, told in tasks.items()}
+    known = {task: info for tasks in every.values() for task, info in tasks.items()}
     if name in known:
         return name
-    for task, told in known.items():
-        if name in aliases_in(told):
+    for task, info in known.items():
+        if name in aliases_in(info):
             return task
     if queue is None:
         raise SettingsError(

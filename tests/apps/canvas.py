@@ -56,7 +56,7 @@ def prepare(**_: Any) -> None:
         client.sadd(PREPARED, os.getpid())
 
 
-def facts(job: Any) -> dict[str, Any]:
+def info(job: Any) -> dict[str, Any]:
     """What a function sees of a job."""
     return {
         "id": job.id,
@@ -84,7 +84,7 @@ def look(self: BatchTask, items: list[Any], *, tag: str = "") -> list[Any]:
             raise LookupError("a bad one")
         else:
             jobs = [[each.id, list(each.items)] for each in self.request.jobs]
-            outcomes.append({"item": item, "jobs": jobs, **facts(job)})
+            outcomes.append({"item": item, "jobs": jobs, **info(job)})
     return outcomes
 
 

@@ -21,10 +21,10 @@ def commit_and_hold(
     self: RedisCommitter,
     jobs: Sequence[EncodedOutcome],
     context: CommitContext,
-    facts: Mapping[str, Any],
+    info: Mapping[str, Any],
 ) -> Sequence[CommitStatus]:
     """Commits; where a result is `{"hold": path}`, says so in that file and answers no more."""
-    statuses = commit(self, jobs, context, facts)
+    statuses = commit(self, jobs, context, info)
     for job in jobs:
         if (
             job.spelled[0] == "value"

@@ -50,17 +50,17 @@ if os.environ.get("LISTENED_SENTRY"):
     )
 
 
-def note(key: str, facts: Any) -> None:
+def note(key: str, info: Any) -> None:
     """Appends one line to a list in Redis."""
     with Redis.from_url(URL) as redis:
-        redis.rpush(key, json.dumps(facts, default=repr))
+        redis.rpush(key, json.dumps(info, default=repr))
 
 
-def heard(kind: str, task_id: str, **facts: Any) -> None:
+def heard(kind: str, task_id: str, **info: Any) -> None:
     """Writes down one call of a listener, with what it sees of its job."""
     task: Any = current_task
     seen = dict(vars(task.request)) if task else {}
-    note(TRACE.format(OWN, task_id), {"kind": kind, **facts, "request": seen})
+    note(TRACE.format(OWN, task_id), {"kind": kind, **info, "request": seen})
 
 
 def await_gate() -> None:

@@ -40,10 +40,10 @@ def _load(text: Any) -> Any:
 register_serializer("marked", _dump, _load, "application/x-marked", "utf-8")
 
 
-def note(kind: str, job_id: Any, **facts: Any) -> None:
+def note(kind: str, job_id: Any, **info: Any) -> None:
     """Appends one line to the trace."""
     with Redis.from_url(str(app.conf.broker_url)) as redis:
-        redis.rpush(TRACE, json.dumps({"kind": kind, "id": job_id, **facts}))
+        redis.rpush(TRACE, json.dumps({"kind": kind, "id": job_id, **info}))
 
 
 class ApiError(Exception):
@@ -74,12 +74,12 @@ class Hooked(BatchTask):
 
     def on_success(self, retval: Any, task_id: Any, args: Any, kwargs: Any) -> None:
         request: Any = self.request
-        facts = {"id": request.id, "retries": request.retries, "args": list(request.args)}
-        note("on_success", task_id, value=retval, args=args, kwargs=kwargs, request=facts)
+        info = {"id": request.id, "retries": request.retries, "args": list(request.args)}
+        note("on_success", task_id, value=retval, args=args, kwargs=kwargs, request=info)
 
     def on_failure(self, exc: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any) -> None:
-        facts = {"error": repr(exc), "status": getattr(exc, "status", None)}
-        note("on_failure", task_id, args=args, trace=str(einfo.traceback), **facts)
+        info = {"error": repr(exc), "status": getattr(exc, "status", None)}
+        note("on_failure", task_id, args=args, trace=str(einfo.traceback), **info)
 
     def on_retry(self, exc: Any, task_id: Any, args: Any, kwargs: Any, einfo: Any) -> None:
         note("on_retry", task_id, error=repr(exc), args=args)

@@ -204,7 +204,7 @@ def test_a_verdict_tells_lost_stuck_and_wrong_apart() -> None:
     assert counts == (5, 3, 2, 1, 1)
     assert not judged.is_good
     assert "lost: plain job4" in judged.text
-    assert judged.facts["stuck"] == 1
+    assert judged.info["stuck"] == 1
 
 
 def test_a_good_run_may_execute_twice_but_not_send_or_answer_twice() -> None:

@@ -34,8 +34,8 @@ def test_a_function_has_the_gpu_of_its_process_from_the_first_import_on(
     seen: dict[str, Any] = {}
 
     def ask() -> bool:
-        for device, *facts in two_gpus_app.where.submit_many(range(8)).get(timeout=TIMEOUT_S):
-            seen[device] = facts
+        for device, *info in two_gpus_app.where.submit_many(range(8)).get(timeout=TIMEOUT_S):
+            seen[device] = info
         return len(seen) == 2
 
     wait_for(ask, "both devices have answered", TIMEOUT_S)

@@ -95,9 +95,9 @@ def record_of(file_id: str = "file-1", **changes: Any) -> BatchRecord:
         expires_at=now_s + 3600,
         **changes,
     )
-    facts = {"run": "0" * 16, "max_items": 10, "max_chars": 1000}
+    info = {"run": "0" * 16, "max_items": 10, "max_chars": 1000}
     return BatchRecord.model_validate(
-        {"batch": batch, "owner": OWNER, "tenant": "acme", "priority": 6, **facts}
+        {"batch": batch, "owner": OWNER, "tenant": "acme", "priority": 6, **info}
     )
 
 

@@ -15,7 +15,7 @@ TEMPLATE = Template("queue", "")
 
 def batch(number: int, heard_s: float, items: int, forward_ms: float) -> list[tuple[Call, Heard]]:
     """Jobs that came together and had waited for as long as they were computed."""
-    facts = {
+    info = {
         "id": f"b{number}",
         "device": "cpu:0",
         "size": items,
@@ -25,7 +25,7 @@ def batch(number: int, heard_s: float, items: int, forward_ms: float) -> list[tu
         "waited_ms": forward_ms,
     }
     due_s = heard_s - 2 * forward_ms / 1e3
-    job = Call(due_s, "high", TEMPLATE, ""), Heard("high", heard_s - due_s, facts)
+    job = Call(due_s, "high", TEMPLATE, ""), Heard("high", heard_s - due_s, info)
     return [job] * items
 
 

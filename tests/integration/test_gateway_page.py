@@ -221,9 +221,9 @@ def test_embedding_is_tried_by_keyboard_alone(page: Browser) -> None:
     text.send_keys(Keys.TAB)
     assert page.switch_to.active_element.get_attribute("id") == "run"
     page.switch_to.active_element.send_keys(Keys.ENTER)
-    facts, numbers = answer(page).splitlines()
-    assert facts.startswith("384 numbers, 5 tokens, ")
-    assert facts.endswith(" ms")
+    info, numbers = answer(page).splitlines()
+    assert info.startswith("384 numbers, 5 tokens, ")
+    assert info.endswith(" ms")
     assert len([float(each) for each in numbers.removesuffix("…").split()]) == 8
 
 
@@ -251,8 +251,8 @@ def test_reranking_takes_a_query_beside_the_text(page: Browser) -> None:
     page.type("more", "what sat on the mat")
     page.type("item", "the cat sat on the mat")
     page.click("run")
-    facts, name, score = answer(page).splitlines()
-    assert " tokens, " in facts
+    info, name, score = answer(page).splitlines()
+    assert " tokens, " in info
     assert name == "score"
     assert 0 <= float(score) <= 1
 

@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from batchery.transport.redis_schema import Keys, transport_scripts
-from batchery.transport.suspects import spell_id
+from batchery.transport.suspects import encode_id
 
 KEYS = Keys()
 ME = "me"
@@ -423,7 +423,7 @@ def test_recover_finds_the_id_of_what_a_drain_has_noted(there: Redis, job: str) 
     push(there.client, "a", json.dumps(kombu_message(headers={"id": job, "stamps": {"id": "x"}})))
     there.drain("a", notes=True)
     assert there.recover(beat=there.beat(), counts=1) == [1, 1]
-    assert blamed(there.client) == {spell_id(job): 0}
+    assert blamed(there.client) == {encode_id(job): 0}
 
 
 @pytest.mark.parametrize(

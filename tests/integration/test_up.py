@@ -65,7 +65,7 @@ class Up:
                 env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
             )
         self.family: list[psutil.Process] = []
-        self.facts: dict[str, Any] = {}
+        self.info: dict[str, Any] = {}
 
     @property
     def log(self) -> str:
@@ -76,13 +76,13 @@ class Up:
             lambda: self.ready_file.exists() or self.process.poll() is not None, "ready", START_S
         )
         assert self.process.poll() is None, self.log
-        self.facts = json.loads(self.ready_file.read_text())
+        self.info = json.loads(self.ready_file.read_text())
         self.family = psutil.Process(self.process.pid).children(recursive=True)
         return self
 
     @contextlib.contextmanager
     def client(self) -> Iterator[Celery]:
-        url = self.facts["redis_url"]
+        url = self.info["redis_url"]
         app = Celery(broker=url, backend=url, set_as_current=False)
         yield app
         backend: Any = app.backend
@@ -90,11 +90,11 @@ class Up:
         app.close()
 
     def ask_flower(self, path: str) -> Any:
-        with urllib.request.urlopen(f"{self.facts['flower_url']}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{self.info['flower_url']}{path}", timeout=10) as answer:
             return json.load(answer)
 
     def ask_gateway(self, path: str, body: bytes | None = None) -> Any:
-        url = f"{self.facts['gateway_url']}{path}"
+        url = f"{self.info['gateway_url']}{path}"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
@@ -141,7 +141,7 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
     start_up: StartUp, tmp_path: Path
 ) -> None:
     up = start_up("-A", "shop").ready()
-    assert set(up.facts["pids"]) == {"redis", "worker", "flower", "gateway"}
+    assert set(up.info["pids"]) == {"redis", "worker", "flower", "gateway"}
     assert stat.S_IMODE(up.ready_file.stat().st_mode) == 0o600
     with up.client() as client:
         job_id = client.send_task("shout", ["hello"]).id
@@ -175,12 +175,12 @@ def test_a_job_runs_through_it_flower_lists_it_and_ctrl_c_ends_all(
     assert not up.ready_file.exists()
     assert not (tmp_path / FILE).exists()
     assert "  batchery stats -A shop\n" in up.log
-    for line in ("redis   | ", "worker  | ", "flower  | ", f"Redis   {up.facts['redis_url']}\n"):
+    for line in ("redis   | ", "worker  | ", "flower  | ", f"Redis   {up.info['redis_url']}\n"):
         assert line in up.log
-    assert f"Flower  {up.facts['flower_url']}\n" in up.log
-    assert f"Gateway {up.facts['gateway_url']}\n" in up.log
-    assert f"In a browser: {up.facts['gateway_url']}\n" in up.log
-    assert f"export CELERY_BROKER_URL={up.facts['redis_url']}\n" in up.log
+    assert f"Flower  {up.info['flower_url']}\n" in up.log
+    assert f"Gateway {up.info['gateway_url']}\n" in up.log
+    assert f"In a browser: {up.info['gateway_url']}\n" in up.log
+    assert f"export CELERY_BROKER_URL={up.info['redis_url']}\n" in up.log
     assert "shout" in up.log.split("Task    ")[2]
     words = ("Application shutdown complete", "Warm shutdown", "shutting down", "ready to exit")
     ends = [up.log.index(word) for word in words]
@@ -193,7 +193,7 @@ def test_sigterm_lets_the_running_job_finish_and_data_is_kept(
     napping = tmp_path / "napping"
     data = str(tmp_path / "data")
     up = start_up("-A", "shop", "--data", data, "--no-flower", "--no-gateway").ready()
-    assert up.facts["flower_url"] is up.facts["gateway_url"] is None
+    assert up.info["flower_url"] is up.info["gateway_url"] is None
     with up.client() as client:
         job_id = client.send_task("nap", [str(napping)]).id
         wait_for(napping.exists, "the job runs")
@@ -232,7 +232,7 @@ def test_a_child_that_dies_is_named_and_takes_the_rest_along(
     start_up: StartUp, victim: str, options: list[str]
 ) -> None:
     up = start_up("-A", "shop", *options).ready()
-    os.kill(up.facts["pids"][victim], signal.SIGKILL)
+    os.kill(up.info["pids"][victim], signal.SIGKILL)
     assert up.ended() == 1
     assert f"batchery: error: {victim} ended with exit code 137 (SIGKILL): " in up.log
     assert "Traceback" not in up.log.split("batchery: error:")[1]

@@ -27,7 +27,7 @@ from batchery_worker.completion.ordinary import OrdinaryThreads, wait_here, wait
 from batchery_worker.consumer import refuse_what_raises
 from batchery_worker.device_pool.discovery import choose
 from batchery_worker.device_pool.process import resident_kib
-from batchery_worker.dispatch.dead_letters import tell_callers
+from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.events import use_batch_events
 from batchery_worker.late_binding import Backlog, LateBinding, ProcessBacklog, QueueKinds
 from batchery_worker.pool import HybridPool
@@ -70,7 +70,7 @@ class BatchStep(_Step):  # type: ignore[misc]
         settings = installation.settings
         refuse_no_models(worker.app)
         warn_of_unused_queues(worker.app)
-        tell_callers(worker.app)
+        fail_callers(worker.app)
         refuse_what_raises(worker)
         self._add_batches(worker, settings)
         worker.late_binding = late_binding(worker)

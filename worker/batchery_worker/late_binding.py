@@ -77,11 +77,11 @@ class ProcessBacklog:
         self._worker = worker
         process_task = worker.process_task
 
-        def note_and_process(request: Any) -> None:
+        def observe_and_process(request: Any) -> None:
             request.held_since_s = monotonic()
             process_task(request)
 
-        worker.process_task = note_and_process
+        worker.process_task = observe_and_process
 
     def free(self) -> int:
         """How many processes are free."""

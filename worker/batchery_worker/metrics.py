@@ -182,25 +182,25 @@ class Metrics:
         }
 
 
-def log_batch(task: str, facts: Mapping[str, Any], *, tokens: int, waited_ms: float) -> None:
+def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: float) -> None:
     """Logs one line about a batch.
 
     Args:
         task: Name of the task.
-        facts: What `batch_facts` makes.
+        info: What `batch_info` makes.
         tokens: Tokens of the items; 0 if the task counts none.
         waited_ms: How long the job that came first has waited.
     """
     if not logger.isEnabledFor(logging.INFO):
         return
-    counted = f", {tokens} tokens, padding {facts['padding']:.1%}" if tokens else ""
+    counted = f", {tokens} tokens, padding {info['padding']:.1%}" if tokens else ""
     logger.info(
         "Batch %s of %s: %d items%s, waited %.1f ms, forward %.1f ms on %s",
-        facts["id"],
+        info["id"],
         task,
-        facts["size"],
+        info["size"],
         counted,
         waited_ms,
-        facts["forward_ms"],
-        facts["device"],
+        info["forward_ms"],
+        info["device"],
     )

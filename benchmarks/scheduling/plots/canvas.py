@@ -56,8 +56,8 @@ def save(target: Path, draw: Callable[[Any, Figures], str], found: Figures) -> N
         figure = Figure(figsize=INCHES, layout="constrained")
         title = draw(figure, found)
         figure.suptitle(title, x=0.012, ha="left", fontsize=12, fontweight="bold")
-        facts = {"Date": None, "Title": title, "Description": json.dumps(found)}
-        figure.savefig(target, metadata=facts if target.suffix == ".svg" else None)
+        info = {"Date": None, "Title": title, "Description": json.dumps(found)}
+        figure.savefig(target, metadata=info if target.suffix == ".svg" else None)
 
 
 def draw_bars(axes: Any, values: Sequence[float], labels: Sequence[str]) -> None:

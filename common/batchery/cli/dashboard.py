@@ -56,10 +56,10 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
     for device, state in figures["devices"].items():
         table.add_row(f"device {device}", _device(state))
         table.add_row(f"memory of {device}", _memory(state))
-        for model, facts in state.get("models", {}).items():
-            table.add_row(f"{model} on {device}", _model(facts))
-            if "fitted_batches" in facts:
-                table.add_row("", _costs(facts))
+        for model, info in state.get("models", {}).items():
+            table.add_row(f"{model} on {device}", _model(info))
+            if "fitted_batches" in info:
+                table.add_row("", _costs(info))
     batches = figures["batches"]
     oldest = _number(figures["oldest_waiting_s"], "s")
     rows = {
@@ -76,8 +76,8 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
         "device restarts": f"{batches['device_restarts']:,}",
     }
     # A worker of an earlier version reports none of these.
-    for task, facts in figures.get("costs", {}).items():
-        rows[f"batch of {task}"] = _batch_costs(facts)
+    for task, info in figures.get("costs", {}).items():
+        rows[f"batch of {task}"] = _batch_costs(info)
     if failures := batches.get("failures"):
         rows["failed by"] = "\n".join(f"{count:,}: {error}" for error, count in failures.items())
     if slow := batches.get("tracer_jobs"):
@@ -124,11 +124,11 @@ def _memory(state: Mapping[str, Any]) -> str:
     return ", ".join(parts) or NONE
 
 
-def _model(facts: Mapping[str, Any]) -> str:
-    failed = facts["out_of_memory"]
-    peak = f", peak {_mib(facts['peak_bytes'])}" if "peak_bytes" in facts else ""
+def _model(info: Mapping[str, Any]) -> str:
+    failed = info["out_of_memory"]
+    peak = f", peak {_mib(info['peak_bytes'])}" if "peak_bytes" in info else ""
     return (
-        f"max_batch_tokens {facts['max_batch_tokens']:,}, chosen by {facts['chosen_by']}"
+        f"max_batch_tokens {info['max_batch_tokens']:,}, chosen by {info['chosen_by']}"
         f"{f', out of memory {failed:,} times' if failed else ''}{peak}"
     )
 
@@ -142,21 +142,21 @@ def _cache(cache: Mapping[str, Any]) -> str:
     )
 
 
-def _costs(facts: Mapping[str, Any]) -> str:
+def _costs(info: Mapping[str, Any]) -> str:
     """What a forward pass costs, learned from the batches that ran."""
-    useful = facts["useful_items"]
+    useful = info["useful_items"]
     enough = f"; {useful:,} items fill one" if useful else ""
     return (
-        f"{facts['token_us']:,.1f} µs per token, {facts['item_us']:,.1f} µs per item,"
-        f" {facts['pass_ms']:,.2f} ms per pass, by {facts['fitted_batches']:,} batches{enough}"
+        f"{info['token_us']:,.1f} µs per token, {info['item_us']:,.1f} µs per item,"
+        f" {info['pass_ms']:,.2f} ms per pass, by {info['fitted_batches']:,} batches{enough}"
     )
 
 
-def _batch_costs(facts: Mapping[str, Any]) -> str:
+def _batch_costs(info: Mapping[str, Any]) -> str:
     """How long a batch has its device, learned from those that ran."""
     return (
-        f"{facts['pass_ms']:,.2f} ms and {facts['item_us']:,.1f} µs per item,"
-        f" off by {percent(facts['error'])} on average, by {facts['batches']:,} batches"
+        f"{info['pass_ms']:,.2f} ms and {info['item_us']:,.1f} µs per item,"
+        f" off by {percent(info['error'])} on average, by {info['batches']:,} batches"
     )
 
 

@@ -86,7 +86,7 @@ def from_result(task_id: str, stored: Mapping[str, Any]) -> JobStatus:
     state = str(stored["status"])
     batch = stored.get("batch")
     result = stored.get("result")
-    error = spell_error(result) if isinstance(result, BaseException) else None
+    error = format_error(result) if isinstance(result, BaseException) else None
     known = describe_batch(batch) if batch else "no facts of a batch are stored with its result"
     return JobStatus(
         task_id,
@@ -139,7 +139,7 @@ def duration(milliseconds: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
 
 
-def spell_error(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """An exception in one line: its type and its text."""
     return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
 

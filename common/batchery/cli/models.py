@@ -61,19 +61,19 @@ def served_tasks(found: Registered) -> list[ServedTask]:
     fields: dict[str, Mapping[str, str]] = {}
     workers: dict[str, list[str]] = {}
     for worker, tasks in found.items():
-        for name, told in tasks.items():
-            fields.setdefault(name, told)
+        for name, info in tasks.items():
+            fields.setdefault(name, info)
             workers.setdefault(name, []).append(worker)
     return [
-        ServedTask(name, _kind(told), told.get("model_queue"), aliases_in(told), workers[name])
-        for name, told in sorted(fields.items())
+        ServedTask(name, _kind(info), info.get("model_queue"), aliases_in(info), workers[name])
+        for name, info in sorted(fields.items())
     ]
 
 
-def _kind(told: Mapping[str, str]) -> str:
-    if "model_queue" in told:
+def _kind(info: Mapping[str, str]) -> str:
+    if "model_queue" in info:
         return "model"
-    return "batch" if "is_installed" in told else "ordinary"
+    return "batch" if "is_installed" in info else "ordinary"
 
 
 @click.command(help=HELP)

@@ -81,7 +81,7 @@ class _Recorder:
         self._began_s: float | None = None
         self._broker_error = ""
         #: What was said already.
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
         self.recording = Recording()
 
     def follow(self, ends: Callable[[], bool], show: Callable[[str], None]) -> None:
@@ -90,7 +90,7 @@ class _Recorder:
             next_s = time.monotonic() + self._timeout_s
             while self._look() and not ends():
                 pass
-            self._tell()
+            self._report()
             show(self._progress())
             while not ends() and (left_s := next_s - time.monotonic()) > 0:
                 time.sleep(min(TICK_S, left_s))
@@ -123,7 +123,7 @@ class _Recorder:
             self._file.flush()
         return recording.left(answers)
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         """Says once who is recorded, and who is not."""
         recording = self.recording
         if recording.workers:
@@ -135,8 +135,8 @@ class _Recorder:
             self._say(f"{name} is not recorded: {why}")
 
     def _say(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._printed:
+            self._printed.add(text)
             click.echo(text, err=True)
 
     def _progress(self) -> str:

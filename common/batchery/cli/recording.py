@@ -75,7 +75,7 @@ class Recording:
             if "rows" not in answer:
                 self.refusals[name] = str(answer.get("error", "answers with something else"))
                 continue
-            self._heard(name, answer, elapsed_s)
+            self._receive(name, answer, elapsed_s)
             lines += self._lines(answer["rows"])
         return lines
 
@@ -83,7 +83,7 @@ class Recording:
         """How many jobs the workers have kept back for the next question."""
         return sum(answer.get("left", 0) for answer in answers.values())
 
-    def _heard(self, name: str, answer: Mapping[str, Any], elapsed_s: float) -> None:
+    def _receive(self, name: str, answer: Mapping[str, Any], elapsed_s: float) -> None:
         worker = self.workers.get(name)
         self.missed += answer["missed"]
         if worker is None:

@@ -56,9 +56,9 @@ def _parse(task: str) -> tuple[str, Mapping[str, str]]:
     return found["name"], {name: value for name, _, value in pairs}
 
 
-def aliases_in(told: Mapping[str, str]) -> list[str]:
+def aliases_in(info: Mapping[str, str]) -> list[str]:
     """The aliases of a model, which its worker spells in one text."""
-    return [alias for alias in told.get("model_aliases", "").split(",") if alias]
+    return [alias for alias in info.get("model_aliases", "").split(",") if alias]
 
 
 def name_tasks(wanted: str, names: Iterable[str]) -> str:

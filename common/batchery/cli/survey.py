@@ -124,11 +124,11 @@ def installed_workers(answers: Mapping[str, Any]) -> dict[str, bool]:
     Args:
         answers: Each worker's answer to `celery inspect registered is_installed`.
     """
-    told = {
+    installed = {
         worker: [task["is_installed"] for task in tasks.values() if "is_installed" in task]
         for worker, tasks in parse_registered(answers).items()
     }
-    return {worker: "True" in found for worker, found in told.items() if found}
+    return {worker: "True" in found for worker, found in installed.items() if found}
 
 
 def survey(

@@ -13,7 +13,7 @@ import redis
 from kombu.transport import redis as kombu_redis
 
 from batchery.transport.codec import Message
-from batchery.transport.consume import Drain, leave_fenced, refusals_as_lost_connection
+from batchery.transport.consume import Fetcher, leave_fenced, refusals_as_lost_connection
 from batchery.transport.inbox import Inbox
 from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
 from batchery.transport.membership import Heartbeat
@@ -146,7 +146,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     #: Takes in what was leased; exists once there is a lease store.
     inbox: Inbox
     #: Asks for messages; exists once there is a lease store.
-    drain: Drain
+    drain: Fetcher
     #: The jobs of this worker, where its pool tells of them; see `workload.py`.
     workload: Workload | None = None
     #: Whether the connection broke, so that leases outlive the channel.
@@ -162,7 +162,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     #: Whether the last drain brought nothing although a key was there.
     _fruitless = False
     #: Whether a push has come that the workload has not heard of.
-    _was_told = False
+    _was_notified = False
 
     def _purge(self, queue: str) -> int:
         """Removes all messages that wait in a queue; returns how many."""
@@ -234,7 +234,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             discard_lease_store(store)
             raise
         self.inbox = Inbox(self, store)
-        self.drain = Drain(self, store, self.inbox)
+        self.drain = Fetcher(self, store, self.inbox)
         self.lease_store = store
 
     # Taking
@@ -313,7 +313,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         """
         assert self.lease_store is not None
         self._fruitless = False
-        self._was_told = True
+        self._was_notified = True
         self._ask(may_note=not self.lease_store.runs_batches)
         is_asked = self._draining
         self._draining, self._in_poll = False, None
@@ -376,8 +376,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     def look_for_room(self) -> None:
         """Drains again where a queue had its share and no longer has."""
         if self.workload is not None:
-            told, self._was_told = self._was_told, False
-            if told:
+            was_notified, self._was_notified = self._was_notified, False
+            if was_notified:
                 self.workload.on_waiting()
             self.workload.on_turn()
             if self._waiting and not self.qos.can_consume():
@@ -395,7 +395,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         with contextlib.suppress(*self.connection_errors):
             # redis-py drops a broken connection; it is made anew when messages are wanted.
             self.client.connection.read_response(push_request=True)
-            self._was_told = True
+            self._was_notified = True
 
     # Giving
 

@@ -39,7 +39,7 @@ class Part(NamedTuple):
     level: int
 
 
-class Question(NamedTuple):
+class FetchRequest(NamedTuple):
     """All that decides which words a drain has."""
 
     worker: str
@@ -56,7 +56,7 @@ class Question(NamedTuple):
     notes: bool
 
 
-class Spelled(NamedTuple):
+class EncodedFetch(NamedTuple):
     """A question in the words of Redis."""
 
     #: The keys that are asked, in order.
@@ -66,11 +66,11 @@ class Spelled(NamedTuple):
     commands: bytes
 
 
-class Asked(NamedTuple):
+class SentFetch(NamedTuple):
     """A question as it was sent, and what must be known to understand its answer."""
 
-    question: Question
-    spelled: Spelled
+    question: FetchRequest
+    spelled: EncodedFetch
     #: Names of the queues, in the order of their turns.
     queues: tuple[str, ...]
     #: Whether queues were left out that had their share.
@@ -84,7 +84,7 @@ class Asked(NamedTuple):
         return min(self.question.free, sum(limit for _, limit in self.question.limits))
 
 
-class Drain:
+class Fetcher:
     """The commands by which a channel asks for messages; the channel says when they are sent."""
 
     def __init__(self, channel: Consumer, lease_store: LeaseStore, inbox: Inbox) -> None:
@@ -93,8 +93,8 @@ class Drain:
         self._inbox = inbox
         self._sha = ""
         #: The last questions, with notes and without: an idle worker asks both again and again.
-        self._known: dict[bool, Asked] = {}
-        self._asked: Asked | None = None
+        self._known: dict[bool, SentFetch] = {}
+        self._asked: SentFetch | None = None
         #: The parts of each queue.
         self._parts: dict[str, Sequence[Part]] = {}
         #: Whether the last drain left out queues that had their share, or jobs for other workers.
@@ -156,7 +156,9 @@ class Drain:
         connection.send_packed_command((asked.spelled.commands,))
         return True
 
-    def _is_as_then(self, asked: Asked, free: int, queues: tuple[str, ...], watches: bool) -> bool:
+    def _is_as_then(
+        self, asked: SentFetch, free: int, queues: tuple[str, ...], watches: bool
+    ) -> bool:
         """Whether a question can be asked again as it was, without working it out."""
         question, workload = asked.question, self._channel.workload
         return (
@@ -172,14 +174,14 @@ class Drain:
 
     def _anew(
         self, free: int, queues: tuple[str, ...], watches: bool, may_note: bool
-    ) -> Asked | None:
+    ) -> SentFetch | None:
         """Works a question out; None if no queue may give anything."""
         all_limits = self._limits(free, queues)
         limits = {part: limit for part, limit in all_limits.items() if limit > 0}
         if not limits:
             return None
         capacity, capacities, leaves_rest = self._workload()
-        question = Question(
+        question = FetchRequest(
             self._lease_store.worker,
             free,
             tuple(limits.items()),
@@ -193,8 +195,8 @@ class Drain:
         if known is not None and known.question == question:
             spelled = known.spelled
         else:
-            spelled = self._spell(question)
-        return Asked(
+            spelled = self._encode(question)
+        return SentFetch(
             question,
             spelled,
             queues,
@@ -210,7 +212,7 @@ class Drain:
         capacities = {queue: workload.capacity_for(queue) for queue in self._channel.active_queues}
         return workload.capacity(), capacities, workload.leaves_rest
 
-    def _spell(self, question: Question) -> Spelled:
+    def _encode(self, question: FetchRequest) -> EncodedFetch:
         channel, keys = self._channel, self._lease_store.keys
         numbers = {part: number for number, (part, _) in enumerate(question.limits, 1)}
         queues = list(dict.fromkeys(part.queue for part in numbers))
@@ -234,9 +236,9 @@ class Drain:
         )
         # Both in one round trip: a lonely job's worker waits again before the job is on its device.
         commands = [script, *watching(names)] if question.watches else [script]
-        return Spelled(names, entry, packed(*commands))
+        return EncodedFetch(names, entry, packed(*commands))
 
-    def _arguments(self, question: Question, queues: Sequence[str]) -> tuple[str, list[Any]]:
+    def _arguments(self, question: FetchRequest, queues: Sequence[str]) -> tuple[str, list[Any]]:
         """The entry of this worker, and for the script what each part may give.
 
         Each part has two limits: the second one counts while others wait for its queue.

@@ -116,13 +116,13 @@ class DeadLetters:
 
     def _read(self, token: str, value: bytes) -> DeadLetter:
         key, _, letter = value.partition(b"\0")
-        told: dict[str, Any] = json.loads(letter)
+        entry: dict[str, Any] = json.loads(letter)
         return DeadLetter(
             token=token,
-            reason=told["reason"],
-            died_s=told["died_s"],
-            id=told["id"],
-            task=told["task"],
+            reason=entry["reason"],
+            died_s=entry["died_s"],
+            id=entry["id"],
+            task=entry["task"],
             queue=find_queue(key.decode(errors="replace"), self._prefix),
         )
 
@@ -168,8 +168,8 @@ def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None
     lease_store.dead_letter(token, letter)
     logger.error("%s; it is kept as dead letter %s", reason, token)
     if task_id is not None:
-        for tell in on_dead_letter:
-            tell(headers, reason)
+        for notify in on_dead_letter:
+            notify(headers, reason)
 
 
 def readable_headers(message: bytes) -> dict[str, Any]:

@@ -312,11 +312,11 @@ class LeaseStore:
         """
         keys = [self.lease_key, self.keys.waiting]
         keys += [key for step in zip(*queues, strict=True) for key in step]
-        told = (
+        pairs = (
             (job.token, number + 1, 1 if job.is_batch else 2)
             for job, number in zip(jobs, numbers, strict=True)
         )
-        args = (self.worker, len(queues), *itertools.chain.from_iterable(told))
+        args = (self.worker, len(queues), *itertools.chain.from_iterable(pairs))
         # Sent once: the first answer, if it was lost, would say what went back.
         gone = self.scripts.run_once("give_to_waiting", keys, *args)
         given = {token.decode() for token in gone}

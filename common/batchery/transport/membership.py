@@ -171,8 +171,8 @@ class Heartbeat:
         """The expiries of other workers, as they registered them."""
         unknown = [worker for worker in workers if worker not in self._expiries_s]
         if unknown:
-            told: Any = self._client.hmget(self._lease_store.keys.worker_info, unknown)
-            for worker, about in zip(unknown, told, strict=True):
+            infos: Any = self._client.hmget(self._lease_store.keys.worker_info, unknown)
+            for worker, about in zip(unknown, infos, strict=True):
                 self._expiries_s[worker] = read_expiry(about) or self._lease_store.expiry_s
         self._expiries_s = {worker: self._expiries_s[worker] for worker in workers}
         return self._expiries_s

@@ -190,7 +190,7 @@ class RunningBatches:
         self._running.add(batch)
         words = ["alone" if alone else "shared"]
         for token, task_id in jobs.items():
-            words += (token, spell_id(task_id))
+            words += (token, encode_id(task_id))
         key = self._keys.running(worker)
         if cleared:
             self._waiting.append(("HDEL", self._keys.suspects, *cleared))
@@ -251,7 +251,7 @@ class RunningBatches:
         return False
 
 
-def spell_id(task_id: str) -> str:
+def encode_id(task_id: str) -> str:
     """Quotes a task id as one word: a client may send an id with spaces or invalid Unicode."""
     return task_id if PLAIN_ID.fullmatch(task_id) else quote(task_id, errors="surrogatepass")
 
@@ -264,4 +264,4 @@ def build_delivery_field(suspect: str) -> str:
 def build_suspect_field(payload: Mapping[str, Any]) -> str:
     """The field that a message would have in the HASH of suspects; its headers may be malformed."""
     headers = payload.get("headers")
-    return spell_id(str(headers.get("id"))) if isinstance(headers, Mapping) else ""
+    return encode_id(str(headers.get("id"))) if isinstance(headers, Mapping) else ""

@@ -81,10 +81,10 @@ def server_info(client: Any, section: str) -> Mapping[str, Any]:
         redis.RedisError: Redis does not answer.
     """
     try:
-        facts: Mapping[str, Any] = client.info(section)
+        info: Mapping[str, Any] = client.info(section)
     except redis.ResponseError:
         return {}
-    return facts
+    return info
 
 
 def require_supported(info: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ def read_expiry(about: bytes | None) -> float | None:
         about: The worker's entry in worker-info.
     """
     try:
-        told = json.loads(about or b"{}")["expiry_s"]
-        return float(told) if told > 0 else None
+        expiry_s = json.loads(about or b"{}")["expiry_s"]
+        return float(expiry_s) if expiry_s > 0 else None
     except (ValueError, TypeError, KeyError):
         return None

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from batchery_producer.gateway.problems import FORMS, Form, Kind, choose_error_format
+from batchery_producer.gateway.problems import FORMS, ErrorFormat, Kind, choose_error_format
 
 #: What each kind of problem means to a caller.
 MEANINGS = {
@@ -15,7 +15,7 @@ MEANINGS = {
     Kind.UNAUTHORIZED: "No key, or a wrong one.",
     Kind.FORBIDDEN: "This host is not served.",
     Kind.NOT_FOUND: "There is nothing of this name.",
-    Kind.UNFIT: "No model can do this.",
+    Kind.UNSUPPORTED: "No model can do this.",
     Kind.OVERLOADED: "Too many requests; come again after `Retry-After`.",
     Kind.FAILED: "The model failed.",
     Kind.UNAVAILABLE: "Redis is away.",
@@ -50,7 +50,7 @@ def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
 FRAMEWORK_BODY = "HTTPValidationError"
 
 
-def list_responses(form: Form) -> dict[str, Any]:
+def list_responses(form: ErrorFormat) -> dict[str, Any]:
     """The errors of an API by their status."""
     meanings = defaultdict(list)
     for kind, meaning in MEANINGS.items():

@@ -32,7 +32,7 @@ class Kind(StrEnum):
     UNAUTHORIZED = "unauthorized"
     FORBIDDEN = "forbidden"
     NOT_FOUND = "not_found"
-    UNFIT = "unfit"
+    UNSUPPORTED = "unfit"
     CONFLICT = "conflict"
     NO_SUCH_METHOD = "no_such_method"
     OVERLOADED = "overloaded"
@@ -53,7 +53,7 @@ STATUS = {
     Kind.FORBIDDEN: 403,
     Kind.NOT_FOUND: 404,
     # No model can do this, though there may be one of the name.
-    Kind.UNFIT: 404,
+    Kind.UNSUPPORTED: 404,
     Kind.CONFLICT: 409,
     Kind.NO_SUCH_METHOD: 405,
     Kind.OVERLOADED: 429,
@@ -113,7 +113,7 @@ def build_problem(error: BaseException) -> Problem:
     return Problem(Kind.FAILED, f"{type(error).__name__}: {text}", code=type(error).__name__)
 
 
-class Form(NamedTuple):
+class ErrorFormat(NamedTuple):
     """How an API words its errors.
 
     Attributes:
@@ -185,7 +185,7 @@ TEI_TYPES = {
     Kind.EMPTY: "Empty",
     Kind.OVERLOADED: "Overloaded",
     Kind.FAILED: "Backend",
-    Kind.UNFIT: "Backend",
+    Kind.UNSUPPORTED: "Backend",
     Kind.UNAVAILABLE: "Unhealthy",
     Kind.TIMEOUT: "Unhealthy",
 }
@@ -203,15 +203,17 @@ def _plain(problem: Problem, _: int) -> Any:
     return {"detail": problem.message}
 
 
-OPENAI = Form({Kind.INVALID: 400, Kind.EMPTY: 400}, _openai, OpenAIErrorBody)
-TEI = Form(
-    {Kind.EMPTY: 400, Kind.UNFIT: 424, Kind.FAILED: 424, Kind.TIMEOUT: 503}, _tei, TeiErrorBody
+OPENAI = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _openai, OpenAIErrorBody)
+TEI = ErrorFormat(
+    {Kind.EMPTY: 400, Kind.UNSUPPORTED: 424, Kind.FAILED: 424, Kind.TIMEOUT: 503},
+    _tei,
+    TeiErrorBody,
 )
-COHERE = Form({Kind.INVALID: 400, Kind.EMPTY: 400}, _cohere, CohereErrorBody)
-PLAIN = Form({}, _plain, PlainErrorBody)
+COHERE = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _cohere, CohereErrorBody)
+PLAIN = ErrorFormat({}, _plain, PlainErrorBody)
 
 #: The form of each path; the longest beginning wins.
-FORMS: dict[str, Form] = {
+FORMS: dict[str, ErrorFormat] = {
     "/": PLAIN,
     "/v1/": OPENAI,
     "/v1/rerank": COHERE,
@@ -235,7 +237,7 @@ FORMS: dict[str, Form] = {
 _LONGEST_FIRST = sorted(FORMS, key=len, reverse=True)
 
 
-def choose_error_format(path: str) -> Form:
+def choose_error_format(path: str) -> ErrorFormat:
     """The form in which errors of a path are told."""
     if path == "/":
         return TEI  # Its clients post there.

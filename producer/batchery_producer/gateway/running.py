@@ -12,8 +12,8 @@ from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.batches.service import BatchService
 from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.job_queue import JobQueue
-from batchery_producer.gateway.models.facts import ModelFacts, read_facts
 from batchery_producer.gateway.models.files import PerModel
+from batchery_producer.gateway.models.info import ModelInfo, read_info
 from batchery_producer.gateway.models.served_models import ServedModels
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer, load_tokenizer
 from batchery_producer.gateway.monitoring.batch_counters import BatchCounters
@@ -37,7 +37,7 @@ class Gateway:
     inference: Inference
     health: Health
     tokenizers: PerModel[ModelTokenizer]
-    model_facts: PerModel[ModelFacts]
+    model_facts: PerModel[ModelInfo]
     batches: BatchService
     batch_counters: BatchCounters
     task_sender: TaskSender
@@ -77,7 +77,7 @@ async def running(
                 inference=Inference(client, settings.gateway.timeout_s, measurements, health),
                 health=health,
                 tokenizers=PerModel(load_tokenizer),
-                model_facts=PerModel(read_facts),
+                model_facts=PerModel(read_info),
                 batches=batches,
                 batch_counters=BatchCounters(store),
                 task_sender=TaskSender(app),

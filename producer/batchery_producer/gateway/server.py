@@ -124,7 +124,7 @@ def serve(options: ServeOptions) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         # Uvicorn stops in order, and raises the signal again.
         signal.signal(number, _end)
-    url = f"http://{_spelled(gateway.host)}:{sock.getsockname()[1]}"
+    url = f"http://{_format(gateway.host)}:{sock.getsockname()[1]}"
     print(f"batchery serve: {url}", flush=True)  # noqa: T201 - what its caller waits for
     beside = worker_beside(options.load) if gateway.worker else nullcontext()
     with sock, beside:
@@ -257,7 +257,7 @@ def allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _spelled(host: str) -> str:
+def _format(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 

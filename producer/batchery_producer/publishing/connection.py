@@ -85,7 +85,7 @@ class BrokerConnection:
         """Tells the workers not to begin these jobs."""
         control: Any = self.app.control
         for some in chunks(iter(task_ids), REVOKE_CHUNK):
-            self.call(partial(self._tell, control.revoke, some), "celery.pidbox")
+            self.call(partial(self._broadcast, control.revoke, some), "celery.pidbox")
 
     def close(self) -> None:
         """Closes the connection; the next use opens another one."""
@@ -94,7 +94,7 @@ class BrokerConnection:
                 self._pusher.forget()
         self._disconnect()
 
-    def _tell(self, command: Callable[..., Any], task_ids: Sequence[str]) -> None:
+    def _broadcast(self, command: Callable[..., Any], task_ids: Sequence[str]) -> None:
         command(task_ids, connection=self.producer.connection)
 
     def _errors(self) -> tuple[type[BaseException], ...]:

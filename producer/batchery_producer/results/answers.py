@@ -12,7 +12,7 @@ from batchery.errors import BatchArgumentError, ItemFailed, WrongLength
 from batchery.protocol.multi_item import HEADER, MAX_ITEMS, VERSION
 
 
-class BatchFacts(NamedTuple):
+class BatchSummary(NamedTuple):
     """The batch in which a job ran, as its worker stored it.
 
     Attributes:
@@ -28,12 +28,12 @@ class BatchFacts(NamedTuple):
     device: str
 
 
-def read_batch(stored: Any) -> BatchFacts | None:
+def read_batch(stored: Any) -> BatchSummary | None:
     """Reads the stored facts of a batch; None if there are none, or of another form."""
     if not isinstance(stored, Mapping):
         return None
     try:
-        return BatchFacts(
+        return BatchSummary(
             str(stored["id"]),
             int(stored["size"]),
             float(stored["forward_ms"]),
@@ -57,7 +57,7 @@ class Answer:
     value: Any = None
     error: tuple[str, str] | None = None
     stored: Any = field(default=None, compare=False)
-    batch: BatchFacts | None = field(default=None, compare=False)
+    batch: BatchSummary | None = field(default=None, compare=False)
 
     @property
     def batch_size(self) -> int:
@@ -120,7 +120,7 @@ class Outcome:
     index: int
     value: Any = None
     error: Exception | None = None
-    batch: BatchFacts | None = field(default=None, compare=False)
+    batch: BatchSummary | None = field(default=None, compare=False)
 
 
 def check_per_job(per_job: int | None) -> int:
@@ -190,7 +190,7 @@ def joined(answer: Answer, count: int, first: int = 0) -> Answer:
 
 
 def _each_outcome(
-    entries: Any, indexes: range, batch: BatchFacts | None = None
+    entries: Any, indexes: range, batch: BatchSummary | None = None
 ) -> Iterator[Outcome]:
     if not isinstance(entries, list) or len(entries) != len(indexes):
         wrong = WrongLength(

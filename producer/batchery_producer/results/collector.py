@@ -27,7 +27,7 @@ from kombu.utils import json
 from batchery.errors import SettingsError
 from batchery.protocol.completion_stream import FIELD, read_ids, stream_key
 from batchery.protocol.multi_item import HEADER, VERSION
-from batchery_producer.results.answers import Answer, BatchFacts, read_answer
+from batchery_producer.results.answers import Answer, BatchSummary, read_answer
 from batchery_producer.results.polling import Collector
 from batchery_producer.retry import RetryPolicy
 
@@ -178,9 +178,9 @@ class RedisCollector(Collector):
 
     def _answer(self, task_id: str, payload: bytes) -> Answer | None:
         if stored := self._split_at_value(task_id, payload):
-            facts, value = stored
+            info, value = stored
             with suppress(ValueError, RecursionError):
-                return Answer(value=json.loads(value), batch=_batch_in(facts))
+                return Answer(value=json.loads(value), batch=_batch_in(info))
         try:
             meta = self._backend.decode(payload)
         except (KombuError, ValueError, RecursionError) as error:
@@ -194,8 +194,8 @@ class RedisCollector(Collector):
         """
         if not self._is_plain or not payload.startswith(b'{"status": "SUCCESS", "traceback"'):
             return None
-        facts, id_, value = payload.partition(b'"task_id": "%b", "result": ' % task_id.encode())
-        return (facts, value[:-1]) if id_ else None
+        info, id_, value = payload.partition(b'"task_id": "%b", "result": ' % task_id.encode())
+        return (info, value[:-1]) if id_ else None
 
 
 class AnyCollector(Collector):
@@ -240,12 +240,12 @@ class AnyCollector(Collector):
             AsyncResult(task_id, app=self._app).forget()
 
 
-def _batch_in(facts: bytes) -> BatchFacts | None:
+def _batch_in(info: bytes) -> BatchSummary | None:
     """The batch in the stored fields before the value."""
-    found = BATCH.search(facts)
+    found = BATCH.search(info)
     if found is None:
         return None
-    return BatchFacts(found[1].decode(), int(found[2]), float(found[3]), found[4].decode())
+    return BatchSummary(found[1].decode(), int(found[2]), float(found[3]), found[4].decode())
 
 
 def _after(entry_id: bytes) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchery import BatchTask, Model, Replace, RetryAfter, install, register
 from batchery.execution.batch import run_function
-from batchery.request import PER_JOB_ATTRIBUTES, BatchContext, JobContext, looking_at, shares
+from batchery.request import PER_JOB_ATTRIBUTES, BatchContext, JobContext, bind_request, shares
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_contexts_are_made_once_on_first_use() -> None:
 
 def test_batch_context_ends_with_the_call(app: Celery) -> None:
     task = make(app, same, name="plain")
-    with looking_at(task, several("a", "b")):
+    with bind_request(task, several("a", "b")):
         assert len(task.request.jobs) == 2
     assert not isinstance(task.request, BatchContext)
 
@@ -154,7 +154,7 @@ def on_device(task: Any, call: Any) -> Any:
     def function(items: list[str]) -> list[Any]:
         return [call() for _ in items]
 
-    return run_function(function, ["a", "b"], {}, around=lambda _: looking_at(task, several("a")))
+    return run_function(function, ["a", "b"], {}, around=lambda _: bind_request(task, several("a")))
 
 
 def test_self_retry_on_a_device_is_the_outcome_of_one_item(app: Celery) -> None:

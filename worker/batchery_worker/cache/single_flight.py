@@ -170,5 +170,5 @@ class SingleFlight:
     def keep(self, deduped: DedupedBatch, work: Work) -> dict[str, Any]:
         """Stores the encoded results, before the batch is answered; returns figures of it."""
         assert work.cache is not None
-        told = self._cache.put(work.task, deduped.fresh(), work.cache)
-        return {**deduped.counts(), **told, **self._cache.take_errors()}
+        counts = self._cache.put(work.task, deduped.fresh(), work.cache)
+        return {**deduped.counts(), **counts, **self._cache.take_errors()}

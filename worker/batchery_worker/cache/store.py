@@ -80,7 +80,7 @@ class ResultCache:
             The number of `results` and `bytes` in the cache now, and how many results were
             `evicted`; empty if nothing was stored.
         """
-        told: dict[str, int] = {}
+        counts: dict[str, int] = {}
         small = {
             digest: _sum(json) + json
             for digest, json in results.items()
@@ -91,18 +91,22 @@ class ResultCache:
             if answer is None:
                 break
             size, count, evicted = answer
-            told = {"bytes": size, "results": count, "evicted": told.get("evicted", 0) + evicted}
-        return told
+            counts = {
+                "bytes": size,
+                "results": count,
+                "evicted": counts.get("evicted", 0) + evicted,
+            }
+        return counts
 
     def take_errors(self) -> dict[str, Any]:
         """The number of `errors` since the last call, and the last `error`; usually empty."""
         failed = [each for each in (self._reads, self._writes) if each.errors]
         if not failed:
             return {}
-        told = {"errors": sum(each.errors for each in failed), "error": failed[-1].error}
+        counts = {"errors": sum(each.errors for each in failed), "error": failed[-1].error}
         for each in failed:
             each.errors = 0
-        return told
+        return counts
 
     def _key(self, what: str, task: str) -> bytes:
         return backend_prefix(self._backend) + f"batchery:{what}:{task}".encode()

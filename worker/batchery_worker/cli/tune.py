@@ -316,7 +316,7 @@ def tuned(
     device: str,
     texts: Sequence[Any],
     seconds: float,
-    tell: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Measures the model of a task.
 
@@ -325,7 +325,7 @@ def tuned(
         device: As torch spells it.
         texts: Of the items of its jobs.
         seconds: How long.
-        tell: Called with lines that say how far it is.
+        report: Called with lines that say how far it is.
 
     Returns:
         What JSON shows: `rows` of `Case.row`; `left_out`, the number of pairs that were not
@@ -337,14 +337,14 @@ def tuned(
         DeviceUnavailable: There is no such device.
         StartError: None of the texts is fit to run.
     """
-    tell(f"loading {task.name} on {device}")
+    report(f"loading {task.name} on {device}")
     model = load_model(task, device)
     prepared = prepare(model, sample_items(model, texts), sample_keywords(model))
     items = [each for each in prepared if not isinstance(each, NON_VALUES)]
     if not items:
         raise StartError(f"model {task.name!r}: none of {len(texts)} texts is fit to run")
     grid = Grid(model, items, device, find_memory(device))
-    cases = grid.run(SIZES, TOKENS, seconds, _Progress(seconds, tell))
+    cases = grid.run(SIZES, TOKENS, seconds, _Progress(seconds, report))
     fits = None
     if any(case.out_of_memory for case in cases):
         fits = max((case.largest_pass for case in cases if not case.out_of_memory), default=0)
@@ -367,9 +367,9 @@ def tuned(
 class _Progress:
     """A line for each case, and later one a second."""
 
-    def __init__(self, seconds: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, seconds: float, report: Callable[[str], None]) -> None:
         self._seconds = seconds
-        self._tell = tell
+        self._report = report
         self._began_s = time.monotonic()
         self._told_s = 0.0
 
@@ -379,7 +379,7 @@ class _Progress:
             return
         self._told_s = now_s
         rate = "out of memory" if case.out_of_memory else f"{case.rates[-1]:,.1f} items/s"
-        self._tell(
+        self._report(
             f"{now_s - self._began_s:.0f} s of {self._seconds:g}: max_batch_size"
             f" {case.max_batch_size}, max_batch_tokens {case.max_batch_tokens or '-'}: {rate}"
         )

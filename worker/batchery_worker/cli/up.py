@@ -277,7 +277,7 @@ def announced(stack: Stack, path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    facts = {
+    info = {
         "redis_url": stack.redis_url,
         "flower_url": stack.flower_url,
         "gateway_url": stack.gateway_url,
@@ -287,7 +287,7 @@ def announced(stack: Stack, path: Path | None) -> Iterator[None]:
         # Readable for the owner alone, as it has the password; complete as soon as it is there.
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(facts, file)
+            json.dump(info, file)
         Path(temporary).replace(path)
     except OSError as error:
         raise SettingsError(f"--ready-file {path}: {error.strerror}") from error

@@ -69,7 +69,7 @@ def verify(
         report = verification.verify(changed, device, lines)
         passed = passed and report.passed
         click.echo(
-            json.dumps({"model": name, **report.to_json()}) if as_json else _spelled(name, report)
+            json.dumps({"model": name, **report.to_json()}) if as_json else _format(name, report)
         )
     context.exit(0 if passed else DIFFERENT)
 
@@ -85,7 +85,7 @@ def _chosen(settings: Settings, names: Sequence[str]) -> Mapping[str, ModelSetti
     return {name: models[name] for name in names or models}
 
 
-def _spelled(name: str, report: "VerificationReport") -> str:
+def _format(name: str, report: "VerificationReport") -> str:
     """A report as lines of text."""
     bits = "" if report.quantize == "none" else f", weights in {report.quantize}"
     head = f"{name} on {report.device} in {report.dtype}{bits}, {report.texts} texts"

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import redis
 
 from batchery.protocol.completion_stream import expires_s, stream_key
-from batchery_worker.commit.server import PatientServer, get_database
-from batchery_worker.commit.stored_form import spelled_fields
+from batchery_worker.commit.server import RetryingRedis, get_database
+from batchery_worker.commit.stored_form import encode_fields
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
 from batchery_worker.ipc.values import plain_json
 
@@ -38,17 +38,17 @@ STORABLE_KINDS = ("value", "json", "encoded")
 class MetaWriter:
     """Writes the results of one batch as Celery stores them."""
 
-    def __init__(self, date_done: str, facts: Mapping[str, Any]) -> None:
+    def __init__(self, date_done: str, info: Mapping[str, Any]) -> None:
         """Writes the part that is the same for all jobs.
 
         Args:
             date_done: When the batch was done, in Celery's format.
-            facts: Facts of the batch; not empty.
+            info: Facts of the batch; not empty.
         """
         self._head = (
             '{"status": "SUCCESS", "traceback": null, "children": [], '
             f'"date_done": {json.dumps(date_done)}, '
-            f'"batch": {json.dumps(facts)[:-1]}, "waited_ms": '
+            f'"batch": {json.dumps(info)[:-1]}, "waited_ms": '
         )
 
     def write(
@@ -66,7 +66,7 @@ class MetaWriter:
             TypeError: JSON cannot write a field.
             ValueError: JSON cannot write a field either.
         """
-        text = f'{self._head}{waited_ms!r}}}, {spelled_fields(task_id, fields)}, "result": '
+        text = f'{self._head}{waited_ms!r}}}, {encode_fields(task_id, fields)}, "result": '
         return b"%b%b}" % (text.encode(), result)
 
 
@@ -93,14 +93,14 @@ class Committer(Protocol):
     """Stores the results of a batch; called on the commit thread of a device process."""
 
     def commit(
-        self, jobs: Sequence[EncodedOutcome], context: CommitContext, facts: Mapping[str, Any]
+        self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
         """Stores the results that it can store.
 
         Args:
             jobs: The outcomes of one batch.
             context: The commit context of the batch, from the main process.
-            facts: Facts of the batch, stored with each result.
+            info: Facts of the batch, stored with each result.
 
         Returns:
             One status per job, in order.
@@ -143,8 +143,8 @@ class RedisCommitter:
             sleep: Waits for a number of seconds.
         """
         self._backend = backend
-        self._results = PatientServer(lambda: backend.client, on_wait, sleep)
-        self._broker = PatientServer(connect_broker, on_wait, sleep)
+        self._results = RetryingRedis(lambda: backend.client, on_wait, sleep)
+        self._broker = RetryingRedis(connect_broker, on_wait, sleep)
         self._refusals: set[str] = set()
         #: Id of a worker that the backend's server does not know. A fenced worker gets another id.
         self._elsewhere = ""
@@ -152,14 +152,14 @@ class RedisCommitter:
         self._unknown = ""
 
     def commit(
-        self, jobs: Sequence[EncodedOutcome], context: CommitContext, facts: Mapping[str, Any]
+        self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
         """Stores the results that it can store; waits as long as Redis is away."""
         statuses = [CommitStatus.NEEDS_TRACER] * len(jobs)
         if context.worker == self._unknown:
             return statuses
         # Celery's own `now` reads settings, and so takes four times as long.
-        writer = MetaWriter(datetime.now(self._backend.app.timezone).isoformat(), facts)
+        writer = MetaWriter(datetime.now(self._backend.app.timezone).isoformat(), info)
         entries = [
             self._entry(index, job, context.jobs[index], writer) for index, job in enumerate(jobs)
         ]

@@ -138,7 +138,7 @@ class Listeners:
         listening = self.of(task)
         job = (call.task_id, call.message.get("args"), call.message.get("kwargs"))
 
-        def tell() -> None:
+        def notify() -> None:
             try:
                 if listening.on_success:
                     _guarded(task, listened, "on_success", value, *job)
@@ -150,9 +150,9 @@ class Listeners:
                 _send_postrun(task, *job, value)
 
         if listening.traced:
-            sentry.traced(task, tell, (*job, call.message), runtime_s)
+            sentry.traced(task, notify, (*job, call.message), runtime_s)
         else:
-            tell()
+            notify()
         leave(listened)
 
 

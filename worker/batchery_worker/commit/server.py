@@ -56,7 +56,7 @@ def broker_client(app: Celery) -> Any:
             channel.close()
 
 
-class PatientServer:
+class RetryingRedis:
     """Sends commands to one server, each until it is answered."""
 
     def __init__(
@@ -92,7 +92,7 @@ class PatientServer:
             self._scripts = result_scripts(self.client)
         return self._scripts
 
-    def attempt(self, command: Callable[["PatientServer"], T], lease_key: str) -> tuple[T, int]:
+    def attempt(self, command: Callable[["RetryingRedis"], T], lease_key: str) -> tuple[T, int]:
         """Sends a command; waits as long as the server is away.
 
         Args:

@@ -62,7 +62,7 @@ def stored_fields(
     return fields
 
 
-def spelled_fields(task_id: str, fields: Mapping[str, Any]) -> str:
+def encode_fields(task_id: str, fields: Mapping[str, Any]) -> str:
     """The job's own part of a stored result, in JSON, without the braces around it.
 
     Args:

@@ -49,8 +49,8 @@ class CompletionBackend(_Backend):  # type: ignore[misc]
     def _get_result_meta(self, *args: Any, **keywords: Any) -> dict[str, Any]:
         meta: dict[str, Any] = super()._get_result_meta(*args, **keywords)
         completion = current_completion()
-        if completion is not None and completion.facts is not None:
-            meta["batch"] = dict(completion.facts)
+        if completion is not None and completion.info is not None:
+            meta["batch"] = dict(completion.info)
         return meta
 
     def store_result(

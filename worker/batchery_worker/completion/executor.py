@@ -51,7 +51,7 @@ class CommittedJob(NamedTuple):
     #: Makes its result, given the backend, for what listens to it; None if nothing does.
     make_value: Callable[[Any], Any] | None
     #: Facts of its batch; None if they are not known any more.
-    facts: Mapping[str, Any] | None
+    info: Mapping[str, Any] | None
 
 
 class CompletionExecutor:
@@ -90,7 +90,7 @@ class CompletionExecutor:
         self._waiting.append(completion)
         self._submit(self._complete_next)
 
-    def tell_listeners(
+    def notify_listeners(
         self,
         jobs: Sequence[CommittedJob],
         on_told: Callable[[Sequence[CommittedJob]], None],
@@ -101,7 +101,7 @@ class CompletionExecutor:
             jobs: Of one task.
             on_told: Called on the pool's thread when all listeners have returned.
         """
-        self._submit(self._tell_listeners, jobs, on_told)
+        self._submit(self._notify_listeners, jobs, on_told)
 
     def stop(self) -> None:
         """Waits for the jobs that were submitted."""
@@ -114,7 +114,7 @@ class CompletionExecutor:
 
         self._threads.submit(run)
 
-    def _tell_listeners(
+    def _notify_listeners(
         self,
         jobs: Sequence[CommittedJob],
         on_told: Callable[[Sequence[CommittedJob]], None],
@@ -160,7 +160,7 @@ class CompletionExecutor:
         with self._settling(completion):
             self.tracer.run(completion)
             if completion.held is None:
-                self._tell(completion)
+                self._notify(completion)
 
     def _finish_all(self, jobs: Sequence[tuple[Completion, WithheldJob]]) -> None:
         """Writes what was held back, and ends the jobs."""
@@ -174,13 +174,13 @@ class CompletionExecutor:
             return
         for (completion, held), status in zip(jobs, statuses, strict=True):
             if status is CommitStatus.COMMITTED:
-                self._tell(completion, held)
+                self._notify(completion, held)
             elif status is CommitStatus.FENCED or is_fenced(completion.call):
                 self._drop(completion)
             else:
                 with self._settling(completion):
                     self.tracer.replay(completion)
-                    self._tell(completion)
+                    self._notify(completion)
 
     @contextmanager
     def _settling(self, completion: Completion) -> Iterator[None]:
@@ -196,18 +196,18 @@ class CompletionExecutor:
                 return
             self._end(completion, call.error_callback, ExceptionInfo(), type(error).__name__)
 
-    def _tell(self, completion: Completion, held: WithheldJob | None = None) -> None:
+    def _notify(self, completion: Completion, held: WithheldJob | None = None) -> None:
         """Tells Celery that a job has ended; with `held`, its message is acknowledged already."""
         is_error, value = completion.traced
         # The run time is the device's, without the tracer's own.
-        runtime_s = completion.facts["forward_ms"] / 1e3 if completion.facts else 0.0
+        runtime_s = completion.info["forward_ms"] / 1e3 if completion.info else 0.0
         error = raised(value) if is_error else None
         if error is not None:
             # Events tell of it by its repr: a pool of processes loses the wrapper on the way.
             value.exception = error
         is_failure = error is not None and not isinstance(error, NOT_FAILURES)
 
-        def tell(result: Any) -> None:
+        def notify(result: Any) -> None:
             request = completion.call.request
             if held is not None and request is not None:
                 held.lease.store.committed([held.lease.token])
@@ -216,7 +216,7 @@ class CompletionExecutor:
             completion.call.callback(result)
 
         reason = type(error).__name__ if is_failure else None
-        self._end(completion, tell, (is_error, value, runtime_s), reason)
+        self._end(completion, notify, (is_error, value, runtime_s), reason)
 
     def _drop(self, completion: Completion) -> None:
         self._end(completion, lambda _: self._on_fenced(completion.call), None)

@@ -33,7 +33,7 @@ Answered = tuple[TaskCall, str, Sequence[Any], Mapping[str, Any]]
 
 #: Maximum number of jobs that are settled together after their listeners were called: the others
 #: need not wait for a slow listener.
-MAX_TOLD_JOBS = 32
+MAX_NOTIFIED_JOBS = 32
 
 #: Text in events and in the log for a result that is not known any more.
 UNKNOWN_RESULT = "..."
@@ -116,27 +116,27 @@ class Settlement:
         self.settle(call, lambda _: Failed(error), None)
 
     def settle(
-        self, call: TaskCall, outcome: Callable[[Any], Any], facts: Mapping[str, Any] | None
+        self, call: TaskCall, outcome: Callable[[Any], Any], info: Mapping[str, Any] | None
     ) -> None:
         """Settles a job by Celery's tracer, unless it was discarded.
 
         Args:
             call: The job; in flight.
             outcome: Makes the outcome, given the backend; called on a completion thread.
-            facts: Facts of its batch; None if it was never in one.
+            info: Facts of its batch; None if it was never in one.
         """
         if call.request is not None:
             if call.request.discarded:
                 self._in_flight.remove(call)
                 return
-            call.request.batch = facts
+            call.request.batch = info
         self.pending += 1
         self._executor.submit(
             Completion(
                 task_id=call.task_id,
                 call=call,
                 make_outcome=outcome,
-                facts=facts,
+                info=info,
                 on_end=partial(self._settled, call),
                 may_hold=self._executor.tracer.may_hold(call),
             )
@@ -145,19 +145,19 @@ class Settlement:
     def settle_batch(self, answered: Iterable[Answered]) -> None:
         """Settles the jobs of a batch that a device has answered."""
         listened: list[CommittedJob] = []
-        for call, status, rest, facts in answered:
+        for call, status, rest, info in answered:
             if status == CommitStatus.FENCED:
                 self.fenced(call)
             elif status != CommitStatus.COMMITTED:
                 reason = call.tracer_reason or NO_RESULT.get(rest[0], NOT_COMMITTED)
                 self._metrics.tracer_jobs[reason] += 1
-                self.settle(call, partial(decode_outcome, rest), facts)
+                self.settle(call, partial(decode_outcome, rest), info)
             else:
                 text = rest[0] if rest and rest[0] is not None else UNKNOWN_RESULT
                 make_value = partial(decode_outcome, rest[1:]) if len(rest) > 1 else None
-                job = CommittedJob(call, text, facts["forward_ms"] / 1e3, make_value, facts)
+                job = CommittedJob(call, text, info["forward_ms"] / 1e3, make_value, info)
                 self._listened_first(job, listened)
-        self._tell_listeners(listened)
+        self._notify_listeners(listened)
 
     def _listened_first(self, job: CommittedJob, listened: list[CommittedJob]) -> None:
         """Settles a committed job, unless something listens to it: then it is added to a list."""
@@ -170,13 +170,15 @@ class Settlement:
             log_success(job.call, job.text, job.runtime_s)
             self.committed(job)
 
-    def _tell_listeners(self, jobs: Sequence[CommittedJob]) -> None:
+    def _notify_listeners(self, jobs: Sequence[CommittedJob]) -> None:
         """Settles committed jobs as soon as what listens to them was called, on a thread."""
         self.pending += len(jobs)
-        for start in range(0, len(jobs), MAX_TOLD_JOBS):
-            self._executor.tell_listeners(jobs[start : start + MAX_TOLD_JOBS], self._told)
+        for start in range(0, len(jobs), MAX_NOTIFIED_JOBS):
+            self._executor.notify_listeners(
+                jobs[start : start + MAX_NOTIFIED_JOBS], self._completed
+            )
 
-    def _told(self, jobs: Sequence[CommittedJob]) -> None:
+    def _completed(self, jobs: Sequence[CommittedJob]) -> None:
         for job in jobs:
             self.pending -= 1
             self.committed(job)
@@ -193,7 +195,7 @@ class Settlement:
             lease.store.committed([lease.token])
         # Celery's own code runs next, and must not acknowledge again.
         request.acknowledged = True
-        request.batch = job.facts
+        request.batch = job.info
         _run(partial(call.callback, (False, text, runtime_s)))
 
     def left_by(self, dispatched: DispatchedBatch) -> list[Job[TaskCall]]:
@@ -225,7 +227,7 @@ class Settlement:
                 self._listened_first(committed, listened)
             else:
                 self.fenced(job.payload)
-        self._tell_listeners(listened)
+        self._notify_listeners(listened)
         return left
 
     def fenced(self, call: TaskCall) -> None:

@@ -203,8 +203,8 @@ def tracer_clock() -> float:
     completion = current_completion()
     if completion is None or not completion.is_answered:
         return monotonic()
-    facts: Mapping[str, Any] = completion.facts or {}
-    return monotonic() + float(facts.get("forward_ms", 0.0)) / 1e3
+    info: Mapping[str, Any] = completion.info or {}
+    return monotonic() + float(info.get("forward_ms", 0.0)) / 1e3
 
 
 def is_fenced(call: TaskCall) -> bool:

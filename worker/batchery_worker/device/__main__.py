@@ -151,7 +151,7 @@ class Device:
     def run(self) -> None:
         """Works until the process is told to leave, which ends it at once."""
         self._committer = RedisCommitter(
-            self._app.backend, partial(broker_client, self._app), self._tell_waiting
+            self._app.backend, partial(broker_client, self._app), self._report_waiting
         )
         for stage in (self._intake.run, self._commit):
             threading.Thread(target=_or_die, args=(stage,), daemon=True).start()
@@ -292,7 +292,7 @@ class Device:
         done = answer(batch, self._name, self._committer, self._app.backend, self._reuse)
         self.tell(done)
 
-    def _tell_waiting(self) -> None:
+    def _report_waiting(self) -> None:
         self.tell(ResultsWait(self._committing))
 
     def _serve(self, task: ModelTask) -> LoadedModel:

@@ -13,7 +13,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from celery.fixups.django import DjangoFixup
 
 from batchery.execution.batch import run_function
-from batchery.request import BatchContext, JobContext, looking_at, shares
+from batchery.request import BatchContext, JobContext, bind_request, shares
 from batchery.task import BatchTask
 from batchery_worker.ipc.messages import Work, load_context
 
@@ -88,7 +88,7 @@ def _around(task: BatchTask, work: Work, device: str, start: int, part: range) -
     view = _view(task, work, device, range(start + part.start, start + part.stop))
     # The limit is entered last: it may be raised anywhere inside, and the stacks must be popped.
     with (
-        looking_at(task, view),
+        bind_request(task, view),
         _fresh_connections(task.app),
         soft_time_limit(work.soft_time_limit_s),
     ):

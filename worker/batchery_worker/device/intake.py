@@ -41,7 +41,7 @@ class Intake(Generic[Prepared]):
         self._ready: queue.SimpleQueue[Prepared] = queue.SimpleQueue()
         #: Whether the other thread reads; for the main thread.
         self._reads_ahead = False
-        self._told, self._tell = os.pipe()
+        self._told, self._notify = os.pipe()
         # Not a semaphore, which is a condition in Python.
         self._stopped = threading.Lock()
         self._stopped.acquire()
@@ -66,7 +66,7 @@ class Intake(Generic[Prepared]):
     def take(self) -> Prepared:
         """Takes the next batch; waits for it."""
         if self._reads_ahead and self._ready.empty():
-            os.write(self._tell, _STOP)
+            os.write(self._notify, _STOP)
             self._stopped.acquire()
             self._reads_ahead = False
         # The other thread may have read one in the meantime.
@@ -76,7 +76,7 @@ class Intake(Generic[Prepared]):
         """From now on the other thread reads, until this one waits for a batch."""
         if not self._reads_ahead:
             self._reads_ahead = True
-            os.write(self._tell, _GO)
+            os.write(self._notify, _GO)
 
     def run(self) -> None:
         """The other thread's work."""

@@ -11,7 +11,7 @@ from celery.utils.saferepr import saferepr
 from batchery.protocol import multi_item
 from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
-from batchery_worker.ipc.messages import Done, Work, batch_facts, encode_outcome, sendable
+from batchery_worker.ipc.messages import Done, Work, batch_info, encode_outcome, sendable
 from batchery_worker.ipc.values import Encoded, encoded, joined
 
 
@@ -65,7 +65,7 @@ def answer(
     chars, is_listened = None, False
     if context is not None:
         chars, is_listened = context.text_chars, context.is_listened
-        facts = batch_facts(
+        info = batch_info(
             batch_id=work.id,
             device=device,
             size=len(batch.outcomes),
@@ -75,7 +75,7 @@ def answer(
             tokens=batch.tokens,
             computed_tokens=batch.computed_tokens,
         )
-        statuses = committer.commit(settled, context, facts)
+        statuses = committer.commit(settled, context, info)
     # The callers came first: they wait.
     deduped = batch.deduped
     reused = reuse.keep(deduped, work) if deduped is not None and reuse is not None else None

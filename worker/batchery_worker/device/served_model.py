@@ -113,7 +113,7 @@ class LoadedModel:
         self._source = "setting" if setting else "default"
         allowed, failed_passes = self._budget.allows(), self._failed_passes
         interrupted, self._batch = self._batch, _BatchPasses()
-        self._tell_urgent(work.urgent)
+        self._report_urgent(work.urgent)
         self._memory.forget_peak()
         started_s = self._clock()
         done = compute(
@@ -141,10 +141,10 @@ class LoadedModel:
             if self._budget.allows() < allowed:
                 self._warn(allowed)
         self._batch = interrupted
-        self._tell_urgent(False)
+        self._report_urgent(False)
         return done
 
-    def _tell_urgent(self, is_urgent: bool) -> None:
+    def _report_urgent(self, is_urgent: bool) -> None:
         """Tells a model that wants to know; between two passes of a batch, that is not urgent."""
         if getattr(self.model, "is_urgent", is_urgent) is not is_urgent:
             self.model.is_urgent = is_urgent  # type: ignore[attr-defined]

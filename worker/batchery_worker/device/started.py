@@ -18,7 +18,7 @@ from batchery.redis_scripts import RedisScripts
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.commit.server import result_scripts
-from batchery_worker.commit.stored_form import only_celery_stores, spelled_fields, stored_fields
+from batchery_worker.commit.stored_form import encode_fields, only_celery_stores, stored_fields
 from batchery_worker.device.functions import decode_message
 from batchery_worker.ipc.messages import Work
 
@@ -100,5 +100,5 @@ def _stored(task_id: str, meta: Mapping[str, Any], fields: Mapping[str, Any]) ->
     """What Celery would store; the status comes first, as the scripts look for it there."""
     return (
         f'{{"status": "STARTED", "result": {json.dumps(meta)}, "traceback": null, "children": [],'
-        f' "date_done": null, {spelled_fields(task_id, fields)}}}'
+        f' "date_done": null, {encode_fields(task_id, fields)}}}'
     )

@@ -96,7 +96,7 @@ class Admission:
             call.context = _context(message, call.request and call.request.embed)
         return Job(
             id=call.task_id,
-            key=BatchKey(task.name, _spell(message.get("kwargs")), time_limits),
+            key=BatchKey(task.name, _encode(message.get("kwargs")), time_limits),
             limits=self.limits(task),
             items=len(call.items),
             arrived_s=now_s,
@@ -146,7 +146,7 @@ def _check_portable(items: Sequence[Any], keywords: Mapping[str, Any] | None) ->
         ) from None
 
 
-def _spell(keywords: Mapping[str, Any] | None) -> str:
+def _encode(keywords: Mapping[str, Any] | None) -> str:
     """Spells keywords so that equal ones are spelled equally, in any order.
 
     Raises:

@@ -20,14 +20,14 @@ logger = logging.getLogger("batchery.worker")
 _thread = ThreadPoolExecutor(1, thread_name_prefix="batchery-dead-letters")
 
 
-def tell_callers(app: Celery) -> None:
+def fail_callers(app: Celery) -> None:
     """Stores a FAILURE for each message that this process's transport dead-letters from now on."""
 
-    def tell(headers: Mapping[str, Any], reason: str) -> None:
+    def notify(headers: Mapping[str, Any], reason: str) -> None:
         store_failure(app, headers, InvalidItem(reason))
 
     # The hook of an earlier worker in this process is replaced: one failure is enough.
-    dead_letters.on_dead_letter[:] = [tell]
+    dead_letters.on_dead_letter[:] = [notify]
 
 
 def dead_letter_on_ack(message: Any, reason: str) -> bool:

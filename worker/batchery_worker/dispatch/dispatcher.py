@@ -34,7 +34,7 @@ from batchery_worker.dispatch.backlog import waiting_by_queue
 from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
-from batchery_worker.ipc.messages import Done, Setup, Work, batch_facts
+from batchery_worker.ipc.messages import Done, Setup, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.job_recorder import JobRecorder
 from batchery_worker.metrics import Metrics, log_batch
@@ -507,7 +507,7 @@ class Dispatcher:
         self._metrics.batch_done(done, device.name, items=items, waited_ms=sum(waited_ms))
         if done.reused is not None:
             self._metrics.reused(jobs[0].key.task, done.reused)
-        facts = batch_facts(
+        info = batch_info(
             batch_id=done.id,
             device=device.name,
             size=items,
@@ -517,10 +517,10 @@ class Dispatcher:
             tokens=done.tokens,
             computed_tokens=done.computed_tokens,
         )
-        log_batch(jobs[0].key.task, facts, tokens=done.tokens, waited_ms=max(waited_ms))
-        trace_batch(dispatched, facts)
+        log_batch(jobs[0].key.task, info, tokens=done.tokens, waited_ms=max(waited_ms))
+        trace_batch(dispatched, info)
         self._settlement.settle_batch(
-            (job.payload, status, rest, {**facts, "waited_ms": round(waited, 3)})
+            (job.payload, status, rest, {**info, "waited_ms": round(waited, 3)})
             for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True)
         )
         if len(self._scheduler):
@@ -561,7 +561,7 @@ def _began(device: DeviceProcess) -> tuple[int, float]:
     )
 
 
-def trace_batch(dispatched: DispatchedBatch, facts: Mapping[str, Any], *, error: str = "") -> None:
+def trace_batch(dispatched: DispatchedBatch, info: Mapping[str, Any], *, error: str = "") -> None:
     """Makes the span of a batch that a device has answered, or died with; if somebody traces."""
     tracing = current_tracing()
     if tracing is None:
@@ -574,7 +574,7 @@ def trace_batch(dispatched: DispatchedBatch, facts: Mapping[str, Any], *, error:
     ]
     duration_s = monotonic() - dispatched.dispatched_s
     try:
-        tracing.batch(TracedBatch(jobs[0].key.task, traced, duration_s, facts, error))
+        tracing.batch(TracedBatch(jobs[0].key.task, traced, duration_s, info, error))
     except Exception:
         logger.exception("a batch of %s cannot be traced", jobs[0].key.task)
 

@@ -22,7 +22,7 @@ from batchery.outcomes import Failed, Replace, RetryAfter
 from batchery_worker.batching.cost_model import CostModel, Costs
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall, tell
+from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall, notify
 from batchery_worker.inprocess.options import BatcherOptions
 from batchery_worker.inprocess.tensors import Collator
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
@@ -378,7 +378,7 @@ class BatchLoop:
                     call.finish()
         self._counts.failed += failed
         for loop, calls in ended.items():
-            tell(loop, calls)
+            notify(loop, calls)
 
 
 def choose_lane(name: str, tenant: str, items: int, small_batch_threshold: int | None) -> Lane:

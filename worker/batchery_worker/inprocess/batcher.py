@@ -16,7 +16,7 @@ from batchery.outcomes import Failed
 from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop, choose_lane
 from batchery_worker.inprocess.batcher_thread import BatcherThread, send_and_await, send_and_wait
 from batchery_worker.inprocess.calls import Call, FutureCall, LoopCall, ThreadCall
-from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, spell
+from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names, encode
 from batchery_worker.inprocess.tensors import Collator, Features
 
 C = TypeVar("C", bound=Call)
@@ -214,7 +214,7 @@ class BatchedCall(Generic[T, R]):
         items = tuple(item) if many else (item,)
         if not items:
             return None
-        key = spell(thread.name, keywords) if keywords else ""
+        key = encode(thread.name, keywords) if keywords else ""
         call = kind(items, many, self._owner, keywords, key)
         options = thread.options
         if thread.collator is not None:

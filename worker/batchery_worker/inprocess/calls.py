@@ -216,7 +216,7 @@ class LoopCall(Call):
 
     def finish(self) -> None:
         """Wakes the coroutine; from any thread."""
-        tell(self.loop, [self])
+        notify(self.loop, [self])
 
     def settle(self) -> None:
         """Wakes the coroutine; on its loop."""
@@ -228,7 +228,7 @@ class LoopCall(Call):
         await self._future
 
 
-def tell(loop: asyncio.AbstractEventLoop, calls: Iterable[LoopCall]) -> None:
+def notify(loop: asyncio.AbstractEventLoop, calls: Iterable[LoopCall]) -> None:
     """Wakes the coroutines of one event loop, in one turn."""
 
     def settle() -> None:

@@ -138,7 +138,7 @@ def _check(name: str, value: Any, *, whole: bool = False, optional: bool = False
         raise BatchArgumentError(f"{name}={value!r}: give a number above 0")
 
 
-def spell(name: str, keywords: Mapping[str, Any]) -> str:
+def encode(name: str, keywords: Mapping[str, Any]) -> str:
     """Spells keywords so that equal ones are spelled equally: only those share a batch.
 
     Raises:

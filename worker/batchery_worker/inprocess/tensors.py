@@ -113,7 +113,7 @@ class Collator:
         self._device = device
         self._to_device: HostToDevice | None = None
         self._unstacker = Unstacker(trim)
-        self._spelled = lru_cache(MAX_SPELLED_KEYS)(self._spell)
+        self._spelled = lru_cache(MAX_SPELLED_KEYS)(self._encode)
 
     @property
     def pads(self) -> bool:
@@ -199,7 +199,7 @@ class Collator:
         """
         return self._unstacker.rows(answer, lengths, name)
 
-    def _spell(self, signature: Signature) -> str:
+    def _encode(self, signature: Signature) -> str:
         """The key of items; checks that their features can hold what they are padded with."""
         for name, _, dtype, _ in signature:
             fill = self._fill.get(name, 0)

@@ -23,7 +23,7 @@ MAX_ATTRIBUTE_BYTES = 2**16
 SpelledException = tuple[str, Sequence[tuple[str, str]], dict[str, Any]]
 
 
-def spell_exception(error: BaseException, backend: Any) -> SpelledException:
+def encode_exception(error: BaseException, backend: Any) -> SpelledException:
     """Spells an exception as data that marshal writes."""
     kinds = [each for each in type(error).__mro__ if issubclass(each, BaseException)]
     return (
@@ -34,7 +34,7 @@ def spell_exception(error: BaseException, backend: Any) -> SpelledException:
 
 
 def read_exception(spelled: SpelledException, backend: Any) -> Exception:
-    """Makes the exception that `spell_exception` was given.
+    """Makes the exception that `encode_exception` was given.
 
     Hooks, `autoretry_for` and `throws` see its class. If that is unknown here, as is one that a
     function defines, or cannot be made, they see one of its name below the nearest that can.

@@ -20,7 +20,7 @@ from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.tracebacks import Frame, collect_frames, with_frames
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
-from batchery_worker.ipc.exceptions import SpelledException, read_exception, spell_exception
+from batchery_worker.ipc.exceptions import SpelledException, encode_exception, read_exception
 from batchery_worker.ipc.values import Encoded, is_plain
 
 #: Maximum number of exceptions of which each is the cause of the one before.
@@ -187,9 +187,9 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
     if isinstance(outcome, Encoded):
         return "encoded", outcome.json
     if isinstance(outcome, Failed):
-        return "failed", _spell_chain(outcome, backend), str(outcome.traceback or "")
+        return "failed", _encode_chain(outcome, backend), str(outcome.traceback or "")
     if isinstance(outcome, RetryAfter):
-        cause = spell_exception(outcome.error, backend) if outcome.error else None
+        cause = encode_exception(outcome.error, backend) if outcome.error else None
         return "retry", float(outcome.seconds), cause
     if isinstance(outcome, Replace):
         return _encode_signature(outcome, backend)
@@ -261,7 +261,7 @@ def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:
     return Failed(error)
 
 
-def _spell_chain(failed: Failed, backend: Any) -> list[tuple[SpelledException, list[Frame], bool]]:
+def _encode_chain(failed: Failed, backend: Any) -> list[tuple[SpelledException, list[Frame], bool]]:
     """Spells an exception and those that it came from: each with its frames.
 
     The last element says whether the next one is its cause, and not just its context.
@@ -271,7 +271,7 @@ def _spell_chain(failed: Failed, backend: Any) -> list[tuple[SpelledException, l
     chain: list[tuple[SpelledException, list[Frame], bool]] = []
     while error is not None and len(chain) < MAX_CHAINED:
         cause = error.__cause__
-        chain.append((spell_exception(error, backend), list(frames), cause is not None))
+        chain.append((encode_exception(error, backend), list(frames), cause is not None))
         error = cause or (None if error.__suppress_context__ else error.__context__)
         frames = collect_frames(error) if error is not None else ()
     return chain
@@ -280,7 +280,7 @@ def _spell_chain(failed: Failed, backend: Any) -> list[tuple[SpelledException, l
 def _chain(
     spelled: Sequence[tuple[SpelledException, Sequence[Frame], bool]], backend: Any
 ) -> Exception:
-    """Reads what `_spell_chain` wrote."""
+    """Reads what `_encode_chain` wrote."""
     error = None
     for content, frames, has_cause in reversed(spelled):
         inner, error = error, read_exception(content, backend)
@@ -293,7 +293,7 @@ def _chain(
     return error
 
 
-def batch_facts(
+def batch_info(
     *,
     batch_id: int,
     device: str,

@@ -121,9 +121,9 @@ class BatchStore:
         Raises:
             Superseded: Another attempt has the turn.
         """
-        told = [json.dumps(piece) for piece in pieces]
+        encoded = [json.dumps(piece) for piece in pieces]
         published = [part for each in files for part in self._files.publishing(record.owner, each)]
-        self._save(record, turn, record.model_dump_json(), [len(told), *told, *published])
+        self._save(record, turn, record.model_dump_json(), [len(encoded), *encoded, *published])
 
     def touch(self, record: BatchRecord, turn: Turn) -> None:
         """Shows that a turn goes on.
@@ -256,5 +256,5 @@ def _seen(record: BatchRecord, cancelled_at: bytes | None) -> BatchRecord:
     batch = record.batch
     if cancelled_at is None or not batch.can_be_cancelled:
         return record
-    told = {"status": Status.CANCELLING, "cancelling_at": int(cancelled_at)}
-    return record.with_batch(batch.model_copy(update=told))
+    changes = {"status": Status.CANCELLING, "cancelling_at": int(cancelled_at)}
+    return record.with_batch(batch.model_copy(update=changes))

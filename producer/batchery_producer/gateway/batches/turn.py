@@ -261,10 +261,13 @@ class BatchTurn:
             line for line in record.ended_lines + ended.lines if first and line > first[0].lines
         ]
         failed = len(ended.lines) - ended.completed
-        told = {"completed": counts.completed + ended.completed, "failed": counts.failed + failed}
+        counted = {
+            "completed": counts.completed + ended.completed,
+            "failed": counts.failed + failed,
+        }
         tokens = (self._batch.usage or BatchUsage()).input_tokens + ended.tokens
         changes = {
-            "request_counts": counts.model_copy(update=told),
+            "request_counts": counts.model_copy(update=counted),
             "usage": BatchUsage.of_input(tokens),
         }
         kept = record.with_batch(self._batch.model_copy(update=changes))

@@ -60,7 +60,7 @@ class ModelFiles:
     def _unreadable(self, name: str, error: Exception) -> Problem:
         reason = " ".join(str(error).split())
         return Problem(
-            Kind.UNFIT,
+            Kind.UNSUPPORTED,
             f"model {self._model.name!r}: the gateway cannot read {name} of"
             f" {self._model.settings.model!r}, which it needs here: {reason:.200}",
         )

@@ -69,7 +69,7 @@ class ServedModels:
             what += f" of kind {wanted}" if wanted else ""
         names = ", ".join(there) or "none; see [models] in the settings"
         raise Problem(
-            Kind.NOT_FOUND if name is not None and model is None else Kind.UNFIT,
+            Kind.NOT_FOUND if name is not None and model is None else Kind.UNSUPPORTED,
             f"{what}; there are: {names}",
             code="model_not_found",
             param="model",

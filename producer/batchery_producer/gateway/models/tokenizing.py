@@ -89,7 +89,7 @@ def load_tokenizer(model: ServedModel) -> ModelTokenizer:
     path = files.path("tokenizer.json")
     if path is None:
         raise Problem(
-            Kind.UNFIT,
+            Kind.UNSUPPORTED,
             f"model {model.name!r}: has no tokenizer.json, so its texts are tokenized in workers"
             " alone; save its fast tokenizer with save_pretrained",
         )
@@ -97,7 +97,7 @@ def load_tokenizer(model: ServedModel) -> ModelTokenizer:
         library = Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises nothing narrower.
         raise Problem(
-            Kind.UNFIT, f"model {model.name!r}: its tokenizer.json cannot be read: {error}"
+            Kind.UNSUPPORTED, f"model {model.name!r}: its tokenizer.json cannot be read: {error}"
         ) from error
     library.no_truncation()
     library.no_padding()

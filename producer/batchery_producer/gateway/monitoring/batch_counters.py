@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.store import Store
-from batchery_producer.results.answers import BatchFacts
+from batchery_producer.results.answers import BatchSummary
 
 
 class BatchTotals(NamedTuple):
@@ -34,7 +34,7 @@ class BatchCounters:
         self._store = store
         self._key = store.key("batch-stats")
 
-    async def count(self, texts: int, batches: Collection[BatchFacts]) -> None:
+    async def count(self, texts: int, batches: Collection[BatchSummary]) -> None:
         """Counts a request, in one round trip.
 
         If Redis has gone, it is not counted: its labels matter more.

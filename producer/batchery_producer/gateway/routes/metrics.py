@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from batchery.cli.survey import Survey
 from batchery_producer.gateway.monitoring.measurements import Measurements
-from batchery_producer.gateway.monitoring.monitor import Look
+from batchery_producer.gateway.monitoring.monitor import Snapshot
 from batchery_producer.gateway.monitoring.overview import list_devices, list_queues
 
 router = APIRouter(tags=["operations"])
@@ -42,15 +42,15 @@ async def metrics(request: Request) -> Response:
     look = await gateway.monitor.latest()
     encode, media_type = choose_encoder(request.headers.get("accept", ""))
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Everything(gateway.measurements, look))
+    registry.register(MetricsCollector(gateway.measurements, look))
     # With several processes it reads files.
     return Response(await asyncio.to_thread(encode, registry), headers={"Content-Type": media_type})
 
 
-class Everything(Collector):
+class MetricsCollector(Collector):
     """All metrics of one answer."""
 
-    def __init__(self, measurements: Measurements, look: Look) -> None:
+    def __init__(self, measurements: Measurements, look: Snapshot) -> None:
         self._measurements = measurements
         self._look = look
 

@@ -27,7 +27,7 @@ from batchery_producer.gateway.routes.text_batches import (
     list_devices,
     per_s,
 )
-from batchery_producer.results.answers import BatchFacts, Outcome
+from batchery_producer.results.answers import BatchSummary, Outcome
 
 router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute)
 
@@ -355,7 +355,7 @@ def _keywords(model: ServedModel, wanted: ProcessBatchRequest) -> dict[str, Any]
 
 
 async def _gpu_memory(
-    request: Request, model: ServedModel, batches: set[BatchFacts]
+    request: Request, model: ServedModel, batches: set[BatchSummary]
 ) -> float | None:
     if all(batch.device.startswith("cpu") for batch in batches):
         return None

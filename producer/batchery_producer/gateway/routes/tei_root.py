@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 
 from batchery_producer.gateway.bodies import JsonRoute
-from batchery_producer.gateway.models.facts import UNKNOWN, ModelFacts, build_info
+from batchery_producer.gateway.models.info import UNKNOWN, ModelInfo, build_info
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName
 from batchery_producer.gateway.routes.shared import json_response, resolve_model
@@ -35,7 +35,7 @@ from batchery_producer.gateway.routes.tei_scores import (
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
 
-class Way(NamedTuple):
+class Handler(NamedTuple):
     """What to do with a body.
 
     Attributes:
@@ -47,19 +47,19 @@ class Way(NamedTuple):
     run: Callable[[Request, Any, str | None], Awaitable[Response]]
 
 
-WAYS: Mapping[str, Way] = {
-    "embedding": Way(EmbedRequest, embed),
-    "multi_vector_embedding": Way(EmbedAllRequest, embed_all),
-    "sparse_embedding": Way(EmbedSparseRequest, embed_sparse),
-    "classification": Way(PredictRequest, predict),
-    "rerank": Way(RerankTextsRequest, rerank),
+WAYS: Mapping[str, Handler] = {
+    "embedding": Handler(EmbedRequest, embed),
+    "multi_vector_embedding": Handler(EmbedAllRequest, embed_all),
+    "sparse_embedding": Handler(EmbedSparseRequest, embed_sparse),
+    "classification": Handler(PredictRequest, predict),
+    "rerank": Handler(RerankTextsRequest, rerank),
 }
 
 
 #: Where the schema has what `POST /` takes.
 BODIES = [
     {"$ref": f"#/components/schemas/{way.form.__name__}"}
-    for way in (*WAYS.values(), Way(SimilarityRequest, similarity))
+    for way in (*WAYS.values(), Handler(SimilarityRequest, similarity))
 ]
 
 
@@ -137,7 +137,7 @@ async def root(
     way = _way(served.kind, body)
     if way is None:
         raise Problem(
-            Kind.UNFIT,
+            Kind.UNSUPPORTED,
             f"model {served.name!r}: is of kind {served.kind}, for which TEI has no route",
         )
     try:
@@ -147,12 +147,12 @@ async def root(
     return await way.run(request, wanted, served.name)
 
 
-def _way(kind: str, body: Mapping[str, Any]) -> Way | None:
+def _way(kind: str, body: Mapping[str, Any]) -> Handler | None:
     """What to do with a body; its form tells what the kind leaves open."""
     if kind == "embedding" and isinstance(body.get("inputs"), dict):
-        return Way(SimilarityRequest, similarity)
+        return Handler(SimilarityRequest, similarity)
     if kind == "classification" and "parameters" in body:
-        return Way(PipelineRequest, pipeline)
+        return Handler(PipelineRequest, pipeline)
     return WAYS.get(kind)
 
 
@@ -162,8 +162,8 @@ async def info(request: Request, model: ModelName = None) -> Response:
     gateway = request.app.state.gateway
     served = resolve_model(request, model, None)
     try:
-        facts: ModelFacts = await gateway.model_facts.of(served)
+        known: ModelInfo = await gateway.model_facts.of(served)
     except Problem:
         # Only a worker has its files.
-        facts = UNKNOWN
-    return json_response(build_info(served, facts, gateway.settings, request.state.caller))
+        known = UNKNOWN
+    return json_response(build_info(served, known, gateway.settings, request.state.caller))

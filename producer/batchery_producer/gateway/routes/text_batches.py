@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from batchery_producer.results.answers import BatchFacts, Outcome
+from batchery_producer.results.answers import BatchSummary, Outcome
 
 #: Digits after the point of times and rates.
 DIGITS = 6
@@ -35,12 +35,12 @@ def labelled(texts: Sequence[str], outcomes: Sequence[Outcome], start: int) -> l
     ]
 
 
-def collect_batches(outcomes: Iterable[Outcome]) -> set[BatchFacts]:
+def collect_batches(outcomes: Iterable[Outcome]) -> set[BatchSummary]:
     """The batches in which items were computed; results from a cache have none."""
     return {outcome.batch for outcome in outcomes if outcome.batch is not None}
 
 
-def list_devices(batches: Iterable[BatchFacts]) -> str | None:
+def list_devices(batches: Iterable[BatchSummary]) -> str | None:
     """The devices that computed, with commas between them; None if unknown."""
     return ", ".join(sorted({batch.device for batch in batches})) or None
 

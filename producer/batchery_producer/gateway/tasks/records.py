@@ -113,9 +113,9 @@ class TaskRecords:
             # It may wait for longer than the record would be kept, if somebody still asks.
             lifetime_s = self.lifetime_s
             self._store.call(lambda client: client.expire(self._key(record.id), lifetime_s))
-        return {"id": record.id, "task": record.task, **self._told(record, payload)}
+        return {"id": record.id, "task": record.task, **self._describe(record, payload)}
 
-    def _told(self, record: TaskRecord, payload: bytes | None) -> dict[str, Any]:
+    def _describe(self, record: TaskRecord, payload: bytes | None) -> dict[str, Any]:
         meta: Mapping[str, Any] = {}
         if payload is not None:
             try:

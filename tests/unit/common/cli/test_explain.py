@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from batchery.cli.explain import describe_batch, duration, from_result, from_workers, spell_error
+from batchery.cli.explain import describe_batch, duration, format_error, from_result, from_workers
 
 BATCH = {
     "id": "b7",
@@ -97,4 +97,4 @@ def test_durations_have_few_digits(milliseconds: float, text: str) -> None:
 
 
 def test_an_error_without_a_text_is_its_type() -> None:
-    assert spell_error(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert format_error(KeyboardInterrupt()) == "KeyboardInterrupt"

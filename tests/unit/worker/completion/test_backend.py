@@ -46,7 +46,7 @@ def test_class_that_the_app_chose_stays_visible() -> None:
 
 def test_facts_of_the_batch_are_stored_within_a_completion_alone() -> None:
     backend = for_completion(app_with("cache+memory://").backend)
-    with completing(JobCompletion("t1", facts={"size": 3})):
+    with completing(JobCompletion("t1", info={"size": 3})):
         backend.store_result("t1", 1, "SUCCESS")
     backend.store_result("t2", 2, "SUCCESS")
     assert backend.get_task_meta("t1")["batch"] == {"size": 3}

@@ -61,7 +61,7 @@ class Harness:
         outcome: Callable[[Any], Any],
         *,
         callback: Callable[[Any], None] | None = None,
-        facts: Any = FACTS,
+        info: Any = FACTS,
         body: Any = None,
     ) -> None:
         message = {"id": task_id, "task": hooked.name, "retries": 0, "lang": "py"}
@@ -74,16 +74,16 @@ class Harness:
             error_callback=self.errors.append,
             request=None,
         )
-        self.submit(call, outcome, facts)
+        self.submit(call, outcome, info)
         self.mailbox.get(timeout=patient(30))()
 
-    def submit(self, call: TaskCall, outcome: Callable[[Any], Any], facts: Any = None) -> None:
+    def submit(self, call: TaskCall, outcome: Callable[[Any], Any], info: Any = None) -> None:
         self.executor.submit(
             Completion(
                 task_id=call.task_id,
                 call=call,
                 make_outcome=outcome,
-                facts=facts,
+                info=info,
                 on_end=self.settled.append,
                 may_hold=False,
             )
@@ -122,7 +122,7 @@ def test_the_log_and_the_signal_tell_the_time_of_the_device(
         with caplog.at_level("INFO", "celery.app.trace"):
             hooked.__trace__ = None  # made when the log said nothing
             harness.complete("c-timed", lambda _: "A")
-            harness.complete("c-untimed", lambda _: "A", facts=None)
+            harness.complete("c-untimed", lambda _: "A", info=None)
     finally:
         signals.task_success.disconnect(succeeded, sender=app.tasks[hooked.name])
     timed, untimed = runtimes
@@ -169,7 +169,7 @@ def test_job_whose_failure_finds_redis_full_is_given_back(harness: Harness) -> N
 
 
 def test_job_that_was_in_no_batch_is_stored_without_facts(harness: Harness) -> None:
-    harness.complete("c-2", lambda _: 1, facts=None)
+    harness.complete("c-2", lambda _: 1, info=None)
     assert "batch" not in app.backend.get_task_meta("c-2")
 
 

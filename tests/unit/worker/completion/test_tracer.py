@@ -123,7 +123,7 @@ def completion_of(call: TaskCall, outcome: Any, *, may_hold: bool = False) -> Co
         task_id=call.task_id,
         call=call,
         make_outcome=lambda _: outcome,
-        facts=FACTS,
+        info=FACTS,
         on_end=lambda _: None,
         may_hold=may_hold,
     )
@@ -330,7 +330,7 @@ def test_message_that_was_not_held_back_is_noted_with_its_lease(
 
 
 def test_clock_jumps_by_the_device_s_time_when_the_task_has_answered() -> None:
-    completion = JobCompletion("j", outcome="A", is_answered=False, facts=FACTS)
+    completion = JobCompletion("j", outcome="A", is_answered=False, info=FACTS)
     with completing(completion):
         assert tracer_clock() - monotonic() < 1
         completion.answer()

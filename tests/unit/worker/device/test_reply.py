@@ -28,9 +28,9 @@ class Judge:
         self.asked: list[tuple[Any, ...]] = []
 
     def commit(
-        self, jobs: Sequence[EncodedOutcome], context: CommitContext, facts: Mapping[str, Any]
+        self, jobs: Sequence[EncodedOutcome], context: CommitContext, info: Mapping[str, Any]
     ) -> Sequence[CommitStatus]:
-        self.asked.append((jobs, context, facts))
+        self.asked.append((jobs, context, info))
         return self.statuses
 
 
@@ -62,9 +62,9 @@ def test_only_outcomes_for_the_tracer_are_sent() -> None:
     done = answer(computed(context(), 1, 2, Failed("no"), 4), "cpu", judge, backend)
     assert [status for status, _ in done.jobs] == ["committed", "needs tracer", "fenced"]
     assert [len(rest) for _, rest in done.jobs] == [0, 2, 0]
-    ((jobs, _, facts),) = judge.asked
+    ((jobs, _, info),) = judge.asked
     assert [job.task_id for job in jobs] == ["t1", "t2", "t3"]
-    assert facts == {
+    assert info == {
         "id": "b5",
         "size": 4,
         "padding": 0.2,

@@ -9,7 +9,7 @@ from celery import Celery
 from batchery.errors import InvalidItem
 from batchery.transport import dead_letters as transport
 from batchery_worker.dispatch import dead_letters
-from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, store_failure, tell_callers
+from batchery_worker.dispatch.dead_letters import dead_letter_on_ack, fail_callers, store_failure
 from support.fake_worker import FakeLeaseStore
 
 
@@ -91,7 +91,7 @@ def test_error_of_the_backend_is_logged_and_raises_nothing(
 def test_last_app_tells_the_callers(app: Celery, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "on_dead_letter", [])
     for each in (Celery("earlier", set_as_current=False), app):
-        tell_callers(each)
+        fail_callers(each)
     (tell,) = transport.on_dead_letter
     tell({"id": "told"}, "unreadable")
     with pytest.raises(InvalidItem, match="unreadable"):

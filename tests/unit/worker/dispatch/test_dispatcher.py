@@ -463,9 +463,9 @@ def test_the_facts_of_a_batch_are_stored_and_counted(start_pool: StartPool) -> N
     worker.loop.sleep(0.15)
     worker.work_off()
     worker.settled(first, second)
-    facts = [app.backend.get_task_meta(job.id)["batch"] for job in (first, second)]
-    assert [each["waited_ms"] for each in facts] == [250.0, 150.0]
-    assert [(each["size"], each["device"]) for each in facts] == [(2, "cpu")] * 2
+    info = [app.backend.get_task_meta(job.id)["batch"] for job in (first, second)]
+    assert [each["waited_ms"] for each in info] == [250.0, 150.0]
+    assert [(each["size"], each["device"]) for each in info] == [(2, "cpu")] * 2
     batches = worker.info()["batches"]
     assert (batches["batches"], batches["jobs"], batches["mean_batch_size"]) == (1, 2, 2.0)
     assert (batches["mean_waited_ms"], batches["mean_forward_ms"]) == (200.0, FORWARD_MS)

@@ -431,10 +431,10 @@ def test_a_length_that_is_no_number_is_told_to_its_caller(counted: Any) -> None:
 
 
 def test_keywords_that_json_spells_alike_share_no_batch() -> None:
-    def tell(items: list[str], *, key: Any) -> list[str]:
+    def notify(items: list[str], *, key: Any) -> list[str]:
         return [f"{item} {key}" for item in items]
 
-    with batched(tell, max_wait_ms=50) as function:
+    with batched(notify, max_wait_ms=50) as function:
         keys: list[Any] = [(1, 2), [1, 2], {1: "a"}, {"1": "a"}]
         futures = [function.submit("x", key=key) for key in keys]
         assert [each.result(WAIT_S) for each in futures] == [f"x {key}" for key in keys]

@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 from pydantic import TypeAdapter, ValidationError
 
-from batchery_worker.ipc.exceptions import MAX_ATTRIBUTE_BYTES, read_exception, spell_exception
+from batchery_worker.ipc.exceptions import MAX_ATTRIBUTE_BYTES, encode_exception, read_exception
 
 BACKEND: Any = Celery("nobody", backend="cache+memory://", set_as_current=False).backend
 
@@ -33,7 +33,7 @@ class Soft(Exception):
 
 
 def travelled(error: BaseException) -> Exception:
-    spelled: Any = spell_exception(error, BACKEND)
+    spelled: Any = encode_exception(error, BACKEND)
     return read_exception(marshal.loads(marshal.dumps(spelled)), BACKEND)
 
 
@@ -88,11 +88,11 @@ def test_class_that_cannot_be_made_is_below_the_nearest_that_can() -> None:
 def test_notes_and_plain_attributes_travel_and_nothing_else() -> None:
     error = Soft("down")
     error.add_note("once more")
-    facts: Any = error
-    facts.retry_after, facts.response = {"s": 7}, object()
-    facts.body = "x" * (MAX_ATTRIBUTE_BYTES + 1)
-    facts.loop = []
-    facts.loop.append(facts.loop)
+    info: Any = error
+    info.retry_after, info.response = {"s": 7}, object()
+    info.body = "x" * (MAX_ATTRIBUTE_BYTES + 1)
+    info.loop = []
+    info.loop.append(info.loop)
     assert vars(travelled(error)) == {
         "status": 0,
         "retry_after": {"s": 7},
@@ -101,7 +101,7 @@ def test_notes_and_plain_attributes_travel_and_nothing_else() -> None:
 
 
 def test_no_module_is_imported_for_a_class() -> None:
-    content, kinds, attributes = spell_exception(Soft("down"), BACKEND)
+    content, kinds, attributes = encode_exception(Soft("down"), BACKEND)
     stored = {**json.loads(content), "exc_module": "antigravity"}
     spelled = json.dumps(stored), [("antigravity", "Soft"), *kinds[1:]], attributes
     found = read_exception(spelled, BACKEND)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from batchery.settings import ModelSettings
-from batchery_producer.gateway.models.facts import UNKNOWN, ModelFacts, read_facts
 from batchery_producer.gateway.models.files import ModelFiles, PerModel
+from batchery_producer.gateway.models.info import UNKNOWN, ModelInfo, read_info
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Problem
 
@@ -26,14 +26,14 @@ def test_missing_file_is_empty_and_a_broken_one_is_named(tmp_path: Path) -> None
 
 
 def test_facts_are_the_smallest_limit_and_the_labels(tmp_path: Path) -> None:
-    assert read_facts(served(tmp_path)) == UNKNOWN
+    assert read_info(served(tmp_path)) == UNKNOWN
     (tmp_path / "config.json").write_text(
         '{"max_position_embeddings": 512, "id2label": {"0": "no", "1": "yes"}}'
     )
     (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1e30}')
-    assert read_facts(served(tmp_path)) == ModelFacts({0: "no", 1: "yes"}, 512)
+    assert read_info(served(tmp_path)) == ModelInfo({0: "no", 1: "yes"}, 512)
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
-    assert read_facts(served(tmp_path)).max_tokens == 256
+    assert read_info(served(tmp_path)).max_tokens == 256
 
 
 def test_callers_at_once_share_what_is_made(tmp_path: Path) -> None:

@@ -6,10 +6,10 @@ from batchery_producer.gateway.routes.text_batches import (
     list_devices,
     per_s,
 )
-from batchery_producer.results.answers import BatchFacts, Outcome
+from batchery_producer.results.answers import BatchSummary, Outcome
 
-FIRST = BatchFacts("b1", 2, 1.5, "cuda:1")
-SECOND = BatchFacts("b2", 1, 1.5, "cuda:0")
+FIRST = BatchSummary("b1", 2, 1.5, "cuda:1")
+SECOND = BatchSummary("b2", 1, 1.5, "cuda:0")
 
 
 def test_texts_are_cut_in_order_and_the_last_batch_is_the_rest() -> None:

@@ -11,7 +11,7 @@ import torch
 
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
-from batchery_worker.cli.verify import _spelled
+from batchery_worker.cli.verify import _format
 from batchery_worker.models import EmbeddingModel
 from batchery_worker.models.hardware import quantization
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
@@ -71,7 +71,7 @@ def test_minilm_is_smaller_and_passes_verification(
     for each in report.comparisons:
         assert each.cosine is not None
         assert LEAST_COSINE < each.cosine < 0.9999
-    assert _spelled("embed", report).startswith("embed on cpu in float32, weights in int8, 12 ")
+    assert _format("embed", report).startswith("embed on cpu in float32, weights in int8, 12 ")
     assert report.to_json()["quantize"] == "int8"
 
 

@@ -21,7 +21,7 @@ TYPES = {"classification": "classifier", "rerank": "reranker"}
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class ModelInfo:
     """What the files of a model say.
 
     Attributes:
@@ -34,10 +34,10 @@ class ModelFacts:
 
 
 #: Where the gateway cannot read them.
-UNKNOWN = ModelFacts()
+UNKNOWN = ModelInfo()
 
 
-def read_facts(model: ServedModel) -> ModelFacts:
+def read_info(model: ServedModel) -> ModelInfo:
     """Reads the files of a model.
 
     Raises:
@@ -52,13 +52,13 @@ def read_facts(model: ServedModel) -> ModelFacts:
     ]
     stated = [int(each) for each in limits if each and 0 < each < NO_LIMIT_TOKENS]
     labels = config.get("id2label") or {}
-    return ModelFacts(
+    return ModelInfo(
         {int(number): str(name) for number, name in labels.items()}, min(stated, default=None)
     )
 
 
 def build_info(
-    model: ServedModel, facts: ModelFacts, settings: Settings, caller: Caller
+    model: ServedModel, info: ModelInfo, settings: Settings, caller: Caller
 ) -> dict[str, Any]:
     """A model and the limits of requests, in TEI's words."""
     own = model.settings
@@ -67,9 +67,9 @@ def build_info(
         "model_sha": own.revision,
         "model_dtype": DTYPES.get(own.dtype, own.dtype),
         "served_model_name": model.name,
-        "model_type": _type(model, facts),
+        "model_type": _type(model, info),
         "max_concurrent_requests": caller.max_concurrency,
-        "max_input_length": own.max_length or facts.max_tokens or 0,
+        "max_input_length": own.max_length or info.max_tokens or 0,
         "max_batch_tokens": own.max_batch_tokens or settings.max_batch_tokens or 0,
         "max_batch_requests": own.max_batch_size or settings.max_batch_size,
         "max_client_batch_size": caller.max_items,
@@ -81,13 +81,13 @@ def build_info(
     }
 
 
-def _type(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
+def _type(model: ServedModel, info: ModelInfo) -> dict[str, Any]:
     if "embedding" in model.kind:
         pooling = {"embedding": model.settings.pooling, "sparse_embedding": "splade"}
         return {"embedding": {"pooling": pooling.get(model.kind, "none")}}
     return {
         TYPES.get(model.kind, "classifier"): {
-            "id2label": {str(number): name for number, name in facts.labels.items()},
-            "label2id": {name: number for number, name in facts.labels.items()},
+            "id2label": {str(number): name for number, name in info.labels.items()},
+            "label2id": {name: number for number, name in info.labels.items()},
         }
     }
