@@ -62,8 +62,8 @@ def traced(owner: Any, name: str, *, before: str = "", after: str = "") -> None:
     setattr(owner, name, noting)
 
 
-traced(LeasingChannel, "_ask_at_once", before="woken", after="drain sent")
-traced(Fetcher, "read", after="drained")
+traced(LeasingChannel, "_ask_at_once", before="woken", after="fetch sent")
+traced(Fetcher, "read", after="fetched")
 traced(Dispatcher, "admit", after="admitted")
 traced(Dispatcher, "_launch", before="dispatched", after="sent to the device")
 traced(RedisCommitter, "_store", before="commit sent", after="commit answered")

@@ -42,8 +42,8 @@ ROWS = (
 HOPS = (
     "published",
     "woken",
-    "drain sent",
-    "drained",
+    "fetch sent",
+    "fetched",
     "admitted",
     "dispatched",
     "sent to the device",

@@ -35,8 +35,8 @@ RATE = 400
 
 #: Function and file -> stage, for the main process and for the device.
 MAIN = {
-    "on_readable (batchery/transport/poller.py": "read the drain's answer",
-    "_brpop_start (batchery/transport/channel.py": "ask for the next drain",
+    "on_readable (batchery/transport/poller.py": "read the fetch's answer",
+    "_brpop_start (batchery/transport/channel.py": "ask for the next fetch",
     "flush (batchery/transport/poller.py": "acknowledgements and notes",
     "_read (batchery/transport/inbox.py": "decode envelopes",
     "_deliver (batchery/transport/inbox.py": "make kombu's message",

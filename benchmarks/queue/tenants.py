@@ -99,7 +99,7 @@ def fetch(client: Any, scripts: Any) -> None:
     # What has no tenants can be compared with: the same benchmark runs there.
     keys += [KEYS.tenants] if hasattr(KEYS, "tenants") else []
     limits = ("q", BATCH, 1)
-    scripts.run("drain", [*keys, "q"], "me", BATCH, 2**24, "", 0, 1, BATCH, BATCH, *limits)
+    scripts.run("fetch", [*keys, "q"], "me", BATCH, 2**24, "", 0, 1, BATCH, BATCH, *limits)
     client.delete(KEYS.lease("me"))
 
 

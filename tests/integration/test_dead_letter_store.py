@@ -185,16 +185,16 @@ def test_notes_of_running_batches_are_written_and_removed(
     told(b"alone 3 b")
 
 
-def test_a_batch_that_a_drain_has_noted_needs_no_other_note(
+def test_a_batch_that_a_fetch_has_noted_needs_no_other_note(
     lease_store: LeaseStore, bare: Any
 ) -> None:
     key = f"shop:batchery:running:{lease_store.worker}"
 
-    def drain(token: str) -> None:
+    def fetch(token: str) -> None:
         assert not lease_store.runs_batches
         bare.delete(key)
         bare.hset(key, "0", f"shared {token} ?")
-        lease_store.drained(token)
+        lease_store.fetched(token)
 
     def told(**notes: str) -> None:
         expected = {number.lstrip("_"): note for number, note in notes.items()}
@@ -204,11 +204,11 @@ def test_a_batch_that_a_drain_has_noted_needs_no_other_note(
         return {name.decode(): note.decode() for name, note in bare.hgetall(key).items()}
 
     for token in ("1", "2"):
-        drain(token)
+        fetch(token)
         batch = lease_store.began({token: "job"}, alone=False)
         assert lease_store.runs_batches
         lease_store.ended(batch)
-    drain("3")
+    fetch("3")
     batch = lease_store.began({"3": "job"}, alone=False)
     other = lease_store.began({"4": "other"}, alone=False)
     # Those before have ended, and this one has not.
@@ -222,15 +222,15 @@ def test_a_batch_that_a_drain_has_noted_needs_no_other_note(
 
 
 @pytest.mark.parametrize("how", ["alone", "with another", "not at all", "answer lost"])
-def test_a_note_of_a_drain_that_does_not_fit_is_removed(
+def test_a_note_of_a_fetch_that_does_not_fit_is_removed(
     lease_store: LeaseStore, bare: Any, how: str
 ) -> None:
     key = f"shop:batchery:running:{lease_store.worker}"
     bare.hset(key, "0", "shared 1 ?")
     if how == "answer lost":
-        lease_store.forget_drained()
+        lease_store.forget_fetched()
     else:
-        lease_store.drained("1")
+        lease_store.fetched("1")
     jobs = {"1": "a", "2": "b"} if how == "with another" else {"1": "a"}
     if how == "not at all":
         jobs = {"2": "b"}
@@ -238,14 +238,14 @@ def test_a_note_of_a_drain_that_does_not_fit_is_removed(
     wait_for(lambda: bare.hkeys(key) == [b"1"], "it is told")
 
 
-def test_a_suspect_that_is_cleared_is_told_although_the_drain_has_noted_the_batch(
+def test_a_suspect_that_is_cleared_is_told_although_the_fetch_has_noted_the_batch(
     lease_store: LeaseStore, bare: Any
 ) -> None:
     bare.hset("shop:batchery:suspects", mapping={"innocent": 0, "another": 0})
     token = hold(lease_store, 1, b"{}")
     lease_store.suspect(token, "innocent", 0)
     lease_store.committed([token])
-    lease_store.drained("2")
+    lease_store.fetched("2")
     lease_store.began({"2": "killer"}, alone=False)
     wait_for(lambda: bare.hkeys("shop:batchery:suspects") == [b"another"], "it is told")
 

@@ -56,13 +56,13 @@ def other(bare: Any) -> Iterator[LeaseStore]:
     made.close()
 
 
-def drain(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
+def fetch(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
     """Pushes messages and leases them; returns their tokens."""
     lease_store.client.lpush("queue", *messages)
     fixed = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, KEYS.waiting]
     fixed += [KEYS.running(lease_store.worker), KEYS.tenants]
     arguments = [lease_store.worker, 100, 2**20, "", 0, 1, 100, 100, "queue", 100, 1]
-    answer = lease_store.scripts.run("drain", [*fixed, "queue"], *arguments)
+    answer = lease_store.scripts.run("fetch", [*fixed, "queue"], *arguments)
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
     if owner is not None:
         for token in tokens:
@@ -79,7 +79,7 @@ def leased(lease_store: LeaseStore) -> int:
 
 
 def test_acknowledgements_are_sent_together(lease_store: LeaseStore, owner: Owner) -> None:
-    tokens = drain(lease_store, owner, "1", "2", "3")
+    tokens = fetch(lease_store, owner, "1", "2", "3")
     for token in tokens[:2]:
         lease_store.ack(token)
     assert leased(lease_store) == 3
@@ -92,7 +92,7 @@ def test_acknowledgements_are_sent_together(lease_store: LeaseStore, owner: Owne
 
 def test_flush_sends_all_waiting_acknowledgements(lease_store: LeaseStore, owner: Owner) -> None:
     for _ in range(30):
-        for token in drain(lease_store, owner, *["x"] * 100):
+        for token in fetch(lease_store, owner, *["x"] * 100):
             lease_store.ack(token)
     assert leased(lease_store) == 3000
     lease_store.flush()
@@ -102,7 +102,7 @@ def test_flush_sends_all_waiting_acknowledgements(lease_store: LeaseStore, owner
 def test_message_without_a_lease_cannot_be_acknowledged(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    (token,) = drain(lease_store, owner, "1")
+    (token,) = fetch(lease_store, owner, "1")
     lease_store.ack(token)
     lease_store.ack(token)
     lease_store.flush()
@@ -112,7 +112,7 @@ def test_message_without_a_lease_cannot_be_acknowledged(
 def test_acknowledgements_wait_for_a_redis_that_is_away(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    (token,) = drain(lease_store, owner, "1")
+    (token,) = fetch(lease_store, owner, "1")
     lease_store.ack(token)
     pool, lease_store.client.connection_pool = lease_store.client.connection_pool, _nowhere()
     with pytest.raises(redis.ConnectionError):
@@ -129,7 +129,7 @@ def _nowhere() -> redis.ConnectionPool:
 def test_threads_that_flush_at_the_same_time_lose_nothing(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    tokens = [token for _ in range(20) for token in drain(lease_store, owner, *["x"] * 100)]
+    tokens = [token for _ in range(20) for token in fetch(lease_store, owner, *["x"] * 100)]
 
     def acknowledge(part: list[str]) -> None:
         for token in part:
@@ -151,7 +151,7 @@ def test_threads_that_flush_at_the_same_time_lose_nothing(
 
 
 def test_requeue_to_either_end(lease_store: LeaseStore, owner: Owner) -> None:
-    tokens = drain(lease_store, owner, "1", "2", "3")
+    tokens = fetch(lease_store, owner, "1", "2", "3")
     lease_store.client.lpush("queue", "4")
     lease_store.requeue(tokens[1:], first=True)
     lease_store.requeue(tokens[:1], first=False)
@@ -162,7 +162,7 @@ def test_requeue_to_either_end(lease_store: LeaseStore, owner: Owner) -> None:
 def test_close_gives_everything_back_in_order(bare: Any, owner: Owner) -> None:
     lease_store = LeaseStore(bare, "", EXPIRY_S)
     lease_store.open()
-    tokens = drain(lease_store, owner, "1", "2", "3", "4")
+    tokens = fetch(lease_store, owner, "1", "2", "3", "4")
     bare.lpush("queue", "5")
     lease_store.ack(tokens[1])
     lease_store.close()
@@ -173,8 +173,8 @@ def test_close_gives_everything_back_in_order(bare: Any, owner: Owner) -> None:
 
 
 def test_reconcile_adopts_leases_of_a_lost_answer(lease_store: LeaseStore, owner: Owner) -> None:
-    known = drain(lease_store, owner, "1")
-    lost = drain(lease_store, None, "2", "3")
+    known = fetch(lease_store, owner, "1")
+    lost = fetch(lease_store, None, "2", "3")
     again = lease_store.reconcile(owner, active=[])
     assert again == [(lost[0], "queue", b"2"), (lost[1], "queue", b"3")]
     assert lease_store.holds(known[0])
@@ -183,7 +183,7 @@ def test_reconcile_adopts_leases_of_a_lost_answer(lease_store: LeaseStore, owner
 def test_reconcile_redelivers_waiting_messages_and_counts_running_ones(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    waits, runs, done = drain(lease_store, owner, "waits", "runs", "done")
+    waits, runs, done = fetch(lease_store, owner, "waits", "runs", "done")
     lease_store.leases.abandon(owner)
     lease_store.client.hdel(lease_store.lease_key, done)
     after = Owner()
@@ -199,7 +199,7 @@ def test_reconcile_redelivers_waiting_messages_and_counts_running_ones(
 def test_message_acknowledged_meanwhile_is_not_redelivered(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    (token,) = drain(lease_store, owner, "1")
+    (token,) = fetch(lease_store, owner, "1")
     lease_store.leases.abandon(owner)
     lease_store.ack(token)
     assert lease_store.reconcile(Owner(), active=[]) == []
@@ -209,24 +209,24 @@ def test_message_acknowledged_meanwhile_is_not_redelivered(
 def test_tokens_are_not_given_twice_after_redis_forgot_the_last(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    drain(lease_store, owner, "1", "2", "3")
+    fetch(lease_store, owner, "1", "2", "3")
     lease_store.client.set(KEYS.token, 1)
     lease_store.reconcile(owner, active=[])
-    assert drain(lease_store, owner, "4") == ["4"]
+    assert fetch(lease_store, owner, "4") == ["4"]
 
 
 def test_fenced_worker_registers_anew_and_holds_nothing(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
     before = lease_store.worker
-    tokens = drain(lease_store, owner, "1", "2")
+    tokens = fetch(lease_store, owner, "1", "2")
     lease_store.fenced = True
     assert not lease_store.holds(tokens[0])
     assert lease_store.rejoin() == 2
     assert lease_store.worker != before
     lease_store.ack(tokens[0])
     lease_store.flush()
-    assert drain(lease_store, owner, "3")
+    assert fetch(lease_store, owner, "3")
 
 
 def test_worker_learns_that_others_took_over(lease_store: LeaseStore, other: LeaseStore) -> None:
@@ -241,7 +241,7 @@ def test_worker_learns_that_others_took_over(lease_store: LeaseStore, other: Lea
 def test_a_worker_that_lost_its_entry_alone_gives_its_jobs_back(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    tokens = drain(lease_store, owner, "1", "2", "3")
+    tokens = fetch(lease_store, owner, "1", "2", "3")
     lease_store.ack(tokens[1])
     lease_store.client.delete(KEYS.workers)
     lease_store.fenced = True
@@ -250,17 +250,17 @@ def test_a_worker_that_lost_its_entry_alone_gives_its_jobs_back(
 
 
 def test_after_a_flushall_tokens_go_on(lease_store: LeaseStore, owner: Owner) -> None:
-    tokens = drain(lease_store, owner, "1", "2")
+    tokens = fetch(lease_store, owner, "1", "2")
     lease_store.client.flushall()
     lease_store.fenced = True
     lease_store.rejoin()
-    assert drain(lease_store, owner, "3") == [str(int(tokens[-1]) + 1)]
+    assert fetch(lease_store, owner, "3") == [str(int(tokens[-1]) + 1)]
 
 
 def test_jobs_of_a_silent_worker_return_to_their_queues(
     lease_store: LeaseStore, other: LeaseStore, owner: Owner
 ) -> None:
-    drain(other, owner, "1", "2")
+    fetch(other, owner, "1", "2")
     other.began({"1": "job"}, alone=True)
     wait_for(lambda: other.client.exists(KEYS.running(other.worker)), "the note arrives")
     heart = Heartbeat(lease_store, lease_store.client)
@@ -276,7 +276,7 @@ def test_jobs_of_a_silent_worker_return_to_their_queues(
 def test_silent_worker_is_dead_after_the_expiry_that_it_registered(
     lease_store: LeaseStore, other: LeaseStore, owner: Owner, said: object, after_s: float
 ) -> None:
-    drain(other, owner, "1")
+    fetch(other, owner, "1")
     lease_store.client.hset(KEYS.worker_info, other.worker, json.dumps({"expiry_s": said}))
     heart = Heartbeat(lease_store, lease_store.client)
     tenths = 0
@@ -289,7 +289,7 @@ def test_silent_worker_is_dead_after_the_expiry_that_it_registered(
 def test_deaths_right_after_an_outage_are_not_counted(
     lease_store: LeaseStore, other: LeaseStore, owner: Owner
 ) -> None:
-    drain(other, owner, "1")
+    fetch(other, owner, "1")
     other.began({"1": "job"}, alone=True)
     wait_for(lambda: other.client.exists(KEYS.running(other.worker)), "the note arrives")
     heart = Heartbeat(lease_store, lease_store.client)
@@ -305,7 +305,7 @@ def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
     lease_store.client.hset(KEYS.suspects, mapping={"first": 1, "second": 1})
-    first, second = drain(lease_store, owner, "1", "2")
+    first, second = fetch(lease_store, owner, "1", "2")
     lease_store.suspect(first, "first", 1)
     lease_store.suspect(second, "second", 1)
     assert lease_store.deaths(first) == 1
@@ -318,7 +318,7 @@ def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
 def test_dedupe_keys_of_a_job_are_removed_with_its_lease(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    mine, lost = drain(lease_store, owner, "1", "2")
+    mine, lost = fetch(lease_store, owner, "1", "2")
     for token in (mine, lost):
         lease_store.client.sadd(KEYS.dedupe_keys(f"tag-{token}"), "a dedupe key")
         lease_store.published(token, f"tag-{token}")
@@ -336,7 +336,7 @@ def test_suspect_cleared_during_a_flush_is_sent_with_the_next_one(
     lease_store: LeaseStore, owner: Owner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease_store.client.hset(KEYS.suspects, mapping={"first": 0, "second": 0})
-    tokens = drain(lease_store, owner, "1", "2")
+    tokens = fetch(lease_store, owner, "1", "2")
     for token, suspect in zip(tokens, ("first", "second"), strict=True):
         lease_store.suspect(token, suspect, 0)
     lease_store.committed(tokens[:1])
@@ -366,13 +366,13 @@ def test_suspect_cleared_during_a_flush_is_sent_with_the_next_one(
 def test_still_held_returns_only_leases_that_redis_has(
     lease_store: LeaseStore, owner: Owner
 ) -> None:
-    tokens = drain(lease_store, owner, "1", "2")
+    tokens = fetch(lease_store, owner, "1", "2")
     lease_store.client.hdel(lease_store.lease_key, tokens[0])
     assert lease_store.still_held(tokens) == {tokens[1]}
 
 
 def test_a_forked_child_leaves_the_leases_alone(lease_store: LeaseStore, owner: Owner) -> None:
-    tokens = drain(lease_store, owner, "1")
+    tokens = fetch(lease_store, owner, "1")
     child = os.fork()
     if child == 0:
         lease_store.requeue(tokens, first=True)

@@ -49,9 +49,9 @@ def test_consumer_waits_again_when_the_queue_is_empty(both: StartConsumer, url: 
     assert consumer.get(4) == list("1234")
 
 
-def test_a_drain_that_was_full_is_followed_by_another(both: StartConsumer, url: str) -> None:
+def test_a_fetch_that_was_full_is_followed_by_another(both: StartConsumer, url: str) -> None:
     send(url, "q", *"12345")
-    consumer = both("q", drain_messages=2)
+    consumer = both("q", fetch_messages=2)
     assert consumer.get(5) == list("12345")
     consumer.until_waiting()
     send(url, "q", *"678")
@@ -220,10 +220,10 @@ def test_each_class_has_its_part_and_no_more(both: StartConsumer, url: str, bare
     assert consumer.texts[-1] == "3"
 
 
-def test_a_drain_leaves_something_to_others(both: StartConsumer, url: str, bare: Any) -> None:
+def test_a_fetch_leaves_something_to_others(both: StartConsumer, url: str, bare: Any) -> None:
     send(url, "q", *"12345")
     left: list[int] = []
-    consumer = both("q", drain_messages=2)
+    consumer = both("q", fetch_messages=2)
 
     def look(message: Any) -> None:
         consumer.messages.append(message)
@@ -274,10 +274,10 @@ def test_a_queue_is_added_while_it_waits(both: StartConsumer, url: str) -> None:
     consumer.messages[0].ack()
 
 
-def test_a_queue_is_added_while_a_drain_is_under_way(both: StartConsumer, url: str) -> None:
+def test_a_queue_is_added_while_a_fetch_is_under_way(both: StartConsumer, url: str) -> None:
     consumer = both("q")
     consumer.channel.connection.cycle.on_poll_start()
-    assert consumer.channel._draining
+    assert consumer.channel._fetching
     consumer.consumer.add_queue(find_queue("new"))
     consumer.consumer.consume()
     consumer.until_waiting()
@@ -320,11 +320,11 @@ def test_close_gives_back_in_order(both: StartConsumer, url: str, bare: Any) -> 
         assert another.get(4) == ["1", "3", "4", "5"]
 
 
-def test_close_while_a_drain_is_under_way(both: StartConsumer, url: str, bare: Any) -> None:
+def test_close_while_a_fetch_is_under_way(both: StartConsumer, url: str, bare: Any) -> None:
     send(url, "q", "1", "2")
     consumer = both("q")
     consumer.channel.connection.cycle.on_poll_start()
-    assert consumer.channel._draining
+    assert consumer.channel._fetching
     consumer.close()
     assert waiting(bare) == 2
     assert leases(bare) == 0

@@ -31,7 +31,7 @@ class Redis:
     def renew(self, worker: str = ME) -> Any:
         return self.scripts.run("renew", [KEYS.workers], worker)
 
-    def drain(
+    def fetch(
         self,
         *queues: str,
         wanted: int = 100,
@@ -58,7 +58,7 @@ class Redis:
             for each in (limit, (at_once or limits)[at], names[at + 1])
         ]
         answer = self.scripts.run(
-            "drain",
+            "fetch",
             [*fixed, *queues],
             *[ME, wanted, room, entry, int(notes), len(limits), *told, shared or 999, *parts],
         )
@@ -119,88 +119,88 @@ def push(client: Any, queue: str, *messages: str) -> None:
     client.lpush(queue, *messages)
 
 
-def test_drain_serves_all_queues_of_a_step_before_the_next(there: Redis) -> None:
+def test_fetch_serves_all_queues_of_a_step_before_the_next(there: Redis) -> None:
     for queue, text in (("a", "1 3"), ("b", "2 4"), ("a:3", "5"), ("b:3", "6")):
         push(there.client, queue, *text.split())
-    drained = there.drain("a", "b", "a:3", "b:3", steps=2)
-    assert [message for _, _, message in drained] == ["1", "3", "2", "4", "5", "6"]
-    assert [token for token, _, _ in drained] == [1, 2, 3, 4, 5, 6]
+    fetched = there.fetch("a", "b", "a:3", "b:3", steps=2)
+    assert [message for _, _, message in fetched] == ["1", "3", "2", "4", "5", "6"]
+    assert [token for token, _, _ in fetched] == [1, 2, 3, 4, 5, 6]
     assert there.leases()["6"] == "b:3\x006"
     assert not there.client.exists("a", "b", "a:3", "b:3")
 
 
-def test_drain_leaves_room_for_each_class(there: Redis) -> None:
+def test_fetch_leaves_room_for_each_class(there: Redis) -> None:
     for queue in ("a", "b", "a:3", "a:6", "a:9"):
         push(there.client, queue, *(f"{queue} {number}" for number in range(9)))
     lists = ("a", "b", "a:3", "b:3", "a:6", "b:6", "a:9", "b:9")
-    drained = there.drain(*lists, steps=4, parts=[1, 2, 3, 2, 4, 2, 4, 2], limits=[2, 3, 1, 10])
-    taken = [key for _, key, _ in drained]
+    fetched = there.fetch(*lists, steps=4, parts=[1, 2, 3, 2, 4, 2, 4, 2], limits=[2, 3, 1, 10])
+    taken = [key for _, key, _ in fetched]
     assert taken == ["a"] * 2 + ["b"] * 3 + ["a:3"] + ["a:6"] * 9 + ["a:9"]
 
 
-def test_drain_of_empty_queues_gives_nothing(there: Redis) -> None:
-    assert there.drain("a", "b") == []
+def test_fetch_of_empty_queues_gives_nothing(there: Redis) -> None:
+    assert there.fetch("a", "b") == []
     assert not there.client.exists(KEYS.token)
 
 
-def test_drain_takes_what_is_wanted_and_leaves_the_rest_in_order(there: Redis) -> None:
+def test_fetch_takes_what_is_wanted_and_leaves_the_rest_in_order(there: Redis) -> None:
     push(there.client, "a", *[str(number) for number in range(100)])
-    assert len(there.drain("a", wanted=37)) == 37
+    assert len(there.fetch("a", wanted=37)) == 37
     assert there.queue("a") == [str(number) for number in range(37, 100)]
 
 
-def test_drain_of_thousands(there: Redis) -> None:
+def test_fetch_of_thousands(there: Redis) -> None:
     push(there.client, "a", *[str(number) for number in range(5000)])
-    drained = there.drain("a", wanted=5000)
-    assert [message for _, _, message in drained] == [str(number) for number in range(5000)]
+    fetched = there.fetch("a", wanted=5000)
+    assert [message for _, _, message in fetched] == [str(number) for number in range(5000)]
     assert len(there.leases()) == 5000
 
 
-def test_drain_heeds_the_limit_of_each_queue_over_all_its_steps(there: Redis) -> None:
+def test_fetch_heeds_the_limit_of_each_queue_over_all_its_steps(there: Redis) -> None:
     push(there.client, "a", "1", "2", "3")
     push(there.client, "a:3", "4")
     push(there.client, "b", "5", "6", "7")
-    drained = there.drain("a", "b", "a:3", "b:3", limits=[2, 100], steps=2)
-    assert [message for _, _, message in drained] == ["1", "2", "5", "6", "7"]
+    fetched = there.fetch("a", "b", "a:3", "b:3", limits=[2, 100], steps=2)
+    assert [message for _, _, message in fetched] == ["1", "2", "5", "6", "7"]
     assert there.queue("a") == ["3"]
     assert there.queue("a:3") == ["4"]
 
 
-def test_drain_stops_at_its_bytes(there: Redis) -> None:
+def test_fetch_stops_at_its_bytes(there: Redis) -> None:
     push(there.client, "a", *["x" * 1000] * 64)
-    assert len(there.drain("a", room=10_000)) == 16
+    assert len(there.fetch("a", room=10_000)) == 16
     assert there.client.llen("a") == 48
 
 
 def test_a_message_larger_than_the_bytes_is_taken_alone(there: Redis) -> None:
     push(there.client, "a", "x" * 1000)
     push(there.client, "b", "y")
-    assert len(there.drain("a", "b", room=10)) == 1
-    assert len(there.drain("b", room=10)) == 1
+    assert len(there.fetch("a", "b", room=10)) == 1
+    assert len(there.fetch("b", room=10)) == 1
 
 
 def test_a_key_that_is_no_list_loses_nothing(there: Redis) -> None:
     push(there.client, "a", "1")
     there.client.set("b", "no list")
     push(there.client, "c", "2")
-    assert [message for _, _, message in there.drain("a", "b", "c")] == ["1", "2"]
+    assert [message for _, _, message in there.fetch("a", "b", "c")] == ["1", "2"]
     assert len(there.leases()) == 2
 
 
 def test_unregistered_worker_gets_nothing(there: Redis) -> None:
     push(there.client, "a", "1")
     there.recover()
-    assert there.drain("a") is None
+    assert there.fetch("a") is None
     assert there.renew() is None
     assert there.queue("a") == ["1"]
 
 
-def test_drain_tells_how_many_suspects_there_are(there: Redis) -> None:
+def test_fetch_tells_how_many_suspects_there_are(there: Redis) -> None:
     push(there.client, "a", "1")
     there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
     keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
-    answer = there.scripts.run("drain", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
+    answer = there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
     assert answer == [2, 1, 0, b"1"]
 
 
@@ -213,8 +213,8 @@ def fill(client: Any) -> None:
 
 
 FULL: dict[str, Callable[[Redis], object]] = {
-    "drain": lambda there: there.drain("a", at_once=[8]),
-    "drain that notes": lambda there: there.drain("a", notes=True),
+    "fetch": lambda there: there.fetch("a", at_once=[8]),
+    "fetch that notes": lambda there: there.fetch("a", notes=True),
     "renew": lambda there: there.renew(),
     "register": lambda there: there.scripts.run(
         "register", [KEYS.workers, KEYS.worker_info, KEYS.token], "another", "{}", 0
@@ -231,7 +231,7 @@ FULL: dict[str, Callable[[Redis], object]] = {
 @pytest.mark.parametrize("script", FULL)
 def test_a_full_redis_refuses_none_of_the_scripts(there: Redis, script: str) -> None:
     push(there.client, "a", "1", "2")
-    there.drain("a", wanted=1)
+    there.fetch("a", wanted=1)
     there.client.hset(KEYS.running(ME), "1", "alone 1 job")
     there.wait_for("other", 8, 0, a=1)
     fill(there.client)
@@ -240,7 +240,7 @@ def test_a_full_redis_refuses_none_of_the_scripts(there: Redis, script: str) -> 
 
 def test_requeue_to_the_front_keeps_the_order(there: Redis) -> None:
     push(there.client, "a", "1", "2", "3", "4")
-    there.drain("a", wanted=3)
+    there.fetch("a", wanted=3)
     given = there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 3, 2, 1, 99)
     assert given == 3
     assert there.queue("a") == ["1", "2", "3", "4"]
@@ -249,7 +249,7 @@ def test_requeue_to_the_front_keeps_the_order(there: Redis) -> None:
 
 def test_requeue_to_the_end(there: Redis) -> None:
     push(there.client, "a", "1", "2", "3")
-    there.drain("a", wanted=1)
+    there.fetch("a", wanted=1)
     there.scripts.run("requeue", [KEYS.lease(ME)], "LPUSH", 1)
     assert there.queue("a") == ["2", "3", "1"]
 
@@ -285,7 +285,7 @@ def test_requeue_marks_headers_and_delivery_info_and_nothing_else(
     expected["properties"]["delivery_info"] |= MARKED
     push(there.client, "a", json.dumps(message, separators=separators))
     for _ in range(2):
-        ((token, _, _),) = there.drain("a")
+        ((token, _, _),) = there.fetch("a")
         there.scripts.run("requeue", [KEYS.lease(ME)], "LPUSH", token)
         (again,) = there.queue("a")
         assert json.loads(again) == expected
@@ -295,14 +295,14 @@ def test_requeue_marks_headers_and_delivery_info_and_nothing_else(
 @pytest.mark.parametrize("message", ["{}", "no json", '{"headers": {', '{"headers": null}', ""])
 def test_requeue_keeps_a_message_without_marks_as_it_is(there: Redis, message: str) -> None:
     push(there.client, "a", message)
-    ((token, _, _),) = there.drain("a")
+    ((token, _, _),) = there.fetch("a")
     there.scripts.run("requeue", [KEYS.lease(ME)], "LPUSH", token)
     assert there.queue("a") == [message]
 
 
 def test_recover_marks_what_a_dead_worker_held(there: Redis) -> None:
     push(there.client, "a", json.dumps(kombu_message()))
-    there.drain("a")
+    there.fetch("a")
     assert there.recover() == [1, 0]
     (again,) = map(json.loads, there.queue("a"))
     assert again["headers"]["redelivered"] is True
@@ -313,7 +313,7 @@ def test_recover_keeps_the_original_order_of_every_queue(there: Redis) -> None:
     for start in range(0, 20, 2):
         push(there.client, "a", str(start), str(start + 1))
         push(there.client, "b", str(start))
-    first = there.drain("a", "b", wanted=30)
+    first = there.fetch("a", "b", wanted=30)
     assert len(first) == 30
     push(there.client, "a", "later")
     assert there.recover(beat=there.beat(), counts=1) == [30, 0]
@@ -327,14 +327,14 @@ def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     there.client.lpush("a", message)
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
     keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
-    there.scripts.run("drain", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
+    there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
     there.recover()
     assert there.client.rpop("a") == message
 
 
 def test_recover_is_refused_where_the_heartbeat_moved(there: Redis) -> None:
     push(there.client, "a", "1")
-    there.drain("a")
+    there.fetch("a")
     assert there.recover(beat=str(int(there.beat()) - 1)) is None
     assert there.queue("a") == []
     assert there.renew()
@@ -353,18 +353,18 @@ def blamed(client: Any) -> dict[str, int]:
 
 def test_recover_suspects_running_jobs_and_counts_only_jobs_alone(there: Redis) -> None:
     push(there.client, "a", *"123456")
-    there.drain("a")
+    there.fetch("a")
     there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
     there.recover(beat=there.beat(), counts=1)
     assert blamed(there.client) == {"one": -2, "two": -2}
     assert there.client.ttl(KEYS.suspects) > 0
     there.register()
-    tokens = {message: token for token, _, message in there.drain("a")}
+    tokens = {message: token for token, _, message in there.fetch("a")}
     there.client.hset(KEYS.running(ME), "2", f"alone {tokens['2']} two")
     there.recover(beat=there.beat(), counts=1)
     assert blamed(there.client) == {"one": -2, "two": 1}
     there.register()
-    tokens = {message: token for token, _, message in there.drain("a")}
+    tokens = {message: token for token, _, message in there.fetch("a")}
     there.client.hset(KEYS.running(ME), "1", f"shared {tokens['1']} one {tokens['2']} two")
     assert there.recover(beat=there.beat(), counts=1) == [6, 2]
     assert blamed(there.client) == {"one": 0, "two": 1}
@@ -372,26 +372,26 @@ def test_recover_suspects_running_jobs_and_counts_only_jobs_alone(there: Redis) 
 
 def test_two_that_ran_alone_at_the_same_time_are_not_counted(there: Redis) -> None:
     push(there.client, "a", "1", "2")
-    there.drain("a")
+    there.fetch("a")
     there.client.hset(KEYS.running(ME), mapping={"1": "alone 1 one", "2": "alone 2 two"})
     there.recover(beat=there.beat(), counts=1)
     assert blamed(there.client) == {"one": 0, "two": 0}
 
 
-def test_a_drain_notes_a_message_that_comes_alone(there: Redis) -> None:
+def test_a_fetch_notes_a_message_that_comes_alone(there: Redis) -> None:
     there.client.hset(KEYS.running(ME), "7", "shared 1 gone")
     push(there.client, "a", "1", "2")
-    there.drain("a", notes=True)
+    there.fetch("a", notes=True)
     before = {b"7": b"shared 1 gone"}
     assert there.client.hgetall(KEYS.running(ME)) == {**before, b"delivery": b"shared 1 2"}
     push(there.client, "a", "3")
-    there.drain("a")
+    there.fetch("a")
     assert there.client.hgetall(KEYS.running(ME)) == {**before, b"delivery": b"shared 3 3"}
     push(there.client, "a", "4")
-    there.drain("a", notes=True)
+    there.fetch("a", notes=True)
     note = {b"0": b"shared 4 ?"}
     assert there.client.hgetall(KEYS.running(ME)) == {**note, b"delivery": b"shared 4 4"}
-    assert there.drain("a", notes=True) == []
+    assert there.fetch("a", notes=True) == []
     assert there.client.hgetall(KEYS.running(ME)) == note
 
 
@@ -399,7 +399,7 @@ def test_recover_suspects_what_its_worker_was_reading(there: Redis) -> None:
     jobs = ["a", "b", "c"]
     messages = [json.dumps(kombu_message(headers={"id": job})) for job in jobs]
     push(there.client, "a", *messages)
-    there.drain("a")
+    there.fetch("a")
     there.client.hdel(KEYS.lease(ME), "2")  # It has been settled.
     there.client.hset(KEYS.running(ME), "1", "shared 1 a")  # It has begun to run.
     assert there.recover(beat=there.beat(), counts=1) == [2, 1]
@@ -410,7 +410,7 @@ def test_recover_counts_a_death_against_what_was_read_alone(there: Redis) -> Non
     push(there.client, "a", json.dumps(kombu_message(headers={"id": "odd id"})))
     for deaths in (1, 2):
         there.register()
-        ((token, _, _),) = there.drain("a", notes=True)
+        ((token, _, _),) = there.fetch("a", notes=True)
         there.client.hset(KEYS.running(ME), "delivery", f"alone {token} {token}")
         there.recover(beat=there.beat(), counts=1)
         assert blamed(there.client)["delivery:odd%20id"] == deaths
@@ -419,9 +419,9 @@ def test_recover_counts_a_death_against_what_was_read_alone(there: Redis) -> Non
 @pytest.mark.parametrize(
     "job", ["7fd2-a_b.c", "odd id", "50%?", "a/b~c", "größe", "\u65e5\u672c", "a\tb"]
 )
-def test_recover_finds_the_id_of_what_a_drain_has_noted(there: Redis, job: str) -> None:
+def test_recover_finds_the_id_of_what_a_fetch_has_noted(there: Redis, job: str) -> None:
     push(there.client, "a", json.dumps(kombu_message(headers={"id": job, "stamps": {"id": "x"}})))
-    there.drain("a", notes=True)
+    there.fetch("a", notes=True)
     assert there.recover(beat=there.beat(), counts=1) == [1, 1]
     assert blamed(there.client) == {encode_id(job): 0}
 
@@ -431,7 +431,7 @@ def test_recover_finds_the_id_of_what_a_drain_has_noted(there: Redis, job: str) 
 )
 def test_recover_blames_nobody_for_a_message_without_an_id(there: Redis, message: str) -> None:
     push(there.client, "a", message)
-    there.drain("a", notes=True)
+    there.fetch("a", notes=True)
     assert there.recover(beat=there.beat(), counts=1) == [1, 0]
     assert blamed(there.client) == {}
     assert len(there.queue("a")) == 1
@@ -439,7 +439,7 @@ def test_recover_blames_nobody_for_a_message_without_an_id(there: Redis, message
 
 def test_job_settled_before_the_death_is_no_suspect(there: Redis) -> None:
     push(there.client, "a", "1", "2")
-    there.drain("a")
+    there.fetch("a")
     there.client.hset(KEYS.running(ME), "1", "shared 1 one 2 two")
     there.client.hdel(KEYS.lease(ME), "1")
     assert there.recover(beat=there.beat(), counts=1) == [1, 1]
@@ -448,7 +448,7 @@ def test_job_settled_before_the_death_is_no_suspect(there: Redis) -> None:
 
 def test_recovery_after_an_outage_makes_no_suspects(there: Redis) -> None:
     push(there.client, "a", "1")
-    there.drain("a")
+    there.fetch("a")
     there.client.hset(KEYS.running(ME), "1", "alone 1 one")
     there.recover(beat=there.beat(), counts=0)
     assert blamed(there.client) == {}
@@ -456,7 +456,7 @@ def test_recovery_after_an_outage_makes_no_suspects(there: Redis) -> None:
 
 def test_dead_letter_script_moves_a_message_once(there: Redis) -> None:
     push(there.client, "a", "broken")
-    there.drain("a")
+    there.fetch("a")
     keys = [KEYS.lease(ME), KEYS.dead, KEYS.dead_messages]
     assert there.scripts.run("dead_letter", keys, 1, json.dumps({"reason": "it is"})) == 1
     assert there.scripts.run("dead_letter", keys, 1, "{}") == 0
@@ -469,10 +469,10 @@ def test_tokens_are_not_given_twice_after_redis_lost_them(there: Redis) -> None:
     there.client.flushall()
     there.register(last=41)
     push(there.client, "a", "1")
-    assert there.drain("a")[0][0] == 42
+    assert there.fetch("a")[0][0] == 42
     there.register("another", last=3)
     push(there.client, "a", "2")
-    assert there.drain("a")[0][0] == 43
+    assert there.fetch("a")[0][0] == 43
 
 
 def test_renew_returns_all_heartbeats(there: Redis) -> None:
@@ -487,46 +487,46 @@ def test_a_script_is_loaded_again_where_redis_forgot_it(there: Redis) -> None:
     assert there.renew()
 
 
-def test_drain_enters_the_worker_as_waiting_if_nothing_comes(there: Redis) -> None:
+def test_fetch_enters_the_worker_as_waiting_if_nothing_comes(there: Redis) -> None:
     entry = json.dumps([8, 0, {"a": 1}])
-    assert there.drain("a", entry=entry) == []
+    assert there.fetch("a", entry=entry) == []
     assert there.waiting() == {ME: [8, 0, {"a": 1}]}
     push(there.client, "a", "1")
-    assert there.drain("a", entry=entry)
+    assert there.fetch("a", entry=entry)
     assert there.waiting() == {}
 
 
-def test_drain_of_a_worker_that_can_begin_nothing_ends_its_waiting(there: Redis) -> None:
-    there.drain("a", entry=json.dumps([8, 0, {"a": 1}]))
-    there.drain("a")
+def test_fetch_of_a_worker_that_can_begin_nothing_ends_its_waiting(there: Redis) -> None:
+    there.fetch("a", entry=json.dumps([8, 0, {"a": 1}]))
+    there.fetch("a")
     assert there.waiting() == {}
 
 
-def test_drain_enters_the_worker_at_maxmemory(there: Redis) -> None:
+def test_fetch_enters_the_worker_at_maxmemory(there: Redis) -> None:
     fill(there.client)
-    assert there.drain("a", entry=json.dumps([8, 0, {"a": 1}])) == []
+    assert there.fetch("a", entry=json.dumps([8, 0, {"a": 1}])) == []
     assert there.waiting() == {ME: [8, 0, {"a": 1}]}
 
 
-def test_drain_leaves_to_others_that_wait_what_it_could_not_begin(there: Redis) -> None:
+def test_fetch_leaves_to_others_that_wait_what_it_could_not_begin(there: Redis) -> None:
     there.wait_for("other", 8, 0, a=1)
     for queue in ("a", "b"):
         push(there.client, queue, "1", "2", "3")
-    drained = there.drain("a", "b", at_once=[1, 1])
-    assert [key for _, key, _ in drained] == ["a", "b", "b", "b"]
+    fetched = there.fetch("a", "b", at_once=[1, 1])
+    assert [key for _, key, _ in fetched] == ["a", "b", "b", "b"]
     push(there.client, "b", "4")
     there.wait_for("other", 8, 0, a=1, b=1)
-    assert len(there.drain("a", "b", at_once=[1, 1], shared=1)) == 1
+    assert len(there.fetch("a", "b", at_once=[1, 1], shared=1)) == 1
     # It does not wait for itself.
     there.client.delete(KEYS.waiting)
     there.wait_for(ME, 8, 0, a=1)
-    assert len(there.drain("a", "b", at_once=[0, 0])) == 2
+    assert len(there.fetch("a", "b", at_once=[0, 0])) == 2
 
 
 def test_jobs_go_to_the_front_in_order_and_unmarked(there: Redis) -> None:
     texts = [json.dumps({"headers": {}, "properties": {"n": n}}) for n in range(4)]
     push(there.client, "a", *texts)
-    there.drain("a", wanted=3)
+    there.fetch("a", wanted=3)
     there.wait_for("other", 2, 0, a=1)
     # The fourth is in the queue: it is one of the two that the other one can begin.
     assert there.give((1, 1, 1), (2, 1, 1), (3, 1, 1), queues=["a"]) == [1]
@@ -538,7 +538,7 @@ def test_jobs_go_to_the_front_in_order_and_unmarked(there: Redis) -> None:
 
 def test_jobs_go_only_to_workers_that_wait_for_their_kind(there: Redis) -> None:
     push(there.client, "a", "1", "2", "3")
-    there.drain("a")
+    there.fetch("a")
     assert there.give((1, 1, 1), queues=["a"]) == []
     there.wait_for(ME, 8, 8, a=3)
     assert there.give((1, 1, 1), queues=["a"]) == []
@@ -551,7 +551,7 @@ def test_jobs_go_only_to_workers_that_wait_for_their_kind(there: Redis) -> None:
 
 def test_job_whose_lease_has_ended_is_not_given(there: Redis) -> None:
     push(there.client, "a", "1")
-    there.drain("a")
+    there.fetch("a")
     there.client.delete(KEYS.lease(ME))
     there.wait_for("other", 8, 0, a=1)
     assert there.give((1, 1, 1), queues=["a"]) == []

@@ -387,7 +387,7 @@ def _share_prefetch(
             parts[queue] = parts.get(queue, 0) + prefetch_jobs([task], settings, devices)
     options = app.conf.broker_transport_options
     app.conf.broker_transport_options = {
-        "drain_messages": max(prefetch_jobs([task], settings, devices) for task in tasks),
+        "fetch_messages": max(prefetch_jobs([task], settings, devices) for task in tasks),
         **options,
         "class_levels": sorted(each.level for each in settings.classes.values()),
         "ordinary_queues": list(ordinary),

@@ -279,7 +279,7 @@ class LateBinding:
     def _correct_capacity(self) -> None:
         self._correction_planned = False
         if self._channel.is_capacity_stale:
-            # A drain that finds nothing tells Redis.
+            # A fetch that finds nothing tells Redis.
             self._channel.ask_again()
 
     def _free(self, batch: bool, ordinary: bool) -> Capacity:

@@ -38,7 +38,7 @@ OPTIONS = (
     "leases",
     "lease_expiry_s",
     "queue_prefetch",
-    "drain_messages",
+    "fetch_messages",
     "class_levels",
     "ordinary_queues",
 )
@@ -134,8 +134,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     #: Transport option: how many unsettled messages of a queue and priority class this worker may
     #: hold, by queue name; a class of a queue without an entry has its part of the prefetch.
     queue_prefetch: Mapping[str, int] = MappingProxyType({})
-    #: Transport option: maximum number of messages of one drain. Other workers drain in between.
-    drain_messages = 1000
+    #: Transport option: maximum number of messages of one fetch. Other workers fetch in between.
+    fetch_messages = 1000
     #: Transport option: first priority of each class, in order; without any there are no classes.
     class_levels: Sequence[int] = ()
     #: Transport option: queues whose messages are all of one class.
@@ -146,20 +146,20 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     #: Takes in what was leased; exists once there is a lease store.
     inbox: Inbox
     #: Asks for messages; exists once there is a lease store.
-    drain: Fetcher
+    fetcher: Fetcher
     #: The jobs of this worker, where its pool tells of them; see `workload.py`.
     workload: Workload | None = None
     #: Whether the connection broke, so that leases outlive the channel.
     is_broken = False
 
-    #: What kombu's `_in_poll` stands for: an answer to a drain, or a push. If both are False, it is
+    #: What kombu's `_in_poll` stands for: an answer to a fetch, or a push. If both are False, it is
     #: a BRPOP of kombu's, which may be under way when the channel begins to lease.
-    _draining = _waiting = False
+    _fetching = _waiting = False
     _brpop_sent_at: float | None
     _prepared: Any = None
     #: Whether a lease has ended since the loop last looked; set from any thread.
     _has_room = False
-    #: Whether the last drain brought nothing although a key was there.
+    #: Whether the last fetch brought nothing although a key was there.
     _fruitless = False
     #: Whether a push has come that the workload has not heard of.
     _was_notified = False
@@ -200,10 +200,10 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     def basic_cancel(self, consumer_tag: str) -> Any:
         """Stops consuming a queue; nothing must be kept for this worker any more."""
         store = self.lease_store
-        if store is not None and not self.is_broken and self.drain.is_entered:
+        if store is not None and not self.is_broken and self.fetcher.is_entered:
             with contextlib.suppress(*self.connection_errors):
                 store.stop_waiting()
-                self.drain.forget_entry()
+                self.fetcher.forget_entry()
         return super().basic_cancel(consumer_tag)
 
     def _message(self, payload: Any) -> Any:
@@ -234,7 +234,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             discard_lease_store(store)
             raise
         self.inbox = Inbox(self, store)
-        self.drain = Fetcher(self, store, self.inbox)
+        self.fetcher = Fetcher(self, store, self.inbox)
         self.lease_store = store
 
     # Taking
@@ -252,14 +252,14 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             if self._prepared is not connection._sock:
                 self._prepare(connection)
             self._has_room = False
-            if self.drain.ask(connection, may_note=may_note):
+            if self.fetcher.ask(connection, may_note=may_note):
                 self._in_poll = connection
                 self._brpop_sent_at = monotonic()
-                self._draining, self._waiting = True, False
+                self._fetching, self._waiting = True, False
 
     def _prepare(self, connection: Any) -> None:
-        self._draining = self._waiting = self._fruitless = False
-        self.drain.prepare(connection)
+        self._fetching = self._waiting = self._fruitless = False
+        self.fetcher.prepare(connection)
         # An answer may have died with the connection before.
         self.inbox.reconcile()
         self._prepared = connection._sock
@@ -274,17 +274,17 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             leave_fenced(self.lease_store)
 
     def _brpop_read(self, **options: Any) -> bool:
-        if self.lease_store is None or (self._in_poll and not (self._draining or self._waiting)):
+        if self.lease_store is None or (self._in_poll and not (self._fetching or self._waiting)):
             return bool(super()._brpop_read(**options))
         connection = self.client.connection
-        draining = self._draining
-        self._draining = self._waiting = False
+        fetching = self._fetching
+        self._fetching = self._waiting = False
         self._in_poll = None
         try:
             with refusals_as_lost_connection():
-                if not draining and not self._ask_at_once(connection):
+                if not fetching and not self._ask_at_once(connection):
                     raise Empty
-                answer = self.drain.read(connection)
+                answer = self.fetcher.read(connection)
                 self._on_answer(answer, connection)
                 if self.workload is not None:
                     self.workload.on_answer()
@@ -298,7 +298,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             raise
         finally:
             self._flush_brpop_reauth()
-        take_in = partial(self.inbox.take_in, answer, self.drain.keys)
+        take_in = partial(self.inbox.take_in, answer, self.fetcher.keys)
         if self.workload is None:
             take_in()
         else:
@@ -306,7 +306,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         return True
 
     def _ask_at_once(self, connection: Any) -> bool:
-        """Drains because a push has come; returns whether an answer must be read.
+        """Fetches because a push has come; returns whether an answer must be read.
 
         The answer is waited for, as Redis answers sooner than the loop turns. The push is in front
         of it. So no batch can begin meanwhile, and Redis may note one that is about to.
@@ -315,8 +315,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         self._fruitless = False
         self._was_notified = True
         self._ask(may_note=not self.lease_store.runs_batches)
-        is_asked = self._draining
-        self._draining, self._in_poll = False, None
+        is_asked = self._fetching
+        self._fetching, self._in_poll = False, None
         if not is_asked:
             connection.read_response(push_request=True)
         return is_asked
@@ -325,15 +325,15 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         assert self.lease_store is not None
         if answer is None:
             self.lease_store.fenced = True
-        elif self.drain.took_all:
+        elif self.fetcher.took_all:
             self._wait(connection)
         elif self._fruitless and not answer:
             self._wait(connection)
             # Or what is there is for other workers, and some of it may be left.
-            self.drain.left_some_out = True
+            self.fetcher.left_some_out = True
         # Otherwise the channel asks once more. If that brings nothing either, the key is no list,
         # and the next sweep looks again.
-        self._fruitless = self.drain.watches and not answer and not self.drain.took_all
+        self._fruitless = self.fetcher.watches and not answer and not self.fetcher.took_all
 
     def _wait(self, connection: Any) -> None:
         self._waiting = True
@@ -361,20 +361,20 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             connection = self._in_poll
             is_alive = connection and connection._sock is self._prepared
             if self._waiting and is_alive:
-                if not self.drain.nothing_came(connection):
+                if not self.fetcher.nothing_came(connection):
                     self.ask_again()
                 if self.workload is not None:
                     self.workload.on_answer()
 
     def make_room(self) -> None:
-        """Wakes the loop because a lease has ended, so that it drains again; from any thread."""
+        """Wakes the loop because a lease has ended, so that it fetches again; from any thread."""
         if not self._has_room:
             self._has_room = True
             if (transport := self.connection) is not None:
                 transport.wake()
 
     def look_for_room(self) -> None:
-        """Drains again where a queue had its share and no longer has."""
+        """Fetches again where a queue had its share and no longer has."""
         if self.workload is not None:
             was_notified, self._was_notified = self._was_notified, False
             if was_notified:
@@ -383,11 +383,11 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             if self._waiting and not self.qos.can_consume():
                 # Kombu would not listen to the connection, but a push may say that others wait.
                 self.ask_again()
-        if self._draining:
+        if self._fetching:
             # The answer comes, and the loop turns once more.
             return
         has_room, self._has_room = self._has_room, False
-        if has_room and self._waiting and self.drain.left_some_out:
+        if has_room and self._waiting and self.fetcher.left_some_out:
             self.ask_again()
 
     def read_push(self) -> None:
@@ -401,14 +401,14 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
 
     @property
     def is_capacity_stale(self) -> bool:
-        """Whether Redis knows another capacity than this worker has, so that it must drain again.
+        """Whether Redis knows another capacity than this worker has, so that it must fetch again.
 
         It is not asked for while messages are on their way, or cannot be taken.
         """
         return (
             self._waiting
             and self.workload is not None
-            and self.workload.capacity() != self.drain.known_capacity
+            and self.workload.capacity() != self.fetcher.known_capacity
         )
 
     def others_wait(self) -> bool | None:
@@ -422,10 +422,10 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         """
         connection = self.client.connection
         is_prepared = connection is not None and self._prepared is connection._sock
-        if self.lease_store is None or self._draining or not is_prepared:
+        if self.lease_store is None or self._fetching or not is_prepared:
             return None
         with refusals_as_lost_connection():
-            others, filled = self.drain.others_wait(connection)
+            others, filled = self.fetcher.others_wait(connection)
         if filled:
             self.ask_again()
         return others
@@ -459,7 +459,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
 
     def _on_connection_disconnect(self, connection: Any) -> None:
         if self._in_poll is connection:
-            self._draining = self._waiting = False
+            self._fetching = self._waiting = False
         super()._on_connection_disconnect(connection)
 
     # Ending
@@ -482,8 +482,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             store.close()
 
     def _end_poll(self) -> None:
-        """Leaves nothing under way; what a drain brings just now is in the leases already."""
-        if self._draining:
+        """Leaves nothing under way; what a fetch brings just now is in the leases already."""
+        if self._fetching:
             # Kombu uses this connection once more, and must not take that answer for its own.
             self.client.connection.disconnect()
         self.ask_again()

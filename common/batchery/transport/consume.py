@@ -23,8 +23,8 @@ from batchery.transport.workload import Capacity, encode_entry
 
 logger = logging.getLogger("batchery.transport")
 
-#: Maximum number of bytes that one drain takes; Redis answers nobody else while it copies them.
-MAX_DRAIN_BYTES = 16 * 2**20
+#: Maximum number of bytes that one fetch takes; Redis answers nobody else while it copies them.
+MAX_FETCH_BYTES = 16 * 2**20
 
 
 class Fenced(redis.ConnectionError):
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 
 
 class FetchRequest(NamedTuple):
-    """All that decides which words a drain has."""
+    """All that decides which words a fetch has."""
 
     worker: str
     #: Maximum number of messages.
@@ -97,38 +97,38 @@ class Fetcher:
         self._asked: SentFetch | None = None
         #: The parts of each queue.
         self._parts: dict[str, Sequence[Part]] = {}
-        #: Whether the last drain left out queues that had their share, or jobs for other workers.
+        #: Whether the last fetch left out queues that had their share, or jobs for other workers.
         self.left_some_out = False
         #: The capacity with which this worker waits for work; none unless it waits.
         self.known_capacity = Capacity()
         #: Whether this worker is entered in Redis as waiting.
         self.is_entered = False
-        #: Whether the last drain left its queues empty; then Redis tells when one of them changes.
+        #: Whether the last fetch left its queues empty; then Redis tells when one of them changes.
         self.took_all = False
-        #: Whether the last drain brought as much as it wanted; then there is probably more.
+        #: Whether the last fetch brought as much as it wanted; then there is probably more.
         self._brought_much = False
         #: Key of a list that is not all sorted by tenant.
         self._unsorted: bytes | None = None
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that the last drain asked, in order."""
+        """Keys that the last fetch asked, in order."""
         return () if self._asked is None else self._asked.spelled.keys
 
     @property
     def watches(self) -> bool:
-        """Whether the last drain also asked to be told of changes."""
+        """Whether the last fetch also asked to be told of changes."""
         return self._asked is not None and self._asked.question.watches
 
     def prepare(self, connection: Any) -> None:
         """Prepares a fresh connection: Redis must tell it of changes, and know the script."""
         self.forget_entry()
         self._known.clear()
-        self._lease_store.forget_drained()
+        self._lease_store.forget_fetched()
         # Only keys asked for by CLIENT CACHING are tracked: the script reads heartbeats as well.
         connection.send_command("CLIENT", "TRACKING", "ON", "OPTIN", "NOLOOP")
         connection.read_response()
-        connection.send_command("SCRIPT", "LOAD", script_text(LUA, "drain"))
+        connection.send_command("SCRIPT", "LOAD", script_text(LUA, "fetch"))
         self._sha = bytes_to_str(connection.read_response())
 
     def ask(self, connection: Any, *, may_note: bool) -> bool:
@@ -139,7 +139,7 @@ class Fetcher:
             may_note: Whether Redis may note a single message as about to run, as no batch runs.
         """
         channel = self._channel
-        free = min(channel.qos.free, channel.drain_messages)
+        free = min(channel.qos.free, channel.fetch_messages)
         queues = tuple(channel._queue_cycle.consume(len(channel.active_queues)))
         watches = not self._brought_much
         asked = self._known.get(may_note)
@@ -230,7 +230,7 @@ class Fetcher:
             *("EVALSHA", self._sha, len(fixed) + len(names)),
             *fixed,
             *names,
-            *(question.worker, question.free, MAX_DRAIN_BYTES, entry, int(question.notes)),
+            *(question.worker, question.free, MAX_FETCH_BYTES, entry, int(question.notes)),
             *arguments,
             *(number for _, number in lists),
         )
@@ -287,7 +287,7 @@ class Fetcher:
         self._unsorted = answer.pop() if answer and len(answer) % 2 else None
         brought = len(answer or ()) // 2 - 1
         if brought == 1 and asked.question.notes:
-            self._lease_store.drained(str(int(answer[1])))
+            self._lease_store.fetched(str(int(answer[1])))
         self._brought_much = brought >= asked.wanted
         self.took_all = self.watches and self._is_watched(connection)
         if refusal is not None:
@@ -303,7 +303,7 @@ class Fetcher:
         """Asks whether other workers wait for work; from now on Redis tells when that changes.
 
         Returns:
-            Whether others wait, and whether there is something in the queues that the last drain
+            Whether others wait, and whether there is something in the queues that the last fetch
             asked: a push that said so may have come in front of the answer.
         """
         waiting = ("HLEN", self._lease_store.keys.waiting)

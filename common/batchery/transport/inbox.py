@@ -32,7 +32,7 @@ class Consumer(Protocol):
     sep: str
     global_keyprefix: str
     priority_steps: Sequence[int]
-    drain_messages: int
+    fetch_messages: int
     queue_prefetch: Mapping[str, int]
     class_levels: Sequence[int]
     ordinary_queues: Collection[str]
@@ -60,7 +60,7 @@ class Inbox:
         self.count = 0
 
     def take_in(self, answer: list[Any], keys: tuple[str, ...]) -> None:
-        """Hands over what a drain has brought.
+        """Hands over what a fetch has brought.
 
         Args:
             answer: The script's answer, not empty.

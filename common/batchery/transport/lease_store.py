@@ -381,16 +381,16 @@ class LeaseStore:
         """Whether batches run that began here; or Redis could not be told of one."""
         return self._running_batches.are_some
 
-    def drained(self, token: str) -> None:
-        """Remembers that a drain has noted its only message as the one batch that runs.
+    def fetched(self, token: str) -> None:
+        """Remembers that a fetch has noted its only message as the one batch that runs.
 
-        Call it only where `runs_batches` was False when the drain was sent, and still is.
+        Call it only where `runs_batches` was False when the fetch was sent, and still is.
         """
-        self._running_batches.drained(token)
+        self._running_batches.fetched(token)
 
-    def forget_drained(self) -> None:
-        """Has the note of a drain removed whose answer may be lost; and any that was not used."""
-        self._running_batches.forget_drained()
+    def forget_fetched(self) -> None:
+        """Has the note of a fetch removed whose answer may be lost; and any that was not used."""
+        self._running_batches.forget_fetched()
 
     def began(self, jobs: Mapping[str, str], *, alone: bool) -> int:
         """Notes in Redis which jobs go to a device: they are the suspects if this worker dies.

@@ -75,7 +75,7 @@ class Leases:
 
     def by_key(self) -> Counter[str]:
         """The number of leases on messages of each queue key."""
-        # Each drain asks, so this is not a loop of Python's.
+        # Each fetch asks, so this is not a loop of Python's.
         return Counter(map(attrgetter("key"), list(self._held.values())))
 
     def owned_by(self, owner: LeaseOwner) -> list[str]:

@@ -14,8 +14,8 @@ else:
 
 logger = logging.getLogger("batchery.transport")
 
-#: Maximum number of messages of one drain where the prefetch has no limit.
-MAX_UNLIMITED_DRAIN = 1000
+#: Maximum number of messages of one fetch where the prefetch has no limit.
+MAX_UNLIMITED_FETCH = 1000
 
 
 class QoS(_QoS):  # type: ignore[misc]
@@ -31,7 +31,7 @@ class QoS(_QoS):  # type: ignore[misc]
             # Celery puts it there for `worker_disable_prefetch`, and wants to be asked each time.
             return 1
         if not self.prefetch_count:
-            return MAX_UNLIMITED_DRAIN
+            return MAX_UNLIMITED_FETCH
         return int(max(0, self.prefetch_count - len(self._delivered) + len(self._dirty)))
 
     def is_leased(self, tag: str) -> bool:

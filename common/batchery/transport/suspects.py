@@ -3,9 +3,9 @@
 A worker notes each batch in Redis before it goes to a device, and does not wait for the answer: a
 note that was sent outlives the process. To wait would cost the event loop 0.1 ms per batch. On an
 idle machine to send costs almost as much, as it wakes Redis: so a job that comes alone, to a worker
-where no batch runs, is noted by the drain that brings it.
+where no batch runs, is noted by the fetch that brings it.
 
-A message may end its worker while it is read, before anything runs. So each drain notes what it
+A message may end its worker while it is read, before anything runs. So each fetch notes what it
 brings, and the next one removes that note. Messages that were in such a note when their worker died
 are read one by one, each with a note of its own.
 """
@@ -47,8 +47,8 @@ MAX_DELIVERY_DEATHS = 2
 #: Field of the note of what a worker reads, among the notes of its batches.
 DELIVERY = "delivery"
 
-#: The note that a drain made, as a batch; those that are sent from here begin at 1.
-DRAINED = 0
+#: The note that a fetch made, as a batch; those that are sent from here begin at 1.
+FETCHED = 0
 
 _Command = tuple[str | int, ...]
 
@@ -150,23 +150,23 @@ class RunningBatches:
         self._ended: list[int] = []
         #: Batches that began and have not ended.
         self._running: set[int] = set()
-        #: Token of the message that a drain has noted, until a batch begins.
-        self._drained: str | None = None
+        #: Token of the message that a fetch has noted, until a batch begins.
+        self._fetched: str | None = None
 
     @property
     def are_some(self) -> bool:
         """Whether batches run, or notes wait to be sent."""
         return bool(self._running or self._waiting)
 
-    def drained(self, token: str) -> None:
-        """Notes that a drain has removed all notes, and made one for its only message."""
-        self._drained, self._ended = token, []
+    def fetched(self, token: str) -> None:
+        """Notes that a fetch has removed all notes, and made one for its only message."""
+        self._fetched, self._ended = token, []
 
-    def forget_drained(self) -> None:
-        """Has the next batch remove the note of a drain, unless that batch runs."""
-        self._drained = None
-        if DRAINED not in self._running:
-            self._ended.append(DRAINED)
+    def forget_fetched(self) -> None:
+        """Has the next batch remove the note of a fetch, unless that batch runs."""
+        self._fetched = None
+        if FETCHED not in self._running:
+            self._ended.append(FETCHED)
 
     def began(
         self, worker: str, jobs: Mapping[str, str], *, alone: bool, cleared: Sequence[str] = ()
@@ -180,12 +180,12 @@ class RunningBatches:
             cleared: Suspects that were cleared. Redis must know before this batch can kill the
                 worker.
         """
-        if list(jobs) == [self._drained] and not (alone or cleared):
-            self._drained = None
-            self._running.add(DRAINED)
-            return DRAINED
-        if self._drained is not None:
-            self.forget_drained()
+        if list(jobs) == [self._fetched] and not (alone or cleared):
+            self._fetched = None
+            self._running.add(FETCHED)
+            return FETCHED
+        if self._fetched is not None:
+            self.forget_fetched()
         batch = next(self._numbers)
         self._running.add(batch)
         words = ["alone" if alone else "shared"]
@@ -218,7 +218,7 @@ class RunningBatches:
     def drop(self) -> None:
         """Forgets what was not sent, because the worker is fenced."""
         self._waiting.clear()
-        self._ended, self._drained = [], None
+        self._ended, self._fetched = [], None
 
     def drop_connection(self) -> None:
         """Gives the connection back; the next note connects anew."""

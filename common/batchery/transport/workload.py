@@ -61,7 +61,7 @@ class Workload(Protocol):
         """Called when an answer was read: a push of who waits may have come in front of it."""
 
     def gather(self, take_in: Callable[[], None]) -> None:
-        """Calls what hands over the messages of a drain; what can begin then begins at once."""
+        """Calls what hands over the messages of a fetch; what can begin then begins at once."""
 
     def on_waiting(self) -> None:
         """Called when other workers may have begun to wait for work."""

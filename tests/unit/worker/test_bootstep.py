@@ -112,7 +112,7 @@ def test_each_models_queue_has_its_part_of_the_prefetch() -> None:
     register(app, "classify", Model, queue="gpu")
     prepare(Worker(app))
     assert app.conf.broker_transport_options == {
-        "drain_messages": 20,
+        "fetch_messages": 20,
         "queue_prefetch": {"celery": 8, "embed": 30, "gpu": 7},
         "class_levels": [0, 3, 6],
         "ordinary_queues": ["celery"],

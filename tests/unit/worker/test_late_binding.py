@@ -60,7 +60,7 @@ class Channel:
         self.is_capacity_stale = False
         self.is_busy = False
         self.room = 0
-        self.asked = self.drained = 0
+        self.asked = self.fetched = 0
 
     def others_wait(self) -> bool | None:
         self.asked += 1
@@ -72,7 +72,7 @@ class Channel:
         return given
 
     def ask_again(self) -> None:
-        self.drained += 1
+        self.fetched += 1
 
 
 class Request:
@@ -236,13 +236,13 @@ def test_redis_is_told_of_a_capacity_that_lasts(house: House) -> None:
     house.channel.is_capacity_stale = True
     house.turn()
     house.turn()
-    assert house.channel.drained == 0
+    assert house.channel.fetched == 0
     house.clock.pass_time(IDLE_S)
-    assert house.channel.drained == 1
+    assert house.channel.fetched == 1
     house.turn()
     house.channel.is_capacity_stale = False
     house.clock.pass_time(IDLE_S)
-    assert house.channel.drained == 1
+    assert house.channel.fetched == 1
 
 
 def test_capacity_counts_the_kinds_that_come_by_a_queue(house: House) -> None:
@@ -308,7 +308,7 @@ def test_jobs_that_wait_for_a_thread_are_run_in_order_unless_they_went() -> None
     assert pool.free() == 1
 
 
-def test_messages_of_a_drain_begin_together(house: House) -> None:
+def test_messages_of_a_fetch_begin_together(house: House) -> None:
     house.binding.gather(lambda: house.backlog.add("1", "2"))
     assert house.backlog.gathered == ["1", "2"]
 

@@ -1,6 +1,6 @@
 -- Acknowledges jobs whose completion has published messages, and removes their dedupe keys.
 --
--- KEYS[1]   HASH  lease:<worker>, see drain.lua
+-- KEYS[1]   HASH  lease:<worker>, see fetch.lua
 -- KEYS[2..] SET   sent:<publish tag>, see publish_once.lua; one for each token
 -- ARGV      tokens
 --

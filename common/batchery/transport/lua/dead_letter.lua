@@ -1,6 +1,6 @@
 -- Makes a dead letter of a leased message.
 --
--- KEYS[1]  HASH  lease:<worker>, see drain.lua
+-- KEYS[1]  HASH  lease:<worker>, see fetch.lua
 -- KEYS[2]  HASH  dead: token -> queue key, a zero byte, JSON of the dead letter. Written here; read
 --                by `batchery dead`; the command removes a field, or
 --                requeue_dead_letters.lua does.

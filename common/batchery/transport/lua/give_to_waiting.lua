@@ -3,9 +3,9 @@
 -- include redelivered.lua
 -- include waiting.lua
 --
--- KEYS[1]   HASH  lease:<worker>, see drain.lua
--- KEYS[2]   HASH  waiting, see drain.lua
--- KEYS[3..] LIST  queues, in the order of drain.lua
+-- KEYS[1]   HASH  lease:<worker>, see fetch.lua
+-- KEYS[2]   HASH  waiting, see fetch.lua
+-- KEYS[3..] LIST  queues, in the order of fetch.lua
 -- ARGV      worker id, number of queues, then for each message, oldest first: token, number of its
 --           queue, 1 for the job of a batch task or 2 for an ordinary one
 -- Returns   the tokens of those that went back.

@@ -4,7 +4,7 @@
 --                published. Written here; removed by ack_published.lua with the acknowledgement of
 --                the job's message; otherwise it expires.
 -- KEYS[2]  LIST  a queue, or one of its priority steps
--- KEYS[3]  HASH  lease:<worker>, see drain.lua; optional, as is the token
+-- KEYS[3]  HASH  lease:<worker>, see fetch.lua; optional, as is the token
 -- ARGV     dedupe key, seconds until the dedupe keys expire, message, token of the job's lease
 -- Returns  1 if it was published, 0 if it had been, -1 if another worker has the job by now.
 --

@@ -4,21 +4,21 @@
 --
 -- KEYS[1]  ZSET  workers, see register.lua
 -- KEYS[2]  HASH  worker-info, see register.lua
--- KEYS[3]  HASH  lease:<worker>, see drain.lua
+-- KEYS[3]  HASH  lease:<worker>, see fetch.lua
 -- KEYS[4]  HASH  running:<worker>: batch id -> "shared" or "alone", then token and task id of each of
 --                its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
 --                removed when it ends; expires a day after the last one began. Batch 0 was written
---                by drain.lua, with ? for the id; it does not expire, as a fenced worker cannot
+--                by fetch.lua, with ? for the id; it does not expire, as a fenced worker cannot
 --                write it. And "delivery" -> "shared" or "alone", first and last token of the messages
---                that the worker reads: written by drain.lua, and by the worker before it reads a
---                suspect; removed by the next drain.
+--                that the worker reads: written by fetch.lua, and by the worker before it reads a
+--                suspect; removed by the next fetch.
 -- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. A job to which it
 --                happened once, among others, has their number instead, below zero: it may run in
 --                a half of them. And delivery:<task id> -> how often its worker died, or ended, while
 --                it read this message alone. Written here, and by a worker that ends while it reads;
---                read after a drain; a field goes when its job is settled. Expires a day after the
+--                read after a fetch; a field goes when its job is settled. Expires a day after the
 --                last death: a job may also be settled by a worker that knows nothing of it.
--- KEYS[6]  HASH  waiting, see drain.lua
+-- KEYS[6]  HASH  waiting, see fetch.lua
 -- ARGV     worker id; the heartbeat that its observer saw, or nothing for a worker that ends itself;
 --          1 if deaths count
 -- Returns  how many messages went back, and how many of them are suspects; nil if the worker has

@@ -1,7 +1,7 @@
 -- Gives leased messages back to their queues, marked as redelivered.
 -- include redelivered.lua
 --
--- KEYS[1]  HASH  lease:<worker>, see drain.lua
+-- KEYS[1]  HASH  lease:<worker>, see fetch.lua
 -- ARGV     RPUSH (they are taken next) or LPUSH (after all others), then tokens in order of pushing
 -- Returns  how many leases were still held.
 local count = 0

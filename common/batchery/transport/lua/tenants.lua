@@ -1,4 +1,4 @@
--- Sorts what waits in a list by tenant; drain.lua and sort_tenants.lua include this. No script itself.
+-- Sorts what waits in a list by tenant; fetch.lua and sort_tenants.lua include this. No script itself.
 --
 -- A list in which a worker has seen jobs of two tenants is sorted from then on:
 --

@@ -5,7 +5,7 @@
 -- KEYS[1]   ZSET    workers, of the broker's database: worker id -> last heartbeat. Written by the
 --                   transport's register and renew; a member goes with release or recovery.
 -- KEYS[2]   HASH    lease:<worker>, of the broker's database: token -> queue key and message. Written
---                   by the transport's drain; a field goes here, at an acknowledgement, a release or
+--                   by the transport's fetch; a field goes here, at an acknowledgement, a release or
 --                   a recovery. If a token is missing, another worker has the job.
 -- KEYS[3]   SET     sent:<publish tag>, of the broker's database: see publish_once.lua. Not written here.
 -- KEYS[4]   STRING  <prefix>celery-task-meta-<task id>, of the result backend's database; see commit.lua.
