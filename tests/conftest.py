@@ -10,7 +10,7 @@ import redis
 from celery import Celery
 from hypothesis import settings
 
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from support.gateway import GatewayProcess
 from support.harness import Worker, kill_all
 from support.own_redis import OwnRedis, choose_server, redis_servers, server_name

@@ -21,7 +21,7 @@ import tornado.options
 import yaml
 
 from batchery_producer.gateway.callers import make_key
-from batchery_worker.local.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from conftest import StartWorker
 from support.docs_commands import check, check_install, executable, search_path
 from support.harness import TESTS, wait_for

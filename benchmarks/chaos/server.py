@@ -10,7 +10,7 @@ from typing import Any
 
 from redis import Redis
 
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.chaos.proxy import Proxy
 
 #: How long a replica may take for a step, in seconds.

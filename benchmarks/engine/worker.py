@@ -18,8 +18,8 @@ from celery import Celery
 from redis import Redis
 
 from batchery.transport.redis_schema import Keys
-from batchery_worker.local.guarded_process import GuardedProcess
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.engine.sample import Sample, cpu_by_name, cpu_since
 from benchmarks.engine.target import Target
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from celery import Celery
 
-from batchery_worker.local.guarded_process import GuardedProcess
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.kernels import product_flops
 from benchmarks.venvs import ROOT

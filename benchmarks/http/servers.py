@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import psutil
 
-from batchery_worker.local.guarded_process import GuardedProcess
-from batchery_worker.local.redis_server import EmbeddedRedis, free_port
+from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 from benchmarks.engine.systems import TORCH
 from benchmarks.engine.worker import WORKER
 from benchmarks.venvs import python_of

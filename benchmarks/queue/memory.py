@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.hardware import hardware
 from benchmarks.queue.runs import Bench
 from benchmarks.queue.systems import System, batchery

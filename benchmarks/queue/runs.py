@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 from redis import Redis
 
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.queue.systems import System
 from benchmarks.venvs import ROOT, python_of
 

@@ -21,7 +21,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.hardware import hardware
 from benchmarks.queue.memory import is_device
 from benchmarks.queue.runs import Bench

@@ -12,7 +12,7 @@ from typing import Any
 import redis
 
 from batchery.transport.redis_schema import Keys, transport_scripts
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 
 KEYS = Keys()
 

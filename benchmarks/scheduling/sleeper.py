@@ -16,8 +16,8 @@ from celery import Celery
 from redis import Redis
 
 from batchery.transport.redis_schema import Keys
-from batchery_worker.local.guarded_process import GuardedProcess
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.queue.systems import CELERY, WORKER
 from benchmarks.scheduling.messages import Template, body_of
 from benchmarks.scheduling.windows import Ran

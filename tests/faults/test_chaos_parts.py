@@ -14,7 +14,7 @@ from redis import Redis
 from redis.exceptions import OutOfMemoryError, ReadOnlyError, RedisError
 
 from batchery import StartError
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from benchmarks.chaos.answers import Answer, Answers
 from benchmarks.chaos.chaos import Run, Traces
 from benchmarks.chaos.garbage import garbage

@@ -10,7 +10,7 @@ from apps import shop
 from batchery import install
 from batchery.cli.app import check_backend, check_broker, load_app, use_redis
 from batchery.errors import AppNotImportable, RedisUnavailable, SettingsError
-from batchery_worker.local.redis_server import free_port
+from batchery_worker.devstack.redis_server import free_port
 from support.own_redis import OwnRedis
 from support.redis_places import behind_tls, make_certificate
 

@@ -16,6 +16,7 @@ from batchery.transport.dead_letters import (
     on_dead_letter,
 )
 from batchery.transport.lease_store import LeaseStore
+from batchery.transport.leases import Deaths
 from support.harness import wait_for
 
 PREFIX = "shop:"
@@ -243,7 +244,7 @@ def test_a_suspect_that_is_cleared_is_told_although_the_fetch_has_noted_the_batc
 ) -> None:
     bare.hset("shop:batchery:suspects", mapping={"innocent": 0, "another": 0})
     token = hold(lease_store, 1, b"{}")
-    lease_store.suspect(token, "innocent", 0)
+    lease_store.suspect(token, "innocent", Deaths(0))
     lease_store.committed([token])
     lease_store.fetched("2")
     lease_store.began({"2": "killer"}, alone=False)
@@ -253,7 +254,7 @@ def test_a_suspect_that_is_cleared_is_told_although_the_fetch_has_noted_the_batc
 def test_cleared_suspect_is_sent_with_the_next_batch(lease_store: LeaseStore, bare: Any) -> None:
     bare.hset("shop:batchery:suspects", mapping={"innocent": 0, "another": 0})
     token = hold(lease_store, 1, b"{}")
-    lease_store.suspect(token, "innocent", 0)
+    lease_store.suspect(token, "innocent", Deaths(0))
     lease_store.committed([token])
     # This batch may kill the worker, and nothing else is told before.
     lease_store.began({"2": "killer"}, alone=True)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from celery import Celery
 
-from batchery_worker.local.redis_server import free_port
+from batchery_worker.devstack.redis_server import free_port
 from conftest import StartWorker
 from support.harness import TESTS, Worker, queue_length, unsettled, wait_for
 

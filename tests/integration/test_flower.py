@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from apps import shop
-from batchery_worker.local.stack import Stack
+from batchery_worker.devstack.stack import Stack
 from support.harness import TESTS, wait_for
 from support.patience import patient
 

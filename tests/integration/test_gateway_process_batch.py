@@ -1,4 +1,4 @@
-"""The seed's routes in front of a real classifier: labels, limits, streams, counters."""
+"""The routes for text classification: labels, limits, streams, counters, a real classifier."""
 
 import json
 import re

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from batchery_worker.local.guarded_process import GuardedProcess
+from batchery_worker.devstack.guarded_process import GuardedProcess
 from support.harness import has_ended, wait_for
 
 FOREVER = "import time; time.sleep(600)"
@@ -24,7 +24,7 @@ def owner(tmp_path: Path, code: str) -> tuple[subprocess.Popen[str], list[int]]:
     """Runs code that starts guarded processes and prints their pids in one line."""
     program = (
         "import os, sys, threading, time\n"
-        f"from batchery_worker.local.guarded_process import GuardedProcess\n{code}"
+        f"from batchery_worker.devstack.guarded_process import GuardedProcess\n{code}"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

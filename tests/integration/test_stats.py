@@ -12,7 +12,7 @@ from celery import Celery
 
 from apps import shop
 from batchery.cli.explain import find
-from batchery_worker.local.redis_server import EmbeddedRedis, free_port
+from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
 from support.harness import Worker, device_busy, wait_for

@@ -15,7 +15,7 @@ from celery import Celery
 
 from batchery import DatasetError, SettingsError
 from batchery_producer import Ending, Snapshot, submit_file
-from batchery_worker.local.redis_server import free_port
+from batchery_worker.devstack.redis_server import free_port
 from conftest import StartWorker
 from support.bulk_runs import APP, QUEUE, Command, RestartableRedis, read_rows, write_rows
 from support.harness import Worker, wait_for

@@ -12,7 +12,7 @@ from kombu.exceptions import OperationalError
 from apps import shop
 from batchery import BatchTask, install
 from batchery_producer import submit_many
-from batchery_worker.local.redis_server import free_port
+from batchery_worker.devstack.redis_server import free_port
 from support.harness import Worker
 from support.patience import patient
 

@@ -20,8 +20,8 @@ from celery import Celery
 
 from batchery.announcement import FILE, find_announcement
 from batchery.errors import RedisUnavailable, StartError
-from batchery_worker.local.redis_server import EmbeddedRedis, free_port
-from batchery_worker.local.stack import Stack
+from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
+from batchery_worker.devstack.stack import Stack
 from support.harness import wait_ended, wait_for
 from support.patience import patient
 

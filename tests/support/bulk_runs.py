@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from batchery_worker.local.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from support.harness import TESTS, wait_for
 from support.patience import patient
 

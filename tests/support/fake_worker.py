@@ -16,6 +16,7 @@ from kombu.message import Message
 from apps.batches import FOUR
 from batchery.installation import get_installation
 from batchery.task import BatchTask
+from batchery.transport.leases import Deaths
 from batchery.transport.redis_schema import Keys
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.device_pool.discovery import choose
@@ -40,7 +41,7 @@ class FakeLeaseStore:
         self.held: set[str] = set()
         self.believed: set[str] = set()
         #: How many workers died while a job ran alone, by token.
-        self.died: dict[str, int] = {}
+        self.died: dict[str, Deaths] = {}
         self.dead_letters: dict[str, str] = {}
 
     def holds(self, token: str) -> bool:
@@ -52,7 +53,7 @@ class FakeLeaseStore:
     def get_key(self, token: str) -> str | None:
         return "fours" if token in self.believed else None
 
-    def deaths(self, token: str) -> int | None:
+    def deaths(self, token: str) -> Deaths | None:
         return self.died.get(token)
 
     def began(self, jobs: Mapping[str, str], *, alone: bool) -> int:
@@ -138,7 +139,7 @@ class FakeWorker:
             self.channel.lease_store.held.add(tag)
             self.channel.lease_store.believed.add(tag)
             if deaths is not None:
-                self.channel.lease_store.died[tag] = deaths
+                self.channel.lease_store.died[tag] = Deaths(deaths)
         request = BatchRequest(
             message,
             app=self.app,

@@ -10,7 +10,7 @@ import psutil
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from batchery_worker.local.redis_server import free_port
+from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
 from support.patience import patient
 

@@ -14,7 +14,7 @@ from typing import Self
 from redis import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 
-from batchery_worker.local.redis_server import find_redis_server, free_port
+from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from support.harness import wait_for
 
 #: Names the one server of a test run: a path, or a key of `PACKAGED`. Without it, tests of scripts

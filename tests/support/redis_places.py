@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 from redis.exceptions import RedisError
 
-from batchery_worker.local.redis_server import free_port
+from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
 from support.own_redis import redis_servers
 

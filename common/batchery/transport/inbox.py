@@ -14,6 +14,7 @@ from batchery.transport.suspects import (
     MAX_DELIVERY_DEATHS,
     build_delivery_field,
     build_suspect_field,
+    read_deaths,
 )
 from batchery.transport.workload import Workload
 
@@ -185,7 +186,7 @@ class Inbox:
         ):
             if deaths is None and read is None:
                 continue
-            store.suspect(token, suspect, None if deaths is None else int(deaths))
+            store.suspect(token, suspect, None if deaths is None else read_deaths(deaths))
             if int(read or 0) >= MAX_DELIVERY_DEATHS:
                 reason = f"its delivery ended {int(read)} workers, so it is not read again"
                 dead_letter_unread(store, token, reason)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import redis
 
-from batchery.transport.leases import Lease, LeaseOwner, Leases, split_value
+from batchery.transport.leases import Deaths, Lease, LeaseOwner, Leases, split_value
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import (
     DELIVERY,
@@ -163,15 +163,12 @@ class LeaseStore:
         lease = self.leases.get(token)
         return None if lease is None else lease.key
 
-    def deaths(self, token: str) -> int | None:
-        """How many workers died while the job ran alone; None if it is no suspect.
-
-        Below zero if only one died, while it ran among others: how many they were.
-        """
+    def deaths(self, token: str) -> Deaths | None:
+        """What is known of workers that died while they ran the job; None if it is no suspect."""
         lease = self.leases.get(token)
         return None if lease is None else lease.deaths
 
-    def suspect(self, token: str, suspect: str, deaths: int | None) -> None:
+    def suspect(self, token: str, suspect: str, deaths: Deaths | None) -> None:
         """Marks a job as a suspect: it was on a device when its worker died, or was being read.
 
         Args:

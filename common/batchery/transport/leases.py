@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class LeaseOwner(Protocol):
@@ -17,6 +17,15 @@ class LeaseOwner(Protocol):
         """Stops counting a message; from any thread."""
 
 
+class Deaths(NamedTuple):
+    """Workers that died while they ran a suspect."""
+
+    #: How many, while it ran alone.
+    alone: int
+    #: How many jobs ran together if only one died, while several ran; 0 if it ran alone since.
+    group_size: int = 0
+
+
 @dataclass(slots=True)
 class Lease:
     """One leased message."""
@@ -25,8 +34,8 @@ class Lease:
     owner: LeaseOwner | None
     #: Key of the queue that the message came from.
     key: str = ""
-    #: How many workers died while the job ran alone; None if it is no suspect.
-    deaths: int | None = None
+    #: What is known of workers that died while they ran the job; None if it is no suspect.
+    deaths: Deaths | None = None
     #: The job's field in the HASH of suspects; None if it is no suspect.
     suspect: str | None = None
     #: Tag of the job's message; None until the job's completion has published messages.

@@ -23,6 +23,7 @@ from urllib.parse import quote
 import redis
 
 from batchery.redis_scripts import RedisScripts, packed
+from batchery.transport.leases import Deaths
 from batchery.transport.redis_schema import Keys
 
 logger = logging.getLogger("batchery.transport")
@@ -259,6 +260,12 @@ def encode_id(task_id: str) -> str:
 def build_delivery_field(suspect: str) -> str:
     """The field of a suspect's deaths by delivery; no field of a suspect itself has a colon."""
     return f"{DELIVERY}:{suspect}"
+
+
+def read_deaths(value: bytes) -> Deaths:
+    """Reads the value of a suspect's field, which is the size of the group below zero."""
+    number = int(value)
+    return Deaths(max(0, number), max(0, -number))
 
 
 def build_suspect_field(payload: Mapping[str, Any]) -> str:

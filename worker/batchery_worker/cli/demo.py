@@ -24,7 +24,7 @@ from rich.table import Table
 from batchery.errors import StartError
 from batchery.results import to_numpy
 from batchery_worker.cli.tune import paragraphs
-from batchery_worker.local.stack import Stack
+from batchery_worker.devstack.stack import Stack
 
 QUESTIONS = (
     "How do I make sure that a file gets closed?",

@@ -19,8 +19,8 @@ from batchery.cli.app import DEFAULT_APP
 from batchery.cli.redis_check import masked
 from batchery.errors import SettingsError
 from batchery.settings import Settings
-from batchery_worker.local.hub_check import check_hub
-from batchery_worker.local.stack import Stack
+from batchery_worker.devstack.hub_check import check_hub
+from batchery_worker.devstack.stack import Stack
 
 #: Colours of the prefixes.
 STYLES = {"redis": "red", "worker": "green", "flower": "magenta", "gateway": "blue", "up": "bold"}

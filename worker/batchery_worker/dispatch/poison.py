@@ -53,14 +53,13 @@ class PoisonDetector:
         deaths = None if lease is None else lease.store.deaths(lease.token)
         if deaths is None:
             self._scheduler.admit(job)
-        elif deaths < MAX_DEATHS:
-            # Below zero it is how many they were.
-            among = max(1, -deaths // 2)
-            job = replace(job, deaths=max(0, deaths), recovered=True, among=among)
+        elif deaths.alone < MAX_DEATHS:
+            among = max(1, deaths.group_size // 2)
+            job = replace(job, deaths=deaths.alone, recovered=True, among=among)
             self._scheduler.quarantine_recovered(job)
         else:
             self._in_flight.add(job.payload, os.getpid())
-            self._end(replace(job, deaths=deaths), "its worker died")
+            self._end(replace(job, deaths=deaths.alone), "its worker died")
 
     def on_death(self, dispatched: DispatchedBatch, how: str) -> None:
         """Handles a batch whose device has died, or was killed because a time limit was over.

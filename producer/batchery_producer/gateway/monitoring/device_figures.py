@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-#: Bytes of what the seed calls a GB, as torch's users count.
+#: Bytes of what these routes call a GB, as torch's users count.
 GB = 2**30
 
 

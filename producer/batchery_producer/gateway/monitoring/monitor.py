@@ -28,7 +28,7 @@ KEPT_SURVEYS = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ClusterSnapshot:
     """What is known at one moment.
 
     Attributes:
@@ -66,11 +66,11 @@ class Monitor:
         self._asked_s = 0.0
         self._watching: asyncio.Task[None] | None = None
         self._first: asyncio.Future[None] | None = None
-        self._look: Snapshot | None = None
+        self._look: ClusterSnapshot | None = None
         #: Number of surveys so far.
         self.surveys = 0
 
-    async def latest(self) -> Snapshot:
+    async def latest(self) -> ClusterSnapshot:
         """The last look; the first one after a pause takes about a second."""
         self._asked_s = time.monotonic()
         if self._watching is None or self._watching.done():
@@ -108,7 +108,7 @@ class Monitor:
                 first.set_result(None)
             await asyncio.sleep(max(0.0, began_s + INTERVAL_S - time.monotonic()))
 
-    async def _survey(self) -> Snapshot:
+    async def _survey(self) -> ClusterSnapshot:
         self.surveys += 1
         try:
             now = await asyncio.to_thread(
@@ -116,9 +116,9 @@ class Monitor:
             )
         except StartError as error:
             self._kept.clear()
-            return Snapshot(None, None, str(error), time.monotonic())
+            return ClusterSnapshot(None, None, str(error), time.monotonic())
         except Exception as error:  # noqa: BLE001 - whoever watches must see it, and see it mended
-            return Snapshot(None, None, f"{type(error).__name__}: {error}", time.monotonic())
+            return ClusterSnapshot(None, None, f"{type(error).__name__}: {error}", time.monotonic())
         before = self._kept[0] if self._kept else None
         self._kept.append(now)
-        return Snapshot(now, before, "", time.monotonic())
+        return ClusterSnapshot(now, before, "", time.monotonic())

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from batchery.cli.survey import Survey
 from batchery_producer.gateway.monitoring.measurements import Measurements
-from batchery_producer.gateway.monitoring.monitor import Snapshot
+from batchery_producer.gateway.monitoring.monitor import ClusterSnapshot
 from batchery_producer.gateway.monitoring.overview import list_devices, list_queues
 
 router = APIRouter(tags=["operations"])
@@ -50,7 +50,7 @@ async def metrics(request: Request) -> Response:
 class MetricsCollector(Collector):
     """All metrics of one answer."""
 
-    def __init__(self, measurements: Measurements, look: Snapshot) -> None:
+    def __init__(self, measurements: Measurements, look: ClusterSnapshot) -> None:
         self._measurements = measurements
         self._look = look
 

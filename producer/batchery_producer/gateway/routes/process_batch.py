@@ -1,4 +1,4 @@
-"""The seed's routes: texts in, labels out, at once or batch by batch."""
+"""Routes for text classification: texts in, labels out, at once or batch by batch."""
 
 import asyncio
 import time

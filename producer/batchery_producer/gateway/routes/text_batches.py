@@ -1,4 +1,4 @@
-"""The texts of a request in batches, and what models make of them, in the seed's words."""
+"""The texts of a request in batches, and what models make of them: text classification."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -8,6 +8,7 @@ import pytest
 from celery.exceptions import TimeLimitExceeded
 
 from batchery.errors import DeviceDied
+from batchery.transport.leases import Deaths
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.dispatch import poison
 from batchery_worker.dispatch.poison import MAX_DEATHS, PoisonDetector, is_reserved, note_begin
@@ -81,7 +82,7 @@ def test_job_that_is_no_suspect_shares_a_batch(scene: Scene, is_leased: bool) ->
 
 
 def test_job_recovered_from_a_dead_worker_runs_alone(scene: Scene) -> None:
-    scene.store.died["a"] = 0
+    scene.store.died["a"] = Deaths(0)
     for task_id in ("a", "b"):
         scene.detector.admit(scene.job(task_id))
     batch = scene.next_batch()
@@ -93,7 +94,7 @@ def test_job_recovered_from_a_dead_worker_runs_alone(scene: Scene) -> None:
 def test_jobs_of_one_dead_worker_run_in_halves_with_nothing_next_to_them(scene: Scene) -> None:
     jobs = [scene.job(task_id) for task_id in "abcd"]
     for job in jobs:
-        scene.store.died[job.id] = -4
+        scene.store.died[job.id] = Deaths(0, group_size=4)
         scene.detector.admit(job)
     for half in ("ab", "cd"):
         batch = scene.next_batch()
@@ -105,7 +106,7 @@ def test_jobs_of_one_dead_worker_run_in_halves_with_nothing_next_to_them(scene: 
 
 
 def test_deaths_of_earlier_workers_are_kept_with_the_job(scene: Scene) -> None:
-    scene.store.died["a"] = MAX_DEATHS - 1
+    scene.store.died["a"] = Deaths(MAX_DEATHS - 1)
     scene.detector.admit(scene.job("a"))
     batch = scene.next_batch()
     assert batch is not None
@@ -114,7 +115,7 @@ def test_deaths_of_earlier_workers_are_kept_with_the_job(scene: Scene) -> None:
 
 
 def test_job_that_killed_too_many_workers_becomes_a_dead_letter(scene: Scene) -> None:
-    scene.store.died["a"] = MAX_DEATHS
+    scene.store.died["a"] = Deaths(MAX_DEATHS)
     scene.detector.admit(scene.job("a"))
     assert scene.next_batch() is None
     assert scene.dead_letters == ["message of a"]

@@ -26,8 +26,8 @@ from batchery.cli.app import DEFAULT_APP
 from batchery.cli.redis_check import check_redis
 from batchery.errors import RedisUnavailable, StartError
 from batchery.valkey import redis_url as as_redis
-from batchery_worker.local.guarded_process import GuardedProcess
-from batchery_worker.local.redis_server import EmbeddedRedis, free_port
+from batchery_worker.devstack.guarded_process import GuardedProcess
+from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
 
 #: How long Flower and the gateway may take for one answer, in seconds.
 HTTP_TIMEOUT_S = 2.0

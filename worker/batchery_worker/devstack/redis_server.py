@@ -19,7 +19,7 @@ from redis.exceptions import BusyLoadingError, RedisError
 
 from batchery.cli.redis_check import connect
 from batchery.errors import RedisUnavailable
-from batchery_worker.local.guarded_process import GuardedProcess
+from batchery_worker.devstack.guarded_process import GuardedProcess
 
 __all__ = ["EmbeddedRedis", "find_redis_server", "free_port"]
 
