@@ -53,11 +53,9 @@ Workloads:
 \b
 Policies:
   ours      the worker's scheduler
+  target    the same with --target-ms as target_latency_ms
+  shedding  the same, which also gives up what would be late
   fixed     a batch leaves when it is full or its oldest job waited --timeout-ms
-  aimd      Clipper: the size grows, and is cut when a batch was late
-  bento     BentoML: waits while it is worth it; gives up what would be late
-  adaptive  the size follows the time that the last batches took
-  priority  50, 30 and 20 % of a batch for the classes
 
 \b
 Exit codes:
@@ -207,14 +205,14 @@ def _policies(_: click.Context, __: click.Parameter, value: str) -> Sequence[str
     type=NOT_NEGATIVE,
     default=10.0,
     show_default=True,
-    help="How long fixed, adaptive and priority wait for it.",
+    help="How long fixed waits for it.",
 )
 @click.option(
     "--target-ms",
     type=POSITIVE,
     default=100.0,
     show_default=True,
-    help="Wanted latency of a job; aimd, bento and adaptive follow it.",
+    help="Wanted latency of a job; target and shedding follow it.",
 )
 @click.option("--deadline-ms", type=POSITIVE, help="Time after which nobody wants a result.")
 @click.option(

@@ -12,14 +12,7 @@ from batchery_worker.simulator.devices import Fleet
 from batchery_worker.simulator.engine import Simulation
 from batchery_worker.simulator.policy import Policy, RealScheduler
 from batchery_worker.simulator.report import Figures, figures
-from batchery_worker.simulator.rivals import (
-    AdaptiveRival,
-    AimdRival,
-    BentoRival,
-    FixedRival,
-    PriorityRival,
-    RivalByTask,
-)
+from batchery_worker.simulator.rivals import FixedRival, RivalByTask
 from batchery_worker.simulator.workload import PATIENT, WORKLOADS, Amount, Arrival, Demand
 
 #: Names of the policies that are the worker's own scheduler: as it is by default, with
@@ -50,7 +43,7 @@ class Plan:
     fleet: Fleet = field(default_factory=lambda: Fleet(4))
     max_batch_size: int = 64
     max_wait_s: float = 0.0
-    #: Of the rivals that wait for a fixed time.
+    #: Of the policies that wait for a fixed time.
     timeout_s: float = 0.01
     target_s: float = 0.1
     #: After its arrival; None for none.
@@ -113,22 +106,12 @@ class Plan:
         )
 
 
-#: Name -> makes the policy, fresh. Rivals have one for each task, as each has its own costs.
-POLICIES: Mapping[str, Callable[[Plan], Policy]] = {
+#: Name -> makes the policy, fresh. A rival has a queue for each task, as each has its own costs.
+POLICIES: dict[str, Callable[[Plan], Policy]] = {
     OURS: lambda plan: RealScheduler(plan.shares),
     TARGET: lambda plan: RealScheduler(plan.shares),
     SHEDDING: lambda plan: RealScheduler(plan.shares, sheds_late=True),
     "fixed": lambda plan: RivalByTask(partial(FixedRival, plan.max_batch_size, plan.timeout_s)),
-    "aimd": lambda plan: RivalByTask(partial(AimdRival, plan.max_batch_size, plan.target_s)),
-    "bento": lambda plan: RivalByTask(
-        partial(BentoRival, plan.max_batch_size, plan.target_s, plan.fleet.count)
-    ),
-    "adaptive": lambda plan: RivalByTask(
-        partial(AdaptiveRival, plan.max_batch_size, plan.timeout_s, plan.target_s)
-    ),
-    "priority": lambda plan: RivalByTask(
-        partial(PriorityRival, plan.max_batch_size, plan.timeout_s, [*plan.shares])
-    ),
 }
 
 

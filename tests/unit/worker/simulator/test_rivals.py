@@ -10,17 +10,15 @@ from batchery_worker.job import BatchKey, Job, Lane, Limits
 from batchery_worker.simulator.devices import Fleet
 from batchery_worker.simulator.engine import Simulation
 from batchery_worker.simulator.policy import SimulatedBatch, SimulatedJob
-from batchery_worker.simulator.rivals import (
+from batchery_worker.simulator.rivals import FixedRival, Rival, RivalByTask
+from batchery_worker.simulator.workload import Arrival
+from benchmarks.scheduling.rivals import (
     AdaptiveRival,
     AimdRival,
     BentoRival,
-    FixedRival,
     PriorityRival,
-    Rival,
-    RivalByTask,
     fitted_line,
 )
-from batchery_worker.simulator.workload import Arrival
 
 CLASSES = ("high", "normal", "low")
 KEY = BatchKey("task")
