@@ -36,9 +36,6 @@ TOML_FILE = Path("batchery.toml")
 #: Environment variable with the path of the settings file, where it is not `TOML_FILE`.
 FILE_VARIABLE = f"{PREFIX}SETTINGS_FILE"
 
-#: Settings of earlier versions, and their names today.
-RENAMED_SETTINGS = {"lanes": "cpu_streams"}
-
 #: The lowest priority that Celery's Redis transport knows.
 LOWEST_PRIORITY = 9
 
@@ -529,9 +526,7 @@ def _explain(error: ValidationError, found: Mapping[str, Any], keywords: Mapping
         source = str(settings_file())
     problem = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        renamed = RENAMED_SETTINGS.get(path[-1])
-        nearest = nearest_name(path[-1], _names_beside(path))
-        problem = "no such setting" + (f"; it is now {renamed}" if renamed else nearest)
+        problem = "no such setting" + nearest_name(path[-1], _names_beside(path))
     # A URL may hold a password.
     is_shown = first["type"] not in ("missing", "extra_forbidden") and "@" not in str(
         first["input"]

@@ -14,7 +14,7 @@ from batchery.errors import StartError
 from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery_worker.commit.eligibility import warn_of_tracer
-from batchery_worker.completion.ordinary import OrdinaryThreads, run_in_child
+from batchery_worker.completion.ordinary import run_in_child
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
 from batchery_worker.late_binding import Give
@@ -45,10 +45,6 @@ class PrivateHub:
         """Ends the loop after what it is doing, and the thread with it."""
         self._hub.stop()
         self._thread.join()
-
-
-class BatchPool(OrdinaryThreads):
-    """An old name, which apps may have in `worker_pool`: threads for ordinary tasks."""
 
 
 class WaitingBatches(NamedTuple):

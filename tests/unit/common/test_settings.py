@@ -208,13 +208,6 @@ def test_an_unknown_entry_of_the_file_is_refused() -> None:
     assert complaint() == "setting gateway.zzz (from batchery.toml): no such setting"
 
 
-def test_renamed_setting_is_refused_with_its_new_name() -> None:
-    toml('[models.embed]\nkind = "embedding"\nmodel = "x"\nlanes = 2')
-    assert complaint() == (
-        "setting models.embed.lanes (from batchery.toml): no such setting; it is now cpu_streams"
-    )
-
-
 @pytest.mark.parametrize("name", ["BATCHERY_MAX_BATCHSIZE", "batchery_typo", "BATCHERY_MODEL__X"])
 def test_an_unknown_variable_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "3")

@@ -25,7 +25,7 @@ from batchery_worker.bootstep import (
 )
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import QueueKinds
-from batchery_worker.pool import BatchPool, HybridPool
+from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
 
 
@@ -39,7 +39,12 @@ class Worker:
     semaphore: Any = None
 
     def __init__(
-        self, app: Celery, *, pool: type = BatchPool, concurrency: int = 2, multiplier: int = 4
+        self,
+        app: Celery,
+        *,
+        pool: type = OrdinaryThreads,
+        concurrency: int = 2,
+        multiplier: int = 4,
     ) -> None:
         self.app = app
         self.pool: Any = pool(concurrency, app=app)
@@ -168,7 +173,7 @@ def ordinary_pool(worker: Worker) -> Any:
     return worker.pool._ordinary
 
 
-@pytest.mark.parametrize("pool", [PreforkPool, SoloPool, BatchPool, GreenPool])
+@pytest.mark.parametrize("pool", [PreforkPool, SoloPool, OrdinaryThreads, GreenPool])
 def test_ordinary_tasks_keep_the_pool_that_was_chosen(pool: type) -> None:
     app = make_app()
     add_task(app)
@@ -367,7 +372,7 @@ def test_a_memory_limit_is_warned_of_where_the_system_does_not_say_what_a_proces
     prepare(worker)
     assert not caplog.text
     monkeypatch.setattr(bootstep, "resident_kib", lambda _: None)
-    worker.pool = BatchPool(2, app=app)
+    worker.pool = OrdinaryThreads(2, app=app)
     prepare(worker)
     assert "device_max_memory_bytes has no effect" in caplog.text
 
