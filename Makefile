@@ -40,7 +40,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test matrix lint docs bench gpu-check constraints clean
+.PHONY: help demo test mutants matrix lint docs bench gpu-check constraints clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +51,9 @@ demo: $(DEMO_INSTALLED) ## embed real text through Redis, Celery and Flower (KEE
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
 	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(ARGS) $(TESTS)
+
+mutants: $(INSTALLED) ## change single operators, and say which change no unit test notices (ARGS=...)
+	cd tests && ../$(PY) -m support.mutants $(ARGS)
 
 matrix: $(INSTALLED) ## run the tests of models with other versions of transformers (MATRIX=...)
 	for version in $(MATRIX); do \

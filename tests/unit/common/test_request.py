@@ -42,6 +42,10 @@ def test_every_item_of_a_part_belongs_to_the_job_that_carried_it(
     assert positions == list(range(stop - start))
 
 
+def test_a_job_that_ends_where_a_part_begins_has_no_items_in_it() -> None:
+    assert [*shares([2, 2, 2], range(2, 4))] == [(1, range(2))]
+
+
 def several(*ids: str) -> BatchContext:
     jobs = [
         JobContext.of({"id": each, "retries": 1, "hostname": "h"}, range(at, at + 1))

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from batchery_worker.batching.cost_model import (
     BAD_ERROR,
+    ERROR_WEIGHT,
     GOOD_ERROR,
     MAX_OUTLIERS,
+    OUTLIER_FACTOR,
     REFRESH_BATCHES,
     CostModel,
     Costs,
@@ -335,3 +337,13 @@ def test_full_batches_on_a_busy_machine_change_no_belief() -> None:
         model.ran(tokens, 64, 4, level * GUESS.expected_ms(tokens, 64, 4))
     assert model.costs is not None
     assert model.pass_tokens == pytest.approx(32)
+
+
+def test_an_outlier_counts_as_little_as_the_first_batch_that_is_one() -> None:
+    costs = Costs(0.05, 0.1, 2.0)
+    model = CostModel(costs)
+    feed(model, costs, 100)
+    before = model.error
+    assert before is not None
+    model.ran(200, 10, 1, 50 * costs.expected_ms(200, 10))
+    assert model.error == pytest.approx(before + ERROR_WEIGHT * (OUTLIER_FACTOR - 1 - before))

@@ -477,3 +477,14 @@ def test_who_has_used_up_its_share_is_not_urgent_any_more() -> None:
         scheduler.ended(batch, 5.0)
         given += batch.items
     assert 20 <= given <= 30
+
+
+def test_a_flow_runs_nothing_once_its_batch_is_back() -> None:
+    shares = Shares(SHARES, TaskCosts())
+    flow = shares.wake(EMBED, LOW)
+    charge = shares.charge(flow, 4, 0.5)
+    # Two seconds, of a share of 20.
+    assert flow.running == pytest.approx(0.1)
+    shares.ended([charge], 3.0)
+    assert flow.running == pytest.approx(0.0)
+    assert flow.tag == pytest.approx(0.15)

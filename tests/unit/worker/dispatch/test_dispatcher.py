@@ -9,6 +9,7 @@ from celery.worker import state as worker_state
 
 from apps.batches import FOUR, LIMITED, PATIENT, app
 from batchery import BatchArgumentError, DeadlineExceeded, DeviceDied
+from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.ipc.messages import Began, Done
 from batchery_worker.request import BatchRequest
 from support.fake_devices import FORWARD_MS
@@ -65,6 +66,22 @@ def test_the_batch_behind_a_long_one_is_sent_when_that_is_almost_done(
     assert worker.info()["waiting"] == 4
     worker.loop.sleep(0.2)
     assert worker.works()[2:] == [[9, 10, 11, 12]]
+
+
+def test_how_long_a_batch_was_prepared_is_learned_in_seconds(
+    start_pool: StartPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learned: list[tuple[object, ...]] = []
+    monkeypatch.setattr(BatchTimes, "ran", lambda _, *measured: learned.append(measured))
+    worker = start_pool()
+    worker.receive_each("a", "b")
+    assert worker.works() == [["a", "b"]]
+    (work,) = worker.device.hear()
+    answers = [("needs tracer", ("value", items[0])) for _, items, _ in work.jobs]
+    worker.device.say(Done(work.id, answers, FORWARD_MS, 0, 0, prepare_ms=30.0))
+    worker.loop.settle()
+    ((*_, items, _, prepare_s),) = learned
+    assert (items, prepare_s) == (2, 0.03)
 
 
 def test_what_a_batch_of_a_task_costs_is_learned_and_shown(start_pool: StartPool) -> None:

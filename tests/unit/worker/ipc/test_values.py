@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.ipc.values import MAX_PLAIN_INT, is_plain, plain_json
+from batchery_worker.ipc.values import MAX_PLAIN_INT, Encoded, is_plain, plain_json
 
 #: Of every plane, halves of surrogate pairs included.
 TEXT = st.text(st.characters(codec=None, exclude_categories=()))
@@ -101,3 +101,14 @@ def test_values_of_json_s_own_types_are_plain(value: Any) -> None:
 )
 def test_values_of_other_types_are_not_plain(value: Any) -> None:
     assert not is_plain(value)
+
+
+def test_a_known_value_is_not_decoded_again() -> None:
+    known = Encoded(b"not JSON", 7)
+    assert (known.value, known.head(1)) == (7, 7)
+
+
+def test_a_value_is_decoded_once() -> None:
+    unknown = Encoded(b"[1, 2]")
+    assert unknown.value == [1, 2]
+    assert unknown.value is unknown.value
