@@ -488,3 +488,10 @@ def test_a_flow_runs_nothing_once_its_batch_is_back() -> None:
     shares.ended([charge], 3.0)
     assert flow.running == pytest.approx(0.0)
     assert flow.tag == pytest.approx(0.15)
+
+
+def test_classes_of_a_batch_that_is_back_count_though_none_of_their_jobs_waits() -> None:
+    shares = Shares(SHARES, TaskCosts())
+    shares.wake(EMBED, HIGH)
+    assert shares.others(50.0) == 0
+    assert shares.others(50.0, {"low"}) == pytest.approx(0.4)
