@@ -65,6 +65,8 @@ class BatchRequest(_Request):  # type: ignore[misc]
             self.embed = (options["body"] if options.get("decoded") else message.payload)[2]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InvalidTaskError(f"{type(error).__name__}: {error}") from error
+        # Each job is asked several times.
+        self._lease = get_lease(message) if self.task.acks_late else None
 
     @property
     def discarded(self) -> bool:
@@ -74,9 +76,7 @@ class BatchRequest(_Request):  # type: ignore[misc]
     @property
     def lease(self) -> LeaseHandle | None:
         """The message's lease; None where there is none (any more), as with other transports."""
-        if self.acknowledged or not self.task.acks_late:
-            return None
-        return get_lease(self.message)
+        return None if self.acknowledged else self._lease
 
     def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:
         """Drops the job, at the end of a cold shutdown or where a lost connection asks for it.
