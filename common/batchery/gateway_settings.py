@@ -80,6 +80,15 @@ class GatewaySettings(BaseModel):
             " `X-Request-Timeout` asks for less.",
         ),
     ] = 60
+    worker_grace_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="How long a model's queue may be without any worker, in seconds; then its"
+            " requests are answered 503 at once. Where workers start on demand, as long as that"
+            " takes.",
+        ),
+    ] = 10
     max_items: Annotated[int, Field(gt=0, description="Maximum items of a request.")] = 2048
     max_chars: Annotated[
         int, Field(gt=0, description="Maximum characters of all texts of a request.")

@@ -29,7 +29,7 @@ class Redis:
         self.scripts.run("register", keys, worker, "{}", last)
 
     def renew(self, worker: str = ME) -> Any:
-        return self.scripts.run("renew", [KEYS.workers], worker)
+        return self.scripts.run("renew", [KEYS.workers, KEYS.worker_info], worker, "{}")
 
     def fetch(
         self,

@@ -59,7 +59,8 @@ class GatewayProcess:
                     "PYTHONPATH": str(TESTS),
                     "BATCHERY_REDIS_URL": redis_url,
                     "BATCHERY_MODELS": json.dumps(models),
-                    "BATCHERY_GATEWAY": json.dumps(gateway or {}),
+                    # By default requests wait for workers, however long a test needs to start one.
+                    "BATCHERY_GATEWAY": json.dumps({"worker_grace_s": 3600, **(gateway or {})}),
                     **(environment or {}),
                 },
             )
@@ -140,10 +141,10 @@ class GatewayProcess:
 
 
 def metric_samples(
-    gateway: GatewayProcess,
+    gateway: GatewayProcess, **options: Any
 ) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    """The values of `/metrics`, by name and sorted labels."""
-    answer = gateway.get("/metrics").raise_for_status()
+    """The values of `/metrics`, by name and sorted labels; the options are those of `get`."""
+    answer = gateway.get("/metrics", **options).raise_for_status()
     assert answer.headers["content-type"].startswith("text/plain")
     families: Any = text_string_to_metric_families(answer.text)
     return {

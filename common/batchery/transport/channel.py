@@ -19,7 +19,7 @@ from batchery.transport.lease_store import LeaseStore, acquire_lease_store, disc
 from batchery.transport.membership import Heartbeat
 from batchery.transport.outbox import OutboxChannel
 from batchery.transport.qos import QoS
-from batchery.transport.redis_schema import Keys
+from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
 from batchery.transport.workload import HeldJob, Workload
 
 if TYPE_CHECKING:
@@ -181,6 +181,10 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             return result
         if self.lease_store is None and not no_ack:
             self._open_lease_store()
+        if self.lease_store is None and not self._in_poll:
+            # Who looks for workers must not take one for it that only awaits their answers.
+            with contextlib.suppress(redis.RedisError):
+                self.client.client_setname(REPLIES_CLIENT)
 
         def deliver(payload: Any) -> None:
             message = self._message(payload)

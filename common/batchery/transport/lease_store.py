@@ -85,6 +85,11 @@ class LeaseStore:
         return self._registration.worker
 
     @property
+    def info(self) -> str:
+        """What others want to know of this worker, as JSON; from any thread."""
+        return self._registration.info(getattr(self.holder, "active_queues", None))
+
+    @property
     def lease_key(self) -> str:
         """HASH of this worker's leases; a fenced worker gets a new one."""
         return self.keys.lease(self.worker)

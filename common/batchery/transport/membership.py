@@ -152,7 +152,8 @@ class Heartbeat:
         if store.fenced:
             return
         worker = store.worker
-        flat = self._scripts.run("renew", [store.keys.workers], worker)
+        keys = [store.keys.workers, store.keys.worker_info]
+        flat = self._scripts.run("renew", keys, worker, store.info)
         if flat is None:
             if worker == store.worker and store.is_open:
                 store.fenced = True

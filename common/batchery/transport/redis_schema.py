@@ -7,6 +7,9 @@ import redis
 
 from batchery.redis_scripts import RedisScripts
 
+#: Name of connections that pop messages and are no worker's: they await the answers of workers.
+REPLIES_CLIENT = "batchery-replies"
+
 #: The transport's scripts. The head of each file names its keys, and who writes them.
 LUA = Path(__file__).parent / "lua"
 

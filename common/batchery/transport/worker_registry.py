@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import redis
@@ -57,12 +57,23 @@ class Registration:
             redis.RedisError: Redis does not answer.
         """
         self.worker = uuid.uuid4().hex
-        about = {"host": platform.node(), "pid": os.getpid(), "expiry_s": self._expiry_s}
         self._scripts.run(
             "register",
             [self._keys.workers, self._keys.worker_info, self._keys.token],
-            *[self.worker, json.dumps(about), last_token],
+            *[self.worker, self.info(), last_token],
         )
+
+    def info(self, queues: Sequence[str] | None = None) -> str:
+        """What others want to know of this worker, as JSON; from any thread.
+
+        Args:
+            queues: Names of the queues that it consumes; None while that is not known.
+        """
+        about: dict[str, Any] = {"host": platform.node(), "pid": self._pid}
+        about["expiry_s"] = self._expiry_s
+        if queues is not None:
+            about["queues"] = queues
+        return json.dumps(about)
 
     def unregister(self) -> None:
         """Removes this worker; its leases go back to the queues, in the original order.

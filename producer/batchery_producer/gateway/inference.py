@@ -9,7 +9,7 @@ from starlette.requests import Request
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.gateway.monitoring.health import Health
+from batchery_producer.gateway.monitoring.absence import Absence
 from batchery_producer.gateway.monitoring.measurements import Measurements
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.results.answers import Outcome
@@ -28,7 +28,7 @@ class Inference:
     """Runs the items of requests."""
 
     def __init__(
-        self, client: AsyncClient, timeout_s: float, measurements: Measurements, health: Health
+        self, client: AsyncClient, timeout_s: float, measurements: Measurements, absence: Absence
     ) -> None:
         """Prepares.
 
@@ -36,9 +36,9 @@ class Inference:
             client: Sends the jobs.
             timeout_s: How long a request waits for its results at most, in seconds.
             measurements: Where results are counted.
-            health: Hears that results have come.
+            absence: Which models have no worker.
         """
-        self._health = health
+        self._absence = absence
         self._measurements = measurements
         self._client = client
         self._timeout_s = timeout_s
@@ -70,26 +70,49 @@ class Inference:
         """How each item ended, in order; if the caller hangs up, the jobs are revoked.
 
         Raises:
-            Problem: There are no outcomes: no time, no space, no Redis.
+            Problem: There are no outcomes: no time, no space, no worker, no Redis.
         """
-        task = self.task(request, model.name, model.queue)
         try:
-            outcomes = await unless_gone(
-                request, task.outcomes(items, per_job=per_job, keywords=keywords)
-            )
+            outcomes = await self.run(request, model, items, keywords, per_job)
         except Problem:
             raise
         except Exception as error:
             raise build_problem(error) from error
-        self._health.worked()
         self._measurements.results(model.name, outcomes)
         return outcomes
 
-    def task(self, request: Request, name: str, queue: str | None = None) -> AsyncTask:
+    def check_worker(self, model: ServedModel) -> None:
+        """Makes sure that a model may have a worker.
+
+        Raises:
+            Problem: It has none.
+        """
+        self._absence.check(model.name, model.queue)
+
+    async def run(
+        self,
+        request: Request,
+        model: ServedModel,
+        items: Sequence[Any],
+        keywords: Mapping[str, Any] | None,
+        per_job: int,
+    ) -> list[Outcome]:
+        """As `outcomes`, but counts nothing.
+
+        Raises:
+            Exception: There are no outcomes; `build_problem` says why.
+        """
+        task = self._task(request, model.name, model.queue)
+        async with self._absence.refusing(model.name, model.queue):
+            return await unless_gone(
+                request, task.outcomes(items, per_job=per_job, keywords=keywords)
+            )
+
+    def _task(self, request: Request, name: str, queue: str) -> AsyncTask:
         """A task on behalf of the caller: their tenant and class, and the time that they have."""
         caller: Caller = request.state.caller
         timeout_s = self.timeout_s(request)
-        options: dict[str, Any] = {} if queue is None else {"queue": queue}
+        options: dict[str, Any] = {"queue": queue}
         if caller.priority is not None:
             options["priority"] = caller.priority
         return self._client.task(

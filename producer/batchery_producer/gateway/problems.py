@@ -1,12 +1,17 @@
 """What went wrong with a request, and how each API says so."""
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
 import orjson
+from kombu.exceptions import OperationalError
 from pydantic import BaseModel
+from redis.exceptions import ConnectionError as NoConnection
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as NoAnswer
 from starlette.responses import Response
 
 from batchery.errors import (
@@ -19,6 +24,14 @@ from batchery.errors import (
     QueueFull,
 )
 from batchery_producer.retry import GaveUp
+
+logger = logging.getLogger("uvicorn.error")
+
+#: What callers get to know of a Redis that is away. The log has its address and the reason.
+REDIS_AWAY = "Redis does not answer"
+
+#: In how many seconds to come again then.
+AWAY_RETRY_S = 1.0
 
 
 class Kind(StrEnum):
@@ -108,9 +121,19 @@ def build_problem(error: BaseException) -> Problem:
         return Problem(Kind.INVALID, text)
     if isinstance(error, NoResult | DeadlineExceeded):
         return Problem(Kind.TIMEOUT, text)
-    if isinstance(error, GaveUp | BrokerRefused | DatasetError):
-        return Problem(Kind.UNAVAILABLE, text, retry_after_s=1)
+    if isinstance(error, DatasetError):
+        return Problem(Kind.UNAVAILABLE, text, retry_after_s=AWAY_RETRY_S)
+    if isinstance(error, GaveUp | BrokerRefused | OperationalError | RedisError):
+        return redis_problem(error)
     return Problem(Kind.FAILED, f"{type(error).__name__}: {text}", code=type(error).__name__)
+
+
+def redis_problem(error: Exception) -> Problem:
+    """The problem that an error of Redis is to callers, who get no address and no user of it."""
+    logger.warning("Redis: %s", error)
+    is_away = isinstance(error, GaveUp | OperationalError | NoConnection | NoAnswer)
+    text = REDIS_AWAY if is_away else "Redis refuses what the gateway asks; its log says why"
+    return Problem(Kind.UNAVAILABLE, text, retry_after_s=AWAY_RETRY_S)
 
 
 class ErrorFormat(NamedTuple):

@@ -16,6 +16,7 @@ from batchery_producer.gateway.models.files import PerModel
 from batchery_producer.gateway.models.info import ModelInfo, read_info
 from batchery_producer.gateway.models.served_models import ServedModels
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer, load_tokenizer
+from batchery_producer.gateway.monitoring.absence import Absence
 from batchery_producer.gateway.monitoring.batch_counters import BatchCounters
 from batchery_producer.gateway.monitoring.health import Health, stop
 from batchery_producer.gateway.monitoring.measurements import Measurements
@@ -60,12 +61,13 @@ async def running(
         measurements: Where results are counted.
     """
     models = ServedModels(settings.models)
-    monitor = Monitor(app, {model.queue for model in models})
-    health, store, waiter = Health(app), Store(app), ResultWaiter(app)
+    absence = Absence({model.queue for model in models}, settings.gateway.worker_grace_s)
+    health, store, waiter = Health(app, absence), Store(app), ResultWaiter(app)
     records = TaskRecords(store)
     jobs = JobQueue(app, store)
     webhooks = Webhooks(store, records, jobs, settings.gateway)
     batches = BatchService(settings, store, jobs)
+    monitor = Monitor(app, {model.queue for model in models})
     async with AsyncClient(app) as client:
         await health.look()
         watching = [asyncio.create_task(health.watch())]
@@ -74,7 +76,7 @@ async def running(
                 app=app,
                 settings=settings,
                 models=models,
-                inference=Inference(client, settings.gateway.timeout_s, measurements, health),
+                inference=Inference(client, settings.gateway.timeout_s, measurements, absence),
                 health=health,
                 tokenizers=PerModel(load_tokenizer),
                 model_facts=PerModel(read_info),

@@ -2,7 +2,7 @@
 --
 -- KEYS[1]  ZSET    workers: worker id -> last heartbeat in ms, on this server's clock. Written here
 --                  and by renew.lua; read by every worker; a member goes with release or recovery.
--- KEYS[2]  HASH    worker-info: worker id -> what people want to know of it, as JSON. The same life.
+-- KEYS[2]  HASH    worker-info: worker id -> what others want to know of it, as JSON. The same life.
 -- KEYS[3]  STRING  token, see fetch.lua
 -- ARGV     worker id, info, the last token that the worker knows of
 --

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
-from batchery_producer.gateway.inference import check_all, unless_gone
+from batchery_producer.gateway.inference import check_all
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, in_gb, read_figures
 from batchery_producer.gateway.problems import build_problem
@@ -246,17 +246,14 @@ class _Run:
     def __init__(self, request: Request, model: ServedModel, wanted: ProcessBatchRequest) -> None:
         self._gateway = request.app.state.gateway
         self._wanted = wanted
-        task = self._gateway.inference.task(request, model.name, model.queue)
+        run = self._gateway.inference.run
         self._began_s = time.perf_counter()
         self._batches = [
             _Batch(
                 texts,
                 number * wanted.batch_size,
                 asyncio.ensure_future(
-                    unless_gone(
-                        request,
-                        task.outcomes(texts, per_job=len(texts), keywords=_keywords(model, wanted)),
-                    )
+                    run(request, model, texts, _keywords(model, wanted), len(texts))
                 ),
             )
             for number, texts in enumerate(cut(wanted.texts, wanted.batch_size))
@@ -335,12 +332,13 @@ def _model_for(request: Request, wanted: ProcessBatchRequest) -> ServedModel:
     """The model of a request that may pass.
 
     Raises:
-        Problem: There is no such model, too much text, or no Redis.
+        Problem: There is no such model, too much text, no worker, or no Redis.
     """
     gateway = request.app.state.gateway
     model: ServedModel = gateway.models.find(wanted.model, KINDS)
     request.state.caller.check(len(wanted.texts), sum(map(len, wanted.texts)))
     gateway.health.check()
+    gateway.inference.check_worker(model)
     return model
 
 

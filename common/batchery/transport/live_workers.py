@@ -1,0 +1,113 @@
+"""Who consumes the queues of a broker, for those who send: read from Redis, and no worker asked."""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from batchery.transport import Transport
+from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
+from batchery.transport.worker_registry import read_expiry
+
+#: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
+POPS = frozenset({"brpop", "blpop", "blmpop", "brpoplpush", "blmove"})
+
+#: A connection that waited for messages so long ago, in seconds, is that of no idle worker: these
+#: ask anew each second, but for one whose only thread runs a job.
+MAX_IDLE_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredWorker:
+    """A worker with leases.
+
+    Attributes:
+        heartbeat: Its last one; compared, but not read as a time.
+        expiry_s: How long it may send none before it counts as dead, in seconds; None if unknown.
+        queues: Names of the queues that it consumes; None if it does not say, as older versions.
+    """
+
+    heartbeat: int
+    expiry_s: float | None
+    queues: Collection[str] | None
+
+
+class LiveWorkers:
+    """Reads from the broker's Redis which workers there are; from one thread."""
+
+    def __init__(self, client: Any, prefix: str, unacked: str = "unacked_index") -> None:
+        """Asks Redis nothing yet.
+
+        Args:
+            client: A client of the broker's database.
+            prefix: Kombu's `global_keyprefix`.
+            unacked: Kombu's `unacked_index_key`: what workers without leases hold.
+        """
+        self._client = client
+        self._keys = Keys(prefix)
+        self._unacked = f"{prefix}{unacked}"
+        self._db = str(client.connection_pool.connection_kwargs.get("db") or 0)
+
+    @classmethod
+    def of(cls, connection: Any, timeout_s: float) -> Self | None:
+        """Those of an open kombu connection's broker; None if it is not a Redis.
+
+        Args:
+            connection: Is needed no longer than this call.
+            timeout_s: How long Redis may take for an answer, in seconds.
+        """
+        if not isinstance(connection.transport, Transport):
+            return None
+        channel = connection.default_channel
+        client = channel._make_separate_client(timeout_s)
+        client.connection_pool.connection_kwargs["retry"] = Retry(NoBackoff(), 0)
+        return cls(client, channel.global_keyprefix, channel.unacked_index_key)
+
+    def registered(self) -> Mapping[str, RegisteredWorker]:
+        """The workers with leases, by id, the dead among them; one round trip.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        with self._client.pipeline(transaction=False) as pipe:
+            pipe.zrange(self._keys.workers, 0, -1, withscores=True)
+            pipe.hgetall(self._keys.worker_info)
+            heartbeats, infos = pipe.execute()
+        return {
+            worker.decode(): RegisteredWorker(
+                int(heartbeat), read_expiry(infos.get(worker)), list_queues(infos.get(worker))
+            )
+            for worker, heartbeat in heartbeats
+        }
+
+    def may_be_others(self) -> bool:
+        """Whether workers without leases may be there, with Celery's own transport.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        try:
+            clients = self._client.client_list()
+        except redis.ResponseError:
+            return True  # This user may not see who is connected.
+        idle_s = [
+            int(client["idle"])
+            for client in clients
+            if client["db"] == self._db
+            and client["cmd"] in POPS
+            and client["name"] != REPLIES_CLIENT
+        ]
+        # One that is busy holds messages. Others have once awaited the answers of workers.
+        return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)
+
+
+def list_queues(about: bytes | None) -> Collection[str] | None:
+    """The queues that a worker consumes, by its entry in worker-info; None if it does not say."""
+    try:
+        return frozenset(json.loads(about or b"{}")["queues"])
+    except (ValueError, TypeError, KeyError):
+        return None

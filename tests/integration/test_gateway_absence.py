@@ -1,0 +1,166 @@
+"""Requests for a model that no worker serves: refused at once, and never where one may be there."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+
+from conftest import StartGateway, StartWorker
+from support.gateway import EMBED, GatewayProcess
+from support.harness import queue_length, wait_for
+from support.patience import patient
+
+#: How long a queue may be without a worker in these tests, in seconds.
+GRACE_S = 2
+
+#: Gateways of one Redis whose batch files lie in different folders: one of them alone runs those.
+GRACE = {"worker_grace_s": GRACE_S, "worker": False}
+
+#: A call that waits in vain takes this long, in seconds: far longer than a refusal on any machine.
+LONG_S = patient(60)
+
+#: A worker of it is another than those with leases; a task stands in the place of the model.
+STOCK = {"apps.uninstalled.shout": {**EMBED["embed"], "queue": "celery"}}
+
+
+def embed(gateway: GatewayProcess, **headers: str) -> httpx2.Response:
+    body = {"input": "a", "model": "embed"}
+    return gateway.post("/v1/embeddings", body, headers=headers, timeout=LONG_S)
+
+
+def wait_refused(gateway: GatewayProcess) -> httpx2.Response:
+    wait_for(lambda: embed(gateway).status_code == 503, "it is refused", LONG_S)
+    return embed(gateway)
+
+
+def stays(status: int, ask: Callable[[], int]) -> None:
+    """A look a second follows the workers meanwhile, and the grace is over twice."""
+    until_s = time.monotonic() + 2 * GRACE_S
+    while time.monotonic() < until_s:
+        assert ask() == status
+
+
+def test_model_without_worker_is_refused_at_once_until_one_starts(
+    start_gateway: StartGateway, start_worker: StartWorker, redis_url: str
+) -> None:
+    gateway = start_gateway(gateway=GRACE)
+    # Also those that come too early wait no longer than a worker may take to start.
+    refused = embed(gateway)
+    assert refused.status_code == 503
+    error = refused.json()["error"]
+    assert (error["code"], error["type"]) == ("no_worker", "server_error")
+    assert "model 'embed': no worker has consumed its queue 'embed' for 2 s" in error["message"]
+    assert "start one: celery -A batchery.app worker -Q embed" in error["message"]
+    assert int(refused.headers["retry-after"]) >= 1
+    sent = queue_length(redis_url, "embed")
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/embeddings": {"input": "a"},
+        "/embed": {"inputs": "a"},
+        "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b"]}},
+        "/page/try": {"model": "embed", "item": "a"},
+    }
+    for path, body in bodies.items():
+        assert gateway.post(path, body).status_code == 503, path
+    # Nothing was sent for them.
+    assert queue_length(redis_url, "embed") == sent
+    worker = start_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(EMBED)})
+    wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
+    stays(200, lambda: embed(gateway).status_code)
+    worker.stop()
+    assert "no worker" in wait_refused(gateway).json()["error"]["message"]
+
+
+def test_dead_worker_counts_as_gone(start_gateway: StartGateway, start_worker: StartWorker) -> None:
+    gateway = start_gateway(gateway=GRACE)
+    worker = start_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(EMBED)})
+    wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
+    worker.kill()
+    # Nobody recovers it, so it stays in the list of workers. What waits is answered as well.
+    wait_refused(gateway)
+
+
+def test_worker_of_other_queues_serves_no_model(
+    start_gateway: StartGateway, start_worker: StartWorker, redis_url: str
+) -> None:
+    def control(*words: str) -> None:
+        # Not this process, whose connection would look like that of a worker for a while.
+        command = ["celery", "-A", "batchery.app", "control", "--timeout", "2", *words]
+        env = {**os.environ, "BATCHERY_REDIS_URL": redis_url, "BATCHERY_MODELS": json.dumps(EMBED)}
+        subprocess.run([sys.executable, "-m", *command], env=env, check=True)
+
+    gateway = start_gateway(gateway=GRACE)
+    models = {**EMBED, "other": {**EMBED["embed"]}}
+    start_worker("batchery.app", "-Q", "other", env={"BATCHERY_MODELS": json.dumps(models)})
+    wait_refused(gateway)
+    control("add_consumer", "embed")
+    wait_for(lambda: embed(gateway).status_code == 200, "it is served", 60)
+    control("cancel_consumer", "embed")
+    wait_refused(gateway)
+
+
+def test_worker_with_celerys_transport_is_never_taken_for_absent(
+    start_gateway: StartGateway, start_worker: StartWorker
+) -> None:
+    gateway = start_gateway(models=STOCK, gateway=GRACE)
+
+    def answer() -> int:
+        body = {"model": "apps.uninstalled.shout", "item": "a"}
+        return gateway.post("/page/try", body, timeout=LONG_S).status_code
+
+    wait_for(lambda: answer() == 503, "it is refused", LONG_S)
+    start_worker("apps.uninstalled", "-P", "solo", "--without-heartbeat")
+    wait_for(lambda: answer() == 200, "it is served", 60)
+    stays(200, answer)
+
+
+def test_those_who_await_answers_of_workers_are_no_workers(start_gateway: StartGateway) -> None:
+    gateway = start_gateway(gateway=GRACE)
+    for _ in range(2):
+        # The survey waits for answers as Celery's own workers wait for jobs.
+        assert gateway.get("/status").json()["workers"] == 0
+        wait_refused(gateway)
+
+
+def test_jobs_that_need_no_answer_still_queue(start_gateway: StartGateway, redis_url: str) -> None:
+    gateway = start_gateway(gateway={"worker_grace_s": GRACE_S, "tasks": ["embed"]})
+    wait_refused(gateway)
+    sent = gateway.post("/tasks/embed", {"item": "a", "wait_s": 0})
+    assert sent.status_code == 202
+    line = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/embeddings",
+        "body": {"model": "embed", "input": "a"},
+    }
+    file = gateway.post(
+        "/v1/files",
+        files={"file": ("a.jsonl", json.dumps(line).encode())},
+        data={"purpose": "batch"},
+    ).json()
+    batch = gateway.post(
+        "/v1/batches",
+        {
+            "input_file_id": file["id"],
+            "endpoint": "/v1/embeddings",
+            "completion_window": "24h",
+        },
+    ).json()
+
+    def state() -> Any:
+        return gateway.get(f"/v1/batches/{batch['id']}").json()["status"]
+
+    wait_for(lambda: state() == "in_progress", "the batch runs", 60)
+    assert queue_length(redis_url, "embed") >= 1
+
+
+def test_grace_may_be_as_long_as_a_worker_takes_that_starts_on_demand(
+    start_gateway: StartGateway,
+) -> None:
+    gateway = start_gateway(gateway={"worker_grace_s": 600})
+    answer = embed(gateway, **{"x-request-timeout": "3"})
+    assert answer.status_code == 504
