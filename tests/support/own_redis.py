@@ -5,9 +5,11 @@ import gc
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -111,6 +113,16 @@ class OwnRedis:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    @contextlib.contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Stands still meanwhile: it takes connections, and answers nobody."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._process.send_signal(signal.SIGCONT)
 
     def _answers(self) -> bool:
         with contextlib.closing(Redis.from_url(self.url)) as client:

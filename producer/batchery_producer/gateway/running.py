@@ -67,7 +67,7 @@ async def running(
     jobs = JobQueue(app, store)
     webhooks = Webhooks(store, records, jobs, settings.gateway)
     batches = BatchService(settings, store, jobs)
-    monitor = Monitor(app, {model.queue for model in models})
+    monitor = Monitor(app, {model.queue for model in models}, health)
     async with AsyncClient(app) as client:
         await health.look()
         watching = [asyncio.create_task(health.watch())]

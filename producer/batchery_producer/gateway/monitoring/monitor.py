@@ -4,21 +4,26 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from celery import Celery
 
 from batchery.cli.survey import Survey, WorkerDirectory, survey
 from batchery.errors import StartError
-from batchery_producer.gateway.monitoring.health import stop
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.monitoring.health import Health, stop
+from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem
 
 #: Seconds between two surveys.
 INTERVAL_S = 1.0
 
 #: How long the workers may take to answer one, in seconds.
 ANSWER_TIMEOUT_S = 1.0
+
+#: How often those who wait for a survey look whether Redis answers, in seconds.
+SILENCE_CHECK_S = 0.1
 
 #: For how long surveys go on after the last question, in seconds.
 IDLE_S = 10.0
@@ -52,13 +57,17 @@ class ClusterSnapshot:
 class Monitor:
     """Surveys workers and queues once a second, however many ask, and not at all if nobody does."""
 
-    def __init__(self, app: Celery, queues: Collection[str]) -> None:
+    def __init__(self, app: Celery, queues: Collection[str], health: Health | None = None) -> None:
         """Starts nothing yet.
 
         Args:
             app: Its workers and its broker are asked.
             queues: Names of queues that are looked into even if no worker consumes them.
+            health: Knows whether Redis answers; if it does not, nobody waits for a survey.
         """
+        self._health = health
+        # Of its own: threads that others share may all wait for Redis.
+        self._thread = ThreadPoolExecutor(1, "batchery-monitor")
         self._app = app
         self._queues = queues
         self._directory = WorkerDirectory(app)
@@ -71,17 +80,23 @@ class Monitor:
         self.surveys = 0
 
     async def latest(self) -> ClusterSnapshot:
-        """The last look; the first one after a pause takes about a second."""
+        """The last look; the first one after a pause takes about a second, also without Redis."""
         self._asked_s = time.monotonic()
         if self._watching is None or self._watching.done():
             self._look = None
             self._first = asyncio.get_running_loop().create_future()
             self._watching = asyncio.create_task(self._watch(self._first))
-        if self._look is None and self._first is not None:
-            # Shielded: a caller who hangs up must not cancel it for the others.
-            await asyncio.shield(self._first)
-        assert self._look is not None
+            if self._health is not None:
+                self._health.look_soon()
+        while self._look is None and self._first is not None and not self._is_silent():
+            # A caller who hangs up does not cancel it for the others.
+            await asyncio.wait({self._first}, timeout=SILENCE_CHECK_S)
+        if self._look is None or (self._look.now is not None and self._is_silent()):
+            return ClusterSnapshot(None, None, REDIS_AWAY, time.monotonic())
         return self._look
+
+    def _is_silent(self) -> bool:
+        return self._health is not None and self._health.is_silent
 
     async def workers(self) -> Mapping[str, Mapping[str, Any]]:
         """What each worker says, as from `celery inspect batchery`.
@@ -111,9 +126,8 @@ class Monitor:
     async def _survey(self) -> ClusterSnapshot:
         self.surveys += 1
         try:
-            now = await asyncio.to_thread(
-                survey, self._directory, self._app, ANSWER_TIMEOUT_S, self._queues
-            )
+            ask = partial(survey, self._directory, self._app, ANSWER_TIMEOUT_S, self._queues)
+            now = await asyncio.get_running_loop().run_in_executor(self._thread, ask)
         except StartError as error:
             self._kept.clear()
             return ClusterSnapshot(None, None, str(error), time.monotonic())

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,6 +18,9 @@ from batchery_producer.gateway.monitoring.monitor import ClusterSnapshot
 from batchery_producer.gateway.monitoring.overview import list_devices, list_queues
 
 router = APIRouter(tags=["operations"])
+
+#: Of its own: threads that others share may all wait for Redis.
+ENCODER = ThreadPoolExecutor(1, "batchery-metrics")
 
 OF_DEVICE = ["worker", "device"]
 
@@ -44,7 +48,8 @@ async def metrics(request: Request) -> Response:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(MetricsCollector(gateway.measurements, look))
     # With several processes it reads files.
-    return Response(await asyncio.to_thread(encode, registry), headers={"Content-Type": media_type})
+    text = await asyncio.get_running_loop().run_in_executor(ENCODER, encode, registry)
+    return Response(text, headers={"Content-Type": media_type})
 
 
 class MetricsCollector(Collector):
