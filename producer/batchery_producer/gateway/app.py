@@ -145,7 +145,11 @@ def _wrap(
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:
-    return answer(request.url.path, build_problem(error))
+    problem = build_problem(error)
+    if problem.kind is Kind.FAILED and problem is not error:
+        # One of the gateway's own; it may name files and hosts. The server logs it.
+        problem.message = "the gateway failed; its log says why"
+    return answer(request.url.path, problem)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:

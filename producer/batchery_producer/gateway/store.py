@@ -11,10 +11,7 @@ from celery.backends.redis import RedisBackend
 
 from batchery.protocol.completion_stream import backend_prefix
 from batchery.redis_scripts import RedisScripts
-from batchery_producer.gateway.problems import Kind, Problem
-
-#: In how many seconds to come again while Redis is away.
-AWAY_RETRY_S = 1.0
+from batchery_producer.gateway.problems import Kind, Problem, redis_problem
 
 LUA = Path(__file__).parent / "lua"
 
@@ -53,9 +50,7 @@ class Store:
         try:
             return call(self.backend.client)
         except redis.RedisError as error:
-            raise Problem(
-                Kind.UNAVAILABLE, f"no Redis: {error}", retry_after_s=AWAY_RETRY_S
-            ) from error
+            raise redis_problem(error) from error
 
     def script(self, name: str, keys: Sequence[bytes], *arguments: Any) -> Any:
         """Runs one of the gateway's scripts.

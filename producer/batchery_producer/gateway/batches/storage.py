@@ -1,5 +1,6 @@
 """Where files are kept: a folder, or any URL that fsspec knows."""
 
+import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from batchery.errors import DatasetError
 from batchery_producer.files.source import Remote, is_url
+
+logger = logging.getLogger(__name__)
 
 #: Ending of files that are not whole yet.
 NEW_SUFFIX = ".new"
@@ -186,8 +189,9 @@ class Storage:
         except DatasetError:
             raise
         except Exception as error:
-            # Callers see it, and the URL may have a password.
-            text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            # Callers see it, and the whole text may name hosts, folders and users.
+            logger.warning("files: %s: %r", name, error)
+            text = getattr(error, "strerror", None) or type(error).__name__
             raise DatasetError(f"files: {name}: cannot be reached: {text}") from error
 
 

@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
+
+logger = logging.getLogger("uvicorn.error")
 
 T = TypeVar("T")
 
@@ -58,11 +61,12 @@ class ModelFiles:
             raise self._unreadable(name, error) from error
 
     def _unreadable(self, name: str, error: Exception) -> Problem:
-        reason = " ".join(str(error).split())
+        model = self._model
+        logger.warning("model %r: %s of %r: %s", model.name, name, model.settings.model, error)
         return Problem(
             Kind.UNSUPPORTED,
-            f"model {self._model.name!r}: the gateway cannot read {name} of"
-            f" {self._model.settings.model!r}, which it needs here: {reason:.200}",
+            f"model {model.name!r}: the gateway cannot read {name}, which it needs here; its log"
+            " says why",
         )
 
 

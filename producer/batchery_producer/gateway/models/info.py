@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from batchery.settings import Settings
@@ -63,7 +64,8 @@ def build_info(
     """A model and the limits of requests, in TEI's words."""
     own = model.settings
     return {
-        "model_id": own.model,
+        # Where its folder lies is nobody's business.
+        "model_id": Path(own.model).name if Path(own.model).is_absolute() else own.model,
         "model_sha": own.revision,
         "model_dtype": DTYPES.get(own.dtype, own.dtype),
         "served_model_name": model.name,

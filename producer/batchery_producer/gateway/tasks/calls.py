@@ -17,7 +17,7 @@ from batchery.task import BatchTask
 from batchery.tracing import trace_headers
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.json_lists import json_of_arguments
-from batchery_producer.gateway.problems import Kind, Problem, build_problem
+from batchery_producer.gateway.problems import Kind, Problem, build_problem, redis_problem
 from batchery_producer.publishing.publisher import is_known
 from batchery_producer.results.answers import build_header
 
@@ -119,8 +119,6 @@ class TaskSender:
         send = partial(self._send, call, with_tenant(options, caller.tenant))
         try:
             await asyncio.to_thread(send)
-        except OperationalError as error:
-            raise Problem(Kind.UNAVAILABLE, f"no broker: {error}", retry_after_s=1) from error
         except (BatchArgumentError, EncodeError, TypeError) as error:
             # Celery compares the arguments with the signature of a task that it knows.
             raise Problem(Kind.INVALID, f"{call.task}: {error}") from error
@@ -142,4 +140,4 @@ class TaskSender:
         try:
             await asyncio.to_thread(control.revoke, task_id)
         except OperationalError as error:
-            raise Problem(Kind.UNAVAILABLE, f"no broker: {error}", retry_after_s=1) from error
+            raise redis_problem(error) from error

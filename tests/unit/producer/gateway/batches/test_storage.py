@@ -99,7 +99,7 @@ def test_store_that_is_away_is_told_and_the_caller_s_own_errors_are_left() -> No
             lambda: storage.open("a"),
             lambda: storage.write("a", b"1"),
         ):
-            with pytest.raises(DatasetError, match="files: a: cannot be reached: could not"):
+            with pytest.raises(DatasetError, match="files: a: cannot be reached: StoreError"):
                 call()
     finally:
         files.is_away = False
