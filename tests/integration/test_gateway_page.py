@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,8 +67,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     save_model(folder, "bert", labels=("bad", BOLD))
     pairs = tmp_path_factory.mktemp("fits")
     save_model(pairs, "bert", labels=("fits",))
+    save_model(few := tmp_path_factory.mktemp("few"), "bert", head="MaskedLM")
+    save_model(many := tmp_path_factory.mktemp("many"), "bert")
     return {
-        **EMBED,
+        "embed": {**EMBED["embed"], "aliases": ["text-embedding-3-small"]},
+        "few": {"kind": "sparse_embedding", "model": str(few)},
+        "many": {"kind": "multi_vector_embedding", "model": str(many)},
         "mood": {"kind": "classification", "model": str(folder)},
         "fits": {"kind": "rerank", "model": str(pairs)},
     }
@@ -160,7 +165,9 @@ def test_figures_change_while_jobs_run(
         assert [row.split()[0] for row in page.rows("queues")] == [
             "celery",
             "embed",
+            "few",
             "fits",
+            "many",
             "mood",
         ]
         assert "tokens/s" in page.text("rates")
@@ -255,6 +262,81 @@ def test_reranking_takes_a_query_beside_the_text(page: Browser) -> None:
     assert " tokens, " in info
     assert name == "score"
     assert 0 <= float(score) <= 1
+
+
+def test_sparse_and_multi_vector_answers_are_short(page: Browser) -> None:
+    page.type("item", "the cat sat on the mat " * 20)
+    page.find_element(By.ID, "model").send_keys("few")
+    page.click("run")
+    info, *weights, more = answer(page).splitlines()
+    assert " weights, the largest first, " in info
+    assert (len(weights), more) == (8, "…")
+    values = [float(each.split(": ")[1]) for each in weights]
+    assert all(each.startswith("token ") for each in weights)
+    assert values == sorted(values, reverse=True)
+    page.find_element(By.ID, "model").send_keys("many")
+    page.click("run")
+    info, *vectors, more = answer(page).splitlines()
+    assert " vectors of 32 numbers, " in info
+    assert (len(vectors), more) == (8, "…")
+    assert {len(each.removesuffix("…").split()) for each in vectors} == {4}
+
+
+def test_line_of_each_model_can_be_copied_and_works(page: Browser, models: dict[str, Any]) -> None:
+    shown = page.find_elements(By.CSS_SELECTOR, "#models .model")
+    assert [each.find_element(By.TAG_NAME, "p").text for each in shown] == [
+        "embed (embedding), also called text-embedding-3-small",
+        "few (sparse_embedding)",
+        "many (multi_vector_embedding)",
+        "mood (classification)",
+        "fits (rerank)",
+    ]
+    for each in shown:
+        line = each.find_element(By.TAG_NAME, "pre").text
+        done = subprocess.run(
+            ["sh", "-c", f"{line} -sS -w '%{{http_code}}'"],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        assert done.stdout.endswith("200"), (line, done.stdout)
+    page.execute_cdp_cmd(
+        "Browser.grantPermissions",
+        {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]},
+    )
+    button = shown[0].find_element(By.TAG_NAME, "button")
+    assert button.accessible_name == "Copy the command for embed"
+    button.click()
+    wait_for(lambda: button.text == "Copied", "it is copied")
+    script = "const done = arguments[0]; navigator.clipboard.readText().then(done)"
+    copied = page.execute_async_script(script)
+    assert copied == shown[0].find_element(By.TAG_NAME, "pre").text
+
+
+def test_files_and_batches_are_shown_with_their_progress(
+    page: Browser, gateway: GatewayProcess
+) -> None:
+    def line(number: int, text: str) -> str:
+        body = {"model": "embed", "input": text}
+        route = {"method": "POST", "url": "/v1/embeddings", "body": body}
+        return json.dumps({"custom_id": str(number), **route})
+
+    content = "\n".join(line(number, "" if number == 3 else "a") for number in range(4))
+    file = gateway.post(
+        "/v1/files",
+        files={"file": ("<b>my</b>.jsonl", content.encode())},
+        data={"purpose": "batch"},
+    ).json()
+    batch = {"input_file_id": file["id"], "endpoint": "/v1/embeddings", "completion_window": "24h"}
+    made = gateway.post("/v1/batches", batch).json()
+    # A state, and the numbers that go with it.
+    ended = f"<b>my</b>.jsonl {made['id']} completed 100 % 3 of 4, 1 failed"
+    wait_for(lambda: ended in page.rows("batches"), "the batch is shown", 60)
+    size = f"{len(content) / 1024:.1f} KiB"
+    assert f"<b>my</b>.jsonl {file['id']} batch {size}" in page.rows("files")
+    outputs = [row for row in page.rows("files") if "batch_output" in row]
+    assert len(outputs) == 2
+    assert page.find_elements(By.CSS_SELECTOR, "#files b, #batches b") == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])

@@ -62,6 +62,7 @@ class ModelStatus(BaseModel):
     name: str
     kind: str
     queue: str
+    aliases: list[str]
 
 
 class StatusResponse(BaseModel):

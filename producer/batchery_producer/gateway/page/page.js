@@ -3,10 +3,12 @@
 const INTERVAL_MS = 1000;
 const HISTORY = 120; // Points of the line: the last two minutes.
 const OLD_S = 5; // Older figures are said to be old.
-const FIRST_NUMBERS = 8; // Of a vector.
+const FIRST = 8; // Numbers of a vector, weights of a sparse one, vectors of a text.
 const KEY = "batchery-key";
 const NONE = "–";
 const MAX_CHARS = 4000; // Of a result that is shown as JSON.
+const FILES_INTERVAL_MS = 3000;
+const SHOWN_FILES = 10;
 
 // Kinds of models that take more than a text.
 const MORE = {
@@ -14,7 +16,17 @@ const MORE = {
   zero_shot: { name: "Labels, with commas between them", example: "food, travel, weather" },
 };
 
+// What a call of each kind of model posts, and where; all others can be tried as this page does.
+const CALLS = {
+  embedding: (model) => ["/v1/embeddings", { model, input: "The food was delicious" }],
+  sparse_embedding: (model) => ["/embed_sparse", { model, inputs: "The food was delicious" }],
+  multi_vector_embedding: (model) => ["/embed_all", { model, inputs: "The food was delicious" }],
+  classification: (model) => ["/predict", { model, inputs: "The food was delicious" }],
+  rerank: (model) => ["/v1/rerank", { model, query: MORE.rerank.example, documents: ["The food", "The rain"] }],
+};
+
 const history = [];
+let filesDue = 0;
 let models = "";
 
 const id = (name) => document.getElementById(name);
@@ -46,6 +58,7 @@ function age(seconds) {
 
 function bytes(size) {
   if (size === null) return NONE;
+  if (size < 2 ** 20) return `${number(size / 2 ** 10, 1)} KiB`;
   return size < 2 ** 30 ? `${number(size / 2 ** 20)} MiB` : `${number(size / 2 ** 30, 1)} GiB`;
 }
 
@@ -57,7 +70,8 @@ async function ask(path, options = {}) {
   const response = await fetch(path, { ...options, headers, cache: "no-store" });
   const body = await response.json();
   if (response.status === 401) askForKey(key ? "This key is not known." : "");
-  if (!response.ok) throw new Refused(body.detail ?? `status ${response.status}`, response.status);
+  const why = body.detail ?? body.error?.message ?? `status ${response.status}`;
+  if (!response.ok) throw new Refused(why, response.status);
   return body;
 }
 
@@ -85,6 +99,8 @@ id("login").addEventListener("submit", (event) => {
   sessionStorage.setItem(KEY, id("key").value.trim());
   id("key").value = "";
   id("login").hidden = true;
+  models = "";
+  filesDue = 0;
   look();
 });
 
@@ -128,6 +144,7 @@ function show(status) {
   const failures = status.failures.map((each) => [[each.error], [number(each.count)]]);
   rows("failures", failures, "None.", 2);
   showModels(status.models);
+  if (known) showFiles();
 }
 
 function showState(status) {
@@ -229,6 +246,69 @@ function tableRow(cells) {
   return row;
 }
 
+// Files and batches: asked for more rarely, and never waited for.
+
+async function showFiles() {
+  if (Date.now() < filesDue) return;
+  filesDue = Infinity;
+  let batches = [];
+  let files = [];
+  let none = "None.";
+  try {
+    const paths = ["/v1/batches", "/v1/files"].map((path) => ask(`${path}?limit=${SHOWN_FILES}`));
+    [batches, files] = (await Promise.all(paths)).map((found) => found.data);
+  } catch (error) {
+    none = error.message;
+  }
+  const names = Object.fromEntries(files.map((file) => [file.id, file.filename]));
+  rows("batches", batches.map((batch) => batchRow(batch, names)), none, 3);
+  rows("files", files.map(fileRow), none, 3);
+  filesDue = Date.now() + FILES_INTERVAL_MS;
+}
+
+function batchRow(batch, names) {
+  const { total, completed, failed } = batch.request_counts;
+  const done = total ? percent((completed + failed) / total) : NONE;
+  const counts = `${number(completed)} of ${number(total)}${failed ? `, ${number(failed)} failed` : ""}`;
+  return [[names[batch.input_file_id] ?? batch.input_file_id, batch.id], [batch.status], [done, counts]];
+}
+
+function fileRow(file) {
+  return [[file.filename, file.id], [file.purpose], [bytes(file.bytes)]];
+}
+
+// How models are called
+
+function modelParts(model) {
+  const command = make("pre", curlLine(model));
+  const button = make("button", "Copy");
+  button.type = "button";
+  button.setAttribute("aria-label", `Copy the command for ${model.name}`);
+  button.addEventListener("click", () => copy(command, button));
+  const aliases = model.aliases.length ? `, also called ${model.aliases.join(", ")}` : "";
+  const parts = make("div", "", "model");
+  parts.append(make("p", `${model.name} (${model.kind})${aliases}`), command, button);
+  return parts;
+}
+
+function curlLine({ name, kind }) {
+  const wanted = wish(kind, "The food was delicious", MORE[kind]?.example ?? "");
+  const [path, body] = CALLS[kind]?.(name) ?? ["/page/try", { model: name, ...wanted }];
+  const key = sessionStorage.getItem(KEY) ? ` -H "Authorization: Bearer $BATCHERY_KEY"` : "";
+  const json = JSON.stringify(body).replaceAll("'", "'\\''");
+  return `curl ${location.origin}${path}${key} -H "Content-Type: application/json" -d '${json}'`;
+}
+
+async function copy(command, button) {
+  try {
+    await navigator.clipboard.writeText(command.textContent);
+    button.textContent = "Copied";
+  } catch {
+    // Without TLS browsers have no clipboard; so it is marked, and the reader copies it.
+    getSelection().selectAllChildren(command);
+  }
+}
+
 // Try a model
 
 function showModels(found) {
@@ -242,6 +322,7 @@ function showModels(found) {
     return option;
   });
   id("model").replaceChildren(...options);
+  id("models").replaceChildren(...found.map(modelParts));
   showMore();
   id("run").disabled = !found.length;
   if (!found.length) id("answer").replaceChildren(make("p", "The settings name no model.", "muted"));
@@ -305,10 +386,11 @@ function answerParts({ kind, result, duration_ms }) {
   const facts = [`${number(duration_ms, 1)} ms`];
   if (typeof result?.tokens === "number") facts.unshift(`${number(result.tokens)} tokens`);
   if (result?.truncated) facts.push("the text was too long, and its end was cut off");
-  if (kind === "embedding" && Array.isArray(result?.vector)) {
-    facts.unshift(`${number(result.vector.length)} numbers`);
-    const first = result.vector.slice(0, FIRST_NUMBERS).map((each) => each.toFixed(4));
-    return [make("p", facts.join(", "), "muted"), make("pre", `${first.join("  ")}  …`)];
+  const long = linesOf(result);
+  if (long) {
+    const [size, lines] = long;
+    const shown = lines.length > FIRST ? [...lines.slice(0, FIRST), "…"] : lines;
+    return [make("p", [size, ...facts].join(", "), "muted"), make("pre", shown.join("\n"))];
   }
   const scores = scoresOf(kind, result);
   if (scores) {
@@ -317,6 +399,21 @@ function answerParts({ kind, result, duration_ms }) {
   const text = JSON.stringify(result, null, 2);
   const shown = text.length > MAX_CHARS ? `${text.slice(0, MAX_CHARS)} …` : text;
   return [make("p", facts.join(", "), "muted"), make("pre", shown)];
+}
+
+// The size of a vector, a sparse one or the vectors of a text, and its lines; null for another one.
+function linesOf(result) {
+  const { vector, vectors, indices, values } = result ?? {};
+  const numbers = (some, count) => some.slice(0, count).map((each) => each.toFixed(4)).join("  ");
+  if (Array.isArray(vector)) return [`${number(vector.length)} numbers`, [`${numbers(vector, FIRST)}  …`]];
+  if (Array.isArray(vectors)) {
+    const size = `${number(vectors.length)} vectors of ${number(vectors[0]?.length)} numbers`;
+    return [size, vectors.map((each) => `${numbers(each, FIRST / 2)}  …`)];
+  }
+  if (!Array.isArray(indices)) return null;
+  const weights = indices.map((token, place) => [token, values[place]]).sort((a, b) => b[1] - a[1]);
+  const lines = weights.map(([token, weight]) => `token ${token}: ${weight.toFixed(4)}`);
+  return [`${number(lines.length)} weights, the largest first`, lines];
 }
 
 // Names and scores that are shown as bars; null for another kind of result.

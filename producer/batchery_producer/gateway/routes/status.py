@@ -14,7 +14,8 @@ async def status(request: Request) -> Response:
     gateway = request.app.state.gateway
     look = await gateway.monitor.latest()
     models = [
-        ModelStatus(name=each.name, kind=each.kind, queue=each.queue) for each in gateway.models
+        ModelStatus(name=each.name, kind=each.kind, queue=each.queue, aliases=each.settings.aliases)
+        for each in gateway.models
     ]
     found = overview(look.now, look.before, models, look.problem, look.age_s)
     return Response(
