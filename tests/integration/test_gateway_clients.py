@@ -8,6 +8,7 @@ from typing import Any
 import cohere
 import openai
 import pytest
+import tiktoken
 from cohere.core.api_error import ApiError
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
@@ -33,7 +34,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     save_model(folder / "embed", "bert")
     return {
         "rerank": {"kind": "rerank", "model": str(folder / "rerank"), "aliases": ["rerank-v3.5"]},
-        "embed": {"kind": "embedding", "model": str(folder / "embed")},
+        "embed": {
+            "kind": "embedding",
+            "model": str(folder / "embed"),
+            "aliases": ["text-embedding-3-small", str(folder / "embed")],
+        },
     }
 
 
@@ -172,6 +177,37 @@ def test_langchain_embeds_texts(gateway: GatewayProcess) -> None:
     vectors = made.embed_documents(DOCUMENTS)
     assert [len(each) for each in vectors] == [32] * 4
     assert made.embed_query(DOCUMENTS[1]) == pytest.approx(vectors[1], abs=1e-5)
+
+
+def test_langchain_by_default_is_told_that_its_token_ids_are_another_tokenizer_s(
+    gateway: GatewayProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # OpenAI's own encoding would be downloaded; here a byte is a token, so all ids are the model's.
+    encoding = tiktoken.Encoding(
+        "cl100k_base",
+        pat_str=".",
+        mergeable_ranks={bytes([byte]): byte for byte in range(256)},
+        special_tokens={},
+    )
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "cl100k_base", encoding)
+    made = OpenAIEmbeddings(  # type: ignore[call-arg]
+        model="text-embedding-3-small", base_url=f"{gateway.url}/v1", api_key="none"
+    )
+    with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False") as caught:
+        made.embed_documents(["cat", "dog"])
+    assert caught.value.param == "input"
+    assert "under its own name" in caught.value.message
+
+
+def test_token_ids_go_with_the_model_s_own_names(gateway: GatewayProcess, models: Models) -> None:
+    hub_id = models["embed"]["model"]
+    for name in ("embed", hub_id, None):
+        answer = gateway.post("/v1/embeddings", {"model": name, "input": [[5, 6], [7]]})
+        assert len(answer.raise_for_status().json()["data"]) == 2
+    for ids in ([5, 6], [[5, 6]], ["text", [5]]):
+        answer = gateway.post("/v1/embeddings", {"model": "text-embedding-3-small", "input": ids})
+        assert answer.status_code == 400
+        assert "input: has token ids" in answer.json()["error"]["message"]
 
 
 def test_token_ids_of_another_tokenizer_are_refused(gateway: GatewayProcess) -> None:

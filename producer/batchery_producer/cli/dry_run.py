@@ -13,7 +13,7 @@ from celery import Celery
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.run.api import choose_task
+from batchery_producer.run.api import start_run
 from batchery_producer.run.loop import FileRun
 from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
@@ -84,7 +84,7 @@ def try_file(
         keywords=options.keywords,
         stop=lambda: stop() or time.monotonic() > end_s,
     )
-    run = FileRun(app, choose_task(dataset, task), probe_options)
+    run = start_run(app, dataset, task, probe_options)
     all_rows = begin_reading(dataset, stop) or ()
     first, rows, shown = _read(itertools.takewhile(lambda _: not stop(), all_rows), dataset)
     end_s = time.monotonic() + PROBE_S

@@ -180,6 +180,8 @@ class Dataset:
         if sample is not None and self.is_stream:
             raise DatasetError(f"{self.name}: cannot be sampled, as it can be read only once")
         self.model: str | None = None
+        #: Whether the name of a model is no alias; of OpenAI's requests alone.
+        self.is_own_name: Callable[[str], bool] = lambda _: True
         self.is_openai = format == "openai"
         if format in (None, "openai") and not (field or id_field or self.is_stream):
             self._detect_requests()
@@ -274,6 +276,7 @@ class Dataset:
         if self.is_openai:
             requests = RequestPicker(None, None, seen, number, self.names)
             requests.settle = self._settle
+            requests.is_own_name = self.is_own_name
             return requests
         return Picker(self._field, self._id_field, seen, number, self.names)
 

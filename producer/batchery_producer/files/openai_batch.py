@@ -29,6 +29,13 @@ EXPIRED = "TaskRevokedError"
 #: Message for an invalid input.
 INPUT = f"body: input must be a text or token ids, or a list of 1 to {MAX_ITEMS:,} of them"
 
+#: Why token ids are refused where a model has the place of another one.
+ALIAS_IDS = (
+    "input: has token ids, but {!r:.100} is an alias, so they may be another tokenizer's; send"
+    " texts (LangChain: check_embedding_ctx_length=False), or the model's own ids under its own"
+    " name"
+)
+
 #: How a request wants its vectors: fields of its body.
 FORM = ("encoding_format", "dimensions")
 
@@ -63,6 +70,9 @@ class RequestPicker(Picker):
     #: Takes the model of a request, and returns that of the run.
     settle: Callable[[str], str]
 
+    #: Whether the name of a model is no alias, so that token ids are of its own tokenizer.
+    is_own_name: Callable[[str], bool] = staticmethod(lambda _: True)
+
     def pick(self, line: int, row: Mapping[str, Any] | str) -> Record | Broken:
         """As `Picker.pick`; it raises nothing."""
         if not isinstance(row, Mapping):
@@ -94,6 +104,7 @@ class RequestPicker(Picker):
             (not _is_dimensions(dimensions), "dimensions: a whole number from 1 on"),
             (found != model, f"model {found!r}, but the first request has model {model!r}"),
             (not _read_items(body.get("input")), INPUT),
+            (has_ids(body.get("input")) and not self.is_own_name(found), ALIAS_IDS.format(found)),
         )
         return next((reason for holds, reason in clauses if holds), "")
 
@@ -105,6 +116,11 @@ def _read_items(given: Any) -> list[Any]:
         return []
     is_one_kind = all(isinstance(each, str) for each in items) or all(map(_are_ids, items))
     return items if is_one_kind else []
+
+
+def has_ids(given: Any) -> bool:
+    """Whether an input has token ids: itself, or one of its items."""
+    return isinstance(given, list) and any(isinstance(each, int | list) for each in given)
 
 
 def _are_ids(given: Any) -> bool:

@@ -59,7 +59,7 @@ def submit_file(
     dataset = Dataset(source, **options.reading)
     files = Output(dataset, output, **options.writing)
     report = Report(options.report, dataset, output, options.errors) if options.report else None
-    run = FileRun(app, choose_task(dataset, task), options)
+    run = start_run(app, dataset, task, options)
     settings = {
         "kwargs": dict(options.keywords or {}),
         **dataset.settings,
@@ -83,6 +83,19 @@ def submit_file(
     if report:
         report.write(run.task, summary)
     return summary
+
+
+def start_run(app: Celery, dataset: Dataset, task: str | None, options: SubmitOptions) -> FileRun:
+    """The run of a dataset, by the named task or by that of the model of its requests.
+
+    Raises:
+        DatasetError: There is neither.
+        BatcheryError: Jobs cannot be sent; as `FileRun` does.
+    """
+    run = FileRun(app, choose_task(dataset, task), options)
+    if task is None:
+        dataset.is_own_name = run.task.__eq__
+    return run
 
 
 def choose_task(dataset: Dataset, task: str | None) -> str:

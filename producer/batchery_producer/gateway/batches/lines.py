@@ -1,6 +1,6 @@
 """Requests of a batch file: each becomes jobs, and their answers a line of an output file."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,10 +81,22 @@ class Line:
 class BatchLines:
     """The lines of one batch."""
 
-    def __init__(self, record: BatchRecord, files: FileStore) -> None:
-        """Reads nothing yet."""
+    def __init__(
+        self,
+        record: BatchRecord,
+        files: FileStore,
+        is_own_name: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """Reads nothing yet.
+
+        Args:
+            record: The batch.
+            files: Has its file.
+            is_own_name: Whether the name of a model is no alias.
+        """
         self._record = record
         self._files = files
+        self._is_own_name = is_own_name
         model = record.batch.model or ""
         self.journal = Journal(record.run, model, {}, [""], [], 0)
         self._format = OpenAIFormat(self.journal, model, _line_name, unpack=_unpacked)
@@ -108,6 +120,7 @@ class BatchLines:
             picker = RequestPicker(None, None, seen)
             # The file was validated: all of its requests name one model.
             picker.settle = lambda model: model
+            picker.is_own_name = self._is_own_name
             rows = JsonRows(lines)
             for row in rows:
                 if following and rows.number > following[0].lines:

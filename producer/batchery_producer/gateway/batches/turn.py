@@ -151,7 +151,7 @@ class BatchTurn:
         """Runs requests until the turn is over, or all have ended."""
         kinds = ENDPOINTS[self._batch.endpoint]
         model = self._context.models.find(self._batch.model, kinds)
-        lines = BatchLines(self._record, self._context.files)
+        lines = BatchLines(self._record, self._context.files, model.is_own_name)
         slices = SlicesInFlight(self._context.app, model, self._record, lines)
         with closing(slices):
             idle_s = time.monotonic() + IDLE_S

@@ -29,6 +29,14 @@ class ServedModel:
         """The queue of its jobs."""
         return self.settings.queue or self.name
 
+    def is_own_name(self, name: str | None) -> bool:
+        """Whether a name is this model's own, and no other one's in whose place it is served.
+
+        Own names are that of the settings, the id on the hub, and the end of that id.
+        """
+        id_ = self.settings.model
+        return name in (None, self.name, id_, id_.rstrip("/").rpartition("/")[2])
+
 
 class ServedModels:
     """All models of the settings."""

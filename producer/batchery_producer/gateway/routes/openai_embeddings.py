@@ -6,8 +6,10 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.models.vectors import numbers
+from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import Inputs
 from batchery_producer.gateway.routes.shared import (
     embed_items,
@@ -57,6 +59,8 @@ class EmbeddingsResponse(BaseModel):
 async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
     """One vector for each input."""
     model = resolve_model(request, wanted.model, ("embedding",))
+    if has_ids(wanted.input) and not model.is_own_name(wanted.model):
+        raise Problem(Kind.INVALID, ALIAS_IDS.format(wanted.model), param="input")
     items = read_items(request, "input", wanted.input)
     results = await embed_items(request, model, items, {}, wanted.dimensions)
     tokens = sum(result["tokens"] for result in results)

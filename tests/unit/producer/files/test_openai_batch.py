@@ -45,6 +45,18 @@ def test_requests_of_openai_are_recognised(tmp_path: Path) -> None:
     ]
 
 
+def test_token_ids_under_another_name_than_the_task_s_are_refused(tmp_path: Path) -> None:
+    rows = [request(1, [7, 8]), request(2, "a text"), request(3, [[7]])]
+    dataset = Dataset(write(tmp_path / "in.jsonl", rows))
+    dataset.is_own_name = "model".__eq__
+    first, second, third = dataset
+    assert isinstance(first, Broken)
+    assert isinstance(third, Broken)
+    assert first.reason == third.reason
+    assert "'embed' is an alias" in first.reason
+    assert isinstance(second, Record)
+
+
 def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Path) -> None:
     rows = write(tmp_path / "a.jsonl", [{"custom_id": "a", "text": "b"}])
     assert not Dataset(rows).is_openai
