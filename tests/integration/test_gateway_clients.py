@@ -1,11 +1,14 @@
 """Clients of Cohere, Jina and LangChain, unmodified, in front of a real worker."""
 
+import base64
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import cohere
+import numpy as np
 import openai
 import pytest
 import tiktoken
@@ -32,6 +35,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     folder: Path = tmp_path_factory.mktemp("models")
     save_model(folder / "rerank", "bert", labels=("relevance",))
     save_model(folder / "embed", "bert")
+    save_model(folder / "prompted", "bert")
+    prompts = {"prompts": {"query": "the cat ", "clustering": "a dog "}}
+    (folder / "prompted" / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     return {
         "rerank": {"kind": "rerank", "model": str(folder / "rerank"), "aliases": ["rerank-v3.5"]},
         "embed": {
@@ -39,6 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
             "model": str(folder / "embed"),
             "aliases": ["text-embedding-3-small", str(folder / "embed")],
         },
+        "prompted": {"kind": "embedding", "model": str(folder / "prompted"), "max_length": 8},
     }
 
 
@@ -217,3 +224,62 @@ def test_token_ids_of_another_tokenizer_are_refused(gateway: GatewayProcess) -> 
         pytest.raises(openai.BadRequestError, match="none of the model's"),
     ):
         client.embeddings.create(model="embed", input=[[1820, 8415]])
+
+
+def vectors_of(gateway: GatewayProcess, given: Any, **fields: Any) -> list[Any]:
+    answer = gateway.post("/v1/embeddings", {"model": "prompted", "input": given, **fields})
+    return [each["embedding"] for each in answer.raise_for_status().json()["data"]]
+
+
+def test_options_of_other_vendors_are_honoured(gateway: GatewayProcess) -> None:
+    close = partial(pytest.approx, abs=1e-5)
+    plain, query, clustering, long = vectors_of(
+        gateway, ["tea", "the cat tea", "a dog tea", "tea " * 20]
+    )
+    jina = {"normalized": True, "late_chunking": False, "embedding_type": "float"}
+    assert vectors_of(gateway, [{"text": "tea"}], task="retrieval.passage", **jina)[0] == close(
+        plain
+    )
+    assert vectors_of(gateway, "tea", task="retrieval.query", **jina)[0] == close(query)
+    assert vectors_of(gateway, "tea", task="clustering")[0] == close(clustering)
+    (packed,) = vectors_of(gateway, ["tea"], embedding_type="base64")
+    assert np.frombuffer(base64.b64decode(packed), "<f4") == close(plain)
+    # As Voyage's client sends them.
+    voyage = {"output_dtype": None, "output_dimension": 8, "truncation": True}
+    (short,) = vectors_of(gateway, ["tea"], input_type="document", **voyage)
+    assert len(short) == 8
+    assert short == pytest.approx(np.array(plain[:8]) / np.linalg.norm(plain[:8]), abs=1e-6)
+    assert vectors_of(gateway, "tea", input_type="query")[0] == close(query)
+    (unscaled,) = vectors_of(gateway, "tea", normalized=False)
+    assert np.linalg.norm(unscaled) != pytest.approx(1, abs=1e-3)
+    assert vectors_of(gateway, "tea " * 20, truncation=True)[0] == close(long)
+    # A model without prompts has the same vectors whatever texts are for.
+    answer = gateway.post("/v1/embeddings", {"model": "embed", "input": "a", "input_type": "query"})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"embedding_type": "binary"}, "embedding_type: Input should be 'float' or 'base64'"),
+        ({"output_dtype": "int8"}, "output_dtype: Input should be 'float'"),
+        ({"late_chunking": True}, "late_chunking: expected false: it is not served"),
+        ({"return_multivector": True}, "return_multivector: expected false"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens: expected false"),
+        ({"task": "separation"}, "task 'separation': the model has no prompt for it; there are:"),
+        ({"input_type": "code"}, "there are: clustering, query"),
+        (
+            {"dimensions": 8, "output_dimension": 9},
+            "dimensions and output_dimension: mean the same",
+        ),
+        ({"input": [{"image": "x"}]}, "input: expected a text, a list of token ids"),
+        ({"input": "tea " * 20, "truncation": False}, "more than max_length = 8"),
+        ({"output_dimension": 100}, "dimensions = 100: the model's vectors have 32"),
+    ],
+)
+def test_options_that_are_not_served_are_refused_by_name(
+    gateway: GatewayProcess, fields: dict[str, Any], text: str
+) -> None:
+    answer = gateway.post("/v1/embeddings", {"model": "prompted", "input": "tea", **fields})
+    assert answer.status_code == 400
+    assert text in answer.json()["error"]["message"]

@@ -42,6 +42,13 @@ FORM = ("encoding_format", "dimensions")
 #: Message for dimensions of something else.
 NO_VECTOR = "dimensions: the task's result is no vector"
 
+#: Fields of other vendors that would change the vectors.
+UNSERVED = (
+    *("embedding_type", "output_dtype", "output_dimension", "task", "input_type", "truncation"),
+    *("truncate", "normalized", "normalize", "late_chunking", "return_multivector"),
+    "truncate_prompt_tokens",
+)
+
 #: Greatest difference from 1 of the length of a vector that a model has scaled to length 1.
 LENGTH_TOLERANCE = 1e-3
 
@@ -95,6 +102,7 @@ class RequestPicker(Picker):
         body = row["body"]
         found = read_model(row)
         model = self.settle(found)
+        unserved = [name for name in UNSERVED if body.get(name) is not None]
         encoding, dimensions = (body.get(name) for name in FORM)
         clauses = (
             (row.get("method", "POST") != "POST", f"method {row.get('method')!r}: must be POST"),
@@ -104,6 +112,7 @@ class RequestPicker(Picker):
             (not _is_dimensions(dimensions), "dimensions: a whole number from 1 on"),
             (found != model, f"model {found!r}, but the first request has model {model!r}"),
             (not _read_items(body.get("input")), INPUT),
+            (bool(unserved), f"{', '.join(unserved)}: not served in batch files; leave it out"),
             (has_ids(body.get("input")) and not self.is_own_name(found), ALIAS_IDS.format(found)),
         )
         return next((reason for holds, reason in clauses if holds), "")

@@ -1,7 +1,7 @@
 """What a running gateway has, and what runs beside its requests."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from batchery_producer.gateway.batches.service import BatchService
 from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.job_queue import JobQueue
 from batchery_producer.gateway.models.files import PerModel
-from batchery_producer.gateway.models.info import ModelInfo, read_info
+from batchery_producer.gateway.models.info import ModelInfo, read_info, read_prompts
 from batchery_producer.gateway.models.served_models import ServedModels
 from batchery_producer.gateway.models.tokenizing import ModelTokenizer, load_tokenizer
 from batchery_producer.gateway.monitoring.absence import Absence
@@ -39,6 +39,7 @@ class Gateway:
     health: Health
     tokenizers: PerModel[ModelTokenizer]
     model_facts: PerModel[ModelInfo]
+    prompts: PerModel[Mapping[str, str]]
     batches: BatchService
     batch_counters: BatchCounters
     task_sender: TaskSender
@@ -80,6 +81,7 @@ async def running(
                 health=health,
                 tokenizers=PerModel(load_tokenizer),
                 model_facts=PerModel(read_info),
+                prompts=PerModel(read_prompts),
                 batches=batches,
                 batch_counters=BatchCounters(store),
                 task_sender=TaskSender(app),

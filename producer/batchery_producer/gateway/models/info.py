@@ -38,6 +38,16 @@ class ModelInfo:
 UNKNOWN = ModelInfo()
 
 
+def read_prompts(model: ServedModel) -> Mapping[str, str]:
+    """The prompts of a model: those of its files, and those of its settings.
+
+    Raises:
+        Problem: Its files cannot be read.
+    """
+    general = ModelFiles(model).json("config_sentence_transformers.json")
+    return {**(general.get("prompts") or {}), **model.settings.prompts}
+
+
 def read_info(model: ServedModel) -> ModelInfo:
     """Reads the files of a model.
 

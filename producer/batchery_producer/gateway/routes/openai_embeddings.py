@@ -1,16 +1,18 @@
 """OpenAI's `/v1/embeddings`, which is TEI's as well."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
+from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.models.vectors import numbers
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.routes.fields import Inputs
+from batchery_producer.gateway.routes.embedding_options import overflow_keywords, prompt_keywords
+from batchery_producer.gateway.routes.fields import TokenId, expected
 from batchery_producer.gateway.routes.shared import (
     embed_items,
     json_response,
@@ -21,14 +23,95 @@ from batchery_producer.gateway.routes.shared import (
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
 
-class EmbeddingsRequest(RequestBody):
-    """What OpenAI's clients send; other fields are ignored, as there."""
+class JinaText(RequestBody):
+    """A text as Jina's clients send it."""
 
-    input: Inputs
+    model_config = ConfigDict(extra="forbid")
+
+    text: str
+
+
+#: Of a field that would change the vectors, and is not served.
+Unserved = Annotated[Literal[False] | None, expected("false: it is not served")]
+
+
+class EmbeddingsRequest(RequestBody):
+    """What clients of OpenAI, Jina, Voyage, Mistral and vLLM send.
+
+    Fields that change vectors are honoured or refused, others are ignored.
+    """
+
+    input: Annotated[
+        str | list[TokenId] | list[str | list[TokenId] | JinaText],
+        expected("a text, a list of token ids, or a list of either; or of {'text': ...}"),
+        Field(
+            description="A text, token ids of the model's own tokenizer, or a list of either.",
+            examples=["the cat", ["the cat", {"text": "a dog"}], [[101, 1996, 4937, 102], "a dog"]],
+        ),
+    ]
     model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int | None, Field(ge=1)] = None
     user: str | None = None
+    embedding_type: Annotated[
+        Literal["float", "base64"] | None, Field(description="Jina's `encoding_format`.")
+    ] = None
+    output_dtype: Literal["float"] | None = None
+    output_dimension: Annotated[int | None, Field(ge=1, description="Voyage's `dimensions`.")] = (
+        None
+    )
+    task: Annotated[str | None, Field(description="Jina's `input_type`.")] = None
+    input_type: Annotated[
+        str | None,
+        Field(description="Puts the model's prompt for that in front, such as `query`."),
+    ] = None
+    truncation: Annotated[bool | None, Field(description="Voyage's `truncate`.")] = None
+    truncate: Annotated[
+        bool | None,
+        Field(description="Cut texts that are too long; the model's setting if missing."),
+    ] = None
+    normalized: Annotated[bool | None, Field(description="Jina's `normalize`.")] = None
+    normalize: Annotated[
+        bool | None,
+        Field(description="Scale vectors to length 1; the model's setting if missing."),
+    ] = None
+    late_chunking: Unserved = None
+    return_multivector: Unserved = None
+    truncate_prompt_tokens: Unserved = None
+
+    @property
+    def items(self) -> str | list[Any]:
+        """The input, without Jina's objects."""
+        if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
+            return self.input
+        return [each.text if isinstance(each, JinaText) else each for each in self.input]
+
+    def one_of(self, *fields: str) -> Any:
+        """The value of fields that mean the same.
+
+        Raises:
+            Problem: They have two.
+        """
+        values = {name: getattr(self, name) for name in fields}
+        said = {name: value for name, value in values.items() if value is not None}
+        if len(set(said.values())) > 1:
+            text = f"{' and '.join(said)}: mean the same, and have different values; send one"
+            raise Problem(Kind.INVALID, text, param=next(iter(said)))
+        return next(iter(said.values()), None)
+
+    async def keywords(self, request: Request, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job.
+
+        Raises:
+            Problem: Two fields clash, or the model has no such prompt.
+        """
+        found = overflow_keywords(model, self.one_of("truncate", "truncation"))
+        scale = self.one_of("normalize", "normalized")
+        if scale is not None and scale != model.settings.normalize:
+            found["normalize"] = scale
+        field = "task" if self.input_type is None else "input_type"
+        purpose = self.one_of("input_type", "task")
+        return found | await prompt_keywords(request, model, field, purpose)
 
 
 class EmbeddingObject(BaseModel):
@@ -61,10 +144,12 @@ async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
     model = resolve_model(request, wanted.model, ("embedding",))
     if has_ids(wanted.input) and not model.is_own_name(wanted.model):
         raise Problem(Kind.INVALID, ALIAS_IDS.format(wanted.model), param="input")
-    items = read_items(request, "input", wanted.input)
-    results = await embed_items(request, model, items, {}, wanted.dimensions)
+    dimensions = wanted.one_of("dimensions", "output_dimension")
+    as_text = wanted.one_of("encoding_format", "embedding_type") == "base64"
+    items = read_items(request, "input", wanted.items)
+    keywords = await wanted.keywords(request, model)
+    results = await embed_items(request, model, items, keywords, dimensions)
     tokens = sum(result["tokens"] for result in results)
-    as_text = wanted.encoding_format == "base64"
     content = {
         "object": "list",
         "data": [

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from batchery_producer.gateway.bodies import RequestBody
 from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.routes.embedding_options import overflow_keywords
 
 
 class TeiRequest(RequestBody):
@@ -29,17 +30,8 @@ class TextRequest(TeiRequest):
     ] = None
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
-        """Keywords of the job.
-
-        Jobs share a batch only if their keywords are equal, so nothing is said twice: neither what
-        the caller left out, nor what is the model's setting anyway.
-        """
-        found: dict[str, Any] = {}
-        if self.truncate is not None and self.truncate != (model.settings.overflow == "truncate"):
-            found["truncate"] = self.truncate
-        if self.truncation_direction is not None:
-            found["truncation_direction"] = self.truncation_direction.lower()
-        return found
+        """Keywords of the job."""
+        return overflow_keywords(model, self.truncate, self.truncation_direction)
 
 
 class PromptRequest(TextRequest):

@@ -9,8 +9,9 @@ import pytest
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
-from batchery_producer.files.openai_batch import in_form, shortened
+from batchery_producer.files.openai_batch import UNSERVED, in_form, shortened
 from batchery_producer.files.records import Broken, Record
+from batchery_producer.gateway.routes.openai_embeddings import EmbeddingsRequest
 from batchery_producer.results.answers import Answer
 from batchery_producer.run.api import choose_task
 from batchery_producer.run.output import Output
@@ -55,6 +56,16 @@ def test_token_ids_under_another_name_than_the_task_s_are_refused(tmp_path: Path
     assert first.reason == third.reason
     assert "'embed' is an alias" in first.reason
     assert isinstance(second, Record)
+
+
+def test_fields_of_other_vendors_are_refused_by_name(tmp_path: Path) -> None:
+    assert set(UNSERVED) == EmbeddingsRequest.model_fields.keys() - {
+        *("input", "model", "user", "encoding_format", "dimensions")
+    }
+    rows = [request(number, **{name: 8}) for number, name in enumerate(UNSERVED)]
+    for row, name in zip(Dataset(write(tmp_path / "in.jsonl", rows)), UNSERVED, strict=True):
+        assert isinstance(row, Broken)
+        assert row.reason.startswith(f"{name}: not served in batch files")
 
 
 def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Path) -> None:
