@@ -3,6 +3,8 @@
 import base64
 import gzip
 import json
+import re
+import socket
 import struct
 import subprocess
 from collections.abc import Iterator
@@ -253,13 +255,70 @@ def test_connection_without_a_whole_head_is_closed(impatient: GatewayProcess) ->
     with impatient.connect() as idle, impatient.connect() as slow:
         slow.sendall(b"GET /health HTTP/1.1\r\nHost: loc")
         assert idle.recv(100) == b""
-        assert slow.recv(100) == b""
+        assert slow.makefile("rb").read().startswith(b"HTTP/1.1 408")
+
+
+def test_second_head_of_a_connection_that_is_too_slow_is_answered(
+    impatient: GatewayProcess,
+) -> None:
+    with impatient.connect() as slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
+        answer = slow.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert b"HTTP/1.1 408" in answer
+
+
+@pytest.mark.parametrize("parts", [1, 70])
+def test_head_that_is_too_large_is_answered(keyed: GatewayProcess, parts: int) -> None:
+    header = b"X-Large: %s\r\n" % (b"x" * 70_000)
+    head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + header + b"\r\n"
+    with keyed.connect() as caller:
+        caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for part in range(0, len(head), len(head) // parts + 1):
+            caller.sendall(head[part : part + len(head) // parts + 1])
+        answer = caller.makefile("rb").read()
+    assert answer.startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
+    assert b"more than 65536 bytes" in answer
+    assert b"\r\nx-request-id: " in answer
 
 
 def test_head_without_end_is_cut_off(keyed: GatewayProcess) -> None:
-    headers = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 1000) for number in range(10_000))
-    with keyed.connect() as endless, pytest.raises(OSError, match=r"reset|Broken pipe"):
-        endless.sendall(b"GET /health HTTP/1.1\r\n" + headers)
+    headers = b"".join(b"X-%d: %s\r\n" % (number, b"x" * 1000) for number in range(1000))
+    with keyed.connect() as endless:
+        endless.sendall(b"GET /health HTTP/1.1\r\n")
+
+        def send_on() -> None:
+            while True:
+                endless.sendall(headers)
+
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):
+            send_on()
+
+
+def test_each_answer_has_a_request_id(
+    gateway: GatewayProcess, keyed: GatewayProcess, openai_client: openai.OpenAI
+) -> None:
+    made = openai_client.embeddings.create(model="embed", input="a")
+    assert re.fullmatch("[0-9a-f]{32}", made._request_id or "")
+    for path, status in (("/health", 200), ("/page/nothing", 404), ("/v1/models", 401)):
+        answer = keyed.get(path, headers={"x-request-id": "order-7:a/b.c"})
+        assert answer.headers["x-request-id"] == "order-7:a/b.c"
+        assert answer.status_code == status
+    ids = set()
+    for wrong in ("a b", 'a"b', "x" * 129, ""):
+        ids.add(gateway.get("/health", headers={"x-request-id": wrong}).headers["x-request-id"])
+    assert len(ids) == 4
+    assert all(re.fullmatch("[0-9a-f]{32}", each) for each in ids)
+
+
+def test_failure_is_logged_with_its_request_id(start_gateway: StartGateway) -> None:
+    gateway = start_gateway(models={"embed": {**EMBED["embed"], "queue": "nobody"}})
+    headers = {"x-request-id": "order-8", "x-request-timeout": "0.2"}
+    answer = gateway.post("/v1/embeddings", {"input": "a"}, headers=headers)
+    assert answer.status_code == 504
+    assert answer.headers["x-request-id"] == "order-8"
+    line = "request order-8: POST '/v1/embeddings': timeout: "
+    wait_for(lambda: line in gateway.log, "it is logged")
 
 
 def test_web_page_with_a_name_for_loopback_is_refused(gateway: GatewayProcess) -> None:

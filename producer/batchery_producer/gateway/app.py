@@ -19,7 +19,7 @@ from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.monitoring.measurements import Measured, Measurements
 from batchery_producer.gateway.openapi import describe_errors
-from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem
+from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem, log_failure
 from batchery_producer.gateway.routes import (
     cohere_rerank,
     metrics,
@@ -134,6 +134,7 @@ def _wrap(
             allow_origins=settings.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
+            expose_headers=["X-Request-Id"],
         )
     routes = [
         route.path
@@ -146,6 +147,7 @@ def _wrap(
 
 async def _on_problem(request: Request, error: Exception) -> Response:
     problem = build_problem(error)
+    log_failure(request.scope, problem)
     if problem.kind is Kind.FAILED and problem is not error:
         # One of the gateway's own; it may name files and hosts. The server logs it.
         problem.message = "the gateway failed; its log says why"

@@ -2,16 +2,27 @@
 
 import asyncio
 import logging
+import re
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 logger = logging.getLogger("uvicorn.error")
 
+#: Names that callers may give their requests: fit for a header and a line of a log.
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID_HEADER = b"x-request-id"
+
+#: How long a caller has to read why a head was refused, in seconds.
+LINGER_S = 1
+
 #: How long a head of a request may be, in bytes: keys and cookies are a few hundred.
 MAX_HEAD_BYTES = 65_536
+
+HEAD_TOO_LARGE = f"the request's head has more than {MAX_HEAD_BYTES} bytes; send smaller headers"
 
 #: How long requests may go on after a stop, in seconds.
 GRACE_S = 25
@@ -38,6 +49,9 @@ class Connection(HttpToolsProtocol):
         self._head_timeout_s = head_timeout_s
         self._head_timer: asyncio.TimerHandle | None = None
         self._head_bytes = 0
+        #: Whether a head has begun to come, and is not there yet.
+        self._is_in_head = False
+        self._is_refused = False
         self._send_timeout_s = send_timeout_s
         self._send_timer: asyncio.TimerHandle | None = None
         self._on_flushed: list[Callable[[], object]] = []
@@ -49,28 +63,38 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         # Then writing is paused as long as any byte is not sent. Each write is tried at once.
         transport.set_write_buffer_limits(high=0)
-        self._head_timer = self.loop.call_later(self._head_timeout_s, self._close_idle)
+        self._head_timer = self.loop.call_later(self._head_timeout_s, self._give_up)
 
     def data_received(self, data: bytes) -> None:
         """Reads on."""
+        if self._is_refused:
+            return
         if self._head_timer is not None:
             self._head_bytes += len(data)
         super().data_received(data)
         if self._head_timer is not None and self._head_bytes > MAX_HEAD_BYTES:
-            self._close_idle()
+            self._refuse(431, HEAD_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         """Starts to wait for the rest of a head."""
         super().on_message_begin()
+        self._is_in_head = True
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self._head_timeout_s, self._close_idle)
+            self._head_timer = self.loop.call_later(self._head_timeout_s, self._give_up)
 
     def on_headers_complete(self) -> None:
         """Has the whole head."""
         self._stop_timer()
+        self._is_in_head = False
+        given = next((value for name, value in self.headers if name == REQUEST_ID_HEADER), b"")
+        request_id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
         scope: Any = self.scope
         scope["extensions"] = {EXTENSION: self}
+        scope["state"]["request_id"] = request_id.decode()
         super().on_headers_complete()
+        # Whoever answers: a route, what is around it, or Uvicorn.
+        headers = self.cycle.default_headers
+        self.cycle.default_headers = [*headers, (REQUEST_ID_HEADER, request_id)]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Waits for nothing more."""
@@ -141,10 +165,29 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
             self._head_bytes = 0
 
-    def _close_idle(self) -> None:
+    def _give_up(self) -> None:
+        self._refuse(408, f"the request's head did not come within {self._head_timeout_s:g} s")
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Closes the connection, and says why if a head has begun and no answer is under way."""
         self._stop_timer()
-        if not self.transport.is_closing():
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if not self._is_in_head or is_answering or self.transport.is_closing():
             self.transport.close()
+            return
+        self._is_refused = True
+        headers = [
+            *self.server_state.default_headers,
+            (REQUEST_ID_HEADER, uuid.uuid4().hex.encode()),
+            (b"content-type", b"text/plain; charset=utf-8"),
+            (b"content-length", b"%d" % len(text)),
+            (b"connection", b"close"),
+        ]
+        lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+        self.transport.write(STATUS_LINE[status] + lines + b"\r\n" + text.encode())
+        self.transport.write_eof()
+        # Closed with bytes unread, it would be reset, and the caller never see the answer.
+        self.loop.call_later(LINGER_S, self.transport.close)
 
 
 def get_connection(scope: Scope) -> Connection:

@@ -12,7 +12,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.callers import Caller, Callers
-from batchery_producer.gateway.connection import Connection, get_connection
+from batchery_producer.gateway.connection import (
+    HEAD_TOO_LARGE,
+    MAX_HEAD_BYTES,
+    Connection,
+    get_connection,
+)
 from batchery_producer.gateway.problems import Kind, Problem, answer
 
 #: Paths that need no key: probes, and the page, which asks for one.
@@ -64,6 +69,7 @@ class Guard:
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
+        check_head(scope)
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
         is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
@@ -132,6 +138,18 @@ class Guard:
         raise Problem(
             Kind.FORBIDDEN, f"host {name!r:.100} is not served; see the setting gateway.hosts"
         )
+
+
+def check_head(scope: Scope) -> None:
+    """Makes sure that a head is no larger than one may be that comes in several parts.
+
+    Raises:
+        Problem: It is.
+    """
+    head_bytes = len(scope["path"]) + len(scope.get("query_string", b""))
+    head_bytes += sum(len(name) + len(value) for name, value in scope["headers"])
+    if head_bytes > MAX_HEAD_BYTES:
+        raise Problem(Kind.HEAD_TOO_LARGE, HEAD_TOO_LARGE, headers={"Connection": "close"})
 
 
 def _busy(message: str) -> Problem:

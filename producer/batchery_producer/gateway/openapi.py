@@ -10,6 +10,7 @@ MEANINGS = {
     Kind.INVALID: "The request, or one of its items, is wrong.",
     Kind.EMPTY: "There is nothing to do.",
     Kind.TOO_LARGE: "Too many items, characters or bytes.",
+    Kind.HEAD_TOO_LARGE: "Its headers are too large.",
     Kind.TOO_SLOW: "The body did not come in time.",
     Kind.NOT_JSON: "The headers say that the body is no JSON, or compressed.",
     Kind.UNAUTHORIZED: "No key, or a wrong one.",

@@ -13,6 +13,7 @@ from redis.exceptions import ConnectionError as NoConnection
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as NoAnswer
 from starlette.responses import Response
+from starlette.types import Scope
 
 from batchery.errors import (
     BatchArgumentError,
@@ -40,6 +41,7 @@ class Kind(StrEnum):
     INVALID = "invalid"
     EMPTY = "empty"
     TOO_LARGE = "too_large"
+    HEAD_TOO_LARGE = "head_too_large"
     TOO_SLOW = "too_slow"
     NOT_JSON = "not_json"
     UNAUTHORIZED = "unauthorized"
@@ -60,6 +62,7 @@ STATUS = {
     Kind.INVALID: 422,
     Kind.EMPTY: 422,
     Kind.TOO_LARGE: 413,
+    Kind.HEAD_TOO_LARGE: 431,
     Kind.TOO_SLOW: 408,
     Kind.NOT_JSON: 415,
     Kind.UNAUTHORIZED: 401,
@@ -265,6 +268,18 @@ def choose_error_format(path: str) -> ErrorFormat:
     if path == "/":
         return TEI  # Its clients post there.
     return FORMS[next((each for each in _LONGEST_FIRST if path.startswith(each)), "/")]
+
+
+#: Problems that are ours, not the caller's; whatever keeps all requests out is logged elsewhere.
+LOGGED = (Kind.FAILED, Kind.TIMEOUT)
+
+
+def log_failure(scope: Scope, problem: Problem) -> None:
+    """Logs that a request fails, with the id that its caller sees."""
+    if problem.kind in LOGGED:
+        why = " ".join(problem.message.split())
+        request = (scope["state"]["request_id"], scope["method"], scope["path"])
+        logger.warning("request %s: %s %.200r: %s: %.500s", *request, problem.kind, why)
 
 
 def answer(path: str, problem: Problem) -> Response:
