@@ -30,8 +30,16 @@ class Installation:
             SettingsError: One of them is wrong.
         """
         if self._settings is None:
-            self._settings = Settings.load(self._app.conf, **self._keywords)
+            self._settings = self.read_settings()
         return self._settings
+
+    def read_settings(self) -> Settings:
+        """The app's settings as they are now, read anew.
+
+        Raises:
+            SettingsError: One of them is wrong.
+        """
+        return Settings.load(self._app.conf, **self._keywords)
 
     @cached_property
     def queue_limits(self) -> QueueLimits | None:

@@ -18,7 +18,7 @@ from batchery.settings import Settings
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
 from batchery_producer.gateway.monitoring.measurements import Measured, Measurements
-from batchery_producer.gateway.openapi import describe_errors
+from batchery_producer.gateway.openapi import describe_errors, describe_keys
 from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem, log_failure
 from batchery_producer.gateway.routes import (
     cohere_rerank,
@@ -76,7 +76,8 @@ class Web(FastAPI):
         """The schema of all routes."""
         if self.openapi_schema is None:
             self.openapi_schema = describe_errors(super().openapi())
-        return self.openapi_schema
+        have_keys = self.state.callers.have_keys
+        return describe_keys(self.openapi_schema) if have_keys else self.openapi_schema
 
 
 def make_app(
@@ -112,6 +113,7 @@ def make_app(
         docs_url=None,
         redoc_url=None,
     )
+    web.state.callers = callers
     for module in ROUTES:
         web.include_router(module.router)
     web.add_exception_handler(Problem, _on_problem)

@@ -87,13 +87,16 @@ class Callers:
     """Finds the caller of a request by its key."""
 
     def __init__(self, settings: Settings) -> None:
-        """Reads the keys.
+        """Reads the keys; raises as `read` does."""
+        self.read(settings)
+
+    def read(self, settings: Settings) -> None:
+        """Reads the keys, in the place of those that there are.
 
         Raises:
-            SettingsError: A key has a class that is not there.
+            SettingsError: A key has a class that is not there; those that there are stay.
         """
-        gateway = settings.gateway
-        self._by_hash: dict[str, Caller] = {}
+        gateway, by_hash = settings.gateway, {}
         for name, key in gateway.keys.items():
             found = settings.classes.get(key.priority_class or "")
             if key.priority_class is not None and found is None:
@@ -101,7 +104,7 @@ class Callers:
                     f"setting gateway.keys.{name}.class = {key.priority_class!r}: no such class;"
                     f" there are {', '.join(settings.classes)}"
                 )
-            self._by_hash[key.hash] = Caller(
+            by_hash[key.hash] = Caller(
                 name,
                 name if key.tenant is None else key.tenant,
                 found.level if found else None,
@@ -111,6 +114,7 @@ class Callers:
                 max_stored_bytes=key.max_stored_bytes or gateway.max_stored_bytes,
                 max_open_batches=key.max_open_batches or gateway.max_open_batches,
             )
+        self._by_hash = by_hash
         self._anyone = None if gateway.keys else _anyone(gateway)
 
     @property

@@ -72,8 +72,7 @@ class Guard:
         check_head(scope)
         headers = dict(scope["headers"])
         self._check_host(headers.get(b"host", b"").decode("latin-1"))
-        is_open = path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
-        if is_open and scope["method"] == "GET":
+        if needs_no_key(path) and scope["method"] == "GET":
             await self._app(scope, receive, send)
             return
         caller = self._callers.identify_caller(headers)
@@ -138,6 +137,11 @@ class Guard:
         raise Problem(
             Kind.FORBIDDEN, f"host {name!r:.100} is not served; see the setting gateway.hosts"
         )
+
+
+def needs_no_key(path: str) -> bool:
+    """Whether anybody may get a path."""
+    return path in OPEN_PATHS or path.startswith(OPEN_PREFIX)
 
 
 def check_head(scope: Scope) -> None:

@@ -123,10 +123,16 @@ class Jobs:
                 files.remove(owner, id_)
 
 
-def app_settings(app: Celery) -> Settings:
-    """The settings of an app; those of the environment and the file if `install` was not called."""
+def app_settings(app: Celery, *, anew: bool = False) -> Settings:
+    """The settings of an app; those of the environment and the file if `install` was not called.
+
+    Args:
+        app: Which one.
+        anew: Whether they are read again.
+    """
     try:
-        return get_installation(app).settings
+        installation = get_installation(app)
+        return installation.read_settings() if anew else installation.settings
     except SettingsError:
         return Settings.load(app.conf)
 
@@ -188,8 +194,10 @@ def _sweep_on(app: Celery) -> None:
 
 
 @contextmanager
-def worker_beside(load: Callable[[], Celery]) -> Iterator[None]:
+def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
     """Keeps a worker of the gateway's jobs running, which ends with this process.
+
+    Yields a function that has another one take its place, which reads the settings anew.
 
     Args:
         load: Gives the app, in the other process; can be pickled.
@@ -208,14 +216,17 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[None]:
             process.join()
             ending.wait(RESTART_S)
 
+    def replace() -> None:
+        for process in processes:
+            process.terminate()
+
     keeper = threading.Thread(target=keep, daemon=True)
     keeper.start()
     try:
-        yield
+        yield replace
     finally:
         ending.set()
-        for process in processes:
-            process.terminate()
+        replace()
         keeper.join()
 
 

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
+from batchery_producer.gateway.guard import needs_no_key
 from batchery_producer.gateway.problems import FORMS, ErrorFormat, Kind, choose_error_format
 
 #: What each kind of problem means to a caller.
@@ -45,6 +46,23 @@ def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
                 del own["422"]
             operation["responses"] = {**errors, **own}
     return schema
+
+
+def describe_keys(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose routes need a key, but for those that need none.
+
+    Args:
+        schema: As from `describe_errors`.
+    """
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+    }
+    for path, methods in schema["paths"].items():
+        if needs_no_key(path) and "get" in methods:
+            methods["get"]["security"] = []
+    components = {**schema["components"], "securitySchemes": schemes}
+    return {**schema, "components": components, "security": [{name: []} for name in schemes]}
 
 
 #: How FastAPI would tell that a request is wrong, which it never does here.

@@ -1,5 +1,6 @@
 """Runs the gateway: one process, or several side by side on one socket."""
 
+import asyncio
 import logging
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,21 +80,30 @@ class ServeOptions:
         """
         return load_app(self.app_path, self.redis_url)
 
-    def settings(self) -> Settings:
+    def settings(self, *, anew: bool = False) -> Settings:
         """The settings of the app, with what the command line says.
+
+        Args:
+            anew: Whether they are read again.
 
         Raises:
             StartError: The app cannot be imported, or a setting is wrong.
         """
-        found = app_settings(self.load())
+        found = app_settings(self.load(), anew=anew)
         given = {"host": self.host, "port": self.port, "processes": self.processes}
         known = {name: value for name, value in given.items() if value is not None}
         gateway = found.gateway.model_copy(update=known)
         return found.model_copy(update={"gateway": gateway})
 
 
-def application(options: ServeOptions) -> FastAPI:
-    """The application of one process.
+def application(
+    options: ServeOptions, replace_worker: Callable[[], None] = lambda: None
+) -> FastAPI:
+    """The application of one process, which takes up new keys at SIGHUP.
+
+    Args:
+        options: What the command line says.
+        replace_worker: Has the worker beside read the settings, too.
 
     Raises:
         AppNotImportable: One of the modules of its tasks cannot be imported.
@@ -108,7 +118,21 @@ def application(options: ServeOptions) -> FastAPI:
             f"app {options.app_path!r}: its tasks cannot be imported:"
             f" {type(error).__name__}: {error}"
         ) from error
-    return make_app(app, options.settings(), options.metrics_folder)
+    web = make_app(app, options.settings(), options.metrics_folder)
+
+    def take_up_keys() -> None:
+        try:
+            settings = options.settings(anew=True)
+            check_host(settings.gateway)
+            web.state.callers.read(settings)
+        except StartError as error:
+            logger.error("SIGHUP: the keys stay as they are: %s", error)
+            return
+        logger.info("SIGHUP: there are %d keys", len(settings.gateway.keys))
+        replace_worker()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, take_up_keys)
+    return web
 
 
 def serve(options: ServeOptions) -> None:
@@ -126,20 +150,24 @@ def serve(options: ServeOptions) -> None:
         signal.signal(number, _end)
     url = f"http://{_format(gateway.host)}:{sock.getsockname()[1]}"
     print(f"batchery serve: {url}", flush=True)  # noqa: T201 - what its caller waits for
-    beside = worker_beside(options.load) if gateway.worker else nullcontext()
-    with sock, beside:
+    beside = worker_beside(options.load) if gateway.worker else nullcontext(lambda: None)
+    with sock, beside as replace_worker:
         if gateway.processes == 1:
-            uvicorn.Server(configuration(options, gateway)).run(sockets=[sock])
+            config = configuration(partial(application, options, replace_worker), options, gateway)
+            uvicorn.Server(config).run(sockets=[sock])
             return
         with metrics_folder() as folder:
-            config = configuration(replace(options, metrics_folder=folder), gateway)
-            Processes(config, [sock], folder).run()
+            options = replace(options, metrics_folder=folder)
+            config = configuration(partial(application, options), options, gateway)
+            Processes(config, [sock], folder, replace_worker).run()
 
 
-def configuration(options: ServeOptions, gateway: GatewaySettings) -> uvicorn.Config:
+def configuration(
+    make: Callable[[], FastAPI], options: ServeOptions, gateway: GatewaySettings
+) -> uvicorn.Config:
     """What uvicorn runs, and how."""
     return uvicorn.Config(
-        partial(application, options),
+        make,
         factory=True,
         http=partial(  # type: ignore[arg-type]
             Connection,
@@ -173,9 +201,16 @@ def metrics_folder() -> Iterator[str]:
 class Processes(Multiprocess):
     """Several processes; what is counted of the present goes with the one that it was about."""
 
-    def __init__(self, config: uvicorn.Config, sockets: list[socket.socket], folder: str) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        sockets: list[socket.socket],
+        folder: str,
+        replace_worker: Callable[[], None],
+    ) -> None:
         super().__init__(config, sockets)
         self._folder = folder
+        self._replace_worker = replace_worker
         #: Looks since a process was asked whether it lives, and has not answered; by its id.
         self._unanswered: dict[int | None, int] = {}
 
@@ -200,6 +235,11 @@ class Processes(Multiprocess):
             logger.warning("process %s ended (%s): replaced", process.pid, process.exitcode)
             self.processes[index] = Process(self.config, self.sockets)
             self.processes[index].start()
+
+    def handle_hup(self) -> None:
+        """Has others take the place of all processes, one after the other, with new settings."""
+        self._replace_worker()
+        super().handle_hup()
 
     def _is_stuck(self, process: Process) -> bool:
         """Asks a process whether it lives, unless it owes an answer."""

@@ -12,7 +12,7 @@ QUERIES = ("query", "search_query", "retrieval.query")
 DOCUMENTS = ("document", "search_document", "passage", "retrieval.passage")
 
 
-async def prompt_keywords(
+async def choose_prompt(
     request: Request, model: ServedModel, field: str, purpose: str | None
 ) -> dict[str, Any]:
     """The keyword with the model's prompt for what texts are for.
@@ -51,7 +51,7 @@ async def prompt_keywords(
     return {}
 
 
-def overflow_keywords(
+def build_overflow_keywords(
     model: ServedModel, truncate: bool | None, direction: str | None = None
 ) -> dict[str, Any]:
     """Keywords for texts that are too long.

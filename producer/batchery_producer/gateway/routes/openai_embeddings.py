@@ -11,7 +11,10 @@ from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.models.vectors import numbers
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.routes.embedding_options import overflow_keywords, prompt_keywords
+from batchery_producer.gateway.routes.embedding_options import (
+    build_overflow_keywords,
+    choose_prompt,
+)
 from batchery_producer.gateway.routes.fields import TokenId, expected
 from batchery_producer.gateway.routes.shared import (
     embed_items,
@@ -86,7 +89,7 @@ class EmbeddingsRequest(RequestBody):
             return self.input
         return [each.text if isinstance(each, JinaText) else each for each in self.input]
 
-    def one_of(self, *fields: str) -> Any:
+    def choose_value(self, *fields: str) -> Any:
         """The value of fields that mean the same.
 
         Raises:
@@ -105,13 +108,13 @@ class EmbeddingsRequest(RequestBody):
         Raises:
             Problem: Two fields clash, or the model has no such prompt.
         """
-        found = overflow_keywords(model, self.one_of("truncate", "truncation"))
-        scale = self.one_of("normalize", "normalized")
+        found = build_overflow_keywords(model, self.choose_value("truncate", "truncation"))
+        scale = self.choose_value("normalize", "normalized")
         if scale is not None and scale != model.settings.normalize:
             found["normalize"] = scale
         field = "task" if self.input_type is None else "input_type"
-        purpose = self.one_of("input_type", "task")
-        return found | await prompt_keywords(request, model, field, purpose)
+        purpose = self.choose_value("input_type", "task")
+        return found | await choose_prompt(request, model, field, purpose)
 
 
 class EmbeddingObject(BaseModel):
@@ -144,8 +147,8 @@ async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
     model = resolve_model(request, wanted.model, ("embedding",))
     if has_ids(wanted.input) and not model.is_own_name(wanted.model):
         raise Problem(Kind.INVALID, ALIAS_IDS.format(wanted.model), param="input")
-    dimensions = wanted.one_of("dimensions", "output_dimension")
-    as_text = wanted.one_of("encoding_format", "embedding_type") == "base64"
+    dimensions = wanted.choose_value("dimensions", "output_dimension")
+    as_text = wanted.choose_value("encoding_format", "embedding_type") == "base64"
     items = read_items(request, "input", wanted.items)
     keywords = await wanted.keywords(request, model)
     results = await embed_items(request, model, items, keywords, dimensions)

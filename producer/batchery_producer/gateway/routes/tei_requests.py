@@ -6,7 +6,7 @@ from pydantic import Field
 
 from batchery_producer.gateway.bodies import RequestBody
 from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.gateway.routes.embedding_options import overflow_keywords
+from batchery_producer.gateway.routes.embedding_options import build_overflow_keywords
 
 
 class TeiRequest(RequestBody):
@@ -31,7 +31,7 @@ class TextRequest(TeiRequest):
 
     def keywords(self, model: ServedModel) -> dict[str, Any]:
         """Keywords of the job."""
-        return overflow_keywords(model, self.truncate, self.truncation_direction)
+        return build_overflow_keywords(model, self.truncate, self.truncation_direction)
 
 
 class PromptRequest(TextRequest):

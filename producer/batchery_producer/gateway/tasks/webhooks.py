@@ -181,7 +181,8 @@ class Webhooks:
         hosts, caller = self._settings.webhook_hosts, webhook.record.caller
         key = self._settings.keys.get(caller)
         if key is None and self._settings.keys:
-            raise Undeliverable(f"its key {caller!r} is no longer in the settings", is_final=True)
+            # A key may be so new that only the gateway knows it by now.
+            raise Undeliverable(f"its key {caller!r} is not in the settings of this worker")
         try:
             target = resolve_target(webhook.url, hosts)
         except Problem as problem:  # The settings have changed.

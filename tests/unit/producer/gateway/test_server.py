@@ -42,7 +42,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> Processes:
     monkeypatch.setattr(server, "Process", OtherProcess)
     monkeypatch.setattr(server, "mark_process_dead", lambda *_: None)
     monkeypatch.setattr("signal.signal", lambda *_: None)
-    made = Processes(uvicorn.Config("app", workers=2), [], "/tmp")
+    made = Processes(uvicorn.Config("app", workers=2), [], "/tmp", lambda: None)
     first: Any = OtherProcess()
     second: Any = OtherProcess()
     made.processes = [first, second]
