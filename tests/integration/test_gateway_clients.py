@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -45,7 +46,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
             "model": str(folder / "embed"),
             "aliases": ["text-embedding-3-small", str(folder / "embed")],
         },
-        "prompted": {"kind": "embedding", "model": str(folder / "prompted"), "max_length": 8},
+        "prompted": {
+            "kind": "embedding",
+            "model": str(folder / "prompted"),
+            "max_length": 8,
+            "aliases": ["embed-v4.0"],
+        },
     }
 
 
@@ -125,6 +131,78 @@ def test_cohere_is_told_what_is_wrong(client: cohere.Client, client_v2: cohere.C
         client.rerank(model="rerank", query=QUERY, documents=[{"body": "a"}])
     with pytest.raises(ApiError, match="max_items"):
         client.rerank(model="rerank", query=QUERY, documents=["a"] * 3000)
+
+
+# Cohere's own client does so, where it joins answers.
+@pytest.mark.filterwarnings("ignore::pydantic.warnings.PydanticDeprecationWarning")
+def test_cohere_embeds_texts(
+    client: cohere.Client, client_v2: cohere.ClientV2, gateway: GatewayProcess
+) -> None:
+    close = partial(pytest.approx, abs=1e-5)
+    plain, query = vectors_of(gateway, ["tea", "the cat tea"])
+    floats = client.embed(texts=["tea", "a dog"] * 60, model="prompted")
+    assert floats.response_type == "embeddings_floats"
+    assert len(floats.embeddings) == 120
+    assert floats.embeddings[0] == close(plain)
+    assert floats.texts == ["tea", "a dog"] * 60
+    assert floats.meta is not None
+    assert floats.meta.billed_units is not None
+    assert floats.meta.billed_units.input_tokens
+    asked = {"model": "embed-v4.0", "texts": ["tea"], "input_type": "search_query"}
+    by_type = client.embed(embedding_types=["float", "ubinary"], **asked)  # type: ignore[arg-type]
+    assert by_type.response_type == "embeddings_by_type"
+    assert by_type.embeddings.float_ is not None
+    assert by_type.embeddings.float_[0] == close(query)
+    types = ["float", "base64", "binary", "ubinary"]
+    every = client_v2.embed(embedding_types=types, **asked).embeddings  # type: ignore[arg-type]
+    assert every.float_ is not None
+    assert every.float_[0] == close(query)
+    assert every.base64 is not None
+    assert np.frombuffer(base64.b64decode(every.base64[0]), "<f4") == close(query)
+    bits = np.packbits(np.array(query) > 0)
+    assert every.ubinary == [bits.tolist()]
+    assert every.binary == [(bits.astype(int) - 128).tolist()]
+    short = client_v2.embed(output_dimension=8, **asked).embeddings  # type: ignore[arg-type]
+    assert short.float_ is not None
+    assert short.float_[0] == close(np.array(query[:8]) / np.linalg.norm(query[:8]))
+
+
+def test_cohere_cuts_texts_as_asked(client_v2: cohere.ClientV2, gateway: GatewayProcess) -> None:
+    text = "the " + "tea " * 20 + "a"
+    start, end = vectors_of(gateway, ["tea tea tea tea tea a", "the tea tea tea tea tea"])
+    for truncate, vector in (("START", start), ("END", end)):
+        answer = client_v2.embed(
+            model="prompted", texts=[text], input_type="search_document", truncate=truncate
+        )
+        assert answer.embeddings.float_ is not None
+        assert answer.embeddings.float_[0] == pytest.approx(vector, abs=1e-5)
+    parts: Any = [{"content": [{"type": "text", "text": "tea"}]}]
+    assert client_v2.embed(model="prompted", inputs=parts, input_type="search_document").texts == [
+        "tea"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"embedding_types": ["int8"]}, "embedding_types: expected a list of 'float', 'base64'"),
+        ({"images": ["data:"]}, "images: expected null or false, as it is not served here"),
+        ({"max_tokens": 5}, "max_tokens: expected null or false, as it is not served here"),
+        ({"input_type": "image"}, "input_type: Input should be 'search_document'"),
+        ({"input_type": "classification"}, "input_type 'classification': the model has no prompt"),
+        ({"texts": ["tea " * 20], "truncate": "NONE"}, "more than max_length = 8 tokens"),
+        ({"texts": []}, "texts: an empty list"),
+        ({"texts": None}, "texts: is missing"),
+        ({"output_dimension": 100}, "the model's vectors have 32"),
+        ({"inputs": [{"content": [{"type": "image_url"}]}]}, "whose content is one text"),
+    ],
+)
+def test_cohere_is_told_what_it_cannot_embed(
+    client_v2: cohere.ClientV2, fields: dict[str, Any], text: str
+) -> None:
+    asked = {"model": "prompted", "texts": ["tea"], "input_type": "search_document", **fields}
+    with pytest.raises(cohere.BadRequestError, match=re.escape(text)):
+        client_v2.embed(**asked)
 
 
 @pytest.mark.usefixtures("gateway")
@@ -263,9 +341,9 @@ def test_options_of_other_vendors_are_honoured(gateway: GatewayProcess) -> None:
     [
         ({"embedding_type": "binary"}, "embedding_type: Input should be 'float' or 'base64'"),
         ({"output_dtype": "int8"}, "output_dtype: Input should be 'float'"),
-        ({"late_chunking": True}, "late_chunking: expected false: it is not served"),
-        ({"return_multivector": True}, "return_multivector: expected false"),
-        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens: expected false"),
+        ({"late_chunking": True}, "late_chunking: expected null or false, as it is not"),
+        ({"return_multivector": True}, "return_multivector: expected null or false"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens: expected null or false"),
         ({"task": "separation"}, "task 'separation': the model has no prompt for it; there are:"),
         ({"input_type": "code"}, "there are: clustering, query"),
         (

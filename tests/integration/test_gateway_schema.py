@@ -63,7 +63,8 @@ def with_known_models(schema: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = json.loads(json.dumps(schema))
     for name, described in made["components"]["schemas"].items():
         if "model" in described.get("required", ()) and name.endswith("Request"):
-            described["properties"]["model"] = {"enum": ["rerank"]}
+            kind = "embedding" if "Embed" in name else "rerank"
+            described["properties"]["model"] = {"enum": [kind]}
         elif name.endswith("Request"):
             described["properties"].pop("model", None)
     for methods in made["paths"].values():

@@ -21,6 +21,7 @@ from batchery_producer.gateway.monitoring.measurements import Measured, Measurem
 from batchery_producer.gateway.openapi import describe_errors, describe_keys
 from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem, log_failure
 from batchery_producer.gateway.routes import (
+    cohere_embed,
     cohere_rerank,
     metrics,
     openai_batches,
@@ -55,6 +56,7 @@ ROUTES = (
     openai_models,
     openai_files,
     openai_batches,
+    cohere_embed,
     cohere_rerank,
     tei_embeddings,
     tei_scores,

@@ -242,8 +242,10 @@ PLAIN = ErrorFormat({}, _plain, PlainErrorBody)
 FORMS: dict[str, ErrorFormat] = {
     "/": PLAIN,
     "/v1/": OPENAI,
+    "/v1/embeddings": OPENAI,
+    "/v1/embed": COHERE,
     "/v1/rerank": COHERE,
-    "/v2/rerank": COHERE,
+    "/v2/": COHERE,
     **dict.fromkeys(
         (
             "/embed",

@@ -1,6 +1,6 @@
 """Fields of requests that several APIs have."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Query
 from pydantic import (
@@ -46,6 +46,16 @@ Inputs = Annotated[
         examples=["the cat", ["the cat", "a dog"], [[101, 1996, 4937, 102], "a dog"]],
     ),
 ]
+
+
+def _refuse(value: Any) -> Any:
+    if value is None or value is False:
+        return value
+    raise ValueError("expected null or false, as it is not served here")
+
+
+#: A field that would change the answer, and is not served.
+Unserved = Annotated[Literal[False] | None, BeforeValidator(_refuse)]
 
 
 def _whole(value: Any) -> Any:

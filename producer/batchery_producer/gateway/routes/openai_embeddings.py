@@ -15,7 +15,7 @@ from batchery_producer.gateway.routes.embedding_options import (
     build_overflow_keywords,
     choose_prompt,
 )
-from batchery_producer.gateway.routes.fields import TokenId, expected
+from batchery_producer.gateway.routes.fields import TokenId, Unserved, expected
 from batchery_producer.gateway.routes.shared import (
     embed_items,
     json_response,
@@ -32,10 +32,6 @@ class JinaText(RequestBody):
     model_config = ConfigDict(extra="forbid")
 
     text: str
-
-
-#: Of a field that would change the vectors, and is not served.
-Unserved = Annotated[Literal[False] | None, expected("false: it is not served")]
 
 
 class EmbeddingsRequest(RequestBody):
