@@ -40,9 +40,7 @@ def gateway(
 ) -> GatewayProcess:
     """A gateway, and a worker with those models."""
     start_module_worker("batchery.app", env={"BATCHERY_MODELS": json.dumps(models)})
-    # No worker has this one.
-    without_route = {"zero_shot": {**models["classification"], "kind": "zero_shot"}}
-    return start_gateway(models={**models, **without_route})
+    return start_gateway(models=models)
 
 
 def post(gateway: GatewayProcess, path: str, body: Any) -> httpx2.Response:
@@ -89,6 +87,45 @@ def test_inference_client_labels_texts(gateway: GatewayProcess) -> None:
     raw = client.text_classification("the cat", function_to_apply="none")
     powers = np.exp([each.score for each in raw])
     assert powers / powers.sum() == pytest.approx([each.score for each in labels], abs=1e-5)
+
+
+def test_inference_client_chooses_among_labels(gateway: GatewayProcess) -> None:
+    client = InferenceClient(model=f"{gateway.url}/?model=zero_shot")
+    found = client.zero_shot_classification("the cat sat", ["a cat", "rain", "tea"])
+    assert {each.label for each in found} == {"a cat", "rain", "tea"}
+    assert sum(each.score for each in found) == pytest.approx(1, abs=1e-5)
+    assert found == sorted(found, key=lambda each: -each.score)
+    several = client.zero_shot_classification(
+        "the cat sat", ["a cat", "rain"], multi_label=True, hypothesis_template="It is {}."
+    )
+    alone = client.zero_shot_classification(
+        "the cat sat", ["rain"], hypothesis_template="It is {}."
+    )
+    scores = {each.label: each.score for each in several}
+    assert scores["rain"] == pytest.approx(alone[0].score, abs=1e-5)
+    body = {"inputs": ["the cat", "tea"], "parameters": {"candidate_labels": ["a cat", "rain"]}}
+    assert [len(each) for each in answer(gateway, "/?model=zero_shot", body)] == [2, 2]
+    wrong = {"inputs": ["a"] * 50, "parameters": {"candidate_labels": ["a"] * 50}}
+    found_wrong = post(gateway, "/?model=zero_shot", wrong)
+    assert (found_wrong.status_code, found_wrong.json()["error_type"]) == (413, "Validation")
+    missing = post(gateway, "/?model=zero_shot", {"inputs": "a"})
+    assert (missing.status_code, "parameters" in missing.json()["error"]) == (422, True)
+
+
+def test_inference_client_finds_entities(gateway: GatewayProcess) -> None:
+    client = InferenceClient(model=f"{gateway.url}/?model=token_classification")
+    text = "the cat sat on the mat and looked at the dog"
+    found = client.token_classification(text)
+    assert found
+    for each in found:
+        assert each.entity_group == "PER"
+        assert each.word == text[each.start : each.end]
+        assert 0 < each.score <= 1
+    tokens = client.token_classification(text, aggregation_strategy="none")
+    assert {each.entity for each in tokens} <= {"B-PER", "I-PER"}
+    assert client.token_classification(text, ignore_labels=["PER"]) == []
+    with pytest.raises(HfHubHTTPError, match="stride"):
+        client.token_classification(text, stride=2)
 
 
 def test_inference_client_is_told_what_is_wrong(gateway: GatewayProcess) -> None:
@@ -308,7 +345,7 @@ def test_root_does_what_the_kind_of_model_does(
         ("/decode", {"ids": [-1]}, 422, "Validation", "a list of token ids"),
         ("/", {"inputs": []}, 400, "Empty", "inputs"),
         ("/", {"inputs": 1}, 422, "Validation", "inputs: expected a text"),
-        ("/", {"model": "zero_shot", "inputs": "a"}, 424, "Backend", "is of kind zero_shot"),
+        ("/predict", {"model": "zero_shot", "inputs": "a"}, 424, "Backend", "of kind zero_shot"),
         ("/", {"model": "gpt", "inputs": "a"}, 404, "Validation", "no such model"),
         ("/", [], 422, "Validation", "dictionary"),
     ],

@@ -10,8 +10,14 @@ from starlette.responses import Response
 
 from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.models.info import UNKNOWN, ModelInfo, build_info
-from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.routes.fields import ModelName
+from batchery_producer.gateway.routes.pipelines import (
+    TokenRequest,
+    ZeroShotRequest,
+    find_entities,
+    zero_shot,
+)
 from batchery_producer.gateway.routes.shared import json_response, resolve_model
 from batchery_producer.gateway.routes.tei_embeddings import (
     EmbedAllRequest,
@@ -55,6 +61,11 @@ WAYS: Mapping[str, Handler] = {
     "rerank": Handler(RerankTextsRequest, rerank),
 }
 
+#: Kinds that TEI does not have.
+PIPELINES: Mapping[str, Handler] = {
+    "zero_shot": Handler(ZeroShotRequest, zero_shot),
+    "token_classification": Handler(TokenRequest, find_entities),
+}
 
 #: Where the schema has what `POST /` takes.
 BODIES = [
@@ -133,13 +144,8 @@ async def root(
     """What the first model does, or the named one: `/embed`, `/predict`, `/rerank` and so on."""
     given = body.get("model")
     name = given if isinstance(given, str) and given else model
-    served = resolve_model(request, name, None if name else WAYS)
+    served = resolve_model(request, name, None if name else {**WAYS, **PIPELINES})
     way = _way(served.kind, body)
-    if way is None:
-        raise Problem(
-            Kind.UNSUPPORTED,
-            f"model {served.name!r}: is of kind {served.kind}, for which TEI has no route",
-        )
     try:
         wanted = way.form.model_validate(body)
     except ValidationError as error:
@@ -147,13 +153,13 @@ async def root(
     return await way.run(request, wanted, served.name)
 
 
-def _way(kind: str, body: Mapping[str, Any]) -> Handler | None:
+def _way(kind: str, body: Mapping[str, Any]) -> Handler:
     """What to do with a body; its form tells what the kind leaves open."""
     if kind == "embedding" and isinstance(body.get("inputs"), dict):
         return Handler(SimilarityRequest, similarity)
     if kind == "classification" and "parameters" in body:
         return Handler(PipelineRequest, pipeline)
-    return WAYS.get(kind)
+    return {**WAYS, **PIPELINES}[kind]
 
 
 @router.get("/info", response_model=ServerInfo)
