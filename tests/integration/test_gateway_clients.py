@@ -336,6 +336,21 @@ def test_options_of_other_vendors_are_honoured(gateway: GatewayProcess) -> None:
     assert answer.status_code == 200
 
 
+def test_prompts_that_the_gateway_cannot_read_are_asked_for(start_gateway: StartGateway) -> None:
+    model = {"kind": "embedding", "model": "/not/here", "prompts": {"query": ""}, "queue": "nobody"}
+    gateway = start_gateway(models={"embed": model})
+    body = {"input": "a", "input_type": "document"}
+    answer = gateway.post("/v1/embeddings", body)
+    assert answer.status_code == 404
+    message = answer.json()["error"]["message"]
+    assert message.startswith("input_type: model 'embed': the gateway cannot read config_sentence_")
+    assert "or name its prompts in the setting prompts" in message
+    # This one it knows; no worker has the model.
+    body = {"input": "a", "input_type": "query"}
+    answer = gateway.post("/v1/embeddings", body, headers={"x-request-timeout": "0.2"})
+    assert answer.status_code in (503, 504)
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [

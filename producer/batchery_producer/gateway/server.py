@@ -131,7 +131,8 @@ def application(
         logger.info("SIGHUP: there are %d keys", len(settings.gateway.keys))
         replace_worker()
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, take_up_keys)
+    if not os.isatty(0):  # As Celery's worker: the end of a terminal ends what runs in it.
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, take_up_keys)
     return web
 
 
