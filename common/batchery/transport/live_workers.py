@@ -1,6 +1,7 @@
 """Who consumes the queues of a broker, for those who send: read from Redis, and no worker asked."""
 
 import json
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -14,7 +15,7 @@ from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
 from batchery.transport.worker_registry import read_expiry
 
 #: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
-POPS = frozenset({"brpop", "blpop", "blmpop", "brpoplpush", "blmove"})
+POPS = re.compile(rb" cmd=(?:brpop|blpop|blmpop|brpoplpush|blmove) ")
 
 #: A connection that waited for messages so long ago, in seconds, is that of no idle worker: these
 #: ask anew each second, but for one whose only thread runs a job.
@@ -50,7 +51,7 @@ class LiveWorkers:
         self._client = client
         self._keys = Keys(prefix)
         self._unacked = f"{prefix}{unacked}"
-        self._db = str(client.connection_pool.connection_kwargs.get("db") or 0)
+        self._db = b"%d" % int(client.connection_pool.connection_kwargs.get("db") or 0)
 
     @classmethod
     def of(cls, connection: Any, timeout_s: float) -> Self | None:
@@ -91,15 +92,19 @@ class LiveWorkers:
             redis.RedisError: Redis does not answer.
         """
         try:
-            clients = self._client.client_list()
+            # As two words, so that redis-py does not take thousands of lines to pieces.
+            clients = self._client.execute_command("CLIENT", "LIST")
         except redis.ResponseError:
             return True  # This user may not see who is connected.
+        waiting = [
+            dict(field.split(b"=", 1) for field in line.split())
+            for line in clients.splitlines()
+            if POPS.search(line)
+        ]
         idle_s = [
-            int(client["idle"])
-            for client in clients
-            if client["db"] == self._db
-            and client["cmd"] in POPS
-            and client["name"] != REPLIES_CLIENT
+            int(each[b"idle"])
+            for each in waiting
+            if each[b"db"] == self._db and each[b"name"] != REPLIES_CLIENT.encode()
         ]
         # One that is busy holds messages. Others have once awaited the answers of workers.
         return bool(idle_s) and (min(idle_s) < MAX_IDLE_S or self._client.zcard(self._unacked) > 0)
