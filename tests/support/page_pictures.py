@@ -56,8 +56,22 @@ def load(redis_url: str) -> Iterator[None]:
         client.close()
 
 
+def begin_batch(gateway: GatewayProcess) -> None:
+    """Begins a batch, so that there are files, too."""
+    body = {"model": "embed", "input": TEXT}
+    request = {"method": "POST", "url": "/v1/embeddings", "body": body}
+    lines = (json.dumps({"custom_id": str(number), **request}) for number in range(200))
+    content = "\n".join(lines).encode()
+    file = gateway.post(
+        "/v1/files", files={"file": ("reviews.jsonl", content)}, data={"purpose": "batch"}
+    )
+    wanted = {"endpoint": "/v1/embeddings", "completion_window": "24h"}
+    gateway.post("/v1/batches", {"input_file_id": file.json()["id"], **wanted}).raise_for_status()
+
+
 def take(browser: Browser, gateway: GatewayProcess) -> None:
     """Takes the pictures."""
+    begin_batch(gateway)
     browser.looks(DESK)
     browser.get(gateway.url)
     time.sleep(RUN_S)
@@ -80,10 +94,11 @@ def take(browser: Browser, gateway: GatewayProcess) -> None:
 def main() -> None:
     """Entry point."""
     with TemporaryDirectory() as folder, EmbeddedRedis() as redis, chromium() as browser:
-        environment = {"BATCHERY_MODELS": json.dumps(EMBED)}
+        models = {"embed": {**EMBED["embed"], "aliases": ["text-embedding-3-small"]}}
+        environment = {"BATCHERY_MODELS": json.dumps(models)}
         arguments = ("-n", "cpu-box@example", "-Q", "embed")
         worker = Worker(Path(folder), redis.url, "batchery.app", *arguments, env=environment)
-        gateway = GatewayProcess(Path(folder), redis.url)
+        gateway = GatewayProcess(Path(folder), redis.url, models=models)
         try:
             worker.wait_ready()
             gateway.wait_ready()
