@@ -27,6 +27,10 @@ HEAD_TOO_LARGE = f"the request's head has more than {MAX_HEAD_BYTES} bytes; send
 #: How long requests may go on after a stop, in seconds.
 GRACE_S = 25
 
+#: How long a connection taken before a stop may take to send its first request, in seconds. Where one
+#: process replaces another, its caller would be cut off without an answer.
+FIRST_CALL_S = 1
+
 #: Extension of the ASGI scope under which a request finds its connection.
 EXTENSION = "batchery.connection"
 
@@ -55,6 +59,8 @@ class Connection(HttpToolsProtocol):
         self._send_timeout_s = send_timeout_s
         self._send_timer: asyncio.TimerHandle | None = None
         self._on_flushed: list[Callable[[], object]] = []
+        #: Whether this process takes no more connections, and this is the last call of this one.
+        self._is_leaving = False
         #: Whether the gateway has stopped, and waits for no call any more.
         self.is_ending = False
 
@@ -92,6 +98,8 @@ class Connection(HttpToolsProtocol):
         scope["extensions"] = {EXTENSION: self}
         scope["state"]["request_id"] = request_id.decode()
         super().on_headers_complete()
+        if self._is_leaving:
+            self.cycle.keep_alive = False
         # Whoever answers: a route, what is around it, or Uvicorn.
         headers = self.cycle.default_headers
         self.cycle.default_headers = [*headers, (REQUEST_ID_HEADER, request_id)]
@@ -113,8 +121,12 @@ class Connection(HttpToolsProtocol):
         self._flushed()
 
     def shutdown(self) -> None:
-        """Gives the call that runs a while to end."""
-        super().shutdown()
+        """Gives the call that runs a while to end, and a new connection a moment to begin one."""
+        self._is_leaving = True
+        if self.cycle is None:
+            self.loop.call_later(FIRST_CALL_S, super().shutdown)
+        else:
+            super().shutdown()
         self.loop.call_later(GRACE_S, self._end_call)
 
     @property
