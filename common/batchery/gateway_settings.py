@@ -85,10 +85,10 @@ class GatewaySettings(BaseModel):
         Field(
             ge=0,
             description="How long a model's queue may be without any worker, in seconds; then its"
-            " requests are answered 503 at once. Where workers start on demand, as long as that"
-            " takes.",
+            " requests are answered 503 at once. At least what a worker takes to load its models;"
+            " where workers start on demand, what that takes.",
         ),
-    ] = 10
+    ] = 15
     max_items: Annotated[int, Field(gt=0, description="Maximum items of a request.")] = 2048
     max_chars: Annotated[
         int, Field(gt=0, description="Maximum characters of all texts of a request.")
