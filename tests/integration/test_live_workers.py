@@ -26,7 +26,7 @@ def live(url: str) -> LiveWorkers:
 @contextmanager
 def popped(url: str, **options: Any) -> Iterator[None]:
     """A connection that has waited for messages."""
-    with Redis.from_url(url, socket_timeout=0.1, single_connection_client=True, **options) as one:
+    with Redis.from_url(url, single_connection_client=True, **options) as one:
         one.brpop(["nothing"], timeout=0.05)
         yield
 
