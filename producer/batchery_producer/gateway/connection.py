@@ -27,8 +27,8 @@ HEAD_TOO_LARGE = f"the request's head has more than {MAX_HEAD_BYTES} bytes; send
 #: How long requests may go on after a stop, in seconds.
 GRACE_S = 25
 
-#: How long a connection taken before a stop may take to send its first request, in seconds. Where one
-#: process replaces another, its caller would be cut off without an answer.
+#: How long a connection that was taken before a stop has for its first request, in seconds. Where
+#: one process replaces another, its caller would be cut off without an answer.
 FIRST_CALL_S = 1
 
 #: Extension of the ASGI scope under which a request finds its connection.
