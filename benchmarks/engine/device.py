@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from batchery_worker.device_pool.process import DeviceProcess
+from batchery_worker.device_pool.process import DeviceProcess, start_process
 from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Work
 from batchery_worker.job import DEVICE_DEPTH
 from benchmarks.engine.sample import Sample, cpu_by_name, cpu_since
@@ -38,7 +38,7 @@ class DirectDevice:
             load=(TASK,),
             log_levels={"": logging.WARNING},
         )
-        self._device = DeviceProcess(setup)
+        self._device = DeviceProcess(setup, start_process)
         self._device.spawn()
 
     def wait_ready(self) -> None:

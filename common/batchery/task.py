@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any, cast
 from celery import Celery, Task, uuid
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.app.task import Context
-from celery.canvas import Signature, maybe_signature
+from celery.canvas import Signature, chunks, maybe_signature
 from celery.result import AsyncResult, ResultSet
 from celery.signals import worker_ready
 from celery.utils.imports import symbol_by_name
 from celery.utils.time import maybe_make_aware
+from kombu.serialization import dumps, loads
 
 from batchery.completion import current_completion
 from batchery.errors import BatchArgumentError, InvalidItem
-from batchery.execution.batch import compute, prepare, run_function
+from batchery.execution.batch import compute, prepare, read_back, run_function
 from batchery.installation import get_queue_limits
 from batchery.model import Model
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
@@ -195,14 +196,16 @@ class BatchTask(_Task):
         own = request.args is not None and len(request.args) == 1 and request.args[0] is argument
         try:
             header = (request.headers or {}).get(multi_item.HEADER) if own else None
-            items, is_multi_item = multi_item.read_items(argument, header)
+            items, form = multi_item.read_items(argument, header)
         except InvalidItem as error:
             return Failed(error)
         # A direct call inside another job is not that job: its request says nothing about the call.
         state = vars(request if own else Context(args=[argument], kwargs=dict(keywords)))
         around = partial(self._bind_request, state)
         outcomes = run_function(self.run, items, keywords, around=around)
-        return multi_item.build_result(outcomes) if is_multi_item else outcomes[0]
+        if request.is_eager:
+            outcomes = list(map(read_back, outcomes))
+        return multi_item.build_outcome(outcomes, form)
 
     def run_batch(self, items: list[Any], keywords: Mapping[str, Any]) -> list[Any]:
         """Runs one batch in this process; returns one outcome per item, in order."""
@@ -301,6 +304,16 @@ class BatchTask(_Task):
         options["headers"] = {**headers, **sent_now()}
         return super().apply_async(args, kwargs, *positional, **options)
 
+    def apply(self, args: Any = None, kwargs: Any = None, *others: Any, **options: Any) -> Any:
+        """As Celery's `apply`; arguments and results are what a worker would make of them.
+
+        Raises:
+            EncodeError: JSON cannot write the arguments; kombu's error, as `delay` raises it.
+        """
+        kind, encoding, text = dumps((tuple(args or ()), kwargs or {}), self.serializer)
+        args, kwargs = loads(text, kind, encoding, accept={kind})
+        return super().apply(args, kwargs, *others, **options)
+
     def _placed(self, limits: QueueLimits, options: dict[str, Any]) -> dict[str, Any]:
         """The options of a job, with the priority that it may have."""
         in_workflow = any(options.get(name) is not None for name in WORKFLOW_OPTIONS)
@@ -346,6 +359,17 @@ class BatchTask(_Task):
         return ResultSet(jobs, app=self.app)
 
 
+class QueuedChunks(chunks):
+    """Celery's `chunks`, whose queue holds for its parts, too."""
+
+    def group(self) -> Any:
+        """The parts, as jobs of `starmap`."""
+        whole = super().group()
+        for part in whole.tasks:
+            part.set(queue=self.options["queue"])
+        return whole
+
+
 class ModelTask(BatchTask):
     """A batch task that runs a `Model`; made by `register`."""
 
@@ -388,6 +412,19 @@ class ModelTask(BatchTask):
         # Celery asks here for a task's default options, in `delay` as in `send_task`.
         options = super()._get_exec_options()  # type: ignore[misc]
         return {**options, "queue": self.model_queue}
+
+    def map(self, it: Iterable[Any]) -> Any:
+        """As Celery's `map`, in the model's queue."""
+        return super().map(it).set(queue=self.model_queue)
+
+    def starmap(self, it: Iterable[Any]) -> Any:
+        """As Celery's `starmap`, in the model's queue."""
+        return super().starmap(it).set(queue=self.model_queue)
+
+    def chunks(self, it: Iterable[Any], n: int) -> Any:
+        """As Celery's `chunks`, in the model's queue."""
+        made: Any = QueuedChunks
+        return made(self.s(), it, n, app=self.app, queue=self.model_queue)
 
     def make_model(self) -> Model:
         """A new model, not loaded yet."""

@@ -12,7 +12,12 @@ import pytest
 from kombu.asynchronous import Hub
 
 from batchery import AppNotImportable
-from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits, State
+from batchery_worker.device_pool.process import (
+    DeviceProcess,
+    RecyclingLimits,
+    State,
+    start_process,
+)
 from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS, DeviceSupervisor
 from batchery_worker.ipc.messages import Done, Setup, Work
 from batchery_worker.job import Batch
@@ -43,7 +48,7 @@ class Crew:
         self.lost: list[str] = []
         self.hub = Hub()
         self.supervisor = DeviceSupervisor(
-            [setup(app) for _ in range(devices)],
+            [DeviceProcess(setup(app), start_process) for _ in range(devices)],
             limits,
             on_ready=self._on_ready,
             on_done=self._on_done,

@@ -1,11 +1,14 @@
 """A worker of a Django project: batches and hooks use its database, and leave nothing open."""
 
 import os
+import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import pytest
 from celery import Celery
 
 from conftest import StartWorker, flush
@@ -82,3 +85,38 @@ def test_a_job_is_sent_when_the_transaction_is_committed(redis_url: str, tmp_pat
         timeout=START_S,
     )
     assert done.stdout.split() == ["0", "2", "2"], done.stderr
+
+
+def run_books(command: list[str], environment: dict[str, str]) -> str:
+    """Runs a command of Django for the project `apps.django_books`."""
+    done = subprocess.run(
+        [sys.executable, "-m", "django", *command],
+        env={**os.environ, "PYTHONPATH": str(TESTS), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=patient(240),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("database", ["in memory", "on disk"])
+def test_a_django_test_with_a_worker_leaves_the_development_database_alone(
+    tmp_path: Path, database: str
+) -> None:
+    development = tmp_path / "development.sqlite3"
+    environment = {
+        "DJANGO_SETTINGS_MODULE": "apps.django_books.settings",
+        "DJANGO_DATABASE": str(development),
+    }
+    if database == "on disk":
+        environment["DJANGO_TEST_DATABASE"] = str(tmp_path / "test.sqlite3")
+    run_books(["migrate", "--run-syncdb"], environment)
+    with closing(sqlite3.connect(development)) as connection:
+        connection.execute("INSERT INTO django_books_book VALUES (1, 'precious')")
+        connection.commit()
+        before = list(connection.iterdump())
+        report = run_books(["test", "apps.django_books.checks"], environment)
+        assert "Ran 4 tests" in report
+        assert list(connection.iterdump()) == before

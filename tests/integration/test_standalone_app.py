@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from celery import Celery
 
 from batchery_worker.devstack.redis_server import EmbeddedRedis
 from conftest import StartWorker
@@ -136,3 +137,38 @@ def test_queue_without_a_task_is_warned_of(
     worker = start_worker("batchery.app", "-Q", "embde", env=env)
     assert worker.has_logged("queue 'embde' of -Q: no task of this worker is routed to it,", 1)
     assert worker.devices() == []
+
+
+def test_a_worker_with_a_model_starts_without_a_line_of_other_libraries(
+    start_worker: StartWorker, client: Celery, minilm_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "batchery.toml").write_text(
+        f'[models.embed]\nkind = "embedding"\nmodel = "{minilm_path}"\n'
+    )
+    # The default level: the last one counts.
+    worker = start_worker("batchery.app", "-l", "WARNING", ready=False)
+    client.send_task("embed", ("a text",), queue="embed").get(timeout=patient(120))
+    _, _, log = worker.log.partition("[queues]")
+    # What is indented belongs to Celery's banner.
+    assert [line for line in log.splitlines() if line and not line.startswith(" ")] == []
+
+
+@pytest.mark.parametrize("process", [False, True])
+def test_an_engine_starts_without_a_line_of_other_libraries(
+    minilm_path: Path, tmp_path: Path, process: bool
+) -> None:
+    script = (
+        "from batchery import Engine, ModelSettings\n"
+        f"model = ModelSettings(kind='embedding', model={str(minilm_path)!r})\n"
+        f"with Engine(model, process={process}) as engine: print(len(engine.call('a text')))\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", script],
+        check=False,
+        cwd=tmp_path,
+        env=only({}),
+        capture_output=True,
+        text=True,
+        timeout=patient(120),
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import os
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from batchery_worker.device_pool.process import resident_kib
 from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.events import use_batch_events
 from batchery_worker.late_binding import Backlog, LateBinding, ProcessBacklog, QueueKinds
+from batchery_worker.map_strategy import use_devices
 from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
 
@@ -103,6 +105,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             )
         _look_for_garbage_less_often()
         use_batch_events(worker.app)
+        use_devices(worker.app)
 
 
 class LateBindingStep(_ConsumerStep):  # type: ignore[misc]
@@ -237,7 +240,9 @@ def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> Non
         wait_in_children(worker.app)
     elif isinstance(ordinary, SoloPool):
         wait_here(worker.app)
-    pool = worker.pool = HybridPool(ordinary, worker.app, tasks, devices)
+    pool = worker.pool = HybridPool(
+        ordinary, worker.app, tasks, devices, in_process=is_in_test(worker)
+    )
     for step in worker.steps:
         if isinstance(step, components.Pool):
             step.obj = pool
@@ -249,6 +254,15 @@ def _add_devices(worker: Any, tasks: list[BatchTask], devices: list[str]) -> Non
         (worker._process_task if is_batch else process_ordinary)(request)
 
     worker.process_task = process_task
+
+
+def is_in_test(worker: Any) -> bool:
+    """Whether Celery's `start_worker` has made it, on a thread of a test's process.
+
+    A process would not have what the test has changed: it would use other databases, for example.
+    """
+    testing = sys.modules.get("celery.contrib.testing.worker")
+    return testing is not None and isinstance(worker, testing.TestWorkController)
 
 
 def _has_only_batches(app: Any) -> bool:

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
 from kombu.asynchronous import Hub
+from kombu.utils.imports import symbol_by_name
 
 from batchery.errors import StartError
 from batchery.installation import get_installation
 from batchery.task import BatchTask
 from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.completion.ordinary import run_in_child
+from batchery_worker.device_pool.process import DeviceProcess, StartProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
 from batchery_worker.late_binding import Give
@@ -22,6 +24,9 @@ from batchery_worker.request import BatchRequest
 from batchery_worker.task_call import TaskCall
 
 logger = logging.getLogger("batchery.pool")
+
+#: A device on a thread; an import path, because the code of devices imports torch.
+DEVICE_THREAD = "batchery_worker.device.thread:DeviceThread"
 
 
 class PrivateHub:
@@ -84,7 +89,13 @@ class HybridPool:
     signal_safe = False
 
     def __init__(
-        self, ordinary: Any, app: Celery, tasks: Sequence[BatchTask], devices: Sequence[str]
+        self,
+        ordinary: Any,
+        app: Celery,
+        tasks: Sequence[BatchTask],
+        devices: Sequence[str],
+        *,
+        in_process: bool = False,
     ) -> None:
         """Starts nothing yet.
 
@@ -93,7 +104,9 @@ class HybridPool:
             app: The worker's app.
             tasks: Those that go to devices.
             devices: Names of the devices.
+            in_process: Whether devices are threads of this process.
         """
+        self._in_process = in_process
         self._ordinary = ordinary
         self._app = app
         self._tasks = tasks
@@ -127,8 +140,14 @@ class HybridPool:
     def _start_devices(self) -> None:
         warn_of_tracer(self._app, self._tasks)
         settings = get_installation(self._app).settings
-        setups = device_setups(self._app, self._tasks, settings, self._devices)
-        self._dispatcher = Dispatcher(self._app, settings, setups)
+        setups = device_setups(
+            self._app, self._tasks, settings, self._devices, in_process=self._in_process
+        )
+        start: StartProcess = start_process
+        if self._in_process:
+            start = partial(symbol_by_name(DEVICE_THREAD), self._app)
+        devices = [DeviceProcess(setup, start) for setup in setups]
+        self._dispatcher = Dispatcher(self._app, settings, devices)
         self._dispatcher.start()
         if self._ordinary.options.get("threads"):
             # Celery has no event loop for this broker: the dispatcher goes on with its own.

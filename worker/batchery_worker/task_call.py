@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from batchery.protocol.multi_item import Form
 from batchery_worker.job import Batch
 from batchery_worker.request import BatchRequest, LeaseHandle
 
@@ -22,8 +23,8 @@ class TaskCall:
     #: The request whose methods the callbacks are; None for a caller that is not Celery's worker.
     request: BatchRequest | None
     items: Sequence[Any] = ()
-    #: Whether this is a multi-item job.
-    is_multi_item: bool = False
+    #: Whether this is a multi-item job, and of which form.
+    is_multi_item: Form = False
     #: What its function may see of the request, encoded; empty if it sees nothing.
     context: bytes = b""
     #: Whether Celery was told that the job has begun.

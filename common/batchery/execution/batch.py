@@ -15,11 +15,14 @@ from functools import cache, partial
 from itertools import islice
 from typing import Any, Protocol
 
+from kombu.utils import json
 from kombu.utils.compat import detect_environment
 
+from batchery.errors import UnserialisableResult
 from batchery.execution.bisect_failures import NON_VALUES, as_failed, is_out_of_memory, isolate
 from batchery.execution.lookahead import Lookahead, max_lookahead
 from batchery.model import Model
+from batchery.outcomes import Failed
 
 #: Makes a context manager that is entered around each call of the user's code.
 Limit = Callable[[], AbstractContextManager[Any]]
@@ -70,6 +73,26 @@ def run_function(
 
     name = getattr(function, "__name__", type(function).__name__)
     return isolate(call, range(len(items)), name=name)
+
+
+def read_back(outcome: Any) -> Any:
+    """The outcome as its caller reads it from JSON; a failure if JSON cannot write it."""
+    if isinstance(outcome, NON_VALUES):
+        return outcome
+    try:
+        return json.loads(json.dumps(outcome))
+    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+        return refuse_value(outcome, error)
+
+
+def refuse_value(value: Any, error: Exception) -> Failed:
+    """The failure of an item whose value JSON cannot write."""
+    return Failed(
+        UnserialisableResult(
+            f"the result is a {type(value).__name__} that JSON cannot write ({error});"
+            " return plain numbers, texts, lists and dictionaries"
+        )
+    )
 
 
 def prepare(model: Model, items: Sequence[Any], keywords: Mapping[str, Any]) -> list[Any]:

@@ -1,14 +1,16 @@
 """Multi-item jobs: one message that carries n items, on any pool.
 
 The message header `batchery: {"v": 1, "n": 3}` says that the argument is a list of three items;
-the result is then a list of three `{"ok": value}` or `{"error": {...}}`. Stock workers ignore the
+the result is then a list of three `{"ok": value}` or `{"error": {...}}`. With `"values": true` it
+is the plain list of values, and the first item that fails fails the job. Stock workers ignore the
 header.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from batchery.errors import InvalidItem
+from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Replace, RetryAfter
 
 HEADER = "batchery"
@@ -17,8 +19,12 @@ VERSION = 1
 #: Maximum number of items in one message. A lost worker repeats the whole message.
 MAX_ITEMS = 10_000
 
+#: What becomes of a job's items: the result is that of its only item (False), has an entry for each
+#: (True), or is the list of their values.
+Form = bool | Literal["values"]
 
-def read_items(argument: Any, header: Any) -> tuple[list[Any], bool]:
+
+def read_items(argument: Any, header: Any) -> tuple[list[Any], Form]:
     """Reads what a job carries.
 
     Args:
@@ -26,7 +32,7 @@ def read_items(argument: Any, header: Any) -> tuple[list[Any], bool]:
         header: The value of the `batchery` header, or None.
 
     Returns:
-        The items, and whether this is a multi-item job.
+        The items, and the form of their result; only a multi-item job has one other than False.
 
     Raises:
         InvalidItem: The header is malformed, or does not fit the argument.
@@ -46,7 +52,24 @@ def read_items(argument: Any, header: Any) -> tuple[list[Any], bool]:
     if not isinstance(argument, list) or len(argument) != count:
         found = f"{len(argument)} items" if isinstance(argument, list) else type(argument).__name__
         raise InvalidItem(f"header {HEADER!r}: n={count}, but the argument is {found}")
-    return argument, True
+    return argument, "values" if header.get("values") is True else True
+
+
+def build_outcome(outcomes: Sequence[Any], form: Form) -> Any:
+    """Makes the outcome of a job, made of those of its items."""
+    if form == "values":
+        failures = (_as_failure(each) for each in outcomes if isinstance(each, NON_VALUES))
+        return next(failures, list(outcomes))
+    return build_result(outcomes) if form else outcomes[0]
+
+
+def _as_failure(outcome: Any) -> Any:
+    """The failure of an item, which alone can be neither sent again nor replaced."""
+    if isinstance(outcome, RetryAfter):
+        return Failed(outcome.error or InvalidItem(f"try again in {outcome.seconds:g} s"))
+    if isinstance(outcome, Replace):
+        return Failed(InvalidItem("one item of a multi-item job cannot be replaced"))
+    return outcome
 
 
 def build_result(outcomes: Sequence[Any]) -> list[dict[str, Any]]:
@@ -55,18 +78,13 @@ def build_result(outcomes: Sequence[Any]) -> list[dict[str, Any]]:
 
 
 def _entry(outcome: Any) -> dict[str, Any]:
-    if isinstance(outcome, Failed):
-        return {"error": _error(outcome.exception)}
-    if isinstance(outcome, RetryAfter):
-        # One item of a message cannot be sent again alone: that is up to its caller.
-        cause = outcome.error or InvalidItem(f"try again in {outcome.seconds:g} s")
-        return {"error": {**_error(cause), "retry_after_s": outcome.seconds}}
-    if isinstance(outcome, Replace):
-        # One item of a message cannot become a job either.
-        return {"error": _error(InvalidItem("one item of a multi-item job cannot be replaced"))}
-    if isinstance(outcome, BaseException):
-        return {"error": _error(outcome)}
-    return {"ok": outcome}
+    if not isinstance(outcome, NON_VALUES):
+        return {"ok": outcome}
+    failure = _as_failure(outcome)
+    error = _error(failure.exception if isinstance(failure, Failed) else failure)
+    # To send it again is up to its caller.
+    again = {"retry_after_s": outcome.seconds} if isinstance(outcome, RetryAfter) else {}
+    return {"error": {**error, **again}}
 
 
 def _error(error: BaseException) -> dict[str, Any]:

@@ -4,12 +4,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 
 import celery
 import pytest
 from celery import Celery, Task, shared_task, uuid
 from celery.exceptions import Ignore, MaxRetriesExceededError, Reject
+from kombu.exceptions import EncodeError
 
 from batchery import (
     BatchArgumentError,
@@ -18,8 +20,10 @@ from batchery import (
     InvalidItem,
     ItemFailed,
     RetryAfter,
+    UnserialisableResult,
     install,
 )
+from batchery_worker.ipc.messages import sendable
 
 
 @pytest.fixture
@@ -79,6 +83,52 @@ def test_apply_and_always_eager_answer_like_a_worker(app: Celery) -> None:
     assert task.delay("a").get() == "A"
     assert task.apply_async(["a"], {"mark": "?"}).get() == "A?"
     assert [result.get() for result in task.submit_many(["a", "b"])] == ["A", "B"]
+
+
+@pytest.mark.parametrize("value", [object(), {"a set"}, lambda: None])
+def test_an_eager_result_that_json_cannot_write_fails_as_in_a_worker(
+    app: Celery, value: Any
+) -> None:
+    task = make(app, lambda items: [value if item == "bad" else item for item in items])
+    with pytest.raises(UnserialisableResult) as from_worker:
+        raise sendable(value).exception
+    app.conf.task_always_eager = True
+    for call in (task.apply, task.apply_async):
+        with pytest.raises(UnserialisableResult) as eager:
+            call(("bad",)).get()
+        # Without the address of the object.
+        assert str(eager.value).split(" at ")[0] == str(from_worker.value).split(" at ")[0]
+        assert call(("good",)).get() == "good"
+    header = {"batchery": {"v": 1, "n": 2}}
+    failed, good = task.apply((["bad", "good"],), headers=header).get()
+    assert (failed["error"]["type"], good) == ("UnserialisableResult", {"ok": "good"})
+
+
+def test_an_eager_argument_that_json_cannot_write_is_refused_as_by_delay(app: Celery) -> None:
+    task = make(app, lambda items, **_: items)
+    with pytest.raises(EncodeError) as refused:
+        task.delay({"a set"})
+    for args, keywords in (({"a set"},), {}), (("a",), {"tag": {"a set"}}):
+        with pytest.raises(EncodeError) as eager:
+            task.apply(args, keywords)
+        assert str(eager.value) == str(refused.value)
+
+
+def test_an_eager_call_gives_and_gets_what_a_worker_would(app: Celery) -> None:
+    got = []
+    when = datetime(2026, 1, 2, tzinfo=UTC)
+
+    def function(items: list[Any]) -> list[Any]:
+        got.extend(items)
+        return [(1, {2: when})] * len(items)
+
+    task = make(app, function)
+    app.conf.task_always_eager = True
+    for call in (task.apply, task.apply_async):
+        assert call(((1, {"when": when}),)).get() == [1, {"2": when}]
+    assert got == [[1, {"when": when}]] * 2
+    # A direct call is a function's: it takes and gives what it likes.
+    assert task((1,)) == (1, {2: when})
 
 
 def test_a_bound_function_gets_its_task(app: Celery) -> None:

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 from celery import Celery, signals
@@ -35,6 +35,7 @@ from batchery_worker.device.functions import EventLoop, run_batch, soft_time_lim
 from batchery_worker.device.intake import Intake
 from batchery_worker.device.loading import (
     build_identity,
+    check_device,
     find_memory,
     find_task,
     import_app,
@@ -95,7 +96,6 @@ class Device:
         self._telling = threading.Lock()
         #: The batch whose function runs.
         self.current: Work | None = None
-        self._intake = Intake(end, self._prepare)
         #: How long the last batch of each task took.
         self._lasted_ms: dict[str, float] = {}
         #: Batches that the main thread has taken in, in the order in which they run.
@@ -117,8 +117,12 @@ class Device:
         self._reuse: SingleFlight
         self._started: StartedStates
 
-    def start(self, setup: Setup) -> Ready:
+    def start(self, setup: Setup, app: Celery | None = None) -> Ready:
         """Imports the app, loads the models and warms them up.
+
+        Args:
+            setup: From the parent.
+            app: The parent's own, where this is a thread of its process; None imports it.
 
         Raises:
             BatcheryError: Says in one line what is missing.
@@ -126,16 +130,22 @@ class Device:
         started_s = time.monotonic()
         self._setup = setup
         self._name = setup.device
-        self._app = import_app(setup)
+        if app is None:
+            self._app = import_app(setup)
+        else:
+            check_device(setup.device)
+            self._app = app
         self._memory = find_memory(setup.device, setup.memory_fraction)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
         self._started = StartedStates(self._app)
-        # Celery's own pools send it in each process: apps open their clients and profilers here.
-        signals.worker_process_init.send(sender=None)
+        if app is None:
+            # Celery's own pools send it in each process: apps open clients and profilers here.
+            signals.worker_process_init.send(sender=None)
         for name in setup.load:
             self._serve(cast(ModelTask, self._app.tasks[name]))
-        # After the models: the progress bars of their loading are no log.
-        redirect_prints(self._app)
+        if app is None:
+            # After the models: the progress bars of their loading are no log.
+            redirect_prints(self._app)
         return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
 
     def tell(self, reply: Reply) -> None:
@@ -169,6 +179,10 @@ class Device:
             else:
                 self._given += 1
                 self._computed.put(computed)
+
+    @cached_property
+    def _intake(self) -> Intake[Prepared]:
+        return Intake(self._end, self._prepare)
 
     def _look_ahead(self) -> None:
         """Takes all batches that have arrived; an urgent one goes to the front."""
@@ -353,17 +367,30 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         log.setblocking(True)
         handler = ForwardingHandler(setup.device, log, lambda: device.current)
     forward_logs(handler, setup.log_levels)
+    if begin(device, setup):
+        _or_die(device.run)
+
+
+def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:
+    """Starts a device, and reports that to its parent; see `Device.start`.
+
+    Returns:
+        Whether it is ready.
+
+    Raises:
+        OSError: The parent is gone.
+    """
     try:
-        ready = device.start(setup)
+        ready = device.start(setup, app)
     except Exception as error:
         logger.debug("start failed", exc_info=True)
         known = isinstance(error, BatcheryError)
         text = str(error) if known else f"{setup.app}: {type(error).__name__}: {error}"
         name = type(error).__name__ if known else "AppNotImportable"
         device.tell(NotReady(name, text))
-        return
+        return False
     device.tell(ready)
-    _or_die(device.run)
+    return True
 
 
 if __name__ == "__main__":

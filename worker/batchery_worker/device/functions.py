@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,9 +23,9 @@ from batchery_worker.ipc.messages import Work, load_context
 def soft_time_limit(seconds: float | None) -> Iterator[None]:
     """Raises `SoftTimeLimitExceeded` in the block after so many seconds; None for no limit.
 
-    For the main thread only, because Python handles signals there.
+    On the main thread only, because Python handles signals there.
     """
-    if seconds is None:
+    if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
@@ -55,9 +56,13 @@ class EventLoop:
             return self._runner.run(coroutine)
         except SoftTimeLimitExceeded:
             # The exception interrupted the loop, whose tasks would otherwise go on next time.
-            self._runner.close()
+            self.close()
             self._runner = asyncio.Runner()
             raise
+
+    def close(self) -> None:
+        """Ends the loop."""
+        self._runner.close()
 
 
 def run_batch(
@@ -128,14 +133,27 @@ def _unseen(name: str) -> Sequence[JobContext]:
 @contextmanager
 def _fresh_connections(app: Celery) -> Iterator[None]:
     """Django's database connections, kept as long as Django keeps them between two web requests."""
-    # That Django is imported says nothing: other libraries import it wherever it is installed.
-    fixups: Any = getattr(app, "_fixups", ())
-    if not any(isinstance(each, DjangoFixup) for each in fixups):
+    database = _find_database(app)
+    if database is None:
         yield
         return
-    database: Any = import_module("django.db")
     database.close_old_connections()
     try:
         yield
     finally:
         database.close_old_connections()
+
+
+def close_connections(app: Celery) -> None:
+    """Closes this thread's connections to Django's databases."""
+    database = _find_database(app)
+    if database is not None:
+        database.connections.close_all()
+
+
+def _find_database(app: Celery) -> Any:
+    """The module `django.db`, where the app is that of a Django project; else None."""
+    # That Django is imported says nothing: other libraries import it wherever it is installed.
+    fixups: Any = getattr(app, "_fixups", ())
+    is_django = any(isinstance(each, DjangoFixup) for each in fixups)
+    return import_module("django.db") if is_django else None

@@ -4,7 +4,8 @@ import importlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -20,6 +21,14 @@ from batchery_worker.ipc.messages import Setup
 from batchery_worker.memory import Memory
 
 logger = logging.getLogger("batchery.device")
+
+#: Logger -> how lines begin that libraries write when transformers is imported beside torchao. They
+#: are about kernels that no model here uses, and about calls between these libraries.
+USELESS_ADVICE = {
+    "torchao": "Failed to load ",
+    "torchao.kernel.intmm": "Warning: Detected no triton",
+    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
+}
 
 
 def load_model(task: ModelTask, device: str) -> Model:
@@ -62,8 +71,9 @@ def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json
     check_device(device)
     started_s = time.monotonic()
     try:
-        model = make_model()
-        model.load(device)
+        with _without_useless_advice():
+            model = make_model()
+            model.load(device)
         give_json = getattr(model, "give_json", None)
         if gives_json and give_json is not None:
             give_json()
@@ -85,6 +95,22 @@ def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json
         ) from error
     logger.info("%s loaded on %s in %.1f s", name, device, time.monotonic() - started_s)
     return model
+
+
+@contextmanager
+def _without_useless_advice() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in USELESS_ADVICE]
+    for each in loggers:
+        each.addFilter(_is_useful)
+    try:
+        yield
+    finally:
+        for each in loggers:
+            each.removeFilter(_is_useful)
+
+
+def _is_useful(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith(USELESS_ADVICE[record.name])
 
 
 def sample_items(model: Model, texts: Sequence[Any]) -> Sequence[Any]:

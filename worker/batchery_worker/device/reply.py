@@ -100,8 +100,8 @@ def answer(
 def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int] | None:
     """Counts failed items of multi-item jobs, by class of the error; None if none failed."""
     failed: Counter[str] = Counter()
-    for (_, _, is_multi_item), outcome in zip(work.jobs, outcomes, strict=True):
-        if not is_multi_item:
+    for (_, _, form), outcome in zip(work.jobs, outcomes, strict=True):
+        if form is not True:
             continue
         if type(outcome) is Encoded:
             # To look for the key costs little; to decode the vectors would cost much.
@@ -155,10 +155,24 @@ def _head(value: Any, count: int) -> Any:
 def _by_job(batch: Computed) -> Iterator[Any]:
     """Groups the outcomes of the items by the jobs that carried them."""
     start = 0
-    for _, items, is_multi_item in batch.work.jobs:
+    for _, items, form in batch.work.jobs:
         part = batch.outcomes[start : start + len(items)]
-        yield _multi_item_outcome(part) if is_multi_item else part[0]
+        yield (
+            _collect_values(part)
+            if form == "values"
+            else _multi_item_outcome(part)
+            if form
+            else part[0]
+        )
         start += len(items)
+
+
+def _collect_values(outcomes: Sequence[Any]) -> Any:
+    """The outcome of a multi-item job whose result is the list of the values."""
+    if all(type(each) is Encoded for each in outcomes):
+        return joined(outcomes)
+    decoded = [each.value if type(each) is Encoded else each for each in outcomes]
+    return multi_item.build_outcome(decoded, "values")
 
 
 def _multi_item_outcome(outcomes: Sequence[Any]) -> Any:

@@ -5,12 +5,12 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from batchery.fork_gate import fork_gate
 from batchery_worker.device_pool.log_reading import follow_log
@@ -79,6 +79,27 @@ def resident_kib(pid: int) -> int | None:
         return None
 
 
+class Process(Protocol):
+    """What a device runs in: a `subprocess.Popen`, or a thread in the place of one."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for its end; raises `TimeoutExpired` after this time, in seconds."""
+
+    def kill(self) -> None:
+        """Ends it at once."""
+
+
+#: Starts what serves a device, given its end of the pipe, which it takes over.
+StartProcess = Callable[[socket.socket], Process]
+
+
 class State(Enum):
     """The state of a device process."""
 
@@ -96,6 +117,8 @@ class DeviceProcess:
     """One device, served by one process at a time."""
 
     setup: Setup
+    #: Called with the other end of the pipe.
+    start: StartProcess
     state: State = State.DEAD
     batches: dict[int, DispatchedBatch] = field(default_factory=dict)
     #: Number of deaths in a row, without a finished batch between them.
@@ -114,9 +137,9 @@ class DeviceProcess:
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
     link: Link | None = None
-    _process: subprocess.Popen[bytes] | None = None
+    _process: Process | None = None
     #: Processes that were killed and have not ended yet; one that held a GPU may take long.
-    _dying: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _dying: list[Process] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -177,16 +200,11 @@ class DeviceProcess:
         """
         self._dying = [process for process in self._dying if process.poll() is None]
         ours, theirs = socket.socketpair()
-        log, their_log = socket.socketpair()
-        with theirs, their_log:
-            ends = (theirs.fileno(), their_log.fileno())
-            try:
-                self._process = start_interpreter("batchery_worker.device", ends)
-            except OSError:
-                ours.close()
-                log.close()
-                raise
-        follow_log(log)
+        try:
+            self._process = self.start(theirs)
+        except OSError:
+            ours.close()
+            raise
         self.pid = self._process.pid
         self.spawned_s = monotonic()
         self.jobs = 0
@@ -278,6 +296,25 @@ class DeviceProcess:
                 process.wait()
         for each in self._dying:
             each.wait()
+
+
+def start_process(end: socket.socket) -> Process:
+    """Starts a device process, whose log goes through the handlers of this process.
+
+    Raises:
+        OSError: The system cannot start another process.
+    """
+    with end:
+        log, their_log = socket.socketpair()
+        with their_log:
+            try:
+                ends = (end.fileno(), their_log.fileno())
+                process = start_interpreter("batchery_worker.device", ends)
+            except OSError:
+                log.close()
+                raise
+    follow_log(log)
+    return process
 
 
 def start_interpreter(module: str, ends: Sequence[int]) -> subprocess.Popen[bytes]:

@@ -56,11 +56,23 @@ def task_modules(tasks: Iterable[BatchTask]) -> list[str]:
 
 
 def device_setups(
-    app: Celery, tasks: Sequence[BatchTask], settings: Settings, devices: Sequence[str]
+    app: Celery,
+    tasks: Sequence[BatchTask],
+    settings: Settings,
+    devices: Sequence[str],
+    *,
+    in_process: bool = False,
 ) -> list[Setup]:
     """One setup per device.
 
     Models are loaded at the start if this worker consumes their queue, else at their first job.
+
+    Args:
+        app: The worker's.
+        tasks: Those that go to devices.
+        settings: Of the worker.
+        devices: Their names.
+        in_process: Whether devices are threads of this process, and import nothing.
 
     Raises:
         AppNotImportable: A fresh process could not import the app or a task.
@@ -68,8 +80,8 @@ def device_setups(
     consumed = app.amqp.queues.consume_from
     models = [task for task in tasks if isinstance(task, ModelTask)]
     load = [task.name for task in models if task.model_queue in consumed]
-    path = app_path(app)
-    modules = task_modules(tasks)
+    path = "" if in_process else app_path(app)
+    modules = [] if in_process else task_modules(tasks)
     levels = levels_of_loggers()
     return [
         Setup(

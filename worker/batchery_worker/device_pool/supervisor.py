@@ -14,7 +14,7 @@ from batchery_worker.device_pool.process import (
     RecyclingLimits,
     State,
 )
-from batchery_worker.ipc.messages import Began, Done, NotReady, Ready, Reply, ResultsWait, Setup
+from batchery_worker.ipc.messages import Began, Done, NotReady, Ready, Reply, ResultsWait
 from batchery_worker.task_call import DispatchedBatch
 
 logger = logging.getLogger("batchery.pool")
@@ -31,7 +31,7 @@ class DeviceSupervisor:
 
     def __init__(
         self,
-        setups: Sequence[Setup],
+        devices: Sequence[DeviceProcess],
         limits: RecyclingLimits = RecyclingLimits(),  # noqa: B008 - it cannot be changed
         *,
         on_ready: Callable[[], None],
@@ -42,14 +42,14 @@ class DeviceSupervisor:
         """Starts nothing yet.
 
         Args:
-            setups: One per device.
+            devices: None of them has been started.
             limits: When a device process is recycled.
             on_ready: Called when a device can take batches.
             on_done: Called when a device has finished a batch.
             on_death: Called with the batches of a device that died, and how it died, for people.
             on_lost: Called when every device is given up, with the reason, for people.
         """
-        self.devices = [DeviceProcess(setup) for setup in setups]
+        self.devices = list(devices)
         #: Devices that were given up. Their last processes must still be waited for.
         self._given_up_for_good: list[DeviceProcess] = []
         self._limits = limits

@@ -34,7 +34,7 @@ from batchery_worker.dispatch.backlog import waiting_by_queue
 from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
-from batchery_worker.ipc.messages import Done, Setup, Work, batch_info
+from batchery_worker.ipc.messages import Done, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.job_recorder import JobRecorder
 from batchery_worker.metrics import Metrics, log_batch
@@ -55,7 +55,7 @@ LATE_GRAIN_S = 0.005
 class Dispatcher:
     """Admits jobs, forms batches when a device has room, settles each job exactly once."""
 
-    def __init__(self, app: Celery, settings: Settings, setups: Sequence[Setup]) -> None:
+    def __init__(self, app: Celery, settings: Settings, devices: Sequence[DeviceProcess]) -> None:
         self._app = app
         self._settings = settings
         self._admission = Admission(settings)
@@ -69,7 +69,7 @@ class Dispatcher:
         self._times = BatchTimes()
         self._recorder = JobRecorder(monotonic())
         self._supervisor = DeviceSupervisor(
-            setups,
+            devices,
             RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
             on_ready=self._plan_dispatch,
             on_done=self._on_done,

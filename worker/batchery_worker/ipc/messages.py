@@ -8,6 +8,7 @@ carries only plain data, so no result of a model can make the main process impor
 import marshal
 import pickle
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,9 @@ from celery.canvas import Signature
 from kombu.utils import json
 
 from batchery.errors import UnserialisableResult
-from batchery.execution.bisect_failures import NON_VALUES
+from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+from batchery.protocol.multi_item import Form
 from batchery.tracebacks import Frame, collect_frames, with_frames
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.exceptions import SpelledException, encode_exception, read_exception
@@ -55,8 +57,8 @@ class Work:
     id: int
     task: str
     keywords: Mapping[str, Any]
-    #: Of each job: task id, items, and whether it is a multi-item job.
-    jobs: Sequence[tuple[str, Sequence[Any], bool]]
+    #: Of each job: task id, items, and whether it is a multi-item job, and of which form.
+    jobs: Sequence[tuple[str, Sequence[Any], Form]]
     max_batch_size: int
     max_batch_tokens: int | None
     #: Limit of each call of the function, which may catch `SoftTimeLimitExceeded`.
@@ -209,12 +211,10 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
 
 def sendable(outcome: Any) -> Any:
     """The outcome of one item of a multi-item job; a failure if JSON cannot write it."""
-    if isinstance(outcome, NON_VALUES):
-        return outcome
-    try:
-        return outcome if is_plain(outcome) else json.loads(json.dumps(outcome))
-    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
-        return Failed(_unserialisable(outcome, error))
+    with suppress(RecursionError):
+        if is_plain(outcome):
+            return outcome
+    return read_back(outcome)
 
 
 def _encode_signature(outcome: Replace, backend: Any) -> tuple[Any, ...]:
@@ -230,14 +230,7 @@ def _encode_as_json(value: Any, backend: Any) -> tuple[Any, ...]:
     try:
         return "json", json.dumps(value)
     except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
-        return encode_outcome(Failed(_unserialisable(value, error)), backend)
-
-
-def _unserialisable(value: Any, error: Exception) -> UnserialisableResult:
-    return UnserialisableResult(
-        f"the result is a {type(value).__name__} that JSON cannot write ({error});"
-        " return plain numbers, texts, lists and dictionaries"
-    )
+        return encode_outcome(refuse_value(value, error), backend)
 
 
 def decode_outcome(spelled: Sequence[Any], backend: Any) -> Any:

@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed, Ignore, InvalidItem, RetryAfter
-from batchery.protocol.multi_item import HEADER, MAX_ITEMS, VERSION, build_result, read_items
+from batchery.protocol.multi_item import (
+    HEADER,
+    MAX_ITEMS,
+    VERSION,
+    build_outcome,
+    build_result,
+    read_items,
+)
 
 
 def test_message_without_header_has_one_item() -> None:
@@ -90,3 +97,34 @@ def test_exception_without_readable_text_does_not_fail_other_items() -> None:
     first, second = build_result([Failed(Mute()), 1])
     assert first["error"]["type"] == "Mute"
     assert second == {"ok": 1}
+
+
+def test_header_may_ask_for_the_plain_values() -> None:
+    assert read_items(["a"], {"v": VERSION, "n": 1, "values": True}) == (["a"], "values")
+    assert read_items(["a"], {"v": VERSION, "n": 1, "values": "yes"}) == (["a"], True)
+    assert read_items(["a"], {"v": VERSION, "values": True}) == ([["a"]], False)
+
+
+def test_outcome_of_a_job_has_the_form_that_its_header_asks_for() -> None:
+    assert build_outcome([1], False) == 1
+    assert build_outcome([1, None], True) == [{"ok": 1}, {"ok": None}]
+    assert build_outcome((1, None), "values") == [1, None]
+    ignored = Ignore("no")
+    assert build_outcome([1, ignored, Failed("why")], "values") is ignored
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "text"),
+    [
+        (Failed(LookupError("gone")), LookupError, "gone"),
+        (RetryAfter(1, ConnectionError("down")), ConnectionError, "down"),
+        (RetryAfter(2.5), InvalidItem, "try again in 2.5 s"),
+    ],
+)
+def test_first_item_without_a_value_fails_a_job_of_plain_values(
+    outcome: Any, kind: type[Exception], text: str
+) -> None:
+    failed = build_outcome([1, outcome, Failed("later")], "values")
+    assert isinstance(failed, Failed)
+    assert type(failed.exception) is kind
+    assert str(failed.exception) == text

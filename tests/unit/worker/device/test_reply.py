@@ -179,3 +179,25 @@ def test_failed_items_of_multi_item_jobs_are_counted_by_class_of_their_error() -
         "LookupError": 1,
         "UnserialisableResult": 1,
     }
+
+
+@given(st.lists(st.integers() | st.text(), min_size=1, max_size=5), st.data())
+def test_plain_values_are_one_list_whoever_encoded_them(values: list[Any], data: Any) -> None:
+    outcomes = [
+        Encoded(plain_json(value)) if data.draw(st.booleans()) else value for value in values
+    ]
+    work = Work(5, "task", {}, [("t1", values, "values")], 8, None)
+    done = answer(Computed(work, outcomes), "cpu", Judge(), backend)
+    [(_, spelled)] = done.jobs
+    assert decode_outcome(spelled, backend) == values
+    assert done.failed_items is None
+
+
+def test_first_failure_is_that_of_a_job_of_plain_values() -> None:
+    work = Work(5, "task", {}, [("t1", [1, 2, 3], "values")], 8, None)
+    outcomes = [Encoded(b"1"), Failed(LookupError("b")), Failed("later")]
+    done = answer(Computed(work, outcomes), "cpu", Judge(), backend)
+    [(_, spelled)] = done.jobs
+    failed = decode_outcome(spelled, backend)
+    assert (type(failed.exception), str(failed.exception)) == (LookupError, "b")
+    assert done.failed_items is None

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batchery_worker.device_pool.process import MAX_BACKOFF_S, DeviceProcess, State
+from batchery_worker.device_pool.process import MAX_BACKOFF_S, DeviceProcess, State, start_process
 from batchery_worker.ipc.messages import Done, Ready, Setup, Work
 from batchery_worker.job import Batch
 from batchery_worker.task_call import DispatchedBatch
@@ -23,7 +23,7 @@ def dispatched(alone: bool = False) -> DispatchedBatch:
 @pytest.fixture
 def unborn(devices: FakeDevices) -> Iterator[DeviceProcess]:
     """Not spawned yet."""
-    made = DeviceProcess(SETUP)
+    made = DeviceProcess(SETUP, start_process)
     yield made
     made.stop(kill_at_once=True)
 
@@ -107,7 +107,7 @@ def test_device_that_is_not_ready_takes_no_batch(device: DeviceProcess, state: S
     [(0, 0.0), (1, 0.1), (2, 0.2), (5, 1.6), (9, 25.6), (10, MAX_BACKOFF_S), (9999, MAX_BACKOFF_S)],
 )
 def test_the_pause_before_a_restart_grows_up_to_a_limit(deaths: int, backoff_s: float) -> None:
-    assert DeviceProcess(SETUP, deaths=deaths).backoff_s == pytest.approx(backoff_s)
+    assert DeviceProcess(SETUP, start_process, deaths=deaths).backoff_s == pytest.approx(backoff_s)
 
 
 @pytest.mark.parametrize(

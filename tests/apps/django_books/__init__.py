@@ -1,0 +1,1 @@
+"""A small Django project, as Celery's own guide lays one out."""

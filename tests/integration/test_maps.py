@@ -1,0 +1,117 @@
+"""`map`, `starmap` and `chunks` of batch tasks: on a device, with the results of Celery's own."""
+
+import json
+from typing import Any
+
+import pytest
+from celery import Celery, chord, signature
+
+from apps import mapped
+from batchery import BatchArgumentError, InvalidItem, ItemFailed
+from conftest import StartWorker
+from support.harness import Worker, wait_for
+from support.patience import patient
+
+TIMEOUT_S = patient(60)
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
+    mapped.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    return start_module_worker("apps.mapped", "-c", "1")
+
+
+def result(call: Any) -> Any:
+    """What a signature gives, or the type and text of what it raises."""
+    try:
+        return call.apply_async().get(timeout=TIMEOUT_S)
+    except Exception as error:  # noqa: BLE001 - it is compared with another one
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize(
+    "items", [[], [3], list(range(200)), [1, "raise", "raise"]], ids=lambda items: str(items)[:20]
+)
+def test_results_are_those_of_an_ordinary_task(worker: Worker, items: list[Any]) -> None:
+    tuples = [(item,) for item in items]
+    for make in (
+        lambda task: task.map(items),
+        lambda task: task.starmap(tuples),
+        lambda task: task.chunks(tuples, 3),
+        lambda task: task.chunks(tuples, 3).group(),
+        lambda task: task.map(items) | mapped.total.si([1, 2]),
+        lambda task: signature(json.loads(json.dumps(task.map(items))), app=mapped.app),
+    ):
+        assert result(make(mapped.square_batch)) == result(make(mapped.square))
+
+
+def test_a_map_is_a_step_of_a_chain_and_a_member_of_a_chord(worker: Worker) -> None:
+    for task in (mapped.square, mapped.square_batch):
+        assert result(task.map([1, 2, 3]) | mapped.total.s()) == 14
+        header = [task.map([1, 2]), task.starmap([(3,)])]
+        whole = chord(header, body=mapped.total.map([[1, 2], [3]]))
+        assert whole.apply_async().get(timeout=TIMEOUT_S) == [3, 3]
+
+
+def test_items_of_a_map_run_on_the_device_in_batches(worker: Worker) -> None:
+    (device,) = worker.devices()
+    answers = mapped.places.map(range(20)).apply_async().get(timeout=TIMEOUT_S)
+    assert {each["pid"] for each in answers} == {device.pid}
+    assert [each["size"] for each in answers] == [8] * 16 + [4] * 4
+    (part,) = mapped.places.chunks([(1,), (2,)], 2).apply_async().get(timeout=TIMEOUT_S)
+    assert [each["pid"] for each in part] == [device.pid] * 2
+
+
+def test_maps_of_a_model_go_to_its_queue_and_its_device(worker: Worker) -> None:
+    (device,) = worker.devices()
+    app, model = mapped.app, mapped.doubler
+    calls: list[Any] = [model.map([1, 2]), model.starmap([(1,), (2,)])]
+    for call in calls:
+        assert call.options["queue"] == "doubles"
+        answers = call.apply_async().get(timeout=TIMEOUT_S)
+        assert answers == [{"doubled": 2 * item, "pid": device.pid} for item in (1, 2)]
+    parts = model.chunks([(1,), (2,)], 1)
+    assert [each.options["queue"] for each in parts.group().tasks] == ["doubles"] * 2
+    whole = parts.apply_async().get(timeout=TIMEOUT_S)
+    assert [each["doubled"] for (each,) in whole] == [2, 4]
+    # Of a program without our code, in the default queue.
+    sent = app.send_task("celery.map", kwargs={"task": {"task": "doubler"}, "it": [4]})
+    assert sent.get(timeout=TIMEOUT_S) == [{"doubled": 8, "pid": device.pid}]
+
+
+def test_what_a_batch_task_refuses_fails_the_map(worker: Worker) -> None:
+    with pytest.raises(ItemFailed, match="refused"):
+        mapped.places.map([1, "refused", 2]).apply_async().get(timeout=TIMEOUT_S)
+    with pytest.raises(BatchArgumentError, match=r"exactly one positional argument.*got 2"):
+        mapped.places.starmap([(1,), (1, 2)]).apply_async().get(timeout=TIMEOUT_S)
+    with pytest.raises(InvalidItem, match="expected 1 to 10000 items"):
+        mapped.places.map(range(10_001)).apply_async().get(timeout=TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "headers"),
+    [
+        ({"task": mapped.places.name, "it": 5}, {}),
+        ({"task": {"task": mapped.places.name}, "it": [1]}, {"batchery": "x"}),
+        ({"task": {"task": ["a"]}, "it": [1]}, {}),
+    ],
+)
+def test_a_malformed_map_fails_alone(
+    worker: Worker, keywords: dict[str, Any], headers: dict[str, Any]
+) -> None:
+    job = mapped.app.send_task("celery.map", kwargs=keywords, headers=headers)
+    wait_for(job.ready, "the failure")
+    assert job.state == "FAILURE"
+    # The task may also be given by its name alone.
+    sent = mapped.app.send_task("celery.map", (mapped.places.name, [1]))
+    assert len(sent.get(timeout=TIMEOUT_S)) == 1
+    assert worker.process.poll() is None
+
+
+def test_a_map_by_the_first_protocol_goes_to_the_device(worker: Worker) -> None:
+    (device,) = worker.devices()
+    with Celery(broker=mapped.app.conf.broker_url, set_as_current=False) as old:
+        old.conf.update(task_protocol=1, result_backend=mapped.app.conf.result_backend)
+        keywords = {"task": {"task": mapped.places.name}, "it": [[1], [2]]}
+        answers = old.send_task("celery.starmap", kwargs=keywords).get(timeout=TIMEOUT_S)
+        assert answers == [{"pid": device.pid, "size": 2}] * 2

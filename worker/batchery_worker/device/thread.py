@@ -1,0 +1,96 @@
+"""A device on a thread of the worker's own process: for workers that live inside a test.
+
+There holds what the test has changed: its databases, its patches, and tasks that no module has.
+"""
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+from contextlib import closing, suppress
+from functools import partial
+
+from celery import Celery
+
+from batchery_worker.commit.committer import RedisCommitter
+from batchery_worker.commit.server import broker_client
+from batchery_worker.device.__main__ import Device, begin
+from batchery_worker.device.functions import EventLoop, close_connections
+from batchery_worker.ipc.framing import read_frame
+from batchery_worker.ipc.messages import load_message
+
+logger = logging.getLogger("batchery.device")
+
+
+class SequentialDevice(Device):
+    """Runs one batch after the other on one thread, until its parent closes the pipe."""
+
+    def run(self) -> None:
+        """Works until the pipe is closed.
+
+        Raises:
+            EOFError: It is closed.
+            OSError: It was closed before a batch was answered.
+        """
+        self._committer = RedisCommitter(
+            self._app.backend, partial(broker_client, self._app), self._report_waiting
+        )
+        with closing(EventLoop()) as loop:
+            while True:
+                batch = self._prepare(read_frame(self._end))
+                self._answer(self._forward(batch, loop.run))
+
+    def _look_ahead(self) -> None:
+        """Takes in nothing ahead."""
+
+
+class DeviceThread:
+    """The thread of a device, with the methods of `subprocess.Popen` that its parent calls."""
+
+    def __init__(self, app: Celery, end: socket.socket) -> None:
+        """Starts the thread.
+
+        Args:
+            app: The worker's.
+            end: Of a pipe to the parent; the thread closes it.
+        """
+        self.pid = os.getpid()
+        self._end = end
+        self._thread = threading.Thread(
+            target=self._run, args=(app,), daemon=True, name="batchery-device"
+        )
+        self._thread.start()
+
+    def poll(self) -> int | None:
+        """The exit code of a thread that has ended; None while it runs."""
+        return None if self._thread.is_alive() else 0
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Waits for the end of the thread.
+
+        Raises:
+            TimeoutExpired: It has not ended after this time, in seconds.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise subprocess.TimeoutExpired(self._thread.name, timeout or 0.0)
+        return 0
+
+    def kill(self) -> None:
+        """Closes the pipe; a function that runs goes on to its end, and nobody gets its result."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+
+    def _run(self, app: Celery) -> None:
+        device = SequentialDevice(self._end)
+        try:
+            if begin(device, load_message(read_frame(self._end)), app):
+                device.run()
+        except (EOFError, OSError):
+            logger.debug("the parent has closed the pipe", exc_info=True)
+        except Exception:
+            logger.critical("device thread failed", exc_info=True)
+        finally:
+            close_connections(app)
+            self._end.close()
