@@ -61,12 +61,12 @@ def aliases_in(info: Mapping[str, str]) -> list[str]:
     return [alias for alias in info.get("model_aliases", "").split(",") if alias]
 
 
-def name_tasks(wanted: str, names: Iterable[str]) -> str:
+def name_tasks(name: str, names: Iterable[str]) -> str:
     """Says which tasks there are, those with a similar name first, for an error's text."""
     there = sorted(set(names))
     if not there:
         return "there are none"
-    near = difflib.get_close_matches(wanted, there, n=1)
+    near = difflib.get_close_matches(name, there, n=1)
     question = f"did you mean {near[0]!r}? " if near else ""
     more = f" and {len(there) - MAX_NAMED} more" if len(there) > MAX_NAMED else ""
     return f"{question}there are {', '.join(there[:MAX_NAMED])}{more} (see `batchery models`)"

@@ -105,9 +105,13 @@ class WorkerDirectory:
             tasks = self._broadcast("registered", timeout_s, taskinfoitems=["is_installed"])
             self._installed = installed_workers(tasks)
             self._found_s = self._clock()
-        wanted = [name for name, is_installed in self._installed.items() if is_installed]
-        found = {name: {"error": NOT_INSTALLED} for name in self._installed if name not in wanted}
-        return found | (self._broadcast(command, timeout_s, wanted, **arguments) if wanted else {})
+        installed = [name for name, is_installed in self._installed.items() if is_installed]
+        found = {
+            name: {"error": NOT_INSTALLED} for name in self._installed if name not in installed
+        }
+        return found | (
+            self._broadcast(command, timeout_s, installed, **arguments) if installed else {}
+        )
 
     def _broadcast(
         self, command: str, timeout_s: float, names: list[str] | None = None, **arguments: Any

@@ -79,7 +79,7 @@ class SentFetch(NamedTuple):
     is_idle: bool
 
     @property
-    def wanted(self) -> int:
+    def messages(self) -> int:
         """How many messages it wanted."""
         return min(self.question.free, sum(limit for _, limit in self.question.limits))
 
@@ -288,7 +288,7 @@ class Fetcher:
         brought = len(answer or ()) // 2 - 1
         if brought == 1 and asked.question.notes:
             self._lease_store.fetched(str(int(answer[1])))
-        self._brought_much = brought >= asked.wanted
+        self._brought_much = brought >= asked.messages
         self.took_all = self.watches and self._is_watched(connection)
         if refusal is not None:
             raise refusal

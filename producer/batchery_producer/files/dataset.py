@@ -41,13 +41,13 @@ UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 
 def sampled(rows: Iterable[Row], numbers: Iterable[int]) -> Iterator[Row]:
     """The rows with these numbers, which count from 0 and ascend."""
-    wanted = iter(numbers)
-    next_number = next(wanted, None)
+    rest = iter(numbers)
+    next_number = next(rest, None)
     for number, row in enumerate(rows):
         if next_number is None:
             return
         if number == next_number:
-            next_number = next(wanted, None)
+            next_number = next(rest, None)
             yield row
 
 

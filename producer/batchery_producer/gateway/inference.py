@@ -129,14 +129,14 @@ class Inference:
         if given is None:
             return self._timeout_s
         try:
-            wanted = float(given)
+            asked_s = float(given)
         except ValueError:
-            wanted = 0.0
-        if not wanted > 0:
+            asked_s = 0.0
+        if not asked_s > 0:
             raise Problem(
                 Kind.INVALID, f"header X-Request-Timeout is {given!r:.40}: expected seconds above 0"
             )
-        return min(wanted, self._timeout_s)
+        return min(asked_s, self._timeout_s)
 
 
 def check_all(outcomes: Sequence[Outcome]) -> None:

@@ -62,13 +62,13 @@ class Backpressure:
             self._per_s = max(taken, 0) / (now_s - then_s)
         self._seen = now_s, length
 
-    def retry_after_s(self, wanted: int) -> float:
+    def retry_after_s(self, count: int) -> float:
         """In how many seconds the queue may have space for so many jobs."""
         if self._per_s is None:
             return UNKNOWN_RATE_S
         if self._per_s == 0:
             return MAX_RETRY_AFTER_S
-        return min(max(wanted / self._per_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
+        return min(max(count / self._per_s, MIN_RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
 
 class Publisher:
@@ -202,11 +202,11 @@ class Publisher:
         if limits is None:
             return options
         # A class that refuses takes as many of the chunk as fit: the script sees to it.
-        wanted = jobs if limits.at(where.priority).when_full == "demote" else 1
+        count = jobs if limits.at(where.priority).when_full == "demote" else 1
         deadline_s = self._deadline_s()
         while True:
             try:
-                priority = limits.place(where, wanted, self._look)
+                priority = limits.place(where, count, self._look)
                 break
             except QueueFull as error:
                 self._wait(error, deadline_s)
@@ -272,8 +272,8 @@ class Publisher:
     def _push_chunk(self, chunk: int, key: str, messages: Sequence[str]) -> tuple[int, int]:
         return self._broker.pusher.push(chunk, key, messages, self._room)
 
-    def _wait_for_space(self, wanted: int, length: int, deadline_s: float | None) -> None:
-        after_s = self._backpressure.retry_after_s(wanted)
+    def _wait_for_space(self, count: int, length: int, deadline_s: float | None) -> None:
+        after_s = self._backpressure.retry_after_s(count)
         most = self._room.max_waiting
         problem = f"queue {self.queue!r} holds {length:,} jobs, and its maximum is {most:,}"
         self._wait(queue_full(problem, after_s), deadline_s)

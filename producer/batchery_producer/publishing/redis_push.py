@@ -114,8 +114,8 @@ def send_as_celery_does(
     if isinstance(app.backend, RedisBackend):
         # Celery subscribes to each result unless results are ignored. Workers read only the header,
         # which keeps the caller's choice.
-        wanted = options.get("ignore_result", getattr(known, "ignore_result", None))
-        headers = {**(options.get("headers") or {}), "ignore_result": wanted}
+        ignores_result = options.get("ignore_result", getattr(known, "ignore_result", None))
+        headers = {**(options.get("headers") or {}), "ignore_result": ignores_result}
         options |= {"ignore_result": True, "headers": headers}
     if known is None:
         app.send_task(task, (item,), dict(keywords), **options)

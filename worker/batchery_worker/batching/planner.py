@@ -76,13 +76,13 @@ def _even_starts(lengths: Sequence[int], max_tokens: int, max_size: int, streams
     starts = _packed_starts(lengths, max_tokens, max_size)
     total = sum(lengths)
     rounds = -(-len(starts) // streams)
-    wanted = max(len(starts), min(rounds * streams, total // MIN_STREAM_TOKENS))
-    if wanted < 2 or max_tokens <= lengths[0]:
+    parts = max(len(starts), min(rounds * streams, total // MIN_STREAM_TOKENS))
+    if parts < 2 or max_tokens <= lengths[0]:
         return starts
     # The more tokens a micro-batch may have, the fewer micro-batches there are.
-    limits = range(max(lengths[0], -(-total // wanted)), max_tokens)
+    limits = range(max(lengths[0], -(-total // parts)), max_tokens)
     least = bisect_left(
-        limits, True, key=lambda limit: len(_packed_starts(lengths, limit, max_size)) <= wanted
+        limits, True, key=lambda limit: len(_packed_starts(lengths, limit, max_size)) <= parts
     )
     return _packed_starts(lengths, limits[least], max_size) if least < len(limits) else starts
 

@@ -226,10 +226,10 @@ class Scheduler(Generic[T]):
             return None
         turn = self._find_turn(behind, now_s)
 
-        def wanted(waiting: _KeyQueue[T], rank: int, place: float) -> bool:
+        def accepts(waiting: _KeyQueue[T], rank: int, place: float) -> bool:
             return _goes_before(turn, rank, place) and self._saves(waiting, rank, left_s)
 
-        return self._take_next(wanted, now_s, 0.0)
+        return self._take_next(accepts, now_s, 0.0)
 
     def _saves(self, waiting: _KeyQueue[T], rank: int, left_s: float) -> bool:
         """Whether jobs of a class gain enough by a batch of their own.
@@ -266,7 +266,7 @@ class Scheduler(Generic[T]):
 
     def _take_next(
         self,
-        wanted: Callable[[_KeyQueue[T], int, float], bool],
+        accepts: Callable[[_KeyQueue[T], int, float], bool],
         now_s: float,
         left_s: float,
         *,
@@ -286,7 +286,7 @@ class Scheduler(Generic[T]):
             flows = [
                 (place, flow)
                 for flow in waiting.flows.values()
-                if wanted(waiting, self._rank(flow), place := self._place(flow, now_s))
+                if accepts(waiting, self._rank(flow), place := self._place(flow, now_s))
             ]
             if not flows or not (is_due or sum(flow.items for _, flow in flows) >= limit):
                 continue
@@ -297,7 +297,7 @@ class Scheduler(Generic[T]):
             return None
         waiting, flows, limit = chosen
         if self._sheds_late and self._shed_late(waiting, flows, limit, now_s + left_s):
-            return self._take_next(wanted, now_s, left_s, is_idle=is_idle, least=least)
+            return self._take_next(accepts, now_s, left_s, is_idle=is_idle, least=least)
         if not is_idle and len(self._queues) > 1:
             self._pass_over(waiting, best, now_s)
         return self._take(waiting, self._apart(waiting.key.task, flows, limit), limit, now_s)

@@ -157,8 +157,8 @@ class SingleFlight:
             return None
         version = (work.task, work.cache.version, identity)
         keys = digests(version, work.keywords, items)
-        wanted = list(dict.fromkeys(key for key in keys if key is not None))
-        return DedupedBatch(keys, self._cache.get(work.task, wanted))
+        missing = list(dict.fromkeys(key for key in keys if key is not None))
+        return DedupedBatch(keys, self._cache.get(work.task, missing))
 
     def run(self, deduped: DedupedBatch | None, items: Sequence[Any], run: Run) -> list[Any]:
         """Computes the prepared items that must be computed; on the main thread."""

@@ -248,16 +248,16 @@ def simulate(
     *, policies: Sequence[str], json_path: Path | None, plot: Path | None, **options: Any
 ) -> None:
     """Runs the command; see `HELP`."""
-    wanted = _plan(options)
-    _check_costs(wanted, options["cost"])
-    found = compared(wanted, policies)
-    report = {**_head(wanted, options), "policies": found}
+    plan = _plan(options)
+    _check_costs(plan, options["cost"])
+    found = compared(plan, policies)
+    report = {**_head(plan, options), "policies": found}
     if json_path is not None:
         _write(report, json_path)
     if json_path is None or str(json_path) != "-":
-        _print(report, wanted)
+        _print(report, plan)
     if plot is not None:
-        draw_plot(plot, found, OURS, wanted.target_s * MS_PER_S)
+        draw_plot(plot, found, OURS, plan.target_s * MS_PER_S)
 
 
 def _plan(options: Mapping[str, Any]) -> Plan:

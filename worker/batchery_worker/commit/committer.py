@@ -282,9 +282,9 @@ class RedisCommitter:
         numbers = {entry.index: number for number, entry in enumerate(part, 1)}
         for name, indexes in completion_streams.items():
             keys.append(stream_key(self._backend, name))
-            wanted = [index for index in indexes if index in numbers]
-            args.append(len(wanted))
-            for index in wanted:
+            present = [index for index in indexes if index in numbers]
+            args.append(len(present))
+            for index in present:
                 number = numbers[index]
                 args += (number, part[number - 1].task_id)
 

@@ -38,9 +38,9 @@ def is_tracing() -> bool:
     if not is_active():
         return False
     options: Mapping[str, Any] = sys.modules["sentry_sdk"].get_client().options
-    wanted = ("traces_sample_rate", "traces_sampler")
+    names = ("traces_sample_rate", "traces_sampler")
     return options.get("enable_tracing") is not False and any(
-        options.get(name) is not None for name in wanted
+        options.get(name) is not None for name in names
     )
 
 

@@ -357,15 +357,15 @@ class Stack:
         shown = LOOPBACK if host in ANY_ADDRESS else host
         self.gateway_url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
 
-    def _free_port(self, name: str, host: str, wanted: int) -> int:
+    def _free_port(self, name: str, host: str, first: int) -> int:
         """The port that is wanted, or the next free one."""
-        if wanted == 0:
+        if first == 0:
             return free_port()
-        last = min(wanted + MAX_PORTS, 2**16) - 1
-        for port in range(wanted, last + 1):
+        last = min(first + MAX_PORTS, 2**16) - 1
+        for port in range(first, last + 1):
             if is_free(host, port):
                 return port
-        raise StartError(f"no free port for {name} from {wanted} to {last}: give --{name}-port")
+        raise StartError(f"no free port for {name} from {first} to {last}: give --{name}-port")
 
     def _celery(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "celery", "-A", self._app, *arguments]

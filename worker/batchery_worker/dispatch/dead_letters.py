@@ -73,10 +73,10 @@ def _store(app: Celery, headers: dict[str, Any], error: Exception) -> None:
 
 
 def _mark(backend: Any, headers: dict[str, Any], error: Exception) -> None:
-    wanted = not headers.get("ignore_result")
+    is_stored = not headers.get("ignore_result")
     try:
         request = Context(headers)
-        backend.mark_as_failure(headers["id"], error, request=request, store_result=wanted)
+        backend.mark_as_failure(headers["id"], error, request=request, store_result=is_stored)
     except Exception:
         logger.warning("%s: its headers are of no use", headers["id"], exc_info=True)
         # Without a chord to count, or a chain to fail.

@@ -582,5 +582,5 @@ def trace_batch(dispatched: DispatchedBatch, info: Mapping[str, Any], *, error: 
 def is_cold_shutdown() -> bool:
     """Whether the worker was told to end without waiting for anything."""
     # Celery keeps an exit code here, and 0 is a valid one.
-    wanted: Any = worker_state.should_terminate
-    return wanted is not None and wanted is not False
+    exit_code: Any = worker_state.should_terminate
+    return exit_code is not None and exit_code is not False

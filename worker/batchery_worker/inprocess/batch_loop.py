@@ -179,11 +179,11 @@ class BatchLoop:
         if batch is None:
             return False
         self.on_taken(len(batch.jobs))
-        wanted = [job for job in batch.jobs if not job.payload[0].is_abandoned]
-        self._counts.dropped += len(batch.jobs) - len(wanted)
-        self._running = wanted
-        if wanted:
-            self._run(batch, wanted, now_s)
+        jobs = [job for job in batch.jobs if not job.payload[0].is_abandoned]
+        self._counts.dropped += len(batch.jobs) - len(jobs)
+        self._running = jobs
+        if jobs:
+            self._run(batch, jobs, now_s)
         else:
             self._scheduler.ended(batch, None)
         self._running = ()

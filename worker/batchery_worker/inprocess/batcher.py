@@ -202,7 +202,7 @@ class BatchedCall(Generic[T, R]):
         keywords: Mapping[str, Any],
     ) -> C | None:
         """A call that is ready to be sent; None if it has no items."""
-        thread, wanted = self._thread, self._call_options
+        thread, own = self._thread, self._call_options
         thread.check(waits=kind is not FutureCall)
         if others and isinstance(item, type):
             raise BatchArgumentError(f"{thread.name}: {NO_CLASS_METHODS}")
@@ -218,18 +218,18 @@ class BatchedCall(Generic[T, R]):
         call = kind(items, many, self._owner, keywords, key)
         options = thread.options
         if thread.collator is not None:
-            _check_items(call, thread.collator, options.length, wanted.return_exceptions)
+            _check_items(call, thread.collator, options.length, own.return_exceptions)
         elif options.length is not None:
             call.lengths = [_count(thread.name, options.length, each) for each in items]
-        if wanted is not USUAL_CALL or options.small_batch_threshold is not None:
+        if own is not USUAL_CALL or options.small_batch_threshold is not None:
             call.lane = choose_lane(
-                wanted.priority_class or thread.usual_lane.priority_class,
-                wanted.tenant,
+                own.priority_class or thread.usual_lane.priority_class,
+                own.tenant,
                 len(items),
                 options.small_batch_threshold,
             )
-            call.deadline_s = inf if wanted.deadline_s is None else wanted.deadline_s
-            call.returns_exceptions = wanted.return_exceptions
+            call.deadline_s = inf if own.deadline_s is None else own.deadline_s
+            call.returns_exceptions = own.return_exceptions
         else:
             call.lane = thread.usual_lane
         return call

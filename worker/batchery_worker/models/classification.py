@@ -50,11 +50,11 @@ class ClassificationModel(TextModel):
                 f" {len(self.labels)} labels; it is not a text classification model"
             )
 
-    def _wanted(self, keywords: Mapping[str, Any]) -> ClassificationKeywords:
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> ClassificationKeywords:
         return read_keywords(ClassificationKeywords, keywords)
 
-    def _cut(self, wanted: Any) -> Cut:
-        return super()._cut(wanted)._replace(max_length=wanted.max_length)
+    def _cut(self, options: Any) -> Cut:
+        return super()._cut(options)._replace(max_length=options.max_length)
 
     def _input(self, item: Any, prompt: str) -> Input:
         if not isinstance(item, dict):
@@ -64,7 +64,7 @@ class ClassificationModel(TextModel):
 
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model; values are scores, (B, C) float32, in batch order."""
-        raw = self._wanted(keywords).raw_scores
+        raw = self._read_keywords(keywords).raw_scores
 
         def compute() -> Tensor:
             logits = self._values(self._pass, batch)
@@ -83,7 +83,7 @@ class ClassificationModel(TextModel):
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        top_k = self._wanted(keywords).top_k
+        top_k = self._read_keywords(keywords).top_k
         scores, places = values.topk(min(top_k or 1, len(self.labels)), dim=-1)
         heads, results = outputs.heads, []
         for head, row, row_places in zip(heads, scores.tolist(), places.tolist(), strict=True):

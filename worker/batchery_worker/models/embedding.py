@@ -87,24 +87,24 @@ class EmbeddingModel(PromptedModel):
                 f" have {self.dimensions}"
             )
 
-    def _wanted(self, keywords: Mapping[str, Any]) -> EmbeddingKeywords:
-        wanted = read_keywords(EmbeddingKeywords, keywords)
-        self._check_prompt(wanted)
-        if wanted.dimensions is not None and wanted.dimensions > self.dimensions:
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> EmbeddingKeywords:
+        options = read_keywords(EmbeddingKeywords, keywords)
+        self._check_prompt(options)
+        if options.dimensions is not None and options.dimensions > self.dimensions:
             raise InvalidItem(
-                f"keyword dimensions = {wanted.dimensions}: the model's vectors have"
+                f"keyword dimensions = {options.dimensions}: the model's vectors have"
                 f" {self.dimensions}"
             )
-        return wanted
+        return options
 
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model and pools; values are (B, D) float32, in batch order."""
-        wanted = self._wanted(keywords)
-        scale = self.settings.normalize if wanted.normalize is None else wanted.normalize
+        options = self._read_keywords(keywords)
+        scale = self.settings.normalize if options.normalize is None else options.normalize
 
         def compute() -> Tensor:
             vectors = self._values(self._pass, batch)
-            limit = wanted.dimensions or self.settings.dimensions
+            limit = options.dimensions or self.settings.dimensions
             if limit is not None:
                 vectors = vectors[:, :limit]
             return of_length_1(vectors) if scale else vectors
@@ -119,7 +119,7 @@ class EmbeddingModel(PromptedModel):
     ) -> list[dict[str, Any]] | list[Encoded]:
         heads, rows = outputs.heads, values.numpy()
         vectors: Iterable[Any] = rows
-        if self._wanted(keywords).encoding == "base64":
+        if self._read_keywords(keywords).encoding == "base64":
             little = rows.astype("<f4", copy=False)
             vectors = [base64.b64encode(row).decode("ascii") for row in little]
         elif not self._gives_json:

@@ -73,6 +73,6 @@ def check_fields(item: Any, fields: Collection[str], max_chars: int) -> tuple[st
     """
     if not isinstance(item, dict) or item.keys() != set(fields):
         given = ", ".join(map(repr, item)) if isinstance(item, dict) else type(item).__name__
-        wanted = " and ".join(map(repr, fields))
-        raise InvalidItem(f"item: must be a dictionary with {wanted}, not {given:.80}")
+        names = " and ".join(map(repr, fields))
+        raise InvalidItem(f"item: must be a dictionary with {names}, not {given:.80}")
     return tuple(check_text(field, item[field], max_chars) for field in fields)

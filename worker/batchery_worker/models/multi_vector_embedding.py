@@ -54,14 +54,14 @@ class MultiVectorEmbeddingModel(PromptedModel):
         if values.dim() != 2:
             raise ModelLoadError(f"model {source.name!r}: gives no vector per token")
 
-    def _wanted(self, keywords: Mapping[str, Any]) -> MultiVectorKeywords:
-        wanted = read_keywords(MultiVectorKeywords, keywords)
-        self._check_prompt(wanted)
-        return wanted
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> MultiVectorKeywords:
+        options = read_keywords(MultiVectorKeywords, keywords)
+        self._check_prompt(options)
+        return options
 
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model; values are vectors, (T, D) float32, in batch order."""
-        normalize = self._wanted(keywords).normalize
+        normalize = self._read_keywords(keywords).normalize
         scale = self.settings.normalize if normalize is None else normalize
 
         def compute() -> Tensor:
@@ -79,7 +79,7 @@ class MultiVectorEmbeddingModel(PromptedModel):
     ) -> list[dict[str, Any]] | list[Encoded]:
         lengths = [head["tokens"] for head in outputs.heads]
         texts = [vectors.numpy() for vectors in self.by_text(values, lengths)]
-        if self._wanted(keywords).encoding == "base64":
+        if self._read_keywords(keywords).encoding == "base64":
             packed = [base64.b64encode(vectors.astype("<f4").tobytes()) for vectors in texts]
             return [
                 {**head, "vectors": text.decode("ascii"), "dimensions": values.shape[1]}

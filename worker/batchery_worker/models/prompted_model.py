@@ -50,13 +50,15 @@ class PromptedModel(TextModel):
                 f" {_are(self.prompts)}"
             )
 
-    def _check_prompt(self, wanted: PromptKeywords) -> None:
+    def _check_prompt(self, options: PromptKeywords) -> None:
         """Raises InvalidItem if there is no such prompt."""
-        if wanted.prompt is not None and wanted.prompt not in self.prompts:
-            raise InvalidItem(f"keyword prompt = {wanted.prompt!r:.80}: there {_are(self.prompts)}")
+        if options.prompt is not None and options.prompt not in self.prompts:
+            raise InvalidItem(
+                f"keyword prompt = {options.prompt!r:.80}: there {_are(self.prompts)}"
+            )
 
-    def _prompt(self, wanted: Any) -> str:
-        name = self.default_prompt if wanted.prompt is None else wanted.prompt
+    def _prompt(self, options: Any) -> str:
+        name = self.default_prompt if options.prompt is None else options.prompt
         return "" if name is None else self.prompts[name]
 
 

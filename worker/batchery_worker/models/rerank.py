@@ -43,7 +43,7 @@ class RerankModel(TextModel):
                 f"model {source.name!r}: gives {tuple(shape)} scores; it is not a reranker"
             )
 
-    def _wanted(self, keywords: Mapping[str, Any]) -> RerankKeywords:
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> RerankKeywords:
         return read_keywords(RerankKeywords, keywords)
 
     def sample_item(self, text: str) -> dict[str, str]:
@@ -56,7 +56,7 @@ class RerankModel(TextModel):
 
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model; values are scores, (B, 1) float32, in batch order."""
-        raw = self._wanted(keywords).raw_scores
+        raw = self._read_keywords(keywords).raw_scores
 
         def compute() -> Tensor:
             logits = self._values(self._pass, batch)

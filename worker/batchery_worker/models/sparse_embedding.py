@@ -45,14 +45,14 @@ class SparseEmbeddingModel(PromptedModel):
                 " model"
             )
 
-    def _wanted(self, keywords: Mapping[str, Any]) -> SparseEmbeddingKeywords:
-        wanted = read_keywords(SparseEmbeddingKeywords, keywords)
-        self._check_prompt(wanted)
-        return wanted
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> SparseEmbeddingKeywords:
+        options = read_keywords(SparseEmbeddingKeywords, keywords)
+        self._check_prompt(options)
+        return options
 
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model; values are weights, (B, C) float32, for C tokens of the vocabulary."""
-        top_k = self._wanted(keywords).top_k
+        top_k = self._read_keywords(keywords).top_k
 
         def compute() -> Tensor:
             weights = self._values(self._pass, batch)

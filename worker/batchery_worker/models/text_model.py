@@ -215,7 +215,7 @@ class TextModel(Model):
         texts = RandomTexts(len(self._tokenize.names), usual)
         candidate = Candidate(
             name=source.name,
-            wanted=self.settings.forward,
+            setting=self.settings.forward,
             model=self.model,
             device=self._device,
             padding_position=padding_position(self.model),
@@ -281,11 +281,11 @@ class TextModel(Model):
         """
         return torch.split(values, list(lengths)) if self.per_token else values.unbind()
 
-    def _wanted(self, keywords: Mapping[str, Any]) -> TextKeywords:
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> TextKeywords:
         """Reads and checks the keywords of a batch. Raises InvalidItem."""
         raise NotImplementedError
 
-    def _prompt(self, wanted: Any) -> str:  # noqa: ARG002 (for kinds with prompts)
+    def _prompt(self, options: Any) -> str:  # noqa: ARG002 (for kinds with prompts)
         """What goes in front of each text."""
         return ""
 
@@ -347,16 +347,16 @@ class TextModel(Model):
             names field and limit for each item that cannot run. A wrong keyword fails all items.
         """
         try:
-            wanted = self._wanted(keywords)
-            return self._tokenized(items, wanted)
+            options = self._read_keywords(keywords)
+            return self._tokenized(items, options)
         except InvalidItem as error:
             return [Failed(InvalidItem(str(error))) for _ in items]
 
-    def _tokenized(self, items: Sequence[Any], wanted: TextKeywords) -> list[Any]:
+    def _tokenized(self, items: Sequence[Any], options: TextKeywords) -> list[Any]:
         """The same with keywords that were read. Raises InvalidItem: a keyword is wrong."""
-        inputs = self._inputs(items, self._prompt(wanted))
+        inputs = self._inputs(items, self._prompt(options))
         fit = [each for each in inputs if not isinstance(each, Failed)]
-        tokenized = iter(self._tokenize(fit, self._cut(wanted)))
+        tokenized = iter(self._tokenize(fit, self._cut(options)))
         return [each if isinstance(each, Failed) else next(tokenized) for each in inputs]
 
     def _inputs(self, items: Sequence[Any], prompt: str) -> list[Input | Failed]:
@@ -369,11 +369,11 @@ class TextModel(Model):
                 inputs.append(Failed(InvalidItem(str(error))))
         return inputs
 
-    def _cut(self, wanted: TextKeywords) -> Cut:
+    def _cut(self, options: TextKeywords) -> Cut:
         truncate, side = self._tokenize.usual_cut[:2]
         return Cut(
-            truncate if wanted.truncate is None else wanted.truncate,
-            wanted.truncation_direction or side,
+            truncate if options.truncate is None else options.truncate,
+            options.truncation_direction or side,
         )
 
     def tokens(self, prepared: Any) -> int:

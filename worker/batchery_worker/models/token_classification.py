@@ -43,23 +43,23 @@ class TokenClassificationModel(TextModel):
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         shape = tuple(outputs.pending.wait().shape)
-        wanted = (outputs.heads[0]["tokens"], len(self.labels))
-        if shape != wanted:
+        options = (outputs.heads[0]["tokens"], len(self.labels))
+        if shape != options:
             raise ModelLoadError(
-                f"model {source.name!r}: gives scores of shape {shape}, not {wanted}; it is not a"
+                f"model {source.name!r}: gives scores of shape {shape}, not {options}; it is not a"
                 " token classification model"
             )
 
-    def _wanted(self, keywords: Mapping[str, Any]) -> TokenClassificationKeywords:
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> TokenClassificationKeywords:
         return read_keywords(TokenClassificationKeywords, keywords)
 
     def _input(self, item: Any, prompt: str) -> str:  # noqa: ARG002 (there are no prompts)
         return check_text("text", item, self.settings.max_chars)
 
-    def _tokenized(self, items: Sequence[Any], wanted: Any) -> list[Any]:
+    def _tokenized(self, items: Sequence[Any], options: Any) -> list[Any]:
         inputs = self._inputs(items, "")
         texts = [each for each in inputs if isinstance(each, str)]
-        located = iter(self._tokenize.located(texts, self._cut(wanted)))
+        located = iter(self._tokenize.located(texts, self._cut(options)))
         return [each if isinstance(each, Failed) else next(located) for each in inputs]
 
     def tokens(self, prepared: Located) -> int:
@@ -80,7 +80,7 @@ class TokenClassificationModel(TextModel):
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        aggregation = self._wanted(keywords).aggregation
+        aggregation = self._read_keywords(keywords).aggregation
         lengths = [head["tokens"] for head in outputs.heads]
         results = []
         for head, located, scores in zip(

@@ -53,19 +53,19 @@ class ZeroShotModel(TextModel):
                 " classification model"
             )
 
-    def _wanted(self, keywords: Mapping[str, Any]) -> ZeroShotKeywords:
-        wanted = read_keywords(ZeroShotKeywords, keywords)
-        if len(set(wanted.labels)) < len(wanted.labels):
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> ZeroShotKeywords:
+        options = read_keywords(ZeroShotKeywords, keywords)
+        if len(set(options.labels)) < len(options.labels):
             raise InvalidItem("keyword labels: two of them are the same")
-        if wanted.hypothesis_template.count(PLACE) != 1:
+        if options.hypothesis_template.count(PLACE) != 1:
             raise InvalidItem(
-                f"keyword hypothesis_template = {wanted.hypothesis_template!r:.80}: needs {PLACE}"
+                f"keyword hypothesis_template = {options.hypothesis_template!r:.80}: needs {PLACE}"
                 " once, in the place of the label"
             )
-        return wanted
+        return options
 
-    def _tokenized(self, items: Sequence[Any], wanted: Any) -> list[Any]:
-        hypotheses = [wanted.hypothesis_template.replace(PLACE, label) for label in wanted.labels]
+    def _tokenized(self, items: Sequence[Any], options: Any) -> list[Any]:
+        hypotheses = [options.hypothesis_template.replace(PLACE, label) for label in options.labels]
         self._check_hypotheses(hypotheses)
         texts = self._inputs(items, "")
         pairs = [
@@ -74,7 +74,7 @@ class ZeroShotModel(TextModel):
             if not isinstance(text, Failed)
             for hypothesis in hypotheses
         ]
-        tokenized = iter(self._tokenize(pairs, self._cut(wanted)._replace(only_first=True)))
+        tokenized = iter(self._tokenize(pairs, self._cut(options)._replace(only_first=True)))
         return [
             each if isinstance(each, Failed) else _together([next(tokenized) for _ in hypotheses])
             for each in texts
@@ -108,15 +108,15 @@ class ZeroShotModel(TextModel):
 
     def forward(self, batch: Sequence[Sequences], **keywords: Any) -> Outputs:
         """Runs the model; values are scores, (B, C) float32, for the labels of the keywords."""
-        wanted = self._wanted(keywords)
+        options = self._read_keywords(keywords)
         sequences = [sequence for item in batch for sequence in item]
 
         def compute() -> Tensor:
             logits = self._values(self._pass, sequences)
-            logits = logits.view(len(batch), len(wanted.labels), -1)
+            logits = logits.view(len(batch), len(options.labels), -1)
             entailment = logits[..., self._entailment]
             # Among one label, it would have all of the probability.
-            if wanted.multi_label or len(wanted.labels) == 1:
+            if options.multi_label or len(options.labels) == 1:
                 return (entailment - logits[..., self._contradiction]).sigmoid()
             return entailment.softmax(dim=-1)
 
@@ -128,7 +128,7 @@ class ZeroShotModel(TextModel):
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
-        labels = self._wanted(keywords).labels
+        labels = self._read_keywords(keywords).labels
         places = np.argsort(-values.numpy(), axis=1, kind="stable").tolist()
         results = []
         for head, row, order in zip(outputs.heads, values.tolist(), places, strict=True):

@@ -106,8 +106,8 @@ def _seconds(row: dict[str, Any], field: str, place: str) -> float | None:
 def _count(row: dict[str, Any], field: str, default: int, place: str) -> int:
     value = row.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < default:
-        wanted = f"it must be a whole number of at least {default}"
-        raise DatasetError(f"{place}: {field} is {_shown(value)}; {wanted}")
+        expected = f"it must be a whole number of at least {default}"
+        raise DatasetError(f"{place}: {field} is {_shown(value)}; {expected}")
     return value
 
 

@@ -69,12 +69,12 @@ class ServedModels:
         there = [each.name for each in self if kinds is None or each.kind in kinds]
         if name is None and there:
             return self._models[there[0]]
-        wanted = " or ".join(sorted(kinds or ()))
+        kind_names = " or ".join(sorted(kinds or ()))
         if model is not None:
-            what = f"model {name!r:.100}: is of kind {model.kind}, not {wanted}"
+            what = f"model {name!r:.100}: is of kind {model.kind}, not {kind_names}"
         else:
             what = "no model" if name is None else f"model {name!r:.100}: no such model"
-            what += f" of kind {wanted}" if wanted else ""
+            what += f" of kind {kind_names}" if kind_names else ""
         names = ", ".join(there) or "none; see [models] in the settings"
         raise Problem(
             Kind.NOT_FOUND if name is not None and model is None else Kind.UNSUPPORTED,

@@ -97,37 +97,37 @@ class CohereEmbedResponse(BaseModel):
 
 
 @router.post("/v1/embed", response_model=CohereEmbedResponse)
-async def embed_v1(request: Request, wanted: CohereEmbedRequest) -> Response:
+async def embed_v1(request: Request, body: CohereEmbedRequest) -> Response:
     """One vector for each text."""
-    return await _embed(request, wanted, wanted.texts, "1")
+    return await _embed(request, body, body.texts, "1")
 
 
 @router.post("/v2/embed", response_model=CohereEmbedResponse)
-async def embed_v2(request: Request, wanted: CohereEmbedV2Request) -> Response:
+async def embed_v2(request: Request, body: CohereEmbedV2Request) -> Response:
     """One vector for each text, in each of the wanted types."""
-    texts = wanted.texts
-    if wanted.inputs is not None:
-        texts = (texts or []) + [each.content[0].text for each in wanted.inputs]
-    return await _embed(request, wanted, texts, "2", wanted.output_dimension)
+    texts = body.texts
+    if body.inputs is not None:
+        texts = (texts or []) + [each.content[0].text for each in body.inputs]
+    return await _embed(request, body, texts, "2", body.output_dimension)
 
 
 async def _embed(
     request: Request,
-    wanted: CohereEmbedRequest,
+    body: CohereEmbedRequest,
     texts: list[str] | None,
     version: str,
     dimensions: int | None = None,
 ) -> Response:
-    model = resolve_model(request, wanted.model, ("embedding",))
+    model = resolve_model(request, body.model, ("embedding",))
     if texts is None:
         raise Problem(Kind.EMPTY, "texts: is missing; send a text at least", param="texts")
     items = read_items(request, "texts", texts)
-    keywords = build_overflow_keywords(model, *TRUNCATION[wanted.truncate])
-    keywords |= await choose_prompt(request, model, "input_type", wanted.input_type)
+    keywords = build_overflow_keywords(model, *TRUNCATION[body.truncate])
+    keywords |= await choose_prompt(request, model, "input_type", body.input_type)
     results = await embed_items(request, model, items, keywords, dimensions)
     vectors = [result["vector"] for result in results]
-    types = wanted.embedding_types or ["float"]
-    is_plain = version == "1" and wanted.embedding_types is None
+    types = body.embedding_types or ["float"]
+    is_plain = version == "1" and body.embedding_types is None
     by_type = {name: [_in_type(name, vector) for vector in vectors] for name in types}
     tokens = {"input_tokens": sum(result["tokens"] for result in results)}
     return json_response(

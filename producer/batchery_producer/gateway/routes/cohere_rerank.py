@@ -107,40 +107,40 @@ class RerankResponse(BaseModel):
 
 
 @router.post("/v1/rerank", response_model=RerankResponse)
-async def rerank_v1(request: Request, wanted: CohereRerankRequest) -> Response:
+async def rerank_v1(request: Request, body: CohereRerankRequest) -> Response:
     """The documents by how well they fit the query, the best first."""
-    return await reranked(request, wanted, "1")
+    return await reranked(request, body, "1")
 
 
 @router.post("/v2/rerank", response_model=RerankResponse)
-async def rerank_v2(request: Request, wanted: CohereRerankV2Request) -> Response:
+async def rerank_v2(request: Request, body: CohereRerankV2Request) -> Response:
     """The documents by how well they fit the query, the best first."""
-    return await reranked(request, wanted, "2")
+    return await reranked(request, body, "2")
 
 
-async def reranked(request: Request, wanted: CohereRerankRequest, api_version: str) -> Response:
+async def reranked(request: Request, body: CohereRerankRequest, api_version: str) -> Response:
     """Answers either version.
 
     Raises:
         Problem: There is no such model, a document has no text, or the model failed.
     """
-    served = resolve_model(request, wanted.model, ("rerank",))
-    if not wanted.documents:
+    served = resolve_model(request, body.model, ("rerank",))
+    if not body.documents:
         raise Problem(Kind.EMPTY, "documents: an empty list; send one at least", param="documents")
-    request.state.caller.check(len(wanted.documents), 0)
+    request.state.caller.check(len(body.documents), 0)
     # A field counts once, so the texts are not longer than the documents.
-    fields = list(dict.fromkeys(wanted.rank_fields or ["text"]))
-    texts = [_text(index, document, fields) for index, document in enumerate(wanted.documents)]
-    items = [{"query": wanted.query, "text": text} for text in texts]
+    fields = list(dict.fromkeys(body.rank_fields or ["text"]))
+    texts = [_text(index, document, fields) for index, document in enumerate(body.documents)]
+    items = [{"query": body.query, "text": text} for text in texts]
     found = await run_items(request, served, items, {})
     scores = [result["score"] for result in found]
     results: list[dict[str, Any]] = [
         {"index": index, "relevance_score": scores[index]}
-        for index in best_first(scores)[: wanted.top_n]
+        for index in best_first(scores)[: body.top_n]
     ]
-    if wanted.return_documents:
+    if body.return_documents:
         for result in results:
-            document = wanted.documents[result["index"]]
+            document = body.documents[result["index"]]
             result["document"] = {"text": document} if isinstance(document, str) else document
     tokens = sum(result["tokens"] for result in found)
     units = math.ceil(len(items) / DOCUMENTS_PER_UNIT)

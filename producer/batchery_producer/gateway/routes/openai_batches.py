@@ -67,18 +67,18 @@ class BatchList(BaseModel):
 
 
 @router.post("/v1/batches", response_model=BatchObject)
-async def create_batch(request: Request, wanted: CreateBatchRequest) -> Response:
+async def create_batch(request: Request, body: CreateBatchRequest) -> Response:
     """Begins a batch: its file is read, then its requests run."""
-    keep = wanted.output_expires_after
+    keep = body.output_expires_after
     create = partial(
         request.app.state.gateway.batches.create,
         request.state.caller,
-        wanted.input_file_id,
-        wanted.window_s,
+        body.input_file_id,
+        body.window_s,
         keep.seconds if keep else None,
-        endpoint=wanted.endpoint,
-        completion_window=wanted.completion_window,
-        metadata=wanted.metadata,
+        endpoint=body.endpoint,
+        completion_window=body.completion_window,
+        metadata=body.metadata,
     )
     return json_response((await run_in_threadpool(create)).model_dump())
 

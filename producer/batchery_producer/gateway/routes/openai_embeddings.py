@@ -138,15 +138,15 @@ class EmbeddingsResponse(BaseModel):
 
 
 @router.post("/v1/embeddings", response_model=EmbeddingsResponse)
-async def embeddings(request: Request, wanted: EmbeddingsRequest) -> Response:
+async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector for each input."""
-    model = resolve_model(request, wanted.model, ("embedding",))
-    if has_ids(wanted.input) and not model.is_own_name(wanted.model):
-        raise Problem(Kind.INVALID, ALIAS_IDS.format(wanted.model), param="input")
-    dimensions = wanted.choose_value("dimensions", "output_dimension")
-    as_text = wanted.choose_value("encoding_format", "embedding_type") == "base64"
-    items = read_items(request, "input", wanted.items)
-    keywords = await wanted.keywords(request, model)
+    model = resolve_model(request, body.model, ("embedding",))
+    if has_ids(body.input) and not model.is_own_name(body.model):
+        raise Problem(Kind.INVALID, ALIAS_IDS.format(body.model), param="input")
+    dimensions = body.choose_value("dimensions", "output_dimension")
+    as_text = body.choose_value("encoding_format", "embedding_type") == "base64"
+    items = read_items(request, "input", body.items)
+    keywords = await body.keywords(request, model)
     results = await embed_items(request, model, items, keywords, dimensions)
     tokens = sum(result["tokens"] for result in results)
     content = {

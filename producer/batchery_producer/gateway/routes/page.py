@@ -77,16 +77,16 @@ async def no_icon() -> Response:
 
 
 @router.post("/page/try", response_model=TryResponse)
-async def try_model(request: Request, wanted: TryRequest) -> Response:
+async def try_model(request: Request, body: TryRequest) -> Response:
     """Runs one item through a model of any kind; the result is what Celery's clients get."""
     gateway = request.app.state.gateway
-    model = gateway.models.find(wanted.model, {each.kind for each in gateway.models})
-    item = wanted.item
-    json = json_of_arguments([item, wanted.keywords])
+    model = gateway.models.find(body.model, {each.kind for each in gateway.models})
+    item = body.item
+    json = json_of_arguments([item, body.keywords])
     request.state.caller.check(1, len(item if isinstance(item, str) else json))
     gateway.health.check()
     began_s = time.perf_counter()
-    (result,) = await gateway.inference.values(request, model, [item], wanted.keywords)
+    (result,) = await gateway.inference.values(request, model, [item], body.keywords)
     content = {
         "model": model.name,
         "kind": model.kind,

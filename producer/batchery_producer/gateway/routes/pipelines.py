@@ -50,25 +50,25 @@ class TokenRequest(TeiRequest):
     parameters: TokenParameters = TokenParameters()
 
 
-async def zero_shot(request: Request, wanted: ZeroShotRequest, model: str | None) -> Response:
+async def zero_shot(request: Request, body: ZeroShotRequest, model: str | None) -> Response:
     """All labels of each text, the likeliest first; of a text alone they are not in a list."""
-    served = resolve_model(request, wanted.model or model, ("zero_shot",))
-    texts = read_items(request, "inputs", wanted.inputs)
-    options, labels = wanted.parameters, wanted.parameters.candidate_labels
+    served = resolve_model(request, body.model or model, ("zero_shot",))
+    texts = read_items(request, "inputs", body.inputs)
+    options, labels = body.parameters, body.parameters.candidate_labels
     # Each text is computed with each label.
     chars = len(texts) * sum(map(len, labels))
     request.state.caller.check(len(texts) * len(labels), chars)
     given = options.model_dump(exclude={"candidate_labels"}, exclude_none=True)
     answers = await classify_items(request, served, texts, {**given, "labels": labels})
-    return json_response(answers[0] if isinstance(wanted.inputs, str) else answers)
+    return json_response(answers[0] if isinstance(body.inputs, str) else answers)
 
 
-async def find_entities(request: Request, wanted: TokenRequest, model: str | None) -> Response:
+async def find_entities(request: Request, body: TokenRequest, model: str | None) -> Response:
     """The entities of each text; of a text alone they are not in a list."""
-    served = resolve_model(request, wanted.model or model, ("token_classification",))
-    texts = read_items(request, "inputs", wanted.inputs)
-    strategy = wanted.parameters.aggregation_strategy
-    ignored = wanted.parameters.ignore_labels or ()
+    served = resolve_model(request, body.model or model, ("token_classification",))
+    texts = read_items(request, "inputs", body.inputs)
+    strategy = body.parameters.aggregation_strategy
+    ignored = body.parameters.ignore_labels or ()
     results = await run_items(request, served, texts, {"aggregation": strategy})
     name = "entity" if strategy == "none" else "entity_group"
     answers: list[list[dict[str, Any]]] = [
@@ -85,4 +85,4 @@ async def find_entities(request: Request, wanted: TokenRequest, model: str | Non
         ]
         for result in results
     ]
-    return json_response(answers[0] if isinstance(wanted.inputs, str) else answers)
+    return json_response(answers[0] if isinstance(body.inputs, str) else answers)

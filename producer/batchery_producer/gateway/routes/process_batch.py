@@ -147,18 +147,18 @@ SSE_SCHEMA = {
 
 
 @router.post("/process-batch", response_model=ProcessBatchResponse)
-async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Response:
+async def process_batch(request: Request, body: ProcessBatchRequest) -> Response:
     """The label of each text."""
     gateway = request.app.state.gateway
-    model = _model_for(request, wanted)
+    model = _model_for(request, body)
     began_s = time.perf_counter()
     outcomes = await gateway.inference.outcomes(
-        request, model, wanted.texts, _keywords(model, wanted), wanted.batch_size
+        request, model, body.texts, _keywords(model, body), body.batch_size
     )
     check_all(outcomes)
     took_s = time.perf_counter() - began_s
     batches, count = collect_batches(outcomes), len(outcomes)
-    results = labelled(wanted.texts, outcomes, 0)
+    results = labelled(body.texts, outcomes, 0)
     await gateway.batch_counters.count(count, batches)
     content = {
         "results": results,
@@ -166,9 +166,9 @@ async def process_batch(request: Request, wanted: ProcessBatchRequest) -> Respon
         "processing_time": round(took_s, DIGITS),
         "average_time_per_text": round(took_s / count, DIGITS),
         "batch_info": {
-            "requested_batch_size": wanted.batch_size,
+            "requested_batch_size": body.batch_size,
             "actual_batches_used": len(batches),
-            "max_length": held_length(_max_length(model, wanted), results),
+            "max_length": held_length(_max_length(model, body), results),
             "device": list_devices(batches),
         },
         "performance_metrics": {
@@ -220,13 +220,13 @@ async def batch_stats(request: Request) -> Response:
 )
 async def process_batch_stream(
     request: Request,
-    wanted: ProcessBatchRequest,
+    body: ProcessBatchRequest,
     format_: Annotated[
         Format | None, Query(alias="format", description="By default what `Accept` asks for.")
     ] = None,
 ) -> Response:
     """The labels batch by batch, as server-sent events or as lines of JSON."""
-    run = _Run(request, _model_for(request, wanted), wanted)
+    run = _Run(request, _model_for(request, body), body)
     accept = request.headers.get("accept", "")
     return EventStream(run.events(), format_for(accept, format_), run.stop)
 
@@ -243,20 +243,20 @@ class _Batch:
 class _Run:
     """A stream: all batches are sent at once, and told of in order."""
 
-    def __init__(self, request: Request, model: ServedModel, wanted: ProcessBatchRequest) -> None:
+    def __init__(self, request: Request, model: ServedModel, body: ProcessBatchRequest) -> None:
         self._gateway = request.app.state.gateway
-        self._wanted = wanted
+        self._wanted = body
         run = self._gateway.inference.run
         self._began_s = time.perf_counter()
         self._batches = [
             _Batch(
                 texts,
-                number * wanted.batch_size,
+                number * body.batch_size,
                 asyncio.ensure_future(
-                    run(request, model, texts, _keywords(model, wanted), len(texts))
+                    run(request, model, texts, _keywords(model, body), len(texts))
                 ),
             )
-            for number, texts in enumerate(cut(wanted.texts, wanted.batch_size))
+            for number, texts in enumerate(cut(body.texts, body.batch_size))
         ]
         # Also looks at the errors that nobody awaits after the first.
         self._all = asyncio.gather(
@@ -328,26 +328,26 @@ def _error_event(number: int, error: Exception) -> dict[str, Any]:
     }
 
 
-def _model_for(request: Request, wanted: ProcessBatchRequest) -> ServedModel:
+def _model_for(request: Request, body: ProcessBatchRequest) -> ServedModel:
     """The model of a request that may pass.
 
     Raises:
         Problem: There is no such model, too much text, no worker, or no Redis.
     """
     gateway = request.app.state.gateway
-    model: ServedModel = gateway.models.find(wanted.model, KINDS)
-    request.state.caller.check(len(wanted.texts), sum(map(len, wanted.texts)))
+    model: ServedModel = gateway.models.find(body.model, KINDS)
+    request.state.caller.check(len(body.texts), sum(map(len, body.texts)))
     gateway.health.check()
     gateway.inference.check_worker(model)
     return model
 
 
-def _max_length(model: ServedModel, wanted: ProcessBatchRequest) -> int:
-    return min(wanted.max_length, model.settings.max_length or wanted.max_length)
+def _max_length(model: ServedModel, body: ProcessBatchRequest) -> int:
+    return min(body.max_length, model.settings.max_length or body.max_length)
 
 
-def _keywords(model: ServedModel, wanted: ProcessBatchRequest) -> dict[str, Any]:
-    limit = _max_length(model, wanted)
+def _keywords(model: ServedModel, body: ProcessBatchRequest) -> dict[str, Any]:
+    limit = _max_length(model, body)
     # Jobs with other keywords share no batches, so none is sent without need.
     return {} if limit == model.settings.max_length else {"max_length": limit}
 

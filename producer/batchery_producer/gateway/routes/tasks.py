@@ -127,7 +127,7 @@ class TaskState(BaseModel):
 async def send_task(
     request: Request,
     name: Annotated[str, Path(alias="task", description="Name of a task.")],
-    wanted: TaskRequest,
+    body: TaskRequest,
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
 ) -> Response:
     """Sends a task; answers with its result, or with its id if that takes longer."""
@@ -146,15 +146,15 @@ async def send_task(
             " full in the setting gateway.tasks",
             code="task_not_found",
         )
-    call = wanted.call(name)
+    call = body.call(name)
     caller.check(max(call.count, 1), len(call.json.decode()))
     gateway.task_sender.check(call)
-    if wanted.webhook is not None:
-        resolve_target(wanted.webhook, gateway.settings.gateway.webhook_hosts)
+    if body.webhook is not None:
+        resolve_target(body.webhook, gateway.settings.gateway.webhook_hosts)
     gateway.health.check()
-    wait_s = _wait_s(request, wanted.wait_s)
+    wait_s = _wait_s(request, body.wait_s)
     # A timeout leaves nothing half sent.
-    sent = _sent(request, call, wanted.webhook, idempotency_key)
+    sent = _sent(request, call, body.webhook, idempotency_key)
     record = await asyncio.shield(sent)
     if not wait_s:
         return _answer({"id": record.id, "task": name, "status": states.PENDING}, 202)
@@ -162,7 +162,7 @@ async def send_task(
         await _wait(request, record.id, wait_s)
     except Problem as problem:
         # Nobody else can ask for it, or will be told.
-        if problem.kind is Kind.GONE and idempotency_key is None and wanted.webhook is None:
+        if problem.kind is Kind.GONE and idempotency_key is None and body.webhook is None:
             await _revoke(request, record)
         raise
     state = await gateway.task_records.state(record)

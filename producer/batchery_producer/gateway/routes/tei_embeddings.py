@@ -116,22 +116,22 @@ async def read_texts(request: Request, model: ServedModel, inputs: str | list[An
 
 
 @router.post("/embed", response_model=list[list[float]])
-async def embed(request: Request, wanted: EmbedRequest, model: ModelName = None) -> Response:
+async def embed(request: Request, body: EmbedRequest, model: ModelName = None) -> Response:
     """One vector for each text."""
-    served = resolve_model(request, wanted.model or model, ("embedding",))
-    items = await read_texts(request, served, wanted.inputs)
-    results = await embed_items(request, served, items, wanted.keywords(served), wanted.dimensions)
+    served = resolve_model(request, body.model or model, ("embedding",))
+    items = await read_texts(request, served, body.inputs)
+    results = await embed_items(request, served, items, body.keywords(served), body.dimensions)
     vectors = [numbers(result["vector"]) for result in results]
     return await list_response(request, vectors, sum(map(len, vectors)))
 
 
 @router.post("/embed_all", response_model=list[list[list[float]]])
-async def embed_all(request: Request, wanted: EmbedAllRequest, model: ModelName = None) -> Response:
+async def embed_all(request: Request, body: EmbedAllRequest, model: ModelName = None) -> Response:
     """One vector for each token of each text."""
-    served = resolve_model(request, wanted.model or model, ("multi_vector_embedding",))
-    items = await read_texts(request, served, wanted.inputs)
+    served = resolve_model(request, body.model or model, ("multi_vector_embedding",))
+    items = await read_texts(request, served, body.inputs)
     check_growth(count_chars(items))
-    keywords = {**wanted.keywords(served), "encoding": "base64"}
+    keywords = {**body.keywords(served), "encoding": "base64"}
     results = await run_items(request, served, items, keywords)
     count = sum(result["tokens"] * result["dimensions"] for result in results)
     vectors = (numbers(result["vectors"]).reshape(-1, result["dimensions"]) for result in results)
@@ -140,12 +140,12 @@ async def embed_all(request: Request, wanted: EmbedAllRequest, model: ModelName 
 
 @router.post("/embed_sparse", response_model=list[list[SparseValue]])
 async def embed_sparse(
-    request: Request, wanted: EmbedSparseRequest, model: ModelName = None
+    request: Request, body: EmbedSparseRequest, model: ModelName = None
 ) -> Response:
     """One sparse vector for each text."""
-    served = resolve_model(request, wanted.model or model, ("sparse_embedding",))
-    items = await read_texts(request, served, wanted.inputs)
-    results = await run_items(request, served, items, wanted.keywords(served))
+    served = resolve_model(request, body.model or model, ("sparse_embedding",))
+    items = await read_texts(request, served, body.inputs)
+    results = await run_items(request, served, items, body.keywords(served))
     vectors = (
         [
             {"index": index, "value": value}
@@ -160,14 +160,14 @@ async def embed_sparse(
 
 @router.post("/similarity", response_model=list[float])
 async def similarity(
-    request: Request, wanted: SimilarityRequest, model: ModelName = None
+    request: Request, body: SimilarityRequest, model: ModelName = None
 ) -> Response:
     """The cosine of the angle between a text's vector and that of each other text."""
-    options = wanted.parameters or PromptRequest()
-    served = resolve_model(request, wanted.model or options.model or model, ("embedding",))
-    if not wanted.inputs.sentences:
+    options = body.parameters or PromptRequest()
+    served = resolve_model(request, body.model or options.model or model, ("embedding",))
+    if not body.inputs.sentences:
         raise Problem(Kind.EMPTY, "inputs.sentences: an empty list; send a text at least")
-    items = read_items(request, "inputs", [wanted.inputs.source_sentence, *wanted.inputs.sentences])
+    items = read_items(request, "inputs", [body.inputs.source_sentence, *body.inputs.sentences])
     keywords = {**options.keywords(served), "encoding": "base64"}
     results = await run_items(request, served, items, keywords)
     vectors = np.stack([numbers(result["vector"]) for result in results])

@@ -147,10 +147,10 @@ async def root(
     served = resolve_model(request, name, None if name else {**WAYS, **PIPELINES})
     way = _way(served.kind, body)
     try:
-        wanted = way.form.model_validate(body)
+        payload = way.form.model_validate(body)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
-    return await way.run(request, wanted, served.name)
+    return await way.run(request, payload, served.name)
 
 
 def _way(kind: str, body: Mapping[str, Any]) -> Handler:

@@ -109,19 +109,19 @@ class Rank(BaseModel):
 
 
 @router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
-async def predict(request: Request, wanted: PredictRequest, model: ModelName = None) -> Response:
+async def predict(request: Request, body: PredictRequest, model: ModelName = None) -> Response:
     """All labels of each text, the likeliest first; of a text alone they are not in a list."""
-    served = resolve_model(request, wanted.model or model, CLASSIFIERS)
-    items, is_batch = items_to_label(request, wanted.inputs)
-    answers = await classify_items(request, served, items, wanted.keywords(served))
+    served = resolve_model(request, body.model or model, CLASSIFIERS)
+    items, is_batch = items_to_label(request, body.inputs)
+    answers = await classify_items(request, served, items, body.keywords(served))
     return json_response(answers if is_batch else answers[0])
 
 
-async def pipeline(request: Request, wanted: PipelineRequest, model: ModelName = None) -> Response:
+async def pipeline(request: Request, body: PipelineRequest, model: ModelName = None) -> Response:
     """Labels as Hugging Face's own inference API gives them: in a list for each text."""
-    served = resolve_model(request, wanted.model or model, CLASSIFIERS)
-    texts = read_items(request, "inputs", wanted.inputs)
-    return json_response(await classify_items(request, served, texts, wanted.keywords()))
+    served = resolve_model(request, body.model or model, CLASSIFIERS)
+    texts = read_items(request, "inputs", body.inputs)
+    return json_response(await classify_items(request, served, texts, body.keywords()))
 
 
 async def classify_items(
@@ -156,19 +156,19 @@ def items_to_label(request: Request, inputs: str | list[Any]) -> tuple[list[Any]
 
 
 @router.post("/rerank", response_model=list[Rank])
-async def rerank(request: Request, wanted: RerankTextsRequest, model: ModelName = None) -> Response:
+async def rerank(request: Request, body: RerankTextsRequest, model: ModelName = None) -> Response:
     """The texts by how well they fit the query, the best first."""
-    served = resolve_model(request, wanted.model or model, ("rerank",))
-    if not wanted.texts:
+    served = resolve_model(request, body.model or model, ("rerank",))
+    if not body.texts:
         raise Problem(Kind.EMPTY, "texts: an empty list; send a text at least", param="texts")
-    request.state.caller.check(len(wanted.texts), 0)
-    items = [{"query": wanted.query, "text": text} for text in wanted.texts]
-    results = await run_items(request, served, items, wanted.keywords(served))
+    request.state.caller.check(len(body.texts), 0)
+    items = [{"query": body.query, "text": text} for text in body.texts]
+    results = await run_items(request, served, items, body.keywords(served))
     scores = [result["score"] for result in results]
     ranks: list[dict[str, Any]] = [
         {"index": index, "score": scores[index]} for index in best_first(scores)
     ]
-    if wanted.return_text:
+    if body.return_text:
         for rank in ranks:
-            rank["text"] = wanted.texts[rank["index"]]
+            rank["text"] = body.texts[rank["index"]]
     return json_response(ranks)

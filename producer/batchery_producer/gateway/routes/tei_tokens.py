@@ -64,31 +64,31 @@ class DecodeRequest(TeiRequest):
 
 
 @router.post("/tokenize", response_model=list[list[SimpleToken]])
-async def tokenize(request: Request, wanted: TokenizeRequest, model: ModelName = None) -> Response:
+async def tokenize(request: Request, body: TokenizeRequest, model: ModelName = None) -> Response:
     """The tokens of each text, and where they stand."""
-    served = resolve_model(request, wanted.model or model, None)
-    texts = read_items(request, "inputs", wanted.inputs)
+    served = resolve_model(request, body.model or model, None)
+    texts = read_items(request, "inputs", body.inputs)
     chars = count_chars(texts)
     request.state.caller.check(len(texts), chars)
     _check_lengths(served, texts)
     tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
-    prompt = tokenizer.prompt(wanted.prompt_name)
+    prompt = tokenizer.prompt(body.prompt_name)
     chars += len(prompt) * len(texts)
     check_growth(chars)
     prompted = [prompt + text for text in texts]
     content = await off_loop(
         request.state.caller,
-        lambda: tokenizer.tokens(prompted, special=wanted.add_special_tokens),
+        lambda: tokenizer.tokens(prompted, special=body.add_special_tokens),
         is_long=chars > INLINE_CHARS,
     )
     return Response(content, media_type="application/json")
 
 
 @router.post("/decode", response_model=list[str])
-async def decode(request: Request, wanted: DecodeRequest, model: ModelName = None) -> Response:
+async def decode(request: Request, body: DecodeRequest, model: ModelName = None) -> Response:
     """The text of each list of token ids."""
-    served = resolve_model(request, wanted.model or model, None)
-    ids = read_items(request, "ids", wanted.ids)
+    served = resolve_model(request, body.model or model, None)
+    ids = read_items(request, "ids", body.ids)
     count = count_chars(ids)
     request.state.caller.check(len(ids), count)
     _check_lengths(served, ids)
@@ -96,7 +96,7 @@ async def decode(request: Request, wanted: DecodeRequest, model: ModelName = Non
     tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
     content = await off_loop(
         request.state.caller,
-        lambda: tokenizer.texts(ids, skip_special=wanted.skip_special_tokens),
+        lambda: tokenizer.texts(ids, skip_special=body.skip_special_tokens),
         is_long=count > INLINE_CHARS,
     )
     return Response(content, media_type="application/json")

@@ -160,11 +160,11 @@ class TaskRecords:
                 Redis is away.
         """
         name = self._once_key(caller, key)
-        wanted = orjson.dumps({"id": uuid(), "digest": digest})
+        record = orjson.dumps({"id": uuid(), "digest": digest})
 
         def claim(client: Any) -> tuple[dict[str, str], bool, bool]:
-            client.set(name, wanted, nx=True, ex=self.lifetime_s)
-            known = json.loads(client.get(name) or wanted)
+            client.set(name, record, nx=True, ex=self.lifetime_s)
+            known = json.loads(client.get(name) or record)
             if client.exists(self._key(known["id"])):
                 return known, True, False
             return known, False, bool(client.set(name + b":sending", b"", nx=True, ex=SENDING_S))

@@ -257,10 +257,10 @@ class Capture:
         #: Size of the values of texts, by several of them.
         self._scale = 0.0
 
-    def run(self, wanted: Sequence[Shape]) -> None:
+    def run(self, shapes: Sequence[Shape]) -> None:
         """Captures shapes, smallest first, up to the first that fails or saves no time."""
         end_s = self._clock() + CAPTURE_S
-        for shape in wanted:
+        for shape in shapes:
             spelled = f"{shape.texts} x {shape.length} tokens"
             if self._clock() > end_s:
                 self.why = f"{CAPTURE_S:g} s were over before {spelled}"
@@ -318,7 +318,7 @@ class Capture:
 
 
 def captured(
-    name: str, device: torch.device, capture: Capture, wanted: Sequence[Shape]
+    name: str, device: torch.device, capture: Capture, shapes: Sequence[Shape]
 ) -> Mapping[Shape, Runs]:
     """The graphs of a model on a CUDA device; a line in the log says which ones, and why no more.
 
@@ -326,11 +326,11 @@ def captured(
         name: For the log.
         device: Where the model is.
         capture: Captures the model's passes.
-        wanted: Shapes, smallest first.
+        shapes: Smallest first.
     """
     before_bytes = torch.cuda.memory_reserved(device)
     with torch.cuda.device(device), torch.inference_mode():
-        capture.run(wanted)
+        capture.run(shapes)
     graphs = capture.graphs
     logger.info(
         "model %s: %d CUDA graphs, of up to %d tokens, %.0f MiB%s",

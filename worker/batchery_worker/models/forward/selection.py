@@ -46,7 +46,7 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: For errors.
-        wanted: The setting: `auto`, `padded` or `packed`.
+        setting: `auto`, `padded` or `packed`.
         model: Loaded.
         device: Where it is.
         padding_position: See `Packed`.
@@ -58,7 +58,7 @@ class Candidate(NamedTuple):
     """
 
     name: str
-    wanted: str
+    setting: str
     model: Any
     device: torch.device
     padding_position: int | None
@@ -78,7 +78,7 @@ def choose(candidate: Candidate) -> Choice:
     Raises:
         ModelLoadError: The setting says packed, and the model cannot be packed.
     """
-    if candidate.wanted == "padded":
+    if candidate.setting == "padded":
         return Choice(candidate.padded, "as the settings say")
     problem = _obstacle(candidate)
     if problem is None:
@@ -92,7 +92,7 @@ def choose(candidate: Candidate) -> Choice:
         problem = _check(candidate, packed)
         if problem is None:
             return Choice(packed, "")
-    if candidate.wanted == "packed":
+    if candidate.setting == "packed":
         raise ModelLoadError(
             f"model {candidate.name!r}: forward = 'packed', but {problem}; set it to auto or padded"
         )
@@ -106,7 +106,7 @@ def _obstacle(candidate: Candidate) -> str | None:
     if candidate.device.type == "cuda":
         # Text by text, the host would wait for the device in each layer.
         return _varlen_obstacle(candidate)
-    if candidate.wanted == "packed" or candidate.device.type == "cpu":
+    if candidate.setting == "packed" or candidate.device.type == "cpu":
         return None
     return f"there is no fast attention for rows of texts on {candidate.device.type}"
 
@@ -138,7 +138,7 @@ def _check_window(candidate: Candidate, packed: Packed, longest: int, attention:
     unseen = [window for window in packed.last.windows if longest <= window < limit]
     if not unseen:
         return None
-    if candidate.wanted == "auto" and max(unseen) > MAX_CHECKED_WINDOW:
+    if candidate.setting == "auto" and max(unseen) > MAX_CHECKED_WINDOW:
         return f"its attention window of {max(unseen)} tokens is too wide to be checked"
     candidate.model.set_attn_implementation(attention)
     return _compare(candidate, packed, (3, max(unseen) + 9, 5))

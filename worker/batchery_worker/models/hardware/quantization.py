@@ -29,15 +29,15 @@ def quantize(name: str, model: Any, how: str, device: torch.device) -> None:
     Raises:
         ModelLoadError: torchao is missing, the device has no float8, or there is no such layer.
     """
-    wanted = f"model {name!r}: quantize = {how!r}"
+    option = f"model {name!r}: quantize = {how!r}"
     if how == "float8":
-        _check_float8(wanted, device)
+        _check_float8(option, device)
     if not any(map(_fits, model.base_model.modules())):
-        raise ModelLoadError(f"{wanted}, but it has no plain linear layers; set it to none")
+        raise ModelLoadError(f"{option}, but it has no plain linear layers; set it to none")
     try:
         from torchao import quantization
     except ImportError:
-        raise ModelLoadError(f"{wanted} needs torchao: pip install 'batchery[quantize]'") from None
+        raise ModelLoadError(f"{option} needs torchao: pip install 'batchery[quantize]'") from None
     kinds = {"int8": "Int8WeightOnlyConfig", "float8": "Float8WeightOnlyConfig"}
     config = getattr(quantization, kinds[how])()
     quantization.quantize_(
@@ -50,9 +50,9 @@ def weights_bytes(model: nn.Module) -> int:
     return sum(map(_bytes, model.parameters()))
 
 
-def _check_float8(wanted: str, device: torch.device) -> None:
+def _check_float8(option: str, device: torch.device) -> None:
     least = ".".join(map(str, FLOAT8_CAPABILITY))
-    needs = f"{wanted} needs a CUDA device of compute capability {least} or more"
+    needs = f"{option} needs a CUDA device of compute capability {least} or more"
     if device.type != "cuda":
         raise ModelLoadError(f"{needs}, not {device}; int8 runs anywhere")
     has = torch.cuda.get_device_capability(device)

@@ -117,7 +117,7 @@ class TextTokenizer:
     def __init__(
         self,
         tokenizer: Any,
-        wanted: Collection[str],
+        inputs: Collection[str],
         *,
         vocabulary: int,
         max_length: int | None,
@@ -127,7 +127,7 @@ class TextTokenizer:
 
         Args:
             tokenizer: The tokenizer of transformers.
-            wanted: Inputs of the model, token ids first. Inputs that the tokenizer does not make
+            inputs: Inputs of the model, token ids first. Inputs that the tokenizer does not make
                 are left out.
             vocabulary: Number of tokens that the model knows.
             max_length: Maximum length of a text in tokens; None if unlimited.
@@ -138,7 +138,7 @@ class TextTokenizer:
         self._max_length = max_length
         side = getattr(tokenizer, "truncation_side", "right")
         self.usual_cut = Cut(truncate, side, max_length=max_length)
-        self.names = [name for name in wanted if name in self._call(["a"], self.usual_cut)]
+        self.names = [name for name in inputs if name in self._call(["a"], self.usual_cut)]
         #: Special tokens of one text, and of a pair.
         self._frames: dict[int, SpecialTokens] = {}
         self._columns: Callable[[Any, Cut], tuple[Columns, IsCut]] = self._usual

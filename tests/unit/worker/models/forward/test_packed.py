@@ -255,7 +255,7 @@ def test_a_device_without_an_attention_for_rows_pads(
     model = embedder(build("bert"), forward="padded")
     candidate = selection.Candidate(
         name="tiny",
-        wanted="auto",
+        setting="auto",
         model=model.model,
         device=torch.device(device),
         padding_position=None,
@@ -271,7 +271,7 @@ def test_a_device_without_an_attention_for_rows_pads(
         with pytest.raises(
             ModelLoadError, match=r"forward = 'packed', but torch .* has no attention"
         ):
-            selection.choose(candidate._replace(wanted="packed"))
+            selection.choose(candidate._replace(setting="packed"))
     monkeypatch.setattr(selection, "varlen_kernel", lambda: print)
     why = selection.choose(candidate).why
     assert ("is for fp16 and bf16, not float32" in why) == (device == "cuda")
@@ -280,12 +280,12 @@ def test_a_device_without_an_attention_for_rows_pads(
 @pytest.mark.parametrize("foreign", ["position_bias", "softcap", "s_aux"])
 def test_unsupported_attention_is_refused(foreign: str) -> None:
     part = torch.randn(1, 2, 3, 4)
-    wanted: dict[str, Any] = {foreign: torch.ones(1)}
+    setting: dict[str, Any] = {foreign: torch.ones(1)}
     with (
         row_of_texts(Row([3])),
         pytest.raises(attention.NotPackable, match=f"its attention needs {foreign}"),
     ):
-        attention.attention(torch.nn.Identity(), part, part, part, None, **wanted)
+        attention.attention(torch.nn.Identity(), part, part, part, None, **setting)
 
 
 def test_forward_is_a_setting() -> None:
