@@ -26,9 +26,7 @@ from batchery.installation import get_queue_limits
 from batchery.model import Model
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import multi_item
-from batchery.protocol.deadline import deadline_header
-from batchery.protocol.sent_at import sent_now
-from batchery.protocol.tenant import with_tenant
+from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_tenant
 from batchery.queue_limits import QueueLimits, find_destination, place
 from batchery.request import BatchContext, JobContext, bind_request
 
@@ -195,7 +193,7 @@ class BatchTask(_Task):
         request: Context = self.request
         own = request.args is not None and len(request.args) == 1 and request.args[0] is argument
         try:
-            header = (request.headers or {}).get(multi_item.HEADER) if own else None
+            header = (request.headers or {}).get(HEADER) if own else None
             items, form = multi_item.read_items(argument, header)
         except InvalidItem as error:
             return Failed(error)

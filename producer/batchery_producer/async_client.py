@@ -17,8 +17,7 @@ from typing import Any, Self
 from celery import Celery, uuid
 
 from batchery.errors import NoResult
-from batchery.protocol.deadline import deadline_header
-from batchery.protocol.tenant import with_tenant
+from batchery.protocol.headers import deadline_header, with_tenant
 from batchery.tracing import trace_headers
 from batchery_producer.async_session import PendingSend, Session
 from batchery_producer.client import close_app, make_app

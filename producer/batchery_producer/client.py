@@ -13,7 +13,7 @@ from celery.result import AsyncResult
 from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
-from batchery.protocol.tenant import with_tenant
+from batchery.protocol.headers import with_tenant
 from batchery.valkey import redis_url
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.publishing.connection import BrokerConnection

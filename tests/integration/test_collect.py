@@ -10,7 +10,8 @@ import pytest
 import redis
 from celery import Celery, uuid
 
-from batchery.protocol.completion_stream import read_stream_name, stream_key
+from batchery.protocol.completion_stream import stream_key
+from batchery.protocol.headers import read_stream_name
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import RedisCollector, collector_for

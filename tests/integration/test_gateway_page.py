@@ -16,7 +16,7 @@ from selenium.webdriver.common.keys import Keys
 
 import batchery_producer.gateway
 from batchery.errors import InvalidItem
-from batchery.protocol.sent_at import sent_now
+from batchery.protocol.headers import sent_now
 from batchery_producer.gateway.callers import make_key
 from conftest import StartGateway, StartWorker
 from support.browser import DESK, PHONE, Browser, chromium

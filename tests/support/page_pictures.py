@@ -16,7 +16,7 @@ from celery import Celery
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS))
 
-from batchery.protocol.sent_at import sent_now  # noqa: E402
+from batchery.protocol.headers import sent_now  # noqa: E402
 from batchery_worker.devstack.redis_server import EmbeddedRedis  # noqa: E402
 from support.browser import DESK, PHONE, Browser, chromium  # noqa: E402
 from support.gateway import EMBED, GatewayProcess  # noqa: E402

@@ -11,7 +11,7 @@ from celery import Celery, uuid
 from kombu.serialization import loads
 
 from batchery import BatchTask, install
-from batchery.protocol import sent_at
+from batchery.protocol.headers import SENT_AT
 from batchery_producer.publishing.publisher import Publisher
 
 #: Of one job alone.
@@ -96,8 +96,8 @@ def readable(message: dict[str, Any], task_id: str) -> dict[str, Any]:
 
 def assert_equal(mine: dict[str, Any], theirs: dict[str, Any]) -> None:
     """The same, but for the moment at which each was made, and the header that says it."""
-    assert isinstance(mine["headers"].pop(sent_at.HEADER), float)
-    theirs["headers"].pop(sent_at.HEADER, None)
+    assert isinstance(mine["headers"].pop(SENT_AT), float)
+    theirs["headers"].pop(SENT_AT, None)
     for name in TIMES:
         mine_at, their_at = mine["headers"].pop(name), theirs["headers"].pop(name)
         assert (mine_at is None) == (their_at is None), name

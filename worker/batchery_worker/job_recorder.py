@@ -12,8 +12,8 @@ from operator import itemgetter
 from typing import Any
 from uuid import uuid4
 
+from batchery.protocol.headers import DIGITS, SENT_AT, read_sent_at
 from batchery.protocol.recorded_job import RecordedJob
-from batchery.protocol.sent_at import DIGITS, HEADER, read_sent_at
 from batchery_worker.job import Job
 
 #: How long a worker records after it was asked, in seconds: then whoever asked is gone.
@@ -126,6 +126,6 @@ class JobRecorder:
             job.lane.tenant,
             job.items,
             deadline_s,
-            f"{job.id} {message.get(HEADER)!r:.40}",
+            f"{job.id} {message.get(SENT_AT)!r:.40}",
         )
         self._rows.append((self._admitted + 1, row))

@@ -11,7 +11,7 @@ from celery import Celery
 from celery.worker.strategy import default, hybrid_to_proto2  # type: ignore[attr-defined]
 from kombu.serialization import dumps
 
-from batchery.protocol import multi_item
+from batchery.protocol.headers import HEADER, VERSION
 from batchery.task import BatchTask
 
 #: Celery's tasks, and whether each element of what they are given is a list of arguments.
@@ -42,8 +42,8 @@ def strategy(task: Any, app: Celery, consumer: Any, **options: Any) -> Callable[
             return stock(message, body, *rest)
         args, header = _read_arguments(list(elements), is_starred=IS_STARRED[task.name])
         # It becomes a message of the batch task itself.
-        header = {"v": multi_item.VERSION, **(headers.get(multi_item.HEADER) or {}), **header}
-        message.headers = {**headers, "task": name, multi_item.HEADER: header}
+        header = {"v": VERSION, **(headers.get(HEADER) or {}), **header}
+        message.headers = {**headers, "task": name, HEADER: header}
         payload = message._decoded_cache = (args, {}, embed)
         message.content_type, message.content_encoding, message.body = dumps(payload, "json")
         return consumer.strategies[name](message, None, *rest)

@@ -9,50 +9,14 @@ the app's settings: nobody but this producer fetches it, and not later than that
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from batchery.protocol.multi_item import HEADER, VERSION
-
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-#: Maximum of `keep_s`: Redis refuses numbers that are much larger.
-MAX_KEEP_S = 2**31
+from batchery.protocol.headers import HEADER, MAX_KEEP_S, read_keep_s
 
 #: Field of an entry of the stream: a JSON list of task ids.
 FIELD = b"ids"
-
-
-def read_stream_name(header: Any) -> str | None:
-    """The name of the completion stream that a job asks for.
-
-    Args:
-        header: The value of the `batchery` header, or None.
-
-    Returns:
-        None if the job asks for none, or the name is malformed: it becomes part of a Redis key.
-    """
-    if not isinstance(header, Mapping) or header.get("v") != VERSION:
-        return None
-    name = header.get("reply")
-    return name if isinstance(name, str) and _NAME.fullmatch(name) else None
-
-
-def read_keep_s(header: Any) -> int | None:
-    """How long the result of a job is to be kept, in seconds.
-
-    Args:
-        header: The value of the `batchery` header, or None.
-
-    Returns:
-        None if the job does not say it, or not well: then as long as the app keeps results.
-    """
-    keep_s = header.get("keep_s") if isinstance(header, Mapping) else None
-    if not isinstance(keep_s, int) or isinstance(keep_s, bool) or not 0 < keep_s <= MAX_KEEP_S:
-        return None
-    return keep_s
 
 
 def expires_s(app_s: float | None, keep_s: int | None) -> int:

@@ -12,9 +12,7 @@ from typing import Any, Literal
 from batchery.errors import InvalidItem
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Replace, RetryAfter
-
-HEADER = "batchery"
-VERSION = 1
+from batchery.protocol.headers import HEADER, VERSION
 
 #: Maximum number of items in one message. A lost worker repeats the whole message.
 MAX_ITEMS = 10_000

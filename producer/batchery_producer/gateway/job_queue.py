@@ -11,7 +11,7 @@ from typing import Any
 from celery import Celery
 
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery.protocol.tenant import with_tenant
+from batchery.protocol.headers import with_tenant
 from batchery_producer.gateway.store import Store
 
 #: Kinds of work, and the tasks that do it.

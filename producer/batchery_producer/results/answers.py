@@ -9,7 +9,8 @@ from celery import states
 
 from batchery import errors
 from batchery.errors import BatchArgumentError, ItemFailed, WrongLength
-from batchery.protocol.multi_item import HEADER, MAX_ITEMS, VERSION
+from batchery.protocol.headers import HEADER, VERSION
+from batchery.protocol.multi_item import MAX_ITEMS
 
 
 class BatchSummary(NamedTuple):

@@ -26,7 +26,7 @@ from kombu.utils import json
 
 from batchery.errors import SettingsError
 from batchery.protocol.completion_stream import FIELD, read_ids, stream_key
-from batchery.protocol.multi_item import HEADER, VERSION
+from batchery.protocol.headers import HEADER, VERSION
 from batchery_producer.results.answers import Answer, BatchSummary, read_answer
 from batchery_producer.results.polling import Collector
 from batchery_producer.retry import RetryPolicy

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from batchery.protocol.tenant import with_tenant
+from batchery.protocol.headers import with_tenant
 from batchery_producer.run.summary import Snapshot
 from batchery_producer.stream import FLUSH_S
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery.protocol.multi_item import HEADER, VERSION
+from batchery.protocol.headers import HEADER, VERSION
 from batchery_producer.client import ItemSource
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer

@@ -11,8 +11,7 @@ from typing import Any
 from celery import Celery
 from celery.app import trace
 
-from batchery.protocol import multi_item
-from batchery.protocol.completion_stream import read_keep_s, read_stream_name
+from batchery.protocol.headers import HEADER, read_keep_s, read_stream_name
 from batchery.task import BatchTask
 from batchery_worker.commit import sentry
 from batchery_worker.commit.listeners import Listeners
@@ -181,7 +180,7 @@ def _replies(jobs: Sequence[Job[TaskCall]]) -> tuple[dict[str, list[int]], dict[
     completion_streams: dict[str, list[int]] = {}
     kept: dict[int, int] = {}
     for index, job in enumerate(jobs):
-        header = job.payload.message.get(multi_item.HEADER)
+        header = job.payload.message.get(HEADER)
         if header is None:
             continue
         if (name := read_stream_name(header)) is not None:

@@ -9,8 +9,7 @@ from kombu.utils import json
 
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.protocol import multi_item
-from batchery.protocol.deadline import read_deadline
-from batchery.protocol.tenant import read_tenant
+from batchery.protocol.headers import HEADER, read_deadline, read_tenant
 from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
 from batchery_worker.ipc.commit_context import CachePolicy
@@ -89,7 +88,7 @@ class Admission:
         """
         message = call.message
         argument = only_item(task.name, message.get("args") or ())
-        header = message.get(multi_item.HEADER)
+        header = message.get(HEADER)
         call.items, call.is_multi_item = multi_item.read_items(argument, header)
         _check_portable(call.items, message.get("kwargs"))
         if needs_context(task):

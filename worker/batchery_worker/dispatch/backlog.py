@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from batchery.protocol.sent_at import read_sent_at
+from batchery.protocol.headers import read_sent_at
 from batchery.transport.dead_letters import find_queue
 from batchery_worker.job import Job
 from batchery_worker.task_call import TaskCall

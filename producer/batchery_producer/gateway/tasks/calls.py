@@ -12,7 +12,7 @@ from celery import Celery
 from kombu.exceptions import EncodeError, OperationalError
 
 from batchery.errors import BatchArgumentError
-from batchery.protocol.tenant import with_tenant
+from batchery.protocol.headers import with_tenant
 from batchery.task import BatchTask
 from batchery.tracing import trace_headers
 from batchery_producer.gateway.callers import Caller
