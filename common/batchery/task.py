@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_origin
 
 from celery import Celery, Task, uuid
 from celery.app.autoretry import add_autoretry_behaviour
@@ -41,6 +41,9 @@ SEND_MANY = "batchery_producer.submit_many:send_many"
 #: Options that jobs of a chain, group or chord have, callbacks, and jobs that are tried again. They
 #: have room in every class: half a workflow would be worse than a long queue.
 WORKFLOW_OPTIONS = ("producer", "reply_to", "parent_id", "root_id", "group_id", "chord", "retries")
+
+#: Annotations of functions that take one item.
+SINGLE_ITEMS = (str, bytes, int, float, bool, dict)
 
 #: Minimum number of items that are sent in bulk: fewer are not worth a connection of their own.
 MIN_BULK_ITEMS = 16
@@ -90,6 +93,32 @@ if TYPE_CHECKING:
     _Task = Task[..., Any]
 else:
     _Task = Task
+
+
+def check_takes_list(task: type[Task[..., Any]]) -> None:
+    """Makes sure that the function of a task can be given a list of items.
+
+    One that was written for a single item would mix up the results of callers without a word.
+
+    Raises:
+        BatchArgumentError: It takes no argument, or its first one is annotated as a single item.
+    """
+    run: Any = inspect.getattr_static(task, "run")
+    if run is inspect.getattr_static(Task, "run"):
+        return
+    is_static = isinstance(run, staticmethod)
+    function = run.__func__ if is_static else run
+    parameters = list(inspect.signature(function).parameters.values())[not is_static :]
+    first = parameters[0] if parameters else None
+    if first is None or first.kind in (first.KEYWORD_ONLY, first.VAR_KEYWORD):
+        raise BatchArgumentError(f"{task.name}: its function takes no argument; it gets a list")
+    of = get_origin(first.annotation) or first.annotation
+    if of in SINGLE_ITEMS or of in {each.__name__ for each in SINGLE_ITEMS}:
+        name = of if isinstance(of, str) else of.__name__
+        raise BatchArgumentError(
+            f"{task.name}: its argument {first.name!r} is annotated {name}, but it gets a list of"
+            f" items: loop over them, return one result for each, and annotate list[{name}]"
+        )
 
 
 class BatchTask(_Task):
@@ -152,6 +181,7 @@ class BatchTask(_Task):
             # A base class that is itself a batch task takes the place of this one.
             kept = tuple(base for base in cls.__bases__ if not issubclass(own, base))
             cls.__bases__ = (*kept, own)
+        check_takes_list(cls)
         return super().bind(app)
 
     @classmethod

@@ -508,3 +508,45 @@ def test_function_that_forgot_that_it_gets_a_list_is_given_a_hint(app: Celery) -
 
     with pytest.raises(AttributeError, match=r"object has no attribute 'upper'$"):
         make(app, guilty_of_something_else)([1])
+
+
+def reverse(text: str) -> str:
+    return text[::-1]
+
+
+def reverse_by_name(text: "str") -> str:
+    return text[::-1]
+
+
+def count(found: dict[str, int]) -> int:
+    return len(found)
+
+
+def count_bound(self: BatchTask, number: int) -> int:
+    return number
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(reverse, "str"), (reverse_by_name, "str"), (count, "dict"), (count_bound, "int")],
+)
+def test_a_function_for_one_item_is_refused(function: Any, name: str) -> None:
+    """It would give each caller the result of another one."""
+    app = Celery("one", set_as_current=False)
+    bound = function is count_bound
+    with pytest.raises(
+        BatchArgumentError, match=rf"annotated {name}, but it gets a list.*{name}\]"
+    ):
+        app.task(base=BatchTask, shared=False, lazy=False, bind=bound)(function)
+    app.close()
+
+
+def without_argument() -> None:
+    """Celery takes it."""
+
+
+def test_a_function_without_an_argument_is_refused() -> None:
+    app = Celery("none", set_as_current=False)
+    with pytest.raises(BatchArgumentError, match="takes no argument; it gets a list"):
+        app.task(base=BatchTask, shared=False, lazy=False)(without_argument)
+    app.close()
