@@ -36,6 +36,9 @@ TOML_FILE = Path("batchery.toml")
 #: Environment variable with the path of the settings file, where it is not `TOML_FILE`.
 FILE_VARIABLE = f"{PREFIX}SETTINGS_FILE"
 
+#: Schemes of URLs that name no broker.
+NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
+
 #: The lowest priority that Celery's Redis transport knows.
 LOWEST_PRIORITY = 9
 
@@ -374,8 +377,8 @@ class Settings(BaseSettings):
         # Celery takes several, with semicolons between. Other brokers' apps may have none.
         for part in url.split(";") if url else []:
             parts = urlsplit(part.strip())
-            if not (parts.scheme and "://" in part):
-                raise ValueError("it is no URL; write it as redis://localhost:6379/0")
+            if not (parts.scheme and "://" in part) or parts.scheme in NO_BROKER:
+                raise ValueError("it is no URL of a broker; write it as redis://localhost:6379/0")
             # A socket's path may hold anything; a port that is no number raises here.
             _ = parts.scheme.endswith(("unix", "socket")) or parts.port
         return url

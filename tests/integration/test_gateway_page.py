@@ -145,7 +145,7 @@ def answer(page: Browser) -> str:
         text = page.text("answer")
         return "" if "Running" in text else text
 
-    return wait_for(shown, "an answer", 60)
+    return wait_for(shown, "an answer", patient(60))
 
 
 def test_figures_change_while_jobs_run(
@@ -171,7 +171,8 @@ def test_figures_change_while_jobs_run(
             "mood",
         ]
         assert "tokens/s" in page.text("rates")
-    wait_for(lambda: page.number("items_per_s") == 0 == page.number("waiting"), "quiet", 60)
+    still = lambda: page.number("items_per_s") == 0 == page.number("waiting")  # noqa: E731
+    wait_for(still, "quiet", patient(60))
 
     def told() -> bool:
         items = model_worker.inspect(client, "stats")["pool"]["batches"]["items"]
@@ -331,7 +332,7 @@ def test_files_and_batches_are_shown_with_their_progress(
     made = gateway.post("/v1/batches", batch).json()
     # A state, and the numbers that go with it.
     ended = f"<b>my</b>.jsonl {made['id']} completed 100 % 3 of 4, 1 failed"
-    wait_for(lambda: ended in page.rows("batches"), "the batch is shown", 60)
+    wait_for(lambda: ended in page.rows("batches"), "the batch is shown", patient(60))
     size = f"{len(content) / 1024:.1f} KiB"
     assert f"<b>my</b>.jsonl {file['id']} batch {size}" in page.rows("files")
     outputs = [row for row in page.rows("files") if "batch_output" in row]

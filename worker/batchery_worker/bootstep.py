@@ -140,12 +140,13 @@ def warn_of_unused_queues(app: Any) -> None:
     """Warns of queues of `-Q` to which no task is routed: most of them are misspelt."""
     tasks = _own_tasks(app)
     routed = {find_queue(task) for task in tasks}
-    # Jobs of a task without a route may come by any queue.
-    if app.amqp.queues._consume_from is None or not tasks or None in routed:
+    if app.amqp.queues._consume_from is None or not tasks:
         return
-    names = {str(name) for name in routed}
+    names = {str(name) for name in routed if name is not None}
     for queue in app.amqp.queues._consume_from:
-        if queue not in names:
+        # Jobs of a task without a route may come by any queue; a near miss is hardly meant.
+        may_be_meant = None in routed and not nearest_name(queue, names)
+        if queue not in names and not may_be_meant:
             logger.warning(
                 "queue %r of -Q: no task of this worker is routed to it%s; there are %s",
                 queue,

@@ -22,6 +22,7 @@ from batchery_worker.bootstep import (
     is_served,
     kinds_by_queue,
     prefetch_jobs,
+    warn_of_unused_queues,
 )
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import QueueKinds
@@ -414,3 +415,21 @@ def test_worker_that_does_not_accept_the_jobs_of_a_task_is_refused() -> None:
     app.conf.accept_content = ["pickle"]
     with pytest.raises(SettingsError, match="add 'json' to accept_content"):
         check_is_accepted(app, task)
+
+
+def pay() -> None:
+    """Any task."""
+
+
+@pytest.mark.parametrize(("queue", "is_warned_of"), [("embde", True), ("reports", False)])
+def test_a_misspelt_queue_is_warned_of_where_other_tasks_have_no_route(
+    queue: str, is_warned_of: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Jobs of a task without a route may come by any queue."""
+    with Celery("shop", set_as_current=False) as app:
+        app.conf.task_routes = {"embed": {"queue": "embed"}}
+        for name in ("embed", "pay"):
+            app.task(name=name, shared=False, lazy=False)(pay)
+        app.amqp.queues.select([queue])
+        warn_of_unused_queues(app)
+    assert ("the nearest is embed" in caplog.text) is is_warned_of

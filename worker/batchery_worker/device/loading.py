@@ -70,6 +70,7 @@ def serve_model(
 def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json: bool) -> Model:
     check_device(device)
     started_s = time.monotonic()
+    logger.info("loading model %s on %s", name, device)
     try:
         with _without_useless_advice():
             model = make_model()
