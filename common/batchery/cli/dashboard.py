@@ -31,11 +31,8 @@ def dashboard(now: Survey, before: Survey | None = None) -> RenderableType:
             parts.append(Text(f"{name}: {figures.get('error', 'answers with something else')}"))
     parts += [Text(f"{name}: no answer", style="red") for name in silent]
     if not now.workers:
-        parts.append(
-            Text(
-                "no worker answers; start one: celery -A APP worker. One that loads its models answers soon"
-            )
-        )
+        text = "no worker answers; start one, or wait until it has loaded its models"
+        parts.append(Text(f"{text}: celery -A APP worker"))
     if now.queues:
         parts.append(queue_table(now.queues))
     if now.dead_letters:
