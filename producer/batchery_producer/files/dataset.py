@@ -16,7 +16,7 @@ from batchery_producer.files.columnar import TABLES, TableRows
 from batchery_producer.files.compression import MAGIC_BYTES, decompressed, decompression_errors
 from batchery_producer.files.journal import FinishedLines
 from batchery_producer.files.jsonl import read_lines
-from batchery_producer.files.openai_batch import RequestPicker, is_request, read_model
+from batchery_producer.files.openai_batch import RequestPicker, is_request
 from batchery_producer.files.records import Broken, Picker, Record, SeenIds
 from batchery_producer.files.rows import (
     DELIMITERS,
@@ -266,7 +266,7 @@ class Dataset:
             row = next(LINE_FORMATS["jsonl"](Lines(decompressed(raw, source.name))), None)
             if isinstance(row, Mapping) and is_request(row):
                 self.is_openai = True
-                self._settle(read_model(row))
+                self._settle(str(row["body"].get("model") or ""))
 
     def _settle(self, model: str) -> str:
         self.model = self.model or model

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from batchery.protocol.multi_item import MAX_ITEMS
 from batchery_producer.files.journal import Journal
@@ -66,9 +66,12 @@ def is_request(row: Any) -> bool:
     )
 
 
-def read_model(request: Mapping[str, Any]) -> str:
-    """Name of the model of a request; empty if it names none."""
-    return str(request["body"].get("model") or "")
+class RequestError(NamedTuple):
+    """What makes a row no request of its file: a code, a text, and the field that is wrong."""
+
+    code: str
+    text: str
+    field: str
 
 
 class RequestPicker(Picker):
@@ -84,38 +87,65 @@ class RequestPicker(Picker):
         """As `Picker.pick`; it raises nothing."""
         if not isinstance(row, Mapping):
             return self.broken(line, "a bare string; expected a request: custom_id, url, body")
-        id_ = row.get("custom_id")
-        if not isinstance(id_, str) or not id_:
-            return self.broken(line, "no custom_id, or it is not a text")
-        reason = self.used(id_, line) or self._reject(row)
+        id_, body = row.get("custom_id"), row.get("body", {})
+        error = self.find_error(line, row)
+        if error and not (isinstance(id_, str) and id_):
+            return self.broken(line, error.text)
+        reason = error.text if error else self._reject(body)
         if reason:
             return Broken(line, id_, reason, self.source)
-        items = _read_items(row["body"].get("input"))
+        items = _read_items(body.get("input"))
         item, item_count = (items[0], 0) if len(items) == 1 else (items, len(items))
-        wanted = {name: row["body"].get(name) for name in FORM}
+        wanted = {name: body.get(name) for name in FORM}
         form = {name: value for name, value in wanted.items() if value not in (None, "float")}
         return Record(line, id_, item, self.source, item_count, form or None)
 
-    def _reject(self, row: Mapping[str, Any]) -> str:
-        if not is_request(row):
-            return "no request: it needs custom_id, method, url and body"
-        body = row["body"]
-        found = read_model(row)
-        model = self.settle(found)
+    def find_error(self, line: int, row: Mapping[str, Any], url: str = URL) -> RequestError | None:
+        """What makes a row no request of its file, whatever its body asks for; remembers its id."""
+        id_, body, method = row.get("custom_id"), row.get("body"), row.get("method", "POST")
+        if not isinstance(id_, str) or not id_:
+            return RequestError("missing_custom_id", "no custom_id, or it is no text", "custom_id")
+        if not _is_unicode(id_):
+            return RequestError("invalid_custom_id", "custom_id has half a character", "custom_id")
+        if used := self.used(id_, line):
+            return RequestError("duplicate_custom_id", used, "custom_id")
+        if not isinstance(body, Mapping):
+            text = "no body, or it is no object; a request has custom_id, method, url and body"
+            return RequestError("missing_body", text, "body")
+        if method != "POST":
+            return RequestError("invalid_method", f"method {method!r:.100}: must be POST", "method")
+        if row.get("url") != url:
+            text = f"url {row.get('url')!r:.100}: must be {url}, the endpoint of the batch"
+            return RequestError("invalid_url", text, "url")
+        model = body.get("model")
+        if not isinstance(model, str) or not model:
+            return RequestError("missing_model", "no model, or it is no text", "body.model")
+        if model != (settled := self.settle(model)):
+            text = f"model {model!r:.100}, but the first request has model {settled!r:.100}"
+            return RequestError("mismatched_model", f"{text}; a batch has one model", "body.model")
+        return None
+
+    def _reject(self, body: Mapping[str, Any]) -> str:
+        """Says what a request's own body has wrong."""
         unserved = [name for name in UNSERVED if body.get(name) is not None]
         encoding, dimensions = (body.get(name) for name in FORM)
+        model, given = body["model"], body.get("input")
         clauses = (
-            (row.get("method", "POST") != "POST", f"method {row.get('method')!r}: must be POST"),
-            (row["url"] != URL, f"url {row['url']!r}: only {URL} is served"),
-            (not found, "body: no model"),
             (encoding not in (None, "float", "base64"), "encoding_format: float or base64"),
             (not _is_dimensions(dimensions), "dimensions: a whole number from 1 on"),
-            (found != model, f"model {found!r}, but the first request has model {model!r}"),
-            (not _read_items(body.get("input")), INPUT),
+            (not _read_items(given), INPUT),
             (bool(unserved), f"{', '.join(unserved)}: not served in batch files; leave it out"),
-            (has_ids(body.get("input")) and not self.is_own_name(found), ALIAS_IDS.format(found)),
+            (has_ids(given) and not self.is_own_name(model), ALIAS_IDS.format(model)),
         )
         return next((reason for holds, reason in clauses if holds), "")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_items(given: Any) -> list[Any]:

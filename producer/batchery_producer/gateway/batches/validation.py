@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
+from batchery_producer.files.openai_batch import RequestError, RequestPicker
 from batchery_producer.files.records import SeenIds
 from batchery_producer.files.rows import InvalidLine, JsonRows, Lines
 from batchery_producer.gateway.batches.records import MAX_REQUESTS, BatchError, Slice
@@ -60,7 +61,17 @@ def validated(
     found = Validated()
     named: str | None = None
     jobs = SLICE_JOBS
+
+    def settle(name: str) -> str:
+        nonlocal named
+        if named is None:
+            named = name
+            found.model = find_model(name)
+        return named
+
     with SeenIds() as seen:
+        picker = RequestPicker(None, None, seen)
+        picker.settle = settle
         for start, line, row in _rows(file):
             look()
             found.requests += 1
@@ -72,15 +83,7 @@ def validated(
                 text = f"more than {MAX_REQUESTS:,} requests; send several batches"
                 found.errors = [BatchError(code="too_many_requests", message=text)]
                 break
-            error = row if isinstance(row, BatchError) else _error_in(row, line, endpoint)
-            if error is None and not isinstance(row, BatchError):
-                first_line = seen.first_line(row["custom_id"], 0, line)[1]
-                name = str(row["body"]["model"])
-                if named is None:
-                    named = name
-                    found.model, error = _model(name, line, find_model)
-                else:
-                    error = _clash(line, first_line, name, named)
+            error = _find_error(picker, line, row, endpoint)
             if error is not None and len(found.errors) < MAX_ERRORS:
                 found.errors.append(error)
     if not found.requests:
@@ -116,54 +119,18 @@ def _count_jobs(row: Mapping[str, Any] | BatchError) -> int:
     return -(-len(given) // ITEMS_PER_JOB) if isinstance(given, list) and given else 1
 
 
-def _error_in(row: Mapping[str, Any], line: int, endpoint: str) -> BatchError | None:
-    """What makes a row no request of this batch."""
-    id_, body = row.get("custom_id"), row.get("body")
-    if not isinstance(id_, str) or not id_:
-        return _bad(line, "missing_custom_id", "no custom_id, or it is no text", "custom_id")
-    if not _is_unicode(id_):
-        return _bad(line, "invalid_custom_id", "custom_id has half a character", "custom_id")
-    if row.get("method") != "POST":
-        text = f"method {row.get('method')!r:.100}: must be POST"
-        return _bad(line, "invalid_method", text, "method")
-    if row.get("url") != endpoint:
-        text = f"url {row.get('url')!r:.100}: must be {endpoint}, the endpoint of the batch"
-        return _bad(line, "invalid_url", text, "url")
-    if not isinstance(body, Mapping):
-        return _bad(line, "missing_body", "no body, or it is no object", "body")
-    if not isinstance(body.get("model"), str) or not body["model"]:
-        return _bad(line, "missing_model", "no model, or it is no text", "body.model")
-    return None
-
-
-def _model(
-    name: str, line: int, find_model: Callable[[str], str]
-) -> tuple[str | None, BatchError | None]:
+def _find_error(
+    picker: RequestPicker, line: int, row: Mapping[str, Any] | BatchError, endpoint: str
+) -> BatchError | None:
+    if isinstance(row, BatchError):
+        return row
     try:
-        return find_model(name), None
+        error = picker.find_error(line, row, endpoint)
     except Problem as problem:
-        return None, _bad(line, "model_not_found", problem.message, "body.model")
-
-
-def _clash(line: int, first_line: int, name: str, named: str) -> BatchError | None:
-    """What makes a request unfit for those before it."""
-    if first_line != line:
-        text = f"custom_id is that of line {first_line} already; each request needs its own"
-        return _bad(line, "duplicate_custom_id", text, "custom_id")
-    if name != named:
-        text = f"model {name!r:.100}, but the first request has {named!r:.100}; send two batches"
-        return _bad(line, "mismatched_model", text, "body.model")
-    return None
+        error = RequestError("model_not_found", problem.message, "body.model")
+    return _bad(line, *error) if error else None
 
 
 def _bad(line: int, code: str, text: str, param: str | None = None) -> BatchError:
     message = text.encode(errors="replace").decode()
     return BatchError(code=code, line=line, message=message, param=param)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -81,8 +81,13 @@ def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Pa
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        (request(2, url="x") | {"url": "/v1/chat/completions"}, "only /v1/embeddings is served"),
+        (
+            request(2, url="x") | {"url": "/v1/chat/completions"},
+            "must be /v1/embeddings, the endpoint of the batch",
+        ),
         (request(2) | {"method": "GET"}, "method 'GET': must be POST"),
+        (request(2) | {"custom_id": "\ud800"}, "custom_id has half a character"),
+        (request(2, model=""), "no model, or it is no text"),
         (request(2, model="other"), "model 'other', but the first request has model 'embed'"),
         (request(2, encoding_format="hex"), "encoding_format: float or base64"),
         (request(2, []), "input must be a text or token ids, or a list of 1 to 10,000 of them"),
@@ -93,8 +98,8 @@ def test_rows_in_another_form_or_with_a_named_field_are_no_requests(tmp_path: Pa
         (request(2, dimensions=0), "dimensions: a whole number from 1 on"),
         (request(2, dimensions="8"), "dimensions: a whole number from 1 on"),
         (request(1), "the id is already used in line 1"),
-        ({"custom_id": "x"}, "no request: it needs custom_id, method, url and body"),
-        ({"custom_id": 5}, "no custom_id, or it is not a text"),
+        ({"custom_id": "x"}, "no body, .* a request has custom_id, method, url and body"),
+        ({"custom_id": 5}, "no custom_id, or it is no text"),
         ("bare", "a bare string; expected a request"),
     ],
 )

@@ -1,9 +1,12 @@
 import json
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.records import Broken
 from batchery_producer.gateway.batches import validation
 from batchery_producer.gateway.batches.validation import MAX_ERRORS, Validated, validated
 from batchery_producer.gateway.problems import Kind, Problem
@@ -43,7 +46,7 @@ def test_good_file_has_a_model_and_no_errors() -> None:
         (request(None), "missing_custom_id", "no custom_id"),
         (request(7), "missing_custom_id", "no custom_id"),
         (b'{"custom_id": "\\ud800"}', "invalid_custom_id", "half a character"),
-        (request("a"), "duplicate_custom_id", "that of line 1"),
+        (request("a"), "duplicate_custom_id", "already used in line 1"),
         (request("b", method="GET"), "invalid_method", "'GET': must be POST"),
         (request("b", url="/v1/completions"), "invalid_url", "must be /v1/embeddings"),
         (request("b", body=[]), "missing_body", "no body"),
@@ -56,6 +59,36 @@ def test_line_that_is_no_request_of_the_batch_is_told(row: Any, code: str, text:
     (error,) = found.errors
     assert (error.line, error.code, found.requests) == (2, code, 3)
     assert text in error.message
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        request("a"),
+        request(None),
+        request("\ud800"),
+        request("b", method="GET"),
+        request("b", url="/v1/completions"),
+        request("b", url="x" * 1000),
+        request("b", body=[]),
+        request("b", body={"input": "a"}),
+        request("b", body={"model": 7, "input": "a"}),
+        request("b", body={"model": "embed", "input": "a"}),
+    ],
+)
+def test_gateway_and_submit_find_the_same_wrong_and_word_it_alike(row: Any, tmp_path: Path) -> None:
+    rows = [request("a"), row]
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    _, broken = Dataset(file)
+    assert isinstance(broken, Broken)
+    assert [each.message for each in check(*rows).errors] == [broken.reason]
+
+
+def test_a_request_without_a_method_is_one_of_post() -> None:
+    row = request("a")
+    del row["method"]
+    assert check(row).errors == []
 
 
 def test_what_only_the_body_has_wrong_is_no_error_of_the_file() -> None:
