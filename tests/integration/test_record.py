@@ -51,14 +51,25 @@ def record(redis_url: str) -> Iterator[StartRecording]:
         yield begin
 
 
-def end(process: "subprocess.Popen[str]", path: Path, jobs: int) -> str:
+def end(
+    process: "subprocess.Popen[str]", path: Path, jobs: int, signum: int = signal.SIGINT
+) -> str:
     """Ends a recording by Ctrl-C once it has so many jobs; returns what it says."""
     # Its last look may find a worker that does not answer in time.
     wait_for(lambda: path.read_text().count("\n") == jobs, "the jobs are in the trace")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signum)
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     return out
+
+
+def test_sigterm_ends_a_recording_as_ctrl_c_does(
+    worker: Worker, record: StartRecording, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    process = record(path)
+    shop.shout.delay("one").get(timeout=TIMEOUT_S)
+    assert "1 job recorded in " in end(process, path, 1, signal.SIGTERM)
 
 
 def test_recorded_jobs_can_be_simulated(

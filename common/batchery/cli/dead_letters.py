@@ -8,15 +8,13 @@ from datetime import UTC, datetime
 from typing import Any, NoReturn
 
 import click
-import redis
 from celery import Celery
-from kombu.exceptions import OperationalError
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from batchery.cli.app import app_options, check_broker, load_app
-from batchery.errors import RedisUnavailable, SettingsError
+from batchery.cli.console import broker_errors, render
+from batchery.errors import SettingsError
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 
 #: Exit code if a named dead letter does not exist.
@@ -149,17 +147,14 @@ def opened(app: Celery) -> Iterator[DeadLetters]:
         RedisUnavailable: The broker does not answer, at first or later.
         SettingsError: The broker is not a Redis.
     """
-    try:
-        check_broker(app)
-        with app.connection_for_read() as connection:
-            letters = DeadLetters.of(connection)
-            if letters is None:
-                raise SettingsError(
-                    f"dead letters are kept in Redis, but the broker is {connection.as_uri()}"
-                )
-            yield letters
-    except (OperationalError, redis.RedisError, OSError) as error:
-        raise RedisUnavailable(f"the broker does not answer: {error}; is it up?") from error
+    check_broker(app)
+    with broker_errors(), app.connection_for_read() as connection:
+        letters = DeadLetters.of(connection)
+        if letters is None:
+            raise SettingsError(
+                f"dead letters are kept in Redis, but the broker is {connection.as_uri()}"
+            )
+        yield letters
 
 
 def draw(letters: Sequence[DeadLetter]) -> str:
@@ -170,13 +165,7 @@ def draw(letters: Sequence[DeadLetter]) -> str:
     for letter in letters:
         cells = (letter.queue, letter.task or "-", letter.id or "-", letter.reason)
         table.add_row(letter.token, moment(letter.died_s), *map(printable, cells))
-    console = Console(markup=False, highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, TABLE_WIDTH)
-    with console.capture() as capture:
-        console.print(table)
-    # Tables are padded with spaces, which are a nuisance in a file or a mail.
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+    return render(table, TABLE_WIDTH)
 
 
 def describe(letter: DeadLetter, message: bytes) -> str:

@@ -8,11 +8,9 @@ from typing import Any
 import click
 from celery import Celery
 from celery.app.control import flatten_reply
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
 
 from batchery.cli.app import app_options, check_backend, check_broker, load_app, timeout_option
-from batchery.errors import RedisUnavailable
+from batchery.cli.console import broker_errors
 
 #: Exit codes of `batchery explain`.
 SUCCEEDED, FAILED, UNFINISHED, UNKNOWN = 0, 1, 3, 4
@@ -180,7 +178,7 @@ def find(app: Celery, task_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> JobS
         StartError: The broker is not a Redis, and does not answer.
     """
     check_backend(app)
-    try:
+    with broker_errors("Redis"):
         stored = app.backend.get_task_meta(task_id)
         if stored["status"] != "PENDING":
             return from_result(task_id, stored)
@@ -189,5 +187,3 @@ def find(app: Celery, task_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> JobS
             "query_task", arguments={"ids": [task_id]}, reply=True, timeout=timeout_s
         )
         return from_workers(task_id, flatten_reply(replies or []))
-    except (OperationalError, RedisError, OSError) as error:
-        raise RedisUnavailable(f"Redis does not answer: {error}; is it up?") from error

@@ -6,15 +6,12 @@ from dataclasses import asdict, dataclass
 
 import click
 from celery import Celery
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
+from batchery.cli.console import broker_errors, render
 from batchery.cli.registered import Registered, aliases_in, registered_tasks
-from batchery.errors import RedisUnavailable
 
 #: How long workers may take to answer, in seconds.
 ANSWER_TIMEOUT_S = 1.0
@@ -104,10 +101,8 @@ def models(
 
 def _ask(app: Celery, timeout_s: float) -> Registered:
     check_broker(app)
-    try:
+    with broker_errors():
         return registered_tasks(app, FIELDS, timeout_s)
-    except (OperationalError, RedisError, OSError) as error:
-        raise RedisUnavailable(f"the broker does not answer: {error}; is it up?") from error
 
 
 def draw(tasks: Sequence[ServedTask]) -> str:
@@ -116,7 +111,4 @@ def draw(tasks: Sequence[ServedTask]) -> str:
     for each in tasks:
         queue = each.queue or "routed"
         table.add_row(each.task, each.kind, queue, ", ".join(each.aliases), ", ".join(each.workers))
-    console = Console()
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")
+    return render(table)

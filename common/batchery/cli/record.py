@@ -1,7 +1,6 @@
 """`batchery stats --record`: writes the jobs of live workers to a file, as a trace."""
 
 import json
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +9,11 @@ from typing import Any, TextIO
 
 import click
 from celery import Celery
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
 from rich.live import Live
 from rich.text import Text
 
 from batchery.cli.app import check_broker
+from batchery.cli.console import AWAY, Interrupt
 from batchery.cli.recording import Recording
 from batchery.cli.survey import WorkerDirectory, queue_depths
 from batchery.errors import StartError
@@ -29,9 +27,6 @@ MAX_LAST_LOOKS = 10
 
 #: Exit code if no worker answered at all.
 NO_WORKER = 1
-
-#: What a broker that is away raises.
-AWAY = (OperationalError, RedisError, OSError)
 
 
 def record(app: Celery, path: Path, *, overwrite: bool, as_json: bool, timeout_s: float) -> int:
@@ -53,7 +48,7 @@ def record(app: Celery, path: Path, *, overwrite: bool, as_json: bool, timeout_s
             be written.
     """
     check_broker(app)
-    with _trace_file(path, overwrite) as file, _until_ctrl_c() as ends:
+    with _trace_file(path, overwrite) as file, Interrupt() as ends:
         recorder = _Recorder(app, file, path, timeout_s)
         if as_json:
             recorder.follow(ends, lambda _: None)
@@ -234,21 +229,3 @@ def _write_errors(path: Path) -> Iterator[None]:
         raise StartError(
             f"{path}: cannot be written any more: {error.strerror}; it has the jobs until now"
         ) from None
-
-
-@contextmanager
-def _until_ctrl_c() -> Iterator[Callable[[], bool]]:
-    """Notes the first Ctrl-C, which ends a recording in order; a second one ends the command."""
-    came = False
-
-    def note(*_: object) -> None:
-        nonlocal came
-        if came:
-            raise KeyboardInterrupt
-        came = True
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield lambda: came
-    finally:
-        signal.signal(signal.SIGINT, before)

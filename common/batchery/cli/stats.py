@@ -1,18 +1,15 @@
 """`batchery stats`: figures of all workers' batches, live."""
 
 import json
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import click
 from celery import Celery
-from rich.console import Console
 from rich.live import Live
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
+from batchery.cli.console import Interrupt, render
 from batchery.cli.dashboard import dashboard
 from batchery.cli.record import record
 from batchery.cli.survey import Survey, WorkerDirectory, survey
@@ -98,33 +95,12 @@ def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_
     check_broker(app)
     if once:
         return _show_once(app, as_json, timeout_s)
-    with _ctrl_c() as check:
+    with Interrupt(at_once=True) as interrupt:
         if as_json:
-            _print_lines(app, timeout_s, check)
+            _print_lines(app, timeout_s, interrupt)
         else:
-            _live(app, timeout_s, check)
+            _live(app, timeout_s, interrupt)
     return 0
-
-
-@contextmanager
-def _ctrl_c() -> Iterator[Callable[[], None]]:
-    """Remembers Ctrl-C, because Python drops a KeyboardInterrupt that is raised in a destructor."""
-    came = False
-
-    def note(*_: object) -> None:
-        nonlocal came
-        came = True
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if came:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
@@ -135,36 +111,28 @@ def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
     if as_json:
         click.echo(json.dumps(second.report(first)))
     else:
-        _print_tables(second, first)
+        click.echo(render(dashboard(second, first)))
     return 0 if any("batches" in figures for figures in second.workers.values()) else NO_WORKER
 
 
-def _print_tables(now: Survey, before: Survey) -> None:
-    console = Console()
-    with console.capture() as capture:
-        console.print(dashboard(now, before))
-    # Tables are padded with spaces, which are a nuisance in a file or a mail.
-    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n"))
-
-
-def _print_lines(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
+def _print_lines(app: Celery, timeout_s: float, interrupt: Interrupt) -> None:
     before: Survey | None = None
     directory = WorkerDirectory(app)
     while True:
         next_s = time.monotonic() + timeout_s
         now = survey(directory, app, timeout_s)
-        check()
+        interrupt.check()
         click.echo(json.dumps(now.report(before)))
         before = now
         time.sleep(max(0.0, next_s - time.monotonic()))
 
 
-def _live(app: Celery, timeout_s: float, check: Callable[[], None]) -> None:
+def _live(app: Celery, timeout_s: float, interrupt: Interrupt) -> None:
     before: Survey | None = None
     directory = WorkerDirectory(app)
     with Live("asking the workers ...", auto_refresh=False) as live:
         while True:
-            check()
+            interrupt.check()
             next_s = time.monotonic() + timeout_s
             try:
                 now = survey(directory, app, timeout_s)

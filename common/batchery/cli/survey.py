@@ -7,11 +7,9 @@ from typing import Any
 
 from celery import Celery
 from celery.app.control import flatten_reply
-from kombu.exceptions import OperationalError
-from redis.exceptions import RedisError
 
+from batchery.cli.console import broker_errors
 from batchery.cli.registered import parse_registered
-from batchery.errors import RedisUnavailable
 from batchery.queue_limits import Waiting, look_into
 from batchery.settings import LOWEST_PRIORITY
 from batchery.transport.dead_letters import DeadLetters
@@ -149,7 +147,7 @@ def survey(
     Raises:
         RedisUnavailable: The broker does not answer.
     """
-    try:
+    with broker_errors():
         workers = directory.ask(timeout_s)
         names = {name for figures in workers.values() for name in figures.get("queues", ())}
         names.update(queues)
@@ -160,8 +158,6 @@ def survey(
             dead_letters(app),
             {name: each.oldest_s for name, each in waiting.items()},
         )
-    except (OperationalError, RedisError, OSError) as error:
-        raise RedisUnavailable(f"the broker does not answer: {error}; is it up?") from error
 
 
 def waiting_in(app: Celery, names: set[str]) -> dict[str, Waiting]:

@@ -1,19 +1,19 @@
 """`batchery submit`: the command around `submit_file`."""
 
 import json
-import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, Self
+from typing import Any
 
 import click
 from rich.console import Console
 
 from batchery.cli.app import app_options, load_app
+from batchery.cli.console import Interrupt
 from batchery.cli.main import main, one_line_errors
 from batchery_producer.cli.dry_run import describe_dry_run, try_file
 from batchery_producer.cli.progress import LineDisplay, LiveDisplay, display_on
@@ -24,8 +24,6 @@ from batchery_producer.run.summary import Ending, Summary, duration
 
 #: Maximum number of characters of a failure's reason in the summary.
 REASON_CHARS = 300
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 HELP = """Submit every row of SOURCE as one job, and write every result to a file.
 
@@ -54,34 +52,6 @@ Exit codes:
   3    gave up: no result for --timeout, or Redis stayed away for two minutes
   130  interrupted
 """
-
-
-class Interrupt:
-    """Notes SIGINT and SIGTERM while entered; a call returns whether one came. Main thread only.
-
-    The handler only sets a flag, because it may interrupt any code, even while it holds a lock.
-    """
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._before: Mapping[signal.Signals, Any] = {}
-
-    def __call__(self) -> bool:
-        """Whether a signal came."""
-        return self._asked
-
-    def __enter__(self) -> Self:
-        self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
-
-    def _note(self, *_: object) -> None:
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
 
 
 def _keywords(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from batchery.cli.main import one_line_errors
 from batchery.errors import StartError
 from batchery.results import to_numpy
 from batchery_worker.cli.tune import paragraphs
@@ -158,23 +159,19 @@ def main() -> None:
     console = Console(highlight=False)
     console.print("Starting Redis, a worker with MiniLM, and Flower ...")
     environment = {"BATCHERY_MODELS": json.dumps(MODELS)}
-    try:
-        with (
-            tempfile.TemporaryDirectory(prefix="batchery-demo-") as folder,
-            Stack(environment=environment) as stack,
-        ):
-            won = demo(console, Path(folder), stack, paragraphs()[: options.limit])
-            if stack.flower_url:
-                console.print(f"Flower saw every job: {stack.flower_url}/tasks")
-            if options.keep:
-                console.print(f"Redis: {stack.redis_url}\nCtrl-C stops everything.")
-                stack.wait()
-            elif stack.flower_url:
-                console.print("`make demo KEEP=1` leaves everything up.")
-    except StartError as error:
-        sys.exit(f"demo: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    with (
+        one_line_errors(),
+        tempfile.TemporaryDirectory(prefix="batchery-demo-") as folder,
+        Stack(environment=environment) as stack,
+    ):
+        won = demo(console, Path(folder), stack, paragraphs()[: options.limit])
+        if stack.flower_url:
+            console.print(f"Flower saw every job: {stack.flower_url}/tasks")
+        if options.keep:
+            console.print(f"Redis: {stack.redis_url}\nCtrl-C stops everything.")
+            stack.wait()
+        elif stack.flower_url:
+            console.print("`make demo KEEP=1` leaves everything up.")
     if not won:
         sys.exit("demo: batches did not win")
 

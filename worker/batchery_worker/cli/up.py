@@ -16,6 +16,7 @@ from rich.text import Text
 
 from batchery.announcement import Announcement, announce
 from batchery.cli.app import DEFAULT_APP
+from batchery.cli.console import Interrupt
 from batchery.cli.redis_check import masked
 from batchery.errors import SettingsError
 from batchery.settings import Settings
@@ -112,7 +113,7 @@ def up(
         on_line=printer,
         start_timeout_s=settings.device_start_timeout_s + 60,
     )
-    with interruptible(), stack:
+    with Interrupt(signal.SIGHUP, at_once=True), stack:
         try:
             tasks = stack.remote.tasks()
             with (
@@ -251,20 +252,6 @@ def summary(stack: Stack, app: str, tasks: Mapping[str, str | None], *, private:
         # Lines of their own, to be copied into another terminal.
         lines += [Text(f"export {name}={url}") for name in names]
     return Text("\n").join([Text(), *lines, Text()])
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Within it SIGTERM and the terminal's end do what Ctrl-C does: raise KeyboardInterrupt."""
-    signals = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # Else it was started with nohup.
-        signals.append(signal.SIGHUP)
-    before = {signum: signal.signal(signum, signal.default_int_handler) for signum in signals}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
 
 
 @contextlib.contextmanager

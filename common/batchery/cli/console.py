@@ -1,0 +1,90 @@
+"""What commands have in common: signals, a broker that is away, and tables as text."""
+
+import signal
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
+
+from kombu.exceptions import OperationalError
+from redis.exceptions import RedisError
+
+from batchery.errors import RedisUnavailable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+#: What a broker that is away raises.
+AWAY = (OperationalError, RedisError, OSError)
+
+
+@contextmanager
+def broker_errors(server: str = "the broker") -> Iterator[None]:
+    """Raises the errors of a server that is away as `RedisUnavailable`."""
+    try:
+        yield
+    except AWAY as error:
+        raise RedisUnavailable(f"{server} does not answer: {error}; is it up?") from error
+
+
+class Interrupt:
+    """Notes SIGINT and SIGTERM while entered; a call returns whether one came. Main thread only.
+
+    The handler of the first one only sets a flag, as it may interrupt any code, even while that
+    holds a lock. The second one raises `KeyboardInterrupt`.
+    """
+
+    def __init__(self, *more: signal.Signals, at_once: bool = False) -> None:
+        """Handles nothing yet.
+
+        Args:
+            more: Other signals that do the same, unless they are ignored, as SIGHUP is by nohup.
+            at_once: Raise `KeyboardInterrupt` at the first one, too. Loops `check` all the same:
+                Python drops what is raised in a destructor.
+        """
+        taken = (each for each in more if signal.getsignal(each) != signal.SIG_IGN)
+        self._signals = (signal.SIGINT, signal.SIGTERM, *taken)
+        self._at_once = at_once
+        self._came = False
+        self._before: Mapping[signal.Signals, Any] = {}
+
+    def __call__(self) -> bool:
+        """Whether a signal came."""
+        return self._came
+
+    def __enter__(self) -> Self:
+        self._before = {each: signal.signal(each, self._note) for each in self._signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
+
+    def check(self) -> None:
+        """Raises `KeyboardInterrupt` if a signal came."""
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _note(self, *_: object) -> None:
+        must_raise = self._came or self._at_once
+        self._came = True
+        if must_raise:
+            raise KeyboardInterrupt
+
+
+def render(drawing: "RenderableType", least_width: int = 0) -> str:
+    """Makes text of a table or the like.
+
+    Args:
+        drawing: Names of others in it are taken literally.
+        least_width: Its width without a terminal, in characters.
+    """
+    # Clients survey queues without a console, so they do not wait for this import.
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, least_width)
+    with console.capture() as capture:
+        console.print(drawing)
+    # Tables are padded with spaces, which are a nuisance in a file or a mail.
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()).strip("\n")

@@ -1,0 +1,52 @@
+import signal
+
+import pytest
+from redis.exceptions import ConnectionError as NoConnection
+from rich.table import Table
+
+from batchery import RedisUnavailable
+from batchery.cli.console import Interrupt, broker_errors, render
+
+
+def test_broker_that_is_away_is_named_with_what_to_look_at() -> None:
+    told = r"^the broker does not answer: refused; is it up\?$"
+    with pytest.raises(RedisUnavailable, match=told), broker_errors():
+        raise NoConnection("refused")
+
+
+def test_first_signal_is_noted_and_the_second_one_raises() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupt() as interrupt:
+        assert not interrupt()
+        signal.raise_signal(signal.SIGTERM)
+        assert interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_signal_that_raises_at_once_is_noted_if_python_drops_the_error() -> None:
+    with Interrupt(signal.SIGHUP, at_once=True) as interrupt:
+        interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.check()
+
+
+def test_signal_that_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt(signal.SIGHUP) as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupt()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_names_of_others_are_no_markup_and_lines_have_no_spaces_at_their_end() -> None:
+    table = Table("name")
+    table.add_row("[bold]x[/nothing]")
+    text = render(table, 100)
+    assert "[bold]x[/nothing]" in text
+    assert text.splitlines() == [line.rstrip() for line in text.strip("\n").splitlines()]
