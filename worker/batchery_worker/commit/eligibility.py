@@ -17,7 +17,7 @@ from batchery_worker.commit import sentry
 from batchery_worker.commit.listeners import Listeners
 from batchery_worker.commit.stored_form import ALWAYS_STORED, only_celery_stores, stored_fields
 from batchery_worker.ipc.commit_context import CommitContext, JobCommit
-from batchery_worker.ipc.values import is_portable
+from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store
 from batchery_worker.task_call import TaskCall
@@ -163,7 +163,7 @@ class CommitEligibility:
             call.message, ignores_result=bool(task.ignore_result), extended=self._extended
         )
         odd = fields and not ALWAYS_STORED.isdisjoint(fields)
-        if odd or not is_portable((fields or {}).values()):
+        if odd or why_unportable((fields or {}).values()):
             call.tracer_reason = ODD_FIELDS
             return None
         return token, round((dispatched_s - job.arrived_s) * 1e3, 3), fields

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kombu.utils import json
@@ -14,7 +14,7 @@ from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
 from batchery_worker.ipc.commit_context import CachePolicy
 from batchery_worker.ipc.messages import dump_context
-from batchery_worker.ipc.values import check_portable
+from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import BatchKey, Job, Lane, Limits, TimeLimits
 from batchery_worker.task_call import TaskCall
 
@@ -90,12 +90,17 @@ class Admission:
         argument = only_item(task.name, message.get("args") or ())
         header = message.get(HEADER)
         call.items, call.is_multi_item = multi_item.read_items(argument, header)
-        _check_portable(call.items, message.get("kwargs"))
+        keywords = message.get("kwargs")
+        if reason := why_unportable([*call.items, keywords] if keywords else call.items):
+            raise InvalidItem(
+                f"the job cannot be handed to a device: {reason};"
+                " send plain data, not nested by the hundreds"
+            )
         if needs_context(task):
             call.context = _context(message, call.request and call.request.embed)
         return Job(
             id=call.task_id,
-            key=BatchKey(task.name, _encode(message.get("kwargs")), time_limits),
+            key=BatchKey(task.name, _encode(keywords), time_limits),
             limits=self.limits(task),
             items=len(call.items),
             arrived_s=now_s,
@@ -128,21 +133,6 @@ def _context(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> byt
         return dump_context({**embed, **message} if embed and follows else message)
     except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
         raise InvalidItem(f"the headers cannot be handed to a device: {error}") from None
-
-
-def _check_portable(items: Sequence[Any], keywords: Mapping[str, Any] | None) -> None:
-    """Refuses what cannot be handed to a device.
-
-    Raises:
-        InvalidItem: The items or keywords cannot be pickled.
-    """
-    try:
-        check_portable([*items, keywords] if keywords else items)
-    except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
-        raise InvalidItem(
-            f"the job cannot be handed to a device: {error};"
-            " send plain data, not nested by the hundreds"
-        ) from None
 
 
 def _encode(keywords: Mapping[str, Any] | None) -> str:

@@ -99,29 +99,29 @@ def dump_reply(reply: BatchReply) -> bytes:
 
 def sendable_error(name: str, error: Exception) -> Exception:
     """An error of the start that the parent can read."""
-    return error if _travels(error) else ModelLoadError(f"{name}: {type(error).__name__}: {error}")
+    if _why_stuck(error) is None:
+        return error
+    return ModelLoadError(f"{name}: {type(error).__name__}: {error}")
 
 
 def _sendable_failure(failed: Failed) -> Failed:
-    if _travels(failed):
+    if _why_stuck(failed) is None:
         return failed
     error = failed.exception
     return replace(failed, error=ItemFailed(f"{type(error).__name__}: {error}"))
 
 
 def _sendable(outcome: Any) -> Any:
-    try:
-        dump(outcome)
-    except Exception as error:  # noqa: BLE001 - as above
-        text = f"the result is a {type(outcome).__name__} that cannot be pickled ({error})"
-        return Failed(UnserialisableResult(text))
-    return outcome
+    if (error := _why_stuck(outcome)) is None:
+        return outcome
+    text = f"the result is a {type(outcome).__name__} that cannot be pickled ({error})"
+    return Failed(UnserialisableResult(text))
 
 
-def _travels(value: Any) -> bool:
-    """Whether a value survives: some exceptions can be pickled, and not read."""
+def _why_stuck(value: Any) -> Exception | None:
+    """What a value raises on its way: some exceptions can be pickled, and not read."""
     try:
         load(dump(value))
-    except Exception:  # noqa: BLE001 - as above
-        return False
-    return True
+    except Exception as error:  # noqa: BLE001 - as above
+        return error
+    return None

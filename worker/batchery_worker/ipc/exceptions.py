@@ -77,5 +77,5 @@ def _find(module: str, name: str) -> Any:
 def _is_small(value: Any) -> bool:
     try:
         return is_plain(value) and len(marshal.dumps(value)) <= MAX_ATTRIBUTE_BYTES
-    except (RecursionError, ValueError):
+    except ValueError:  # It is nested more deeply than marshal takes.
         return False

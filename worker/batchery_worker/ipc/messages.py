@@ -8,7 +8,6 @@ carries only plain data, so no result of a model can make the main process impor
 import marshal
 import pickle
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,21 +199,14 @@ def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:
         return "reject", None if reason is None else str(reason), bool(requeue)
     if isinstance(outcome, Ignore):
         return "ignore", str(outcome)
-    try:
-        # marshal itself would accept more: code objects, sets, and objects with a buffer, such as a
-        # numpy scalar, which it would turn into bytes.
-        plain = is_plain(outcome)
-    except RecursionError:
-        plain = False
-    return ("value", outcome) if plain else _encode_as_json(outcome, backend)
+    # marshal itself would accept more: code objects, sets, and objects with a buffer, such as a
+    # numpy scalar, which it would turn into bytes.
+    return ("value", outcome) if is_plain(outcome) else _encode_as_json(outcome, backend)
 
 
 def sendable(outcome: Any) -> Any:
     """The outcome of one item of a multi-item job; a failure if JSON cannot write it."""
-    with suppress(RecursionError):
-        if is_plain(outcome):
-            return outcome
-    return read_back(outcome)
+    return outcome if is_plain(outcome) else read_back(outcome)
 
 
 def _encode_signature(outcome: Replace, backend: Any) -> tuple[Any, ...]:

@@ -30,16 +30,12 @@ ALWAYS_PORTABLE_TYPES = {str, bytes, int, float, bool, type(None)}
 #: Maximum size of a character in JSON: two escapes, of half a surrogate pair each.
 CHARACTER_BYTES = 12
 
-#: Levels of nesting that `check_portable` adds: more than the message to the device adds.
+#: Levels of nesting that `why_unportable` adds: more than the message to the device adds.
 EXTRA_LEVELS = 20
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is lists and dictionaries of JSON's own types, all the way down.
-
-    Raises:
-        RecursionError: It is nested too deeply to say.
-    """
+    """Whether a value is lists and dictionaries of JSON's own types, not nested too deeply."""
     kind = type(value)
     if kind is dict:
         return set(map(type, value)) <= {str} and is_plain(list(value.values()))
@@ -51,7 +47,10 @@ def is_plain(value: Any) -> bool:
     kinds = set(map(type, value))
     if kinds == {int}:
         return bool(min(value) > -MAX_PLAIN_INT and max(value) < MAX_PLAIN_INT)
-    return kinds <= _ATOMS or all(map(is_plain, value))
+    try:
+        return kinds <= _ATOMS or all(map(is_plain, value))
+    except RecursionError:
+        return False
 
 
 def plain_json(value: Any) -> bytes:
@@ -118,24 +117,15 @@ def joined(parts: Sequence[Encoded]) -> Encoded:
     return Encoded(b"[%b]" % b",".join(part.json for part in parts))
 
 
-def check_portable(values: Iterable[Any]) -> None:
-    """Checks that values can be pickled, by doing it.
-
-    Raises:
-        Exception: They cannot; pickle or the values' own code may raise anything.
-    """
+def why_unportable(values: Iterable[Any]) -> str:
+    """Why values cannot be pickled, found by doing it; empty if they can."""
     wrapped: Any = list(values)
     if set(map(type, wrapped)) <= ALWAYS_PORTABLE_TYPES:
-        return
+        return ""
     for _ in range(EXTRA_LEVELS):
         wrapped = [wrapped]
-    pickle.dumps(wrapped, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def is_portable(values: Iterable[Any]) -> bool:
-    """Whether values can be pickled."""
     try:
-        check_portable(values)
-    except Exception:  # noqa: BLE001 - the values' own code may raise anything
-        return False
-    return True
+        pickle.dumps(wrapped, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - the values' own code may raise anything
+        return str(error) or type(error).__name__
+    return ""

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,6 +101,14 @@ def test_values_of_json_s_own_types_are_plain(value: Any) -> None:
     ids=repr,
 )
 def test_values_of_other_types_are_not_plain(value: Any) -> None:
+    assert not is_plain(value)
+
+
+@pytest.mark.parametrize("outer", [lambda inner: [inner], lambda inner: {"key": inner}])
+def test_values_nested_too_deeply_are_not_plain(outer: Callable[[Any], Any]) -> None:
+    value: Any = "inner"
+    for _ in range(100_000):
+        value = outer(value)
     assert not is_plain(value)
 
 
