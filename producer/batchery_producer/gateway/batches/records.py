@@ -3,7 +3,7 @@
 import secrets
 import time
 from enum import StrEnum
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -179,6 +179,25 @@ class Slice(NamedTuple):
 
     offset: int
     lines: int
+
+
+Kept = TypeVar("Kept", FileObject, BatchObject)
+
+
+class ObjectPage(BaseModel, Generic[Kept]):
+    """A page of a list."""
+
+    object: Literal["list"] = "list"
+    data: list[Kept]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, data: list[Kept], *, has_more: bool) -> Self:
+        """The page with these."""
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
 
 
 class BatchRecord(BaseModel):

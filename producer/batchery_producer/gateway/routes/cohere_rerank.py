@@ -11,6 +11,7 @@ from starlette.responses import Response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import expected
+from batchery_producer.gateway.routes.openai_embeddings import Usage
 from batchery_producer.gateway.routes.shared import (
     best_first,
     json_response,
@@ -88,13 +89,6 @@ class CohereMeta(BaseModel):
     tokens: InputTokens
 
 
-class JinaUsage(BaseModel):
-    """Tokens that were read, as Jina tells."""
-
-    total_tokens: int
-    prompt_tokens: int
-
-
 class RerankResponse(BaseModel):
     """The documents, the best first: the fields of Cohere's answer, and of Jina's."""
 
@@ -103,7 +97,7 @@ class RerankResponse(BaseModel):
     model: str
     results: list[RerankedDocument]
     meta: CohereMeta
-    usage: JinaUsage
+    usage: Usage
 
 
 @router.post("/v1/rerank", response_model=RerankResponse)

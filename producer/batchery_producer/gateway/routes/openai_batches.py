@@ -2,19 +2,23 @@
 
 import re
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
-from pydantic import BaseModel, Field, field_validator
+from pydantic import Field, field_validator
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
 
 from batchery_producer.gateway.batches.files import get_owner
-from batchery_producer.gateway.batches.records import BATCH_ID, BatchObject, ExpiresAfter, Metadata
+from batchery_producer.gateway.batches.records import (
+    BATCH_ID,
+    BatchObject,
+    BatchRecord,
+    ExpiresAfter,
+    Metadata,
+    ObjectPage,
+)
 from batchery_producer.gateway.batches.validation import ENDPOINTS
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
-from batchery_producer.gateway.routes.openai_files import listed
-from batchery_producer.gateway.routes.shared import json_response
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
@@ -56,18 +60,8 @@ class CreateBatchRequest(RequestBody):
         return _seconds(self.completion_window)
 
 
-class BatchList(BaseModel):
-    """Some batches."""
-
-    object: Literal["list"] = "list"
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
-@router.post("/v1/batches", response_model=BatchObject)
-async def create_batch(request: Request, body: CreateBatchRequest) -> Response:
+@router.post("/v1/batches")
+async def create_batch(request: Request, body: CreateBatchRequest) -> BatchObject:
     """Begins a batch: its file is read, then its requests run."""
     keep = body.output_expires_after
     create = partial(
@@ -80,41 +74,38 @@ async def create_batch(request: Request, body: CreateBatchRequest) -> Response:
         completion_window=body.completion_window,
         metadata=body.metadata,
     )
-    return json_response((await run_in_threadpool(create)).model_dump())
+    made: BatchObject = await run_in_threadpool(create)
+    return made
 
 
-@router.get("/v1/batches", response_model=BatchList)
+@router.get("/v1/batches")
 async def list_batches(
     request: Request,
     after: Annotated[str | None, Query(pattern=f"^{BATCH_ID}$")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
-) -> Response:
+) -> ObjectPage[BatchObject]:
     """The caller's batches, the newest first."""
     batches = request.app.state.gateway.batches.batches
     found, has_more = await run_in_threadpool(
         batches.page, get_owner(request.state.caller), after, limit
     )
-    return json_response(listed([each.model_dump() for each in found], has_more=has_more))
+    return ObjectPage[BatchObject].of(found, has_more=has_more)
 
 
-@router.get("/v1/batches/{batch_id}", response_model=BatchObject)
-async def get_batch(request: Request, batch_id: str) -> Response:
+@router.get("/v1/batches/{batch_id}")
+async def get_batch(request: Request, batch_id: str) -> BatchObject:
     """A batch, as it is now."""
     batches, owner = request.app.state.gateway.batches.batches, get_owner(request.state.caller)
-    found = await run_in_threadpool(batches.get, owner, batch_id)
-    return json_response(found.batch.model_dump())
+    record: BatchRecord = await run_in_threadpool(batches.get, owner, batch_id)
+    return record.batch
 
 
-@router.post(
-    "/v1/batches/{batch_id}/cancel",
-    response_model=BatchObject,
-    responses={409: {"description": "It is too late."}},
-)
-async def cancel_batch(request: Request, batch_id: str) -> Response:
+@router.post("/v1/batches/{batch_id}/cancel", responses={409: {"description": "It is too late."}})
+async def cancel_batch(request: Request, batch_id: str) -> BatchObject:
     """Ends a batch; what is done by then is kept."""
     service = request.app.state.gateway.batches
-    found = await run_in_threadpool(service.cancel, request.state.caller, batch_id)
-    return json_response(found.model_dump())
+    found: BatchObject = await run_in_threadpool(service.cancel, request.state.caller, batch_id)
+    return found
 
 
 def _seconds(window: str) -> int:

@@ -17,10 +17,10 @@ from batchery_producer.gateway.batches.records import (
     INPUT_PURPOSE,
     ExpiresAfter,
     FileObject,
+    ObjectPage,
 )
 from batchery_producer.gateway.batches.storage import CHUNK_BYTES
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.routes.shared import json_response
 
 router = APIRouter(tags=["openai"])
 
@@ -48,16 +48,6 @@ UPLOAD_SCHEMA = {
 }
 
 
-class FileList(BaseModel):
-    """Some files."""
-
-    object: Literal["list"] = "list"
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-
-
 class FileDeleted(BaseModel):
     """A file that was removed."""
 
@@ -75,8 +65,8 @@ class UploadFields(BaseModel):
     expires_after: ExpiresAfter | None = None
 
 
-@router.post("/v1/files", response_model=FileObject, openapi_extra=UPLOAD_SCHEMA)
-async def upload_file(request: Request) -> Response:
+@router.post("/v1/files", openapi_extra=UPLOAD_SCHEMA)
+async def upload_file(request: Request) -> FileObject:
     """Keeps a file of requests, for a batch."""
     gateway = request.app.state.gateway
     check_origin(request, gateway.settings.gateway.cors_origins)
@@ -89,20 +79,20 @@ async def upload_file(request: Request) -> Response:
             )
         fields = _fields(form)
         expires_s = fields.expires_after.seconds if fields.expires_after else None
-        made = await gateway.batches.files.upload(
+        made: FileObject = await gateway.batches.files.upload(
             request.state.caller, file.filename or "", _chunks(file), file.size or 0, expires_s
         )
-    return json_response(made.model_dump())
+    return made
 
 
-@router.get("/v1/files", response_model=FileList)
+@router.get("/v1/files")
 async def list_files(
     request: Request,
     after: Annotated[str | None, Query(pattern=f"^{FILE_ID}$")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
     order: Literal["asc", "desc"] = "desc",
     purpose: str | None = None,
-) -> Response:
+) -> ObjectPage[FileObject]:
     """The caller's files, the newest first."""
     page = partial(
         request.app.state.gateway.batches.files.page,
@@ -113,15 +103,16 @@ async def list_files(
         purpose=purpose,
     )
     found, has_more = await run_in_threadpool(page)
-    return json_response(listed([each.model_dump() for each in found], has_more=has_more))
+    return ObjectPage[FileObject].of(found, has_more=has_more)
 
 
-@router.get("/v1/files/{file_id}", response_model=FileObject)
-async def get_file(request: Request, file_id: str) -> Response:
+@router.get("/v1/files/{file_id}")
+async def get_file(request: Request, file_id: str) -> FileObject:
     """A file, without its content."""
     files = request.app.state.gateway.batches.files
-    found = await run_in_threadpool(files.get, get_owner(request.state.caller), file_id)
-    return json_response(found.model_dump())
+    owner = get_owner(request.state.caller)
+    found: FileObject = await run_in_threadpool(files.get, owner, file_id)
+    return found
 
 
 @router.get("/v1/files/{file_id}/content", response_class=Response)
@@ -137,14 +128,13 @@ async def get_content(request: Request, file_id: str) -> Response:
 
 @router.delete(
     "/v1/files/{file_id}",
-    response_model=FileDeleted,
     responses={409: {"description": "A batch still reads it."}},
 )
-async def delete_file(request: Request, file_id: str) -> Response:
+async def delete_file(request: Request, file_id: str) -> FileDeleted:
     """Removes a file."""
     service = request.app.state.gateway.batches
     await run_in_threadpool(service.delete_file, request.state.caller, file_id)
-    return json_response(FileDeleted(id=file_id).model_dump())
+    return FileDeleted(id=file_id)
 
 
 def check_origin(request: Request, allowed: Sequence[str]) -> None:
@@ -161,17 +151,6 @@ def check_origin(request: Request, allowed: Sequence[str]) -> None:
             Kind.FORBIDDEN,
             f"pages of {origin!r:.100} may not send files; see the setting gateway.cors_origins",
         )
-
-
-def listed(found: list[dict[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page of a list."""
-    return {
-        "object": "list",
-        "data": found,
-        "first_id": found[0]["id"] if found else None,
-        "last_id": found[-1]["id"] if found else None,
-        "has_more": has_more,
-    }
 
 
 def _fields(form: Mapping[str, Any]) -> UploadFields:

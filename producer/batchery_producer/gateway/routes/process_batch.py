@@ -180,8 +180,8 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> Response
     return json_response(content)
 
 
-@router.get("/batch-stats", response_model=BatchStatsResponse)
-async def batch_stats(request: Request) -> Response:
+@router.get("/batch-stats")
+async def batch_stats(request: Request) -> BatchStatsResponse:
     """What was counted since the beginning, and the devices of the first classifier."""
     gateway = request.app.state.gateway
     gateway.health.check()
@@ -192,17 +192,16 @@ async def batch_stats(request: Request) -> Response:
         if model is None
         else read_figures(await gateway.monitor.workers(), model.queue)
     )
-    content = {
-        "total_requests": totals.requests,
-        "total_texts_processed": totals.texts,
-        "average_batch_time": round(totals.forward_s / max(totals.batches, 1), DIGITS),
-        "peak_batch_size": totals.peak_batch_size,
-        "device": ", ".join(devices.names) or None,
-        "model_loaded": bool(devices.names),
-        "current_gpu_memory": in_gb(devices.allocated_bytes),
-        "max_gpu_memory": in_gb(devices.peak_bytes),
-    }
-    return json_response(content)
+    return BatchStatsResponse(
+        total_requests=totals.requests,
+        total_texts_processed=totals.texts,
+        average_batch_time=round(totals.forward_s / max(totals.batches, 1), DIGITS),
+        peak_batch_size=totals.peak_batch_size,
+        device=", ".join(devices.names) or None,
+        model_loaded=bool(devices.names),
+        current_gpu_memory=in_gb(devices.allocated_bytes),
+        max_gpu_memory=in_gb(devices.peak_bytes),
+    )
 
 
 @router.post(
