@@ -3,7 +3,6 @@
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -13,10 +12,9 @@ from rich.live import Live
 from rich.text import Text
 
 from batchery.cli.app import check_broker
-from batchery.cli.console import AWAY, Interrupt
+from batchery.cli.console import AWAY, Interrupt, write_errors
 from batchery.cli.recording import Recording
 from batchery.cli.survey import WorkerDirectory, queue_depths
-from batchery.errors import StartError
 from batchery.protocol.recorded_job import COMMAND
 
 #: How often it looks whether it should end, in seconds.
@@ -48,7 +46,9 @@ def record(app: Celery, path: Path, *, overwrite: bool, as_json: bool, timeout_s
             be written.
     """
     check_broker(app)
-    with _trace_file(path, overwrite) as file, Interrupt() as ends:
+    with write_errors(path):
+        file = path.open("w" if overwrite else "x", encoding="utf-8")
+    with file, Interrupt() as ends:
         recorder = _Recorder(app, file, path, timeout_s)
         if as_json:
             recorder.follow(ends, lambda _: None)
@@ -113,7 +113,7 @@ class _Recorder:
         else:
             self._began_s = self._began_s or now_s
         lines = recording.add(answers, now_s - (self._began_s or now_s))
-        with _write_errors(self._path):
+        with write_errors(self._path, "; it has the jobs until now"):
             self._file.writelines(f"{json.dumps(line)}\n" for line in lines)
             self._file.flush()
         return recording.left(answers)
@@ -200,32 +200,3 @@ def _advice(recording: Recording) -> Iterator[str]:
     if len(set(sizes.values())) > 1:
         each = ", ".join(f"{task} {size}" for task, size in sizes.items())
         yield f"max_batch_size differs ({each}), and the simulator has one: the largest"
-
-
-@contextmanager
-def _trace_file(path: Path, overwrite: bool) -> Iterator[TextIO]:
-    """Opens the file.
-
-    Raises:
-        StartError: It cannot be written, or it is there already.
-    """
-    try:
-        file = path.open("w" if overwrite else "x", encoding="utf-8")
-    except FileExistsError:
-        raise StartError(
-            f"{path}: is there already; name another file, or use --overwrite"
-        ) from None
-    except OSError as error:
-        raise StartError(f"{path}: cannot be written: {error.strerror}") from None
-    with file:
-        yield file
-
-
-@contextmanager
-def _write_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StartError(
-            f"{path}: cannot be written any more: {error.strerror}; it has the jobs until now"
-        ) from None

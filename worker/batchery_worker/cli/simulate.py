@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from batchery.errors import StartError
+from batchery.cli.console import write_errors
 from batchery.settings import Settings
 from batchery_worker.simulator.comparison import (
     OURS,
@@ -362,10 +362,8 @@ def _write(report: Figures, path: Path) -> None:
     if str(path) == "-":
         click.echo(text)
         return
-    try:
+    with write_errors(path):
         path.write_text(f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        raise StartError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _print(report: Figures, plan: Plan) -> None:
