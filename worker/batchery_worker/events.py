@@ -13,9 +13,8 @@ from celery.app.events import Events
 from celery.events.dispatcher import EventDispatcher
 from celery.events.event import group_from
 from celery.utils.time import utcoffset
-from kombu.serialization import registry  # type: ignore[attr-defined]
-from kombu.utils.json import dumps
 
+from batchery.transport.codec import writes_kombus_json
 from batchery_worker.ipc.values import plain_json
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ class _Encoding:
     def publish(self, event: Any, *, serializer: str, **options: Any) -> None:
         """Publishes one event, or a list of them."""
         events = event if isinstance(event, list) else [event]
-        if is_kombus_own(serializer) and are_plain(events):
+        if serializer == "json" and writes_kombus_json() and are_plain(events):
             self._producer.publish(
                 plain_json(event),
                 content_type="application/json",
@@ -106,11 +105,6 @@ class _Encoding:
             )
         else:
             self._producer.publish(event, serializer=serializer, **options)
-
-
-def is_kombus_own(serializer: str) -> bool:
-    """Whether the serializer is JSON, with kombu's own encoder."""
-    return serializer == "json" and registry._encoders["json"].encoder is dumps
 
 
 def are_plain(events: Sequence[Mapping[str, Any]]) -> bool:

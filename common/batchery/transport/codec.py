@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kombu.serialization import registry  # type: ignore[attr-defined]
 from kombu.transport import virtual
-from kombu.utils.json import loads
+from kombu.utils.json import dumps, loads
 from pydantic_core import from_json
 
 if TYPE_CHECKING:
@@ -21,6 +21,11 @@ JSON = "application/json"
 
 #: The key by which kombu marks a value that JSON has no type for.
 TYPE_MARK = b'"__type__"'
+
+
+def writes_kombus_json() -> bool:
+    """Whether messages in JSON are written by kombu's own encoder; an app may have another."""
+    return bool(registry._encoders["json"].encoder is dumps)
 
 
 def read_json(data: bytes) -> Any:

@@ -17,12 +17,12 @@ from celery.app.amqp import AMQP
 from celery.app.routes import MapRoute
 from celery.utils.saferepr import saferepr
 from celery.utils.text import truncate
-from kombu import serialization
 from kombu.exceptions import EncodeError
 from kombu.utils import json as kombu_json
 
 from batchery.task import BatchTask
 from batchery.tracing import current_tracing
+from batchery.transport.codec import writes_kombus_json
 from batchery_producer.publishing.redis_push import Command
 
 #: A receiver of these may look at each message, and change it.
@@ -48,7 +48,7 @@ def needs_celery(app: Celery, task: str) -> str | None:
         (app.conf.task_protocol != 2, "task_protocol"),
         (type(app).send_task is not Celery.send_task, "send_task is overridden"),
         (type(app.amqp) is not AMQP, "amqp_cls"),
-        (not _is_json_kombus(), "another JSON serializer"),
+        (not writes_kombus_json(), "another JSON serializer"),
     )
     found = next((reason for holds, reason in clauses if holds), None)
     return found or (_why_not_task(known) if known is not None else None)
@@ -62,11 +62,6 @@ def _is_listened_to(signal: Any, task: str) -> bool:
         # Celery has no public way to list the receivers, only to ask whether there is one.
         for receiver in signal._live_receivers(task)
     )
-
-
-def _is_json_kombus() -> bool:
-    known: Any = serialization
-    return bool(known.registry._encoders["json"].encoder is kombu_json.dumps)
 
 
 def _why_not_task(task: Any) -> str | None:
