@@ -1,6 +1,8 @@
 """Fixtures of all tests: a private Redis, real workers, and a client without Batchery's tasks."""
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,14 @@ settings.load_profile("unhurried")
 
 # Before tests are collected, which asks for all servers.
 choose_server()
+
+# Compiled modules are kept, or each process that a test starts would compile ours anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# Threads of torch that wait for each other sleep: there are more of them than processors, and one
+# that spins keeps from its work the one that it waits for. To load MiniLM took 12 s instead of 1.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -36,8 +36,9 @@ class Local:
     """An item whose class the process cannot find: this module has no place in its path."""
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
+    """Serves all tests that leave it able to go on, whatever becomes of its process."""
     with Engine(Obedient(), device="cpu", process=True) as made:
         yield made
 

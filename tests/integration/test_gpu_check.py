@@ -48,6 +48,19 @@ def test_a_dry_run_goes_through_every_step(tmp_path: Path) -> None:
     assert {step["status"] for step in steps.values()} == {"ok"}
     page = (tmp_path / "check.md").read_text()
     assert all(f"## {name}\n" in page for name in steps)
+    # The table of requests has a row for each concurrency.
+    rows = steps["requests"]["rows"]
+    assert [(row["system"], row["concurrency"]) for row in rows] == [
+        ("bare forward", 1),
+        ("one by one", 4),
+        ("batched", 4),
+        ("one by one", 1),
+        ("batched", 1),
+    ]
+    for row in rows:
+        slowest, fastest = row["spread"]
+        assert 0 < slowest <= row["texts_per_s"] <= fastest
+        assert row["p50_ms"] <= row["p95_ms"] <= row["p99_ms"]
 
 
 def test_no_step_keeps_others_from_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
 """The examples of the batcher without a broker, run as their readers run them."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +17,6 @@ def run(name: str, *arguments: object) -> list[str]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", name, *map(str, arguments)],
         cwd=EXAMPLES,
-        # torch's threads wait for each other by spinning, which takes ages beside other tests.
-        env={**os.environ, "OMP_WAIT_POLICY": "passive"},
         capture_output=True,
         text=True,
         check=False,

@@ -125,9 +125,9 @@ class Worker:
     ) -> None:
         """Starts one; unless `is_alone`, it looks for its neighbours first, as Celery does."""
         self.log_file = directory / f"worker-{time.monotonic_ns()}.log"
-        # The command itself, because `python -m` would put the directory on the path.
-        celery = Path(sys.executable).with_name("celery")
-        command = [str(celery), "-A", app, "worker", "-l", "INFO"]
+        # A file, because `python -m` would put the directory on the path.
+        celery = [sys.executable, str(TESTS / "support" / "celery_command.py")]
+        command = [*celery, "-A", app, "worker", "-l", "INFO"]
         command += ["-n", f"{self.log_file.stem}@test"]
         if is_alone:
             command += ["--without-mingle", "--without-gossip"]
