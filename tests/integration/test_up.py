@@ -366,19 +366,24 @@ def test_flower_begins_again_if_its_port_is_taken_meanwhile(
 
 
 @pytest.mark.usefixtures("app_path")
-def test_without_flower_installed_the_rest_runs(
+def test_without_flower_and_gateway_installed_the_rest_runs(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flower", None)
-    said: list[str] = []
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    said: dict[str, list[str]] = {"flower": [], "gateway": []}
     with Stack(
         "shop",
         redis_url=redis_url,
-        on_line=lambda name, line: said.append(line) if name == "flower" else None,
+        gateway=True,
+        on_line=lambda name, line: said[name].append(line) if name in said else None,
     ) as stack:
-        assert stack.flower_url is None
+        assert stack.flower_url is stack.gateway_url is None
         assert set(stack.pids) == {"worker"}
-    assert said == ['not installed: `pip install "batchery[monitor]"` adds it']
+    assert said == {
+        "flower": ['not installed: `pip install "batchery[monitor]"` adds it'],
+        "gateway": ['not installed: `pip install "batchery[gateway]"` adds it'],
+    }
 
 
 @pytest.mark.usefixtures("app_path")
@@ -402,23 +407,6 @@ def test_gateway_takes_the_next_port_and_begins_again_if_that_is_taken_meanwhile
             assert len(found) == 2
             assert found[-1] > port
             assert stack.gateway_url == f"http://127.0.0.1:{found[-1]}"
-
-
-def test_without_the_gateway_installed_the_rest_runs(
-    app_path: None, redis_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "fastapi", None)
-    said: list[str] = []
-    with Stack(
-        "shop",
-        redis_url=redis_url,
-        flower=False,
-        gateway=True,
-        on_line=lambda name, line: said.append(line) if name == "gateway" else None,
-    ) as stack:
-        assert stack.gateway_url is None
-        assert set(stack.pids) == {"worker"}
-    assert said == ['not installed: `pip install "batchery[gateway]"` adds it']
 
 
 def test_gateway_beyond_loopback_without_keys_is_named(start_up: StartUp) -> None:
