@@ -162,6 +162,6 @@ def test_jobs_that_need_no_answer_still_queue(start_gateway: StartGateway, redis
 def test_grace_may_be_as_long_as_a_worker_takes_that_starts_on_demand(
     start_gateway: StartGateway,
 ) -> None:
-    gateway = start_gateway(gateway={"worker_grace_s": 600})
+    gateway = start_gateway(gateway={"worker_grace_s": 600, "worker": False})
     answer = embed(gateway, **{"x-request-timeout": "3"})
     assert answer.status_code == 504

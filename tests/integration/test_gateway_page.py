@@ -363,7 +363,9 @@ def test_page_is_readable(page: Browser, size: tuple[int, int], dark: bool) -> N
 def test_key_is_asked_for_and_kept_in_the_tab(
     browser: Browser, start_gateway: StartGateway, models: dict[str, Any], model_worker: Worker
 ) -> None:
-    keyed = start_gateway(models=models, gateway={"keys": {"shop": {"hash": HASH}}})
+    # A worker beside it would take the batches of the other gateway, whose files it lacks.
+    settings = {"keys": {"shop": {"hash": HASH}}, "worker": False}
+    keyed = start_gateway(models=models, gateway=settings)
     for path in ("/status", "/metrics"):
         assert keyed.get(path).status_code == 401
     assert keyed.post("/page/try", json={}).status_code == 401

@@ -36,10 +36,10 @@ def test_first_signal_is_noted_and_the_second_one_raises() -> None:
 
 
 def test_signal_that_raises_at_once_is_noted_if_python_drops_the_error() -> None:
-    with Interrupt(signal.SIGHUP, at_once=True) as interrupt:
+    with Interrupt(signal.SIGUSR1, at_once=True) as interrupt:
         interrupt.check()
         with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(signal.SIGUSR1)
         with pytest.raises(KeyboardInterrupt):
             interrupt.check()
 
