@@ -111,16 +111,18 @@ def test_caller_who_reads_nothing_is_cut_off(
 def test_bodies_that_one_key_does_not_end_leave_room_for_others(
     start_gateway: StartGateway, sockets: ExitStack
 ) -> None:
-    gateway = start_gateway(gateway=keyed())
+    gateway = start_gateway(gateway={**keyed(), "body_timeout_s": 600})
     size_bytes = 16_777_216
+    small = {"inputs": "a" * 500}
 
-    # One after the other: bodies that grow side by side would refuse each other.
-    for _ in range(17):
+    def has_its_share() -> bool:
+        # One after the other: bodies that grow side by side would refuse each other.
         caller = sockets.enter_context(gateway.connect())
         with suppress(OSError):  # The last one is refused before its end.
             caller.sendall(head("/v1/embeddings", KEY, size_bytes) + b" " * (size_bytes - 1))
-    small = {"inputs": "a" * 500}
-    wait_for(lambda: status_of(gateway, KEY, small) == 429, "this key has its share")
+        return status_of(gateway, KEY, small) == 429
+
+    wait_for(has_its_share, "this key has its share")
     assert status_of(gateway, OTHER_KEY, small) == 200
 
 
