@@ -48,6 +48,18 @@ def send(redis_url: str, directory: Path) -> list[str]:
         return [app.send_task("apps.leases.batch", [number], options).id for number in range(JOBS)]
 
 
+def make_hasty(redis_url: str, bare: Any, directory: Path) -> None:
+    """Has a worker believe that batches are short, so that it takes some at a time."""
+    (directory / "gate").touch()
+    options = {"book": str(directory / "book"), "gate": str(directory / "gate")}
+    with Celery("sender", broker=redis_url, set_as_current=False) as app:
+        for _ in range(4):
+            job = app.send_task("apps.leases.batch", [-1], options).id
+            wait_for(lambda job=job: bare.exists(f"celery-task-meta-{job}"), "a short batch")
+    (directory / "gate").unlink()
+    (directory / "book").unlink()
+
+
 def begun(directory: Path) -> list[str]:
     book = directory / "book"
     return executions(book) if book.exists() else []
@@ -69,6 +81,7 @@ def test_every_job_has_one_result_if_a_worker_dies_after_jobs_changed_hands(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path, killed: str
 ) -> None:
     giver = start_worker("apps.leases", "-c", "1")
+    make_hasty(redis_url, bare, tmp_path)
     jobs = send(redis_url, tmp_path)
     wait_for(lambda: begun(tmp_path) and unsettled(redis_url) == JOBS, "it holds all of them")
     getter = start_worker("apps.leases", "-c", "1")
@@ -92,8 +105,7 @@ def test_jobs_do_not_wait_for_a_dead_worker_that_had_waited_for_them(
     wait_for(lambda: bare.hlen(KEYS.waiting) == 2, "both wait for work")
     idle.kill()
     jobs = send(redis_url, tmp_path)
-    # The living one leaves some of the jobs to the dead one until that is found dead.
-    # The living one may still wait for ordinary jobs.
+    # The entry of the dead one goes; the living one may still wait for ordinary jobs.
     wait_for(lambda: not waits_for_batches(bare), "nobody waits for them", TIMEOUT_S)
     finish(redis_url, bare, tmp_path, jobs)
     assert max(Counter(begun(tmp_path)).values()) == 1
@@ -103,6 +115,7 @@ def test_a_connection_that_breaks_while_jobs_change_hands_repeats_nothing(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
 ) -> None:
     start_worker("apps.leases", "-c", "1")
+    make_hasty(redis_url, bare, tmp_path)
     jobs = send(redis_url, tmp_path)
     wait_for(lambda: begun(tmp_path) and unsettled(redis_url) == JOBS, "it holds all of them")
     # Nothing more begins there before the gate opens.

@@ -62,7 +62,7 @@ def fetch(lease_store: LeaseStore, owner: Any, *messages: str) -> list[str]:
     lease_store.client.lpush("queue", *messages)
     fixed = [KEYS.workers, lease_store.lease_key, KEYS.token, KEYS.suspects, KEYS.waiting]
     fixed += [KEYS.running(lease_store.worker), KEYS.tenants]
-    arguments = [lease_store.worker, 100, 2**20, "", 0, 1, 100, 100, "queue", 100, 1]
+    arguments = [lease_store.worker, 100, 2**20, "", 0, 1, 100, 1]
     answer = lease_store.scripts.run("fetch", [*fixed, "queue"], *arguments)
     tokens = [str(answer[1] + at) for at in range(len(answer) // 2 - 1)]
     if owner is not None:

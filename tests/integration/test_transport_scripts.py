@@ -39,8 +39,6 @@ class Redis:
         limits: list[int] | None = None,
         steps: int = 1,
         parts: list[int] | None = None,
-        at_once: list[int] | None = None,
-        shared: int | None = None,
         entry: str = "",
         notes: bool = False,
     ) -> Any:
@@ -51,16 +49,10 @@ class Redis:
         # Without a number for each list, all lists of a queue are one part.
         parts = parts or [1 + at % count for at in range(len(queues))]
         limits = limits or [wanted] * max(parts)
-        names = {part: queues[at % count] for at, part in enumerate(parts)}
-        told = [
-            each
-            for at, limit in enumerate(limits)
-            for each in (limit, (at_once or limits)[at], names[at + 1])
-        ]
         answer = self.scripts.run(
             "fetch",
             [*fixed, *queues],
-            *[ME, wanted, room, entry, int(notes), len(limits), *told, shared or 999, *parts],
+            *[ME, wanted, room, entry, int(notes), len(limits), *limits, *parts],
         )
         if not answer:
             return answer
@@ -78,11 +70,11 @@ class Redis:
         found = self.client.hgetall(KEYS.waiting)
         return {worker.decode(): json.loads(entry) for worker, entry in found.items()}
 
-    def give(self, *jobs: tuple[int, int, int], queues: list[str]) -> list[int]:
-        """Gives jobs back: token, number of the queue, and kind of each."""
-        keys = [KEYS.lease(ME), KEYS.waiting, *queues]
+    def give(self, *jobs: tuple[int, str, int]) -> list[int]:
+        """Gives jobs back: token, queue, and kind of each."""
+        keys = [KEYS.lease(ME), KEYS.waiting]
         told = [each for job in jobs for each in job]
-        return sorted(map(int, self.scripts.run("give_to_waiting", keys, ME, len(queues), *told)))
+        return sorted(map(int, self.scripts.run("give_to_waiting", keys, ME, *told)))
 
     def recover(self, worker: str = ME, beat: str = "", counts: int = 0) -> Any:
         return self.scripts.run(
@@ -200,7 +192,7 @@ def test_fetch_tells_how_many_suspects_there_are(there: Redis) -> None:
     there.client.hset(KEYS.suspects, mapping={"one": 0, "two": 1})
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
     keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
-    answer = there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
+    answer = there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 0, 1, 1, 1)
     assert answer == [2, 1, 0, b"1"]
 
 
@@ -213,7 +205,7 @@ def fill(client: Any) -> None:
 
 
 FULL: dict[str, Callable[[Redis], object]] = {
-    "fetch": lambda there: there.fetch("a", at_once=[8]),
+    "fetch": lambda there: there.fetch("a"),
     "fetch that notes": lambda there: there.fetch("a", notes=True),
     "renew": lambda there: there.renew(),
     "register": lambda there: there.scripts.run(
@@ -221,7 +213,7 @@ FULL: dict[str, Callable[[Redis], object]] = {
     ),
     "recover": lambda there: there.recover(counts=1),
     "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
-    "give_to_waiting": lambda there: there.give((1, 1, 1), queues=["a"]),
+    "give_to_waiting": lambda there: there.give((1, "a", 1)),
     "dead_letter": lambda there: there.scripts.run(
         "dead_letter", [KEYS.lease(ME), KEYS.dead, KEYS.dead_messages], 1, "{}"
     ),
@@ -327,7 +319,7 @@ def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
     there.client.lpush("a", message)
     fixed = [KEYS.workers, KEYS.lease(ME), KEYS.token, KEYS.suspects, KEYS.waiting]
     keys = [*fixed, KEYS.running(ME), KEYS.tenants, "a"]
-    there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 0, 1, 1, 1, "a", 1, 1)
+    there.scripts.run("fetch", keys, ME, 1, PLENTY, "", 0, 1, 1, 1)
     there.recover()
     assert there.client.rpop("a") == message
 
@@ -508,44 +500,28 @@ def test_fetch_enters_the_worker_at_maxmemory(there: Redis) -> None:
     assert there.waiting() == {ME: [8, 0, {"a": 1}]}
 
 
-def test_fetch_leaves_to_others_that_wait_what_it_could_not_begin(there: Redis) -> None:
-    there.wait_for("other", 8, 0, a=1)
-    for queue in ("a", "b"):
-        push(there.client, queue, "1", "2", "3")
-    fetched = there.fetch("a", "b", at_once=[1, 1])
-    assert [key for _, key, _ in fetched] == ["a", "b", "b", "b"]
-    push(there.client, "b", "4")
-    there.wait_for("other", 8, 0, a=1, b=1)
-    assert len(there.fetch("a", "b", at_once=[1, 1], shared=1)) == 1
-    # It does not wait for itself.
-    there.client.delete(KEYS.waiting)
-    there.wait_for(ME, 8, 0, a=1)
-    assert len(there.fetch("a", "b", at_once=[0, 0])) == 2
-
-
 def test_jobs_go_to_the_front_in_order_and_unmarked(there: Redis) -> None:
     texts = [json.dumps({"headers": {}, "properties": {"n": n}}) for n in range(4)]
     push(there.client, "a", *texts)
     there.fetch("a", wanted=3)
     there.wait_for("other", 2, 0, a=1)
-    # The fourth is in the queue: it is one of the two that the other one can begin.
-    assert there.give((1, 1, 1), (2, 1, 1), (3, 1, 1), queues=["a"]) == [1]
-    there.wait_for("other", 4, 0, a=1)
-    assert there.give((2, 1, 1), (3, 1, 1), queues=["a"]) == [2, 3]
-    assert there.queue("a") == [texts[1], texts[2], texts[0], texts[3]]
+    assert there.give((1, "a", 1), (2, "a", 1), (3, "a", 1)) == [1, 2]
+    assert there.queue("a") == [texts[0], texts[1], texts[3]]
+    there.wait_for("third", 1, 0, a=1)
+    assert there.give((3, "a", 1)) == [3]
     assert there.leases() == {}
 
 
 def test_jobs_go_only_to_workers_that_wait_for_their_kind(there: Redis) -> None:
     push(there.client, "a", "1", "2", "3")
     there.fetch("a")
-    assert there.give((1, 1, 1), queues=["a"]) == []
+    assert there.give((1, "a", 1)) == []
     there.wait_for(ME, 8, 8, a=3)
-    assert there.give((1, 1, 1), queues=["a"]) == []
+    assert there.give((1, "a", 1)) == []
     there.wait_for("other", 8, 8, b=3)
-    assert there.give((1, 1, 1), queues=["a"]) == []
+    assert there.give((1, "a", 1)) == []
     there.wait_for("other", 0, 2, a=2)
-    assert there.give((1, 1, 1), (2, 1, 2), (3, 1, 2), queues=["a"]) == [2, 3]
+    assert there.give((1, "a", 1), (2, "a", 2), (3, "a", 2)) == [2, 3]
     assert there.queue("a") == ["2", "3"]
 
 
@@ -554,7 +530,7 @@ def test_job_whose_lease_has_ended_is_not_given(there: Redis) -> None:
     there.fetch("a")
     there.client.delete(KEYS.lease(ME))
     there.wait_for("other", 8, 0, a=1)
-    assert there.give((1, 1, 1), queues=["a"]) == []
+    assert there.give((1, "a", 1)) == []
     assert there.queue("a") == []
 
 

@@ -74,10 +74,12 @@ class BatchStep(_Step):  # type: ignore[misc]
         warn_of_unused_queues(worker.app)
         fail_callers(worker.app)
         refuse_what_raises(worker)
-        self._add_batches(worker, settings)
-        worker.late_binding = late_binding(worker)
+        # Celery's own count, before it is raised.
+        prefetch = (worker.pool.limit or 1) * worker.prefetch_multiplier
+        self._add_batches(worker, settings, prefetch)
+        worker.late_binding = late_binding(worker, prefetch)
 
-    def _add_batches(self, worker: Any, settings: Settings) -> None:
+    def _add_batches(self, worker: Any, settings: Settings, prefetch: int) -> None:
         all_tasks = [task for task in worker.app.tasks.values() if isinstance(task, BatchTask)]
         for task in all_tasks:
             check_options(task)
@@ -94,10 +96,9 @@ class BatchStep(_Step):  # type: ignore[misc]
             check_is_accepted(worker.app, task)
         devices = choose(settings.devices)
         _add_devices(worker, tasks, devices)
-        ordinary = (worker.pool.limit or 1) * worker.prefetch_multiplier
         jobs = prefetch_jobs(tasks, settings, len(devices))
         _widen_prefetch(worker, jobs, len(settings.classes))
-        parts = ordinary_parts(worker.app, all_tasks, ordinary)
+        parts = ordinary_parts(worker.app, all_tasks, prefetch)
         _share_prefetch(worker.app, tasks, settings, len(devices), parts)
         if settings.device_max_memory_bytes and resident_kib(os.getpid()) is None:
             logger.warning(
@@ -160,18 +161,20 @@ def _own_tasks(app: Any) -> list[Any]:
     return [task for name, task in app.tasks.items() if not name.startswith("celery.")]
 
 
-def late_binding(worker: Any) -> LateBinding | None:
-    """Lets other workers have what this one only holds; None if its pool does not tell of it."""
+def late_binding(worker: Any, prefetch: int) -> LateBinding | None:
+    """Lets other workers have what this one only holds; None if its pool does not tell of it.
+
+    Args:
+        worker: Celery's `WorkController`.
+        prefetch: Celery's own prefetch count, before it was raised; 0 for no limit.
+    """
     pool, app = worker.pool, worker.app
     hybrid = pool if isinstance(pool, HybridPool) else None
     ordinary = _ordinary_backlog(worker, pool if hybrid is None else hybrid.ordinary)
     if hybrid is None:
-        return None if ordinary is None else LateBinding(lambda: (None, ordinary), lambda: True, {})
-    return LateBinding(
-        lambda: (hybrid.batch_backlog, ordinary),
-        lambda: hybrid.leaves_rest,
-        kinds_by_queue(app, get_installation(app).settings.max_batch_size),
-    )
+        return None if ordinary is None else LateBinding(lambda: None, ordinary, {}, prefetch)
+    kinds = kinds_by_queue(app, get_installation(app).settings.max_batch_size)
+    return LateBinding(hybrid.find_batches, ordinary, kinds, prefetch)
 
 
 def _ordinary_backlog(worker: Any, pool: Any) -> Backlog | None:

@@ -4,7 +4,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from celery import Celery
 from celery.concurrency.solo import TaskPool as SoloPool
@@ -19,7 +19,6 @@ from batchery_worker.completion.ordinary import run_in_child
 from batchery_worker.device_pool.process import DeviceProcess, StartProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
-from batchery_worker.late_binding import Give
 from batchery_worker.request import BatchRequest
 from batchery_worker.task_call import TaskCall
 
@@ -50,33 +49,6 @@ class PrivateHub:
         """Ends the loop after what it is doing, and the thread with it."""
         self._hub.stop()
         self._thread.join()
-
-
-class WaitingBatches(NamedTuple):
-    """The batch jobs that wait in this worker, as late binding sees them."""
-
-    dispatcher: Dispatcher
-    max_batch_size: int
-
-    def free(self) -> int:
-        """How many more jobs idle devices could begin at once."""
-        return self.dispatcher.free(self.max_batch_size)
-
-    def oldest_s(self) -> float | None:
-        """When the oldest job came that waits for a busy device."""
-        return self.dispatcher.oldest_s()
-
-    def offer(self, before_s: float, give: Give) -> int:
-        """Offers the jobs that came before a time; returns how many may be offered later."""
-        return self.dispatcher.offer(before_s, give)
-
-    def gather(self, take_in: Callable[[], None]) -> None:
-        """Calls what admits jobs; they go to devices when it has returned."""
-        self.dispatcher.gather(take_in)
-
-    def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
-        """How many more jobs of a class and of tasks with these batch sizes to take."""
-        return self.dispatcher.limit(sizes, level)
 
 
 class HybridPool:
@@ -147,7 +119,7 @@ class HybridPool:
         if self._in_process:
             start = partial(symbol_by_name(DEVICE_THREAD), self._app)
         devices = [DeviceProcess(setup, start) for setup in setups]
-        self._dispatcher = Dispatcher(self._app, settings, devices)
+        self._dispatcher = Dispatcher(self._app, settings, devices, self._max_batch_size)
         self._dispatcher.start()
         if self._ordinary.options.get("threads"):
             # Celery has no event loop for this broker: the dispatcher goes on with its own.
@@ -261,19 +233,9 @@ class HybridPool:
         if dispatcher is not None:
             dispatcher.stop(kill_at_once=kill_at_once)
 
-    # Late binding
-
-    @property
-    def leaves_rest(self) -> bool:
-        """Whether jobs that wait here would rather go to another worker."""
-        return self._dispatcher is None or self._dispatcher.batches_are_long
-
-    @property
-    def batch_backlog(self) -> WaitingBatches | None:
-        """The batch jobs that wait; None before the start, after the end, and without a loop."""
-        if self._dispatcher is None or self._private_hub is not None:
-            return None
-        return WaitingBatches(self._dispatcher, self._max_batch_size)
+    def find_batches(self) -> Dispatcher | None:
+        """The jobs that wait for devices; None before the start, after the end, without a loop."""
+        return self._dispatcher if self._private_hub is None else None
 
     @property
     def ordinary(self) -> Any:

@@ -82,6 +82,11 @@ class DispatchedBatch:
     #: The note of it in the broker, made by `dispatch/poison.py`.
     note: object | None = None
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether its jobs may kill a worker, so that no other job may run."""
+        return self.batch.jobs[0].recovered
+
     def left_s(self, now_s: float) -> float:
         """How much of its hard limit is left; only for a batch that has one and has begun."""
         assert self.began_s is not None

@@ -161,8 +161,6 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     _has_room = False
     #: Whether the last fetch brought nothing although a key was there.
     _fruitless = False
-    #: Whether a push has come that the workload has not heard of.
-    _was_notified = False
 
     def _purge(self, queue: str) -> int:
         """Removes all messages that wait in a queue; returns how many."""
@@ -290,8 +288,6 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
                     raise Empty
                 answer = self.fetcher.read(connection)
                 self._on_answer(answer, connection)
-                if self.workload is not None:
-                    self.workload.on_answer()
             if not answer:
                 raise Empty
         except redis.exceptions.NoScriptError:
@@ -306,7 +302,7 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         if self.workload is None:
             take_in()
         else:
-            self.workload.gather(take_in)
+            self.workload.hand_over(take_in)
         return True
 
     def _ask_at_once(self, connection: Any) -> bool:
@@ -317,7 +313,6 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         """
         assert self.lease_store is not None
         self._fruitless = False
-        self._was_notified = True
         self._ask(may_note=not self.lease_store.runs_batches)
         is_asked = self._fetching
         self._fetching, self._in_poll = False, None
@@ -329,12 +324,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         assert self.lease_store is not None
         if answer is None:
             self.lease_store.fenced = True
-        elif self.fetcher.took_all:
+        elif self.fetcher.took_all or (self._fruitless and not answer):
             self._wait(connection)
-        elif self._fruitless and not answer:
-            self._wait(connection)
-            # Or what is there is for other workers, and some of it may be left.
-            self.fetcher.left_some_out = True
         # Otherwise the channel asks once more. If that brings nothing either, the key is no list,
         # and the next sweep looks again.
         self._fruitless = self.fetcher.watches and not answer and not self.fetcher.took_all
@@ -364,11 +355,11 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             self.lease_store.flush()
             connection = self._in_poll
             is_alive = connection and connection._sock is self._prepared
-            if self._waiting and is_alive:
-                if not self.fetcher.nothing_came(connection):
-                    self.ask_again()
-                if self.workload is not None:
-                    self.workload.on_answer()
+            # A fetch that finds nothing tells Redis what this worker could begin.
+            if (self._waiting and is_alive) and (
+                self._is_capacity_stale or not self.fetcher.nothing_came(connection)
+            ):
+                self.ask_again()
 
     def make_room(self) -> None:
         """Wakes the loop because a lease has ended, so that it fetches again; from any thread."""
@@ -379,14 +370,6 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
 
     def look_for_room(self) -> None:
         """Fetches again where a queue had its share and no longer has."""
-        if self.workload is not None:
-            was_notified, self._was_notified = self._was_notified, False
-            if was_notified:
-                self.workload.on_waiting()
-            self.workload.on_turn()
-            if self._waiting and not self.qos.can_consume():
-                # Kombu would not listen to the connection, but a push may say that others wait.
-                self.ask_again()
         if self._fetching:
             # The answer comes, and the loop turns once more.
             return
@@ -399,40 +382,23 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         with contextlib.suppress(*self.connection_errors):
             # redis-py drops a broken connection; it is made anew when messages are wanted.
             self.client.connection.read_response(push_request=True)
-            self._was_notified = True
 
     # Giving
 
     @property
-    def is_capacity_stale(self) -> bool:
-        """Whether Redis knows another capacity than this worker has, so that it must fetch again.
+    def _is_capacity_stale(self) -> bool:
+        """Whether Redis knows another capacity than this worker has."""
+        return self.workload is not None and self.workload.capacity() != self.fetcher.known_capacity
 
-        It is not asked for while messages are on their way, or cannot be taken.
-        """
-        return (
-            self._waiting
-            and self.workload is not None
-            and self.workload.capacity() != self.fetcher.known_capacity
-        )
-
-    def others_wait(self) -> bool | None:
-        """Whether other workers wait for work; if none do, the workload is told when some do.
-
-        Returns:
-            None if that cannot be asked now, because another answer is under way.
+    def others_wait(self) -> bool:
+        """Whether other workers wait for work.
 
         Raises:
             redis.ConnectionError: Redis does not answer.
         """
-        connection = self.client.connection
-        is_prepared = connection is not None and self._prepared is connection._sock
-        if self.lease_store is None or self._fetching or not is_prepared:
-            return None
+        store = self.lease_store
         with refusals_as_lost_connection():
-            others, filled = self.fetcher.others_wait(connection)
-        if filled:
-            self.ask_again()
-        return others
+            return store is not None and not store.fenced and store.others_wait()
 
     def give_to_waiting(self, jobs: Sequence[HeldJob]) -> set[str]:
         """Gives jobs to other workers, as many as they could begin at once.
@@ -449,16 +415,15 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         store = self.lease_store
         if store is None or store.fenced:
             return set()
-        leases = [(job, lease) for job in jobs if (lease := store.leases.get(job.token))]
-        names = [self.inbox.find_queue(lease.key) for _, lease in leases]
-        queues = list(dict.fromkeys(names))
-        keys = [
-            [store.keys.queue(self._q_for_pri(queue, step)) for step in self.priority_steps]
-            for queue in queues
-        ]
+        first_step = self.priority_steps[0]
         with refusals_as_lost_connection():
             return store.give_to_waiting(
-                [job for job, _ in leases], keys, [queues.index(name) for name in names]
+                (
+                    job,
+                    store.keys.queue(self._q_for_pri(self.inbox.find_queue(lease.key), first_step)),
+                )
+                for job in jobs
+                if (lease := store.leases.get(job.token))
             )
 
     def _on_connection_disconnect(self, connection: Any) -> None:

@@ -8,8 +8,7 @@ import contextlib
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import redis
@@ -46,10 +45,8 @@ class FetchRequest(NamedTuple):
     #: Maximum number of messages.
     free: int
     limits: tuple[tuple[Part, int], ...]
-    #: What the worker could begin of all queues, and of each; empty where nobody tells of its jobs.
+    #: What the worker could begin; nothing where nobody tells of its jobs.
     capacity: Capacity
-    capacities: Mapping[str, Capacity]
-    leaves_rest: bool
     #: Whether Redis is asked to tell of changes, too.
     watches: bool
     #: Whether a single message is noted as about to run.
@@ -97,7 +94,7 @@ class Fetcher:
         self._asked: SentFetch | None = None
         #: The parts of each queue.
         self._parts: dict[str, Sequence[Part]] = {}
-        #: Whether the last fetch left out queues that had their share, or jobs for other workers.
+        #: Whether the last fetch left out queues that had their share.
         self.left_some_out = False
         #: The capacity with which this worker waits for work; none unless it waits.
         self.known_capacity = Capacity()
@@ -160,16 +157,13 @@ class Fetcher:
         self, asked: SentFetch, free: int, queues: tuple[str, ...], watches: bool
     ) -> bool:
         """Whether a question can be asked again as it was, without working it out."""
-        question, workload = asked.question, self._channel.workload
+        question = asked.question
         return (
             asked.is_idle
             and not self._lease_store.leases
             and (question.worker, question.free, asked.queues, question.watches)
             == (self._lease_store.worker, free, queues, watches)
-            and (
-                workload is None
-                or (workload.capacity() == question.capacity and not workload.leaves_rest)
-            )
+            and question.capacity == self._capacity()
         )
 
     def _anew(
@@ -180,14 +174,12 @@ class Fetcher:
         limits = {part: limit for part, limit in all_limits.items() if limit > 0}
         if not limits:
             return None
-        capacity, capacities, leaves_rest = self._workload()
+        capacity = self._capacity()
         question = FetchRequest(
             self._lease_store.worker,
             free,
             tuple(limits.items()),
             capacity,
-            capacities,
-            leaves_rest,
             watches,
             notes=may_note and capacity.batch > 0,
         )
@@ -201,16 +193,12 @@ class Fetcher:
             spelled,
             queues,
             left_some_out=len(limits) < len(all_limits),
-            is_idle=not self._lease_store.leases and not leaves_rest,
+            is_idle=not self._lease_store.leases,
         )
 
-    def _workload(self) -> tuple[Capacity, Mapping[str, Capacity], bool]:
-        """What this worker could begin, also by queue, and whether it leaves the rest to others."""
+    def _capacity(self) -> Capacity:
         workload = self._channel.workload
-        if workload is None:
-            return Capacity(), {}, False
-        capacities = {queue: workload.capacity_for(queue) for queue in self._channel.active_queues}
-        return workload.capacity(), capacities, workload.leaves_rest
+        return Capacity() if workload is None else workload.capacity()
 
     def _encode(self, question: FetchRequest) -> EncodedFetch:
         channel, keys = self._channel, self._lease_store.keys
@@ -225,39 +213,32 @@ class Fetcher:
         names = tuple(key for key, _ in lists)
         fixed = [keys.workers, self._lease_store.lease_key, keys.token, keys.suspects, keys.waiting]
         fixed += [keys.running(question.worker), keys.tenants]
-        entry, arguments = self._arguments(question, queues)
+        entry = self._entry(question, queues)
         script = (
             *("EVALSHA", self._sha, len(fixed) + len(names)),
             *fixed,
             *names,
             *(question.worker, question.free, MAX_FETCH_BYTES, entry, int(question.notes)),
-            *arguments,
+            *(len(numbers), *(limit for _, limit in question.limits)),
             *(number for _, number in lists),
         )
         # Both in one round trip: a lonely job's worker waits again before the job is on its device.
         commands = [script, *watching(names)] if question.watches else [script]
         return EncodedFetch(names, entry, packed(*commands))
 
-    def _arguments(self, question: FetchRequest, queues: Sequence[str]) -> tuple[str, list[Any]]:
-        """The entry of this worker, and for the script what each part may give.
-
-        Each part has two limits: the second one counts while others wait for its queue.
-        """
-        channel, capacities, limits = self._channel, question.capacities, dict(question.limits)
+    def _entry(self, question: FetchRequest, queues: Sequence[str]) -> str:
+        """How this worker is entered in Redis if it finds nothing."""
+        channel, workload = self._channel, self._channel.workload
+        if workload is None:
+            return ""
         first_step, name = channel.priority_steps[0], self._lease_store.keys.queue
-        first_keys = {queue: name(channel._q_for_pri(queue, first_step)) for queue in queues}
-        at_once, towards_others, entry = sum(limits.values()), limits, ""
-        if capacities:
-            entry = encode_entry(
-                question.capacity, {first_keys[queue]: capacities[queue] for queue in queues}
-            )
-            if question.leaves_rest:
-                at_once = question.capacity.total
-                towards_others = {part: capacities[part.queue].total for part in limits}
-        parts = [
-            (limit, towards_others[part], first_keys[part.queue]) for part, limit in limits.items()
-        ]
-        return entry, [len(parts), *chain.from_iterable(parts), at_once]
+        return encode_entry(
+            question.capacity,
+            {
+                name(channel._q_for_pri(queue, first_step)): workload.kinds_of(queue)
+                for queue in queues
+            },
+        )
 
     def forget_entry(self) -> None:
         """Notes that this worker is not entered in Redis as waiting."""
@@ -298,25 +279,6 @@ class Fetcher:
         """Whether all queues are empty; from now on Redis tells when one of them changes."""
         connection.send_packed_command(connection.pack_commands(watching(self.keys)))
         return self._is_watched(connection)
-
-    def others_wait(self, connection: Any) -> tuple[bool, bool]:
-        """Asks whether other workers wait for work; from now on Redis tells when that changes.
-
-        Returns:
-            Whether others wait, and whether there is something in the queues that the last fetch
-            asked: a push that said so may have come in front of the answer.
-        """
-        waiting = ("HLEN", self._lease_store.keys.waiting)
-        commands = [("CLIENT", "CACHING", "YES"), waiting]
-        if self.keys:
-            commands += watching(self.keys)
-        while True:
-            connection.send_packed_command(connection.pack_commands(commands))
-            _, count, *filled = [connection.read_response() for _ in commands]
-            if not connection.can_read(timeout=0):
-                return int(count) > self.is_entered, bool(filled and filled[-1])
-            # A push is behind the answers. It may be in the parser, where no event tells of it.
-            connection.read_response(push_request=True)
 
     def _limits(self, free: int, queues: Sequence[str]) -> dict[Part, int]:
         """How many messages each part may give, in the order in which queues take turns."""

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import redis
@@ -296,15 +296,19 @@ class LeaseStore:
             side = "RPUSH" if first else "LPUSH"
             self.scripts.run("requeue", [self.lease_key], side, *newest_first)
 
-    def give_to_waiting(
-        self, jobs: Sequence[HeldJob], queues: Sequence[Sequence[str]], numbers: Sequence[int]
-    ) -> set[str]:
+    def others_wait(self) -> bool:
+        """Whether other workers wait for work.
+
+        Raises:
+            redis.RedisError: Redis does not answer.
+        """
+        return bool(set(self.client.hkeys(self.keys.waiting)) - {self.worker.encode()})
+
+    def give_to_waiting(self, jobs: Iterable[tuple[HeldJob, str]]) -> set[str]:
         """Gives jobs that nobody has begun to other workers that wait for work.
 
         Args:
-            jobs: Oldest first.
-            queues: Keys of their queues, each with those of all its priority steps.
-            numbers: The queue of each job, as a position in `queues`.
+            jobs: Oldest first, each with the key of its queue's first priority step.
 
         Returns:
             Tokens of those that are in the front of their queues again.
@@ -312,15 +316,12 @@ class LeaseStore:
         Raises:
             redis.RedisError: Redis does not answer, and nobody knows which jobs went back.
         """
+        args = [(job.token, key, 1 if job.is_batch else 2) for job, key in jobs]
         keys = [self.lease_key, self.keys.waiting]
-        keys += [key for step in zip(*queues, strict=True) for key in step]
-        pairs = (
-            (job.token, number + 1, 1 if job.is_batch else 2)
-            for job, number in zip(jobs, numbers, strict=True)
-        )
-        args = (self.worker, len(queues), *itertools.chain.from_iterable(pairs))
         # Sent once: the first answer, if it was lost, would say what went back.
-        gone = self.scripts.run_once("give_to_waiting", keys, *args)
+        gone = self.scripts.run_once(
+            "give_to_waiting", keys, self.worker, *itertools.chain.from_iterable(args)
+        )
         given = {token.decode() for token in gone}
         self.lost(given)
         return given

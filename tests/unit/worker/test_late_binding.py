@@ -7,13 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.worker import state as worker_state
 
 from batchery.transport.workload import Capacity, HeldJob, encode_entry
 from batchery_worker import late_binding
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import (
     HELD_S,
-    IDLE_S,
+    MAX_PAUSE_S,
     BatchBacklog,
     Give,
     LateBinding,
@@ -57,22 +58,21 @@ class Channel:
         self.lease_store = Store()
         self.active_queues = {"models"}
         self.workload: Any = None
-        self.is_capacity_stale = False
-        self.is_busy = False
         self.room = 0
-        self.asked = self.fetched = 0
+        self.asked = 0
+        self.rooms_made = 0
 
-    def others_wait(self) -> bool | None:
+    def others_wait(self) -> bool:
         self.asked += 1
-        return None if self.is_busy else self.room > 0
+        return self.room > 0
 
     def give_to_waiting(self, jobs: Sequence[HeldJob]) -> set[str]:
         given = {job.token for job in jobs[: self.room]}
         self.room -= len(given)
         return given
 
-    def ask_again(self) -> None:
-        self.fetched += 1
+    def make_room(self) -> None:
+        self.rooms_made += 1
 
 
 class Request:
@@ -92,6 +92,7 @@ class Backlog:
     """Jobs that wait, each with the time when it came."""
 
     def __init__(self, clock: Clock, channel: Channel) -> None:
+        self.ask_for_more: Callable[[], None] = lambda: None
         self._clock, self._channel = clock, channel
         self.waiting: list[tuple[float, Any]] = []
         self.gathered: list[str] = []
@@ -114,8 +115,10 @@ class Backlog:
         take_in()
         self.gathered = self.tokens
 
-    def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
-        return sum(sizes.values())
+    held = 5
+
+    def limit(self, sizes: Mapping[str, int], level: int, others: int = 0) -> int:
+        return sum(sizes.values()) + others
 
     def oldest_s(self) -> float | None:
         return self.waiting[0][0] if self.waiting else None
@@ -123,9 +126,8 @@ class Backlog:
     def offer(self, before_s: float, give: Give) -> int:
         old = [request for since_s, request in self.waiting if since_s <= before_s]
         given = [request.id for request in give(old)]
-        younger = len(self.waiting) - len(old)
         self.waiting = [each for each in self.waiting if each[1].id not in given]
-        return younger
+        return len(given)
 
 
 class House:
@@ -140,12 +142,12 @@ class House:
             "models": QueueKinds({"embed": 32}, ordinary=False),
             "mixed": QueueKinds({"embed": 32}, ordinary=True),
         }
-        self.binding = LateBinding(lambda: (backlog, None), lambda: True, kinds)
+        self.binding = LateBinding(lambda: backlog, None, kinds, 4)
         self.binding.bind(self.channel, self.clock)
 
-    def turn(self, seconds: float = 0.0) -> None:
-        self.clock.pass_time(seconds)
-        self.binding.on_turn()
+    def take(self, *tokens: str) -> None:
+        """A fetch brings jobs, which no device can begin."""
+        self.binding.hand_over(lambda: self.backlog.add(*tokens))
 
 
 @pytest.fixture
@@ -156,109 +158,90 @@ def house(monkeypatch: pytest.MonkeyPatch) -> House:
 def test_jobs_that_were_held_for_a_while_go_oldest_first_as_far_as_others_have_room(
     house: House,
 ) -> None:
-    house.backlog.add("9", "10", "11")
+    house.take("9", "10", "11")
     house.channel.room = 2
-    house.turn()
-    house.turn(HELD_S / 2)
+    house.clock.pass_time(HELD_S / 2)
     assert house.backlog.tokens == ["9", "10", "11"]
-    house.turn(HELD_S / 2)
+    house.clock.pass_time(HELD_S / 2)
     assert house.backlog.tokens == ["11"]
 
 
-def test_a_worker_that_begins_to_wait_gets_jobs_at_once(house: House) -> None:
-    house.backlog.add("1")
-    house.turn()
-    house.turn(HELD_S)
+def test_while_nobody_waits_it_looks_less_and_less_often(house: House) -> None:
+    house.take("1")
+    house.clock.pass_time(HELD_S)
     asked = house.channel.asked
-    for _ in range(10):
-        house.turn(HELD_S)
-    # Nobody waited then, and Redis will tell.
-    assert house.channel.asked == asked
+    for _ in range(100):
+        house.clock.pass_time(HELD_S)
+    assert 9 <= house.channel.asked - asked <= 15
     house.channel.room = 1
-    house.binding.on_waiting()
+    for _ in range(int(MAX_PAUSE_S / HELD_S)):
+        house.clock.pass_time(HELD_S)
     assert house.backlog.tokens == []
 
 
-def test_a_push_that_an_answer_hid_is_made_up_for(house: House) -> None:
-    house.backlog.add("1")
-    house.turn()
-    house.turn(HELD_S)
-    house.channel.room = 1
-    house.turn(HELD_S)
-    assert house.backlog.tokens == ["1"]
-    house.binding.on_answer()
-    house.turn()
-    house.turn(HELD_S)
-    assert house.backlog.tokens == []
+def test_a_worker_that_holds_nothing_does_not_look(house: House) -> None:
+    house.clock.pass_time(HELD_S)
+    assert not house.clock.planned
+    house.take("1")
+    assert len(house.clock.planned) == 1
+    house.backlog.waiting.clear()
+    house.clock.pass_time(HELD_S)
+    assert not house.clock.planned
+    assert house.channel.asked == 0
 
 
 def test_jobs_that_were_too_young_go_later(house: House) -> None:
-    house.backlog.add("1")
-    house.clock.pass_time(HELD_S)
-    house.backlog.add("2")
+    house.take("1")
+    house.clock.pass_time(HELD_S / 2)
+    house.take("2")
     house.channel.room = 9
-    house.binding.on_waiting()
+    house.clock.pass_time(HELD_S / 2)
     assert house.backlog.tokens == ["2"]
-    house.turn(HELD_S)
-    assert house.backlog.tokens == []
-
-
-def test_a_question_that_cannot_be_asked_now_is_asked_in_the_next_turn(house: House) -> None:
-    house.backlog.add("1")
     house.clock.pass_time(HELD_S)
-    house.channel.room, house.channel.is_busy = 1, True
-    house.binding.on_waiting()
-    assert house.backlog.tokens == ["1"]
-    house.channel.is_busy = False
-    house.turn()
     assert house.backlog.tokens == []
 
 
 def test_suspects_and_jobs_without_a_lease_stay(house: House) -> None:
-    house.backlog.add("1", "2", "not-leased")
+    house.take("1", "2", "not-leased")
     house.channel.lease_store.suspects.add("1")
-    house.clock.pass_time(HELD_S)
     house.channel.room = 9
-    house.binding.on_waiting()
+    house.clock.pass_time(HELD_S)
     assert house.backlog.tokens == ["1", "not-leased"]
 
 
 def test_a_job_that_went_back_is_settled_for_celery(house: House) -> None:
-    house.backlog.add("1")
+    house.take("1")
     (_, request) = house.backlog.waiting[0]
-    house.clock.pass_time(HELD_S)
     house.channel.room = 1
-    house.binding.on_waiting()
+    house.clock.pass_time(HELD_S)
     assert request.acknowledged
 
 
-def test_redis_is_told_of_a_capacity_that_lasts(house: House) -> None:
-    house.channel.is_capacity_stale = True
-    house.turn()
-    house.turn()
-    assert house.channel.fetched == 0
-    house.clock.pass_time(IDLE_S)
-    assert house.channel.fetched == 1
-    house.turn()
-    house.channel.is_capacity_stale = False
-    house.clock.pass_time(IDLE_S)
-    assert house.channel.fetched == 1
+def test_the_channel_is_asked_for_more_when_a_device_will_soon_be_free(house: House) -> None:
+    house.backlog.ask_for_more()
+    assert house.channel.rooms_made == 1
 
 
-def test_capacity_counts_the_kinds_that_come_by_a_queue(house: House) -> None:
+def test_what_comes_by_a_queue_decides_how_much_is_taken(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
     house.backlog.room = 32
     assert house.binding.capacity() == Capacity(32, 0)
-    assert house.binding.capacity_for("models") == Capacity(32, 0)
-    # Nothing limits a queue by which ordinary jobs come, too, or by which anything may come.
     assert house.binding.limit_for("models", 0) == 32
-    assert house.binding.limit_for("mixed", 0) is None
+    # As many ordinary jobs as Celery would hold may be among them.
+    monkeypatch.setattr(worker_state, "reserved_requests", set(range(7)))
+    assert house.binding.limit_for("mixed", 0) == 32 + 4 - (7 - 5)
+    # Nothing limits a queue by which anything may come.
     assert house.binding.limit_for("unnamed", 0) is None
+    assert [house.binding.kinds_of(each) for each in ("models", "mixed", "unnamed")] == [1, 3, 3]
 
 
 def test_entry_names_only_queues_for_which_there_is_room() -> None:
-    queues = {"a": Capacity(8, 0), "b": Capacity(8, 2), "c": Capacity(), "d": Capacity(0, 2)}
-    assert encode_entry(Capacity(8, 2), queues) == '[8, 2, {"a": 1, "b": 3, "d": 2}]'
-    assert encode_entry(Capacity(), {"a": Capacity()}) == ""
+    kinds = {"a": 1, "b": 3, "c": 0, "d": 2}
+    assert encode_entry(Capacity(8, 2), kinds) == '[8, 2, {"a": 1, "b": 3, "d": 2}]'
+    assert encode_entry(Capacity(8, 0), kinds) == '[8, 0, {"a": 1, "b": 1}]'
+    assert encode_entry(Capacity(0, 2), {"a": 1}) == ""
+    assert encode_entry(Capacity(), {"a": 3}) == ""
 
 
 def take(*names: str) -> Give:
@@ -281,7 +264,7 @@ def test_jobs_that_wait_for_a_process_keep_their_order(monkeypatch: pytest.Monke
         monkeypatch.setattr(late_binding, "monotonic", lambda second=second: float(second))
         worker.process_task(Request(name))
     assert backlog.oldest_s() == 0.0
-    assert backlog.offer(2.0, take("a", "c", "d")) == 1
+    assert backlog.offer(2.0, take("a", "c", "d")) == 2
     assert [entry[1][0].name for entry in waiting] == ["b", "d"]
 
 
@@ -301,7 +284,7 @@ def test_jobs_that_wait_for_a_thread_are_run_in_order_unless_they_went() -> None
     assert pool.free() == 0
     since_s = pool.oldest_s()
     assert since_s is not None
-    assert pool.offer(since_s + 60, take("first", "b")) == 0
+    assert pool.offer(since_s + 60, take("first", "b")) == 1
     gate.set()
     pool.executor.shutdown(wait=True)
     assert ran == ["first", "a", "c"]
@@ -309,11 +292,13 @@ def test_jobs_that_wait_for_a_thread_are_run_in_order_unless_they_went() -> None
 
 
 def test_messages_of_a_fetch_begin_together(house: House) -> None:
-    house.binding.gather(lambda: house.backlog.add("1", "2"))
+    house.take("1", "2")
     assert house.backlog.gathered == ["1", "2"]
 
 
 def test_messages_are_taken_in_where_no_device_is_left() -> None:
     taken: list[int] = []
-    LateBinding(lambda: (None, None), lambda: True, {}).gather(lambda: taken.append(1))
+    binding = LateBinding(lambda: None, None, {}, 4)
+    binding.bind(Channel(), Clock())
+    binding.hand_over(lambda: taken.append(1))
     assert taken == [1]

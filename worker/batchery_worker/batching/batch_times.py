@@ -1,10 +1,11 @@
 """How long batches take, learned from those that ran, and when the next one is sent: pure."""
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
-#: A batch of so many seconds is long: a job behind it would rather go to another worker.
+#: A batch of so many seconds is long: a job behind it would rather begin on another worker.
 LONG_BATCH_S = 0.2
 
 #: Behind a batch of fewer seconds the next one is sent at once: the event loop is not that exact.
@@ -36,12 +37,14 @@ class BatchTimes:
 
     def __init__(self) -> None:
         self._times: dict[tuple[str, str, int], _Times] = {}
-        self._last_s: deque[float] = deque(maxlen=REMEMBERED)
+        #: Seconds that the last batches of each task took.
+        self._last_s: dict[str, deque[float]] = {}
 
-    @property
-    def are_long(self) -> bool:
-        """Whether most batches of late are long; before the first, they count as long."""
-        return not self._last_s or median(self._last_s) >= LONG_BATCH_S
+    def are_short(self, tasks: Iterable[str]) -> bool:
+        """Whether most batches of late are short, of all tasks; before its first one's is not."""
+        return all(
+            task in self._last_s and median(self._last_s[task]) < LONG_BATCH_S for task in tasks
+        )
 
     def ran(self, device: str, task: str, items: int, run_s: float, prepare_s: float) -> None:
         """Adds a batch.
@@ -56,7 +59,7 @@ class BatchTimes:
         times = self._times.setdefault((device, task, _size_class(items)), _Times())
         times.run_s.append(run_s)
         times.prepare_s.append(prepare_s)
-        self._last_s.append(run_s)
+        self._last_s.setdefault(task, deque(maxlen=REMEMBERED)).append(run_s)
 
     def next_s(self, device: str, task: str, items: int, began_s: float) -> float:
         """When the batch behind a batch should be sent: it cannot go to another worker after that.
@@ -78,7 +81,7 @@ class BatchTimes:
         return began_s + max(0.0, expected_s - lead_s)
 
     def ends_soon(self, device: str, task: str, items: int, began_s: float, now_s: float) -> bool:
-        """Whether a batch is near its end, so that those behind it had better stay.
+        """Whether a batch is near its end, as far as that is known, so that the next one is wanted.
 
         Args:
             device: Name of the device.
@@ -88,9 +91,10 @@ class BatchTimes:
             now_s: The time.
         """
         times = self._find(device, task, items)
-        longest_s = max(LONG_BATCH_S, *times.run_s) if times else LONG_BATCH_S
-        next_s = self.next_s(device, task, items, began_s)
-        return next_s <= now_s <= began_s + OVERDUE_FACTOR * longest_s
+        if times is None or now_s > began_s + OVERDUE_FACTOR * max(LONG_BATCH_S, *times.run_s):
+            return False
+        is_short = min(times.run_s) < LONG_BATCH_S
+        return is_short or now_s >= self.next_s(device, task, items, began_s)
 
     def _find(self, device: str, task: str, items: int) -> _Times | None:
         return self._times.get((device, task, _size_class(items)))

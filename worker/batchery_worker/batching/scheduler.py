@@ -147,6 +147,16 @@ class Scheduler(Generic[T]):
         """Every job that waits, was never started, and could as well wait elsewhere."""
         return [job for waiting in self._queues.values() for job in waiting]
 
+    def count(self, task: str, priority_class: str) -> int:
+        """How many jobs of a task and class wait that were never started."""
+        return sum(
+            len(flow)
+            for waiting in self._queues.values()
+            if waiting.key.task == task
+            for flow in waiting.flows.values()
+            if flow.lane.priority_class == priority_class
+        )
+
     @property
     def oldest_held_s(self) -> float | None:
         """When the oldest of the jobs came that `held` returns; None if there is none."""

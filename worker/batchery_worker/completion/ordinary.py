@@ -110,7 +110,7 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
         return next((job.since_s for future, job in jobs if not future.running()), None)
 
     def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
-        """Offers the jobs that came before a time; returns how many may be offered later.
+        """Offers the jobs that came before a time; returns how many went.
 
         Args:
             before_s: The time, on the clock of `oldest_s`.
@@ -126,7 +126,7 @@ class OrdinaryThreads(_ThreadPool):  # type: ignore[misc]
             for job in waiting:
                 if job.request not in given:
                     self._submit(job)
-        return len(waiting) - len(old)
+        return len(given)
 
     def flush(self) -> None:
         """The broker's connection is gone: drops what has not begun, it will come again."""

@@ -147,6 +147,11 @@ class DeviceProcess:
         return self.setup.device
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the device is ready and has nothing to do."""
+        return self.state is State.READY and not self.batches
+
+    @property
     def alone(self) -> bool:
         """Whether the device runs a suspect, which must run alone."""
         return any(dispatched.batch.alone for dispatched in self.batches.values())

@@ -59,6 +59,8 @@ class DeviceSupervisor:
         self._on_lost = on_lost
         self._hub: Any = None
         self._stopping = False
+        #: Batches with suspects of an earlier worker: no other job may run, on any device.
+        self._reserved = 0
         self._refusals: dict[str, NotReady] = {}
 
     def __iter__(self) -> Iterator[DeviceProcess]:
@@ -68,6 +70,11 @@ class DeviceSupervisor:
     def dispatched(self) -> int:
         """Number of batches on all devices together."""
         return sum(len(device.batches) for device in self.devices)
+
+    @property
+    def is_reserved(self) -> bool:
+        """Whether jobs run that may kill the worker: then no other job may run, on any device."""
+        return self._reserved > 0
 
     def attach(self, hub: Any) -> None:
         """Moves to another event loop; Celery has a fresh one after each reconnect.
@@ -122,6 +129,7 @@ class DeviceSupervisor:
 
     def send(self, device: DeviceProcess, work: Any, dispatched: DispatchedBatch) -> None:
         """Hands a batch to a device."""
+        self._reserved += dispatched.is_reserved
         if not device.send(work, dispatched):
             self._await_room(device)
         if device.in_turn == [dispatched]:
@@ -279,6 +287,7 @@ class DeviceSupervisor:
             self._on_ready()
         else:
             dispatched = device.take_reply(reply)
+            self._reserved -= dispatched.is_reserved
             self._give_time_back(device, dispatched)
             if not device.recycle_due and self._limits.reached(device.jobs, device.pid):
                 device.recycle_due = True
@@ -323,6 +332,7 @@ class DeviceSupervisor:
         self._ignore(device)
         how = f"device process for {device.name} died: {device.reap()}"
         batches = list(device.batches.values())
+        self._reserved -= sum(each.is_reserved for each in batches)
         device.batches.clear()
         if self._given_up(device):
             return

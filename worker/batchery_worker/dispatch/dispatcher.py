@@ -7,7 +7,6 @@ compute, completion threads store.
 import itertools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from math import inf
@@ -27,11 +26,11 @@ from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
-from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits, State
+from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission, needs_context
 from batchery_worker.dispatch.backlog import waiting_by_queue
-from batchery_worker.dispatch.poison import PoisonDetector, is_reserved, note_begin, note_end
+from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
 from batchery_worker.ipc.messages import Done, Work, batch_info
@@ -55,8 +54,17 @@ LATE_GRAIN_S = 0.005
 class Dispatcher:
     """Admits jobs, forms batches when a device has room, settles each job exactly once."""
 
-    def __init__(self, app: Celery, settings: Settings, devices: Sequence[DeviceProcess]) -> None:
+    def __init__(
+        self,
+        app: Celery,
+        settings: Settings,
+        devices: Sequence[DeviceProcess],
+        max_batch_size: int,
+    ) -> None:
         self._app = app
+        self._max_batch_size = max_batch_size
+        #: Asks for messages, where the broker's channel leases; set by who binds both.
+        self.ask_for_more: Callable[[], None] = _do_nothing
         self._settings = settings
         self._admission = Admission(settings)
         self._listeners = Listeners()
@@ -221,27 +229,50 @@ class Dispatcher:
             "costs": self._scheduler.costs.figures(),
         }
 
-    # Late binding
+    # What to take, and what to give back
 
     @property
-    def batches_are_long(self) -> bool:
-        """Whether jobs behind the batches of late would rather go to another worker."""
-        return self._times.are_long
+    def held(self) -> int:
+        """How many jobs the worker holds for its devices, running ones included."""
+        return len(self._scheduler) + len(self._in_flight)
 
-    def free(self, max_batch_size: int) -> int:
-        """How many more jobs could begin at once, in batches of this size."""
-        if self._draining or self._scheduler.has_suspects or is_reserved(self._supervisor):
+    def free(self) -> int:
+        """How many more jobs could begin at once."""
+        if self._draining or self._is_testing_suspects:
             return 0
-        return max(0, self._idle_devices() * max_batch_size - len(self._scheduler))
+        idle = sum(device.is_idle for device in self._supervisor.devices)
+        return max(0, idle * self._max_batch_size - len(self._scheduler)) if idle else 0
+
+    def limit(self, sizes: Mapping[str, int], level: int, others: int = 0) -> int:
+        """How many more jobs to take: a batch for each device that is idle, or soon will be.
+
+        Where batches are short, it is some batches more: to ask for each one would be felt.
+
+        Args:
+            sizes: Maximum batch size of each task whose jobs count, by its name.
+            level: First priority of the class.
+            others: How many jobs that are not for devices may be among them.
+        """
+        if self._draining or self._is_testing_suspects:
+            return 0
+        now_s, name = monotonic(), self._settings.find_class(level)
+        batches = sum(self._wants_batch(device, now_s) for device in self._supervisor.devices)
+        if self._times.are_short(sizes):
+            batches *= 1 + self._settings.prefetch_batches
+        wanted = sum(
+            batches * size - self._scheduler.count(task, name) for task, size in sizes.items()
+        )
+        return max(0, wanted + others)
 
     def oldest_s(self) -> float | None:
         """When the oldest job came that waits for a device; None while a device is idle."""
-        if self._draining or (self._idle_devices() and not is_reserved(self._supervisor)):
+        is_idle = any(device.is_idle for device in self._supervisor.devices)
+        if self._draining or (is_idle and not self._is_testing_suspects):
             return None
         return self._scheduler.oldest_held_s
 
     def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
-        """Offers the jobs that came before a time; returns how many may be offered later.
+        """Offers the jobs that came before a time; returns how many went.
 
         Args:
             before_s: The time, on the clock of `oldest_s`.
@@ -249,9 +280,9 @@ class Dispatcher:
         """
         held = sorted(self._scheduler.held(), key=lambda job: job.arrived_s)
         # Devices that are almost done have their next batch here.
-        kept = sum(map(self._ends_soon, self._supervisor)) * max(
-            (job.limits.max_batch_size for job in held), default=0
-        )
+        now_s = monotonic()
+        devices = sum(self._wants_batch(device, now_s) for device in self._supervisor.devices)
+        kept = devices * max((job.limits.max_batch_size for job in held), default=0)
         old = [
             job
             for job in held[kept:]
@@ -259,42 +290,22 @@ class Dispatcher:
         ]
         given = give([job.payload.request for job in old])
         self._scheduler.remove(job for job in old if job.payload.request in given)
-        return len(held) - len(old)
+        return len(given)
 
-    def limit(self, sizes: Mapping[str, int], level: int) -> int | None:
-        """How many more jobs to take: a batch to run and one to prepare per device and class.
-
-        Args:
-            sizes: Maximum batch size of each task whose jobs count, by its name.
-            level: First priority of the class.
-
-        Returns:
-            None for no other limit than the prefetch, where batches are short.
-        """
-        if not self._times.are_long:
-            return None
-        name = self._settings.find_class(level)
-        waiting = Counter(
-            job.key.task for job in self._scheduler if job.lane.priority_class == name
-        )
-        for device in self._supervisor:
-            for prepared in device.in_turn[1:]:
-                jobs = prepared.batch.jobs
-                waiting[jobs[0].key.task] += sum(job.lane.priority_class == name for job in jobs)
-        batches = len(self._supervisor.devices) + self._idle_devices()
-        return sum(max(0, batches * size - waiting[task]) for task, size in sizes.items())
-
-    def _idle_devices(self) -> int:
-        return sum(each.state is State.READY and not each.batches for each in self._supervisor)
-
-    def _ends_soon(self, device: DeviceProcess) -> bool:
-        """Whether a device will soon need a batch that is not there yet."""
-        if len(device.in_turn) != 1:
-            return False
-        (dispatched,) = device.in_turn
-        batch, began_s = dispatched.batch, dispatched.began_s or dispatched.dispatched_s
+    def _wants_batch(self, device: DeviceProcess, now_s: float) -> bool:
+        """Whether a device has nothing to do, or will soon need a batch that is not there yet."""
+        if not (in_turn := device.in_turn):
+            return device.is_idle
+        batch, began_s = in_turn[0].batch, in_turn[0].began_s or in_turn[0].dispatched_s
         task = batch.jobs[0].key.task
-        return self._times.ends_soon(device.name, task, batch.items, began_s, monotonic())
+        if len(in_turn) > 1 and not self._times.are_short([task]):
+            return False
+        return self._times.ends_soon(device.name, task, batch.items, began_s, now_s)
+
+    @property
+    def _is_testing_suspects(self) -> bool:
+        """Whether jobs wait or run that may kill a worker, so that no other may begin."""
+        return self._scheduler.has_suspects or self._supervisor.is_reserved
 
     # Out to the devices
 
@@ -353,7 +364,7 @@ class Dispatcher:
         while devices := [
             device for device in self._supervisor if device.has_room and wants(device)
         ]:
-            if is_reserved(self._supervisor):
+            if self._supervisor.is_reserved:
                 return
             device = min(devices, key=_began)
             held = [dispatched.batch for dispatched in device.in_turn]
@@ -374,7 +385,7 @@ class Dispatcher:
     def _dispatch_urgent(self, now_s: float) -> None:
         """Sends what is urgent to devices that are busy with something else."""
         for device in self._supervisor:
-            if device.takes_urgent and not is_reserved(self._supervisor):
+            if device.takes_urgent and not self._supervisor.is_reserved:
                 behind = [dispatched.batch for dispatched in device.in_turn]
                 left_s = self._left_s(device, now_s)
                 batch = self._scheduler.urgent_batch(behind, now_s, left_s)
@@ -403,28 +414,30 @@ class Dispatcher:
     def _plan_wake(self, now_s: float) -> None:
         """Plans to come back when the oldest waiting job has waited long enough for an idle device.
 
-        Or when a busy device should get its next batch, or a job can no longer make its deadline.
+        Or when a busy device should get its next batch, which may have to be fetched; or when a job
+        can no longer make its deadline.
 
         A job that has waited long enough by now waits for something else, such as the end of a job
         that must run alone. Coming back for it would mean coming back at once, for ever.
         """
         due_s = self._scheduler.wake_s()
-        if due_s is None:
-            return
-        open_devices = [device for device in self._supervisor if device.has_room]
+        idle_s = inf if due_s is None else due_s
         times_s = [
-            self._next_batch_s(device) if device.in_turn else due_s for device in open_devices
+            self._next_batch_s(device) if device.in_turn else idle_s
+            for device in self._supervisor.devices
+            if device.has_room
         ]
         if (late_s := self._scheduler.late_s()) is not None:
             times_s.append(late_s + LATE_GRAIN_S)
-        wake_s = min((time_s for time_s in times_s if time_s > now_s), default=None)
-        if wake_s is not None and wake_s < self._wake_planned_s:
+        wake_s = min((time_s for time_s in times_s if time_s > now_s), default=inf)
+        if wake_s < self._wake_planned_s:
             self._wake_planned_s = wake_s
             self._hub.call_later(max(0.0, wake_s - monotonic()), self._wake)
 
     def _wake(self) -> None:
         self._wake_planned_s = float("inf")
         self._dispatch()
+        self.ask_for_more()
 
     def _launch(
         self, device: DeviceProcess, batch: Batch[TaskCall], *, urgent: bool = False
@@ -523,7 +536,8 @@ class Dispatcher:
             (job.payload, status, rest, {**info, "waited_ms": round(waited, 3)})
             for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True)
         )
-        if len(self._scheduler):
+        if len(self._scheduler) or device.in_turn:
+            # What waits may go, and the batch that begins now has a time when the next one is due.
             self._plan_dispatch()
 
     def _check_target(self, task: str, target_s: float | None) -> None:
@@ -552,6 +566,10 @@ class Dispatcher:
     def _on_lost(self, why: str) -> None:
         logger.critical("%s: the worker stops, its jobs go back to the queue", why)
         setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
+
+
+def _do_nothing() -> None:
+    """For a broker whose channels do not lease."""
 
 
 def _began(device: DeviceProcess) -> tuple[int, float]:

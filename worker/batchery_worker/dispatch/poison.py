@@ -7,7 +7,7 @@ twice while alone becomes a dead letter.
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ from batchery.errors import DeviceDied
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
-from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
 from batchery_worker.in_flight import InFlight
 from batchery_worker.job import Job
@@ -123,12 +122,3 @@ def note_end(dispatched: DispatchedBatch) -> None:
     """Notes that a batch is back, or its device died; the broker hears it with the next batch."""
     if isinstance(dispatched.note, RunningNote):
         dispatched.note.store.ended(dispatched.note.batch)
-
-
-def is_reserved(devices: Iterable[DeviceProcess]) -> bool:
-    """Whether jobs run that may kill the worker: then no other job may run, on any device."""
-    return any(
-        dispatched.batch.jobs[0].recovered
-        for device in devices
-        for dispatched in device.batches.values()
-    )

@@ -1,6 +1,5 @@
 -- Moves waiting messages from their queues into the leases of one worker; or notes that the worker
 -- waits for some.
--- include waiting.lua
 -- include tenants.lua
 --
 -- KEYS[1]   ZSET    workers, see register.lua; a worker that is not in it gets nothing
@@ -21,9 +20,7 @@
 -- ARGV      worker id, messages wanted, bytes wanted, the entry in `waiting` if all lists are empty, or nothing;
 --           1 if the worker runs no batch, so that a single message is noted as the one that is about to;
 --           number of parts, which are lists of one queue and priority class; for each part how many messages
---           it may give, how many while others wait for its queue, and the key of the queue's
---           first step; how many all parts for which others wait may give together; then for each list the number
---           of its part
+--           it may give; then for each list the number of its part
 -- Returns   {number of suspects, first token, index of queue key, message, index, message, ...}, and at the end
 --           the key of a list that is not all sorted by tenant, if there is one;
 --           {} if all lists are empty; nil if the worker is fenced.
@@ -34,26 +31,14 @@ if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
   return false
 end
 local wanted, room, parts = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[6])
-local left, part_of = {}, 7 + 3 * parts
+local left = {}
 for part = 1, parts do
-  left[part] = tonumber(ARGV[4 + 3 * part])
-end
-local shared, shares = tonumber(ARGV[part_of]), {}
-if redis.call('HLEN', KEYS[5]) > 0 then
-  -- Who could begin a job at once goes before those that would only hold it.
-  each_waiting(KEYS[5], ARGV[1], function(entry)
-    for part = 1, parts do
-      if entry[3][ARGV[6 + 3 * part]] then
-        left[part] = math.min(left[part], tonumber(ARGV[5 + 3 * part]))
-        shares[part] = true
-      end
-    end
-  end)
+  left[part] = tonumber(ARGV[6 + part])
 end
 local answer, fields, unsorted = {0, 0}, {}, nil
 local are_some_sorted = redis.call('EXISTS', KEYS[7]) == 1
 for i = 8, #KEYS do
-  local part = tonumber(ARGV[part_of + i - 7])
+  local part = tonumber(ARGV[parts + i - 1])
   local asked, got
   local sorted = are_some_sorted and redis.call('HGET', KEYS[7], KEYS[i])
   local length = sorted and redis.pcall('LLEN', KEYS[i])
@@ -66,7 +51,7 @@ for i = 8, #KEYS do
   end
   repeat
     -- A few at a time: their size is known only afterwards.
-    asked = math.min(wanted, left[part], 16, shares[part] and shared or wanted)
+    asked = math.min(wanted, left[part], 16)
     got = 0
     if asked > 0 and room > 0 then
       local messages
@@ -85,7 +70,6 @@ for i = 8, #KEYS do
         got = #messages
         wanted = wanted - got
         left[part] = left[part] - got
-        shared = shares[part] and shared - got or shared
         if not sorted and got == asked then
           -- Only where more waits than is taken does it matter who goes first.
           tenant = tenant or only_tenant(redis.call('LRANGE', KEYS[i], 0, 3))

@@ -47,9 +47,11 @@ def test_only_recent_batches_count() -> None:
 @pytest.mark.parametrize(
     ("run_s", "now_s", "soon"),
     [
-        ((), 0.0, True),
-        ((), 1.5 * LONG_BATCH_S, True),
-        ((), 2.0, False),
+        # Nobody knows: it may take an hour.
+        ((), 0.0, False),
+        ((0.9 * LONG_BATCH_S,), 0.0, True),
+        ((0.9 * LONG_BATCH_S,), 1.5 * LONG_BATCH_S, True),
+        ((LONG_BATCH_S,), 0.0, False),
         ((2.0,), 1.0, False),
         ((2.0,), 1.5, True),
         ((2.0,), 3.0, True),
@@ -66,9 +68,17 @@ def test_a_batch_ends_soon_near_the_time_that_others_took(
 
 
 def test_batches_are_long_until_those_of_late_are_short() -> None:
-    assert times().are_long
-    assert times(0.5).are_long
-    assert not times(0.005).are_long
+    assert not times().are_short([TASK])
+    assert not times(0.5).are_short([TASK])
+    assert times(0.005).are_short([TASK])
     # A device that is held up once has no long batches.
-    assert not times(0.5, 0.005, 0.005).are_long
-    assert not times(*[0.5] * 8, *[0.005] * 5).are_long
+    assert times(0.5, 0.005, 0.005).are_short([TASK])
+    assert times(*[0.5] * 8, *[0.005] * 5).are_short([TASK])
+
+
+def test_batches_of_tasks_are_short_if_those_of_each_are() -> None:
+    both = times(0.005)
+    assert not both.are_short([TASK, "other"])
+    both.ran(CPU, "other", 1, 0.005, 0.0)
+    assert both.are_short([TASK, "other"])
+    assert both.are_short(["other"])

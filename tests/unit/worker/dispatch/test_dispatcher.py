@@ -9,6 +9,7 @@ from celery.worker import state as worker_state
 
 from apps.batches import FOUR, LIMITED, PATIENT, app
 from batchery import BatchArgumentError, DeadlineExceeded, DeviceDied
+from batchery.installation import get_installation
 from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.ipc.messages import Began, Done
 from batchery_worker.request import BatchRequest
@@ -116,10 +117,63 @@ def test_admitted_jobs_are_recorded_for_those_who_ask(start_pool: StartPool) -> 
     assert answer["max_batch_sizes"] == {FOUR: 4}
 
 
+def test_the_next_batch_is_taken_when_a_long_one_is_about_to_end(start_pool: StartPool) -> None:
+    worker = start_pool()
+    asked: list[float] = []
+    dispatcher = worker.pool.find_batches()
+    assert dispatcher is not None
+    dispatcher.ask_for_more = lambda: asked.append(worker.loop.clock.now_s)
+    # Nobody knows how long a batch takes: one for the idle device, of each class.
+    assert (dispatcher.free(), dispatcher.limit({FOUR: 4}, 0)) == (4, 4)
+    worker.receive_each(1, 2, 3, 4)
+    worker.works()
+    worker.loop.sleep(2.0)
+    assert (dispatcher.free(), dispatcher.limit({FOUR: 4}, 0)) == (0, 0)
+    worker.device.answer()
+    worker.receive_each(5, 6, 7, 8)
+    worker.works()
+    began_s = worker.loop.clock.now_s
+    worker.loop.sleep(1.4)
+    assert (dispatcher.limit({FOUR: 4}, 0), asked) == (0, [])
+    worker.loop.sleep(0.2)
+    assert asked == [pytest.approx(began_s + 1.5)]
+    assert dispatcher.limit({FOUR: 4}, 0) == 4
+    worker.receive_each(9)
+    assert dispatcher.limit({FOUR: 4}, 0) == 3
+    # Jobs of another class are not kept out by these.
+    assert dispatcher.limit({FOUR: 4}, 6) == 4
+    # It takes longer than any of late: nobody knows when it ends.
+    worker.loop.sleep(2.0)
+    assert dispatcher.limit({FOUR: 4}, 0) == 0
+
+
+def test_behind_short_batches_some_more_are_taken(start_pool: StartPool) -> None:
+    worker = start_pool()
+    dispatcher = worker.pool.find_batches()
+    assert dispatcher is not None
+    for items in ((1, 2, 3, 4), (5, 6, 7, 8)):
+        worker.receive_each(*items)
+        worker.works()
+        worker.loop.sleep(0.01)
+        worker.device.answer()
+        worker.loop.settle()
+    batches = 1 + get_installation(app).settings.prefetch_batches
+    assert dispatcher.limit({FOUR: 4}, 0) == batches * 4
+    # Nothing is known of another task.
+    assert dispatcher.limit({FOUR: 4, PATIENT: 4}, 0) == 8
+    worker.receive_each(*range(9, 18))
+    worker.works()
+    # Two batches are there, and one job waits.
+    assert dispatcher.limit({FOUR: 4}, 0) == batches * 4 - 1
+    assert dispatcher.limit({FOUR: 4}, 0, others=3) == batches * 4 + 2
+    worker.loop.sleep(1.0)
+    assert dispatcher.limit({FOUR: 4}, 0) == 0
+
+
 def test_jobs_behind_a_long_batch_may_go_to_another_worker(start_pool: StartPool) -> None:
     worker = start_pool()
-    assert worker.pool.batch_backlog is not None
-    assert worker.pool.batch_backlog.free() == 4
+    backlog = worker.pool.find_batches()
+    assert backlog is not None
     worker.receive_each(1, 2, 3, 4)
     worker.works()
     worker.loop.sleep(2.0)
@@ -127,23 +181,18 @@ def test_jobs_behind_a_long_batch_may_go_to_another_worker(start_pool: StartPool
     worker.device.answer()
     requests = worker.receive_each(*range(5, 14))
     worker.works()
-    backlog = worker.pool.batch_backlog
     assert (backlog.free(), backlog.oldest_s()) == (0, came_s)
-    # One batch runs, and there is one more to prepare.
-    assert backlog.limit({FOUR: 4}, 0) == 0
-    # Jobs of another class are not kept out by these.
-    assert backlog.limit({FOUR: 4}, 6) == 4
     offered: list[BatchRequest] = []
 
     def give(held: Sequence[BatchRequest]) -> Sequence[BatchRequest]:
         offered.extend(held)
         return held[:3]
 
-    assert backlog.offer(came_s, give) == 0
+    assert backlog.offer(came_s, give) == 3
     assert offered == requests[4:]
     # The device that is almost done has its next batch here.
     worker.loop.sleep(1.6)
-    assert backlog.offer(came_s, give) == 2
+    assert backlog.offer(came_s, give) == 0
     assert offered == requests[4:]
     worker.device.answer()
     assert worker.works()[-1] == [12, 13]

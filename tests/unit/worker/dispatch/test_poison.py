@@ -11,7 +11,7 @@ from batchery.errors import DeviceDied
 from batchery.transport.leases import Deaths
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.dispatch import poison
-from batchery_worker.dispatch.poison import MAX_DEATHS, PoisonDetector, is_reserved, note_begin
+from batchery_worker.dispatch.poison import MAX_DEATHS, PoisonDetector, note_begin
 from batchery_worker.job import Batch, BatchKey, Job, Limits
 from batchery_worker.request import LeaseHandle
 from batchery_worker.task_call import DispatchedBatch, TaskCall
@@ -101,8 +101,7 @@ def test_jobs_of_one_dead_worker_run_in_halves_with_nothing_next_to_them(scene: 
         assert batch is not None
         assert [(job.id, job.deaths) for job in batch.jobs] == [(each, 0) for each in half]
         assert not batch.alone
-        device: Any = SimpleNamespace(batches={1: DispatchedBatch(batch, dispatched_s=0.0)})
-        assert is_reserved([device])
+        assert DispatchedBatch(batch, dispatched_s=0.0).is_reserved
 
 
 def test_deaths_of_earlier_workers_are_kept_with_the_job(scene: Scene) -> None:
@@ -187,5 +186,4 @@ def test_recovered_suspect_reserves_all_devices(
     scene: Scene, alone: bool, recovered: bool, expected: bool
 ) -> None:
     job = replace(scene.job(), recovered=recovered)
-    device: Any = SimpleNamespace(batches={1: dispatched(job, alone=alone)})
-    assert is_reserved([device]) is expected
+    assert dispatched(job, alone=alone).is_reserved is expected
