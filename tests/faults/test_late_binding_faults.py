@@ -20,6 +20,9 @@ from support.patience import patient
 
 BATCH_SIZE = leases.batch.max_batch_size or 0
 
+#: One process, and a queue to which no task is routed: only the prefetch limits what is taken.
+OPTIONS = ("-c", "1", "-Q", "any")
+
 #: As many as one worker holds.
 JOBS = 3 * BATCH_SIZE
 
@@ -45,19 +48,10 @@ def send(redis_url: str, directory: Path) -> list[str]:
     """Sends jobs of a batch task; their batches end when there is a gate."""
     options = {"book": str(directory / "book"), "gate": str(directory / "gate")}
     with Celery("sender", broker=redis_url, set_as_current=False) as app:
-        return [app.send_task("apps.leases.batch", [number], options).id for number in range(JOBS)]
-
-
-def make_hasty(redis_url: str, bare: Any, directory: Path) -> None:
-    """Has a worker believe that batches are short, so that it takes some at a time."""
-    (directory / "gate").touch()
-    options = {"book": str(directory / "book"), "gate": str(directory / "gate")}
-    with Celery("sender", broker=redis_url, set_as_current=False) as app:
-        for _ in range(4):
-            job = app.send_task("apps.leases.batch", [-1], options).id
-            wait_for(lambda job=job: bare.exists(f"celery-task-meta-{job}"), "a short batch")
-    (directory / "gate").unlink()
-    (directory / "book").unlink()
+        return [
+            app.send_task("apps.leases.batch", [number], options, queue="any").id
+            for number in range(JOBS)
+        ]
 
 
 def begun(directory: Path) -> list[str]:
@@ -73,18 +67,19 @@ def finish(redis_url: str, bare: Any, directory: Path, jobs: list[str]) -> None:
     found = [json.loads(each) for each in bare.mget(keys)]
     assert [each["result"] for each in found] == list(range(JOBS))
     assert {each["status"] for each in found} == {"SUCCESS"}
-    wait_for(lambda: not unsettled(redis_url) and not queue_length(redis_url), "none is left")
+    wait_for(
+        lambda: not unsettled(redis_url) and not queue_length(redis_url, "any"), "none is left"
+    )
 
 
 @pytest.mark.parametrize("killed", ["the one that gave", "the one that got"])
 def test_every_job_has_one_result_if_a_worker_dies_after_jobs_changed_hands(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path, killed: str
 ) -> None:
-    giver = start_worker("apps.leases", "-c", "1")
-    make_hasty(redis_url, bare, tmp_path)
+    giver = start_worker("apps.leases", *OPTIONS)
     jobs = send(redis_url, tmp_path)
     wait_for(lambda: begun(tmp_path) and unsettled(redis_url) == JOBS, "it holds all of them")
-    getter = start_worker("apps.leases", "-c", "1")
+    getter = start_worker("apps.leases", *OPTIONS)
     wait_for(lambda: giver.has_logged("jobs go back to their queue", 1), "jobs change hands")
     (giver if killed == "the one that gave" else getter).kill()
     wait_for(lambda: bare.zcard(KEYS.workers) == 1, "its death is seen", TIMEOUT_S)
@@ -100,8 +95,8 @@ def waits_for_batches(bare: Any) -> bool:
 def test_jobs_do_not_wait_for_a_dead_worker_that_had_waited_for_them(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
 ) -> None:
-    start_worker("apps.leases", "-c", "1")
-    idle = start_worker("apps.leases", "-c", "1")
+    start_worker("apps.leases", *OPTIONS)
+    idle = start_worker("apps.leases", *OPTIONS)
     wait_for(lambda: bare.hlen(KEYS.waiting) == 2, "both wait for work")
     idle.kill()
     jobs = send(redis_url, tmp_path)
@@ -114,13 +109,12 @@ def test_jobs_do_not_wait_for_a_dead_worker_that_had_waited_for_them(
 def test_a_connection_that_breaks_while_jobs_change_hands_repeats_nothing(
     start_worker: StartWorker, redis_url: str, bare: Any, tmp_path: Path
 ) -> None:
-    start_worker("apps.leases", "-c", "1")
-    make_hasty(redis_url, bare, tmp_path)
+    start_worker("apps.leases", *OPTIONS)
     jobs = send(redis_url, tmp_path)
     wait_for(lambda: begun(tmp_path) and unsettled(redis_url) == JOBS, "it holds all of them")
     # Nothing more begins there before the gate opens.
     first = len(begun(tmp_path))
-    start_worker("apps.leases", "-c", "1", ready=False)
+    start_worker("apps.leases", *OPTIONS, ready=False)
     wait_for(lambda: bare.hlen(KEYS.worker_info) == 2, "the other one is there", TIMEOUT_S)
     for kind in ("normal", "pubsub"):
         bare.client_kill_filter(_type=kind, skipme=True)

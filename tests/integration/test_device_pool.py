@@ -20,7 +20,7 @@ from batchery_worker.device_pool.process import (
 )
 from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS, DeviceSupervisor
 from batchery_worker.ipc.messages import Done, Setup, Work
-from batchery_worker.job import Batch
+from batchery_worker.job import Batch, BatchKey, Job, Limits
 from batchery_worker.task_call import DispatchedBatch
 
 NO_LIMITS = RecyclingLimits()
@@ -67,11 +67,11 @@ class Crew:
         work = Work(
             number, "apps.device_app.double", {}, [(str(number), [number], False)], 64, None
         )
-        job: Any = number
+        job: Job[Any] = Job(str(number), BatchKey("task"), Limits(8), 1, 0.0, None)
         self.supervisor.send(device, work, DispatchedBatch(Batch((job,)), 0.0))
 
     def pids(self) -> list[int]:
-        return [device.pid for device in self.supervisor]
+        return [device.pid for device in self.supervisor.devices]
 
     def run_until(self, condition: Callable[[], object]) -> None:
         deadline_s = time.monotonic() + 60
@@ -103,7 +103,7 @@ def test_a_device_that_dies_is_replaced(
     monkeypatch.setattr("batchery_worker.device_pool.process.REAP_TIMEOUT_S", 30.0)
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor
+    (device,) = crew.supervisor.devices
     first = device.pid
     device.kill()
     crew.run_until(lambda: crew.ready == 2)
@@ -115,7 +115,7 @@ def test_a_device_that_dies_is_replaced(
 def test_retired_supervisor_restarts_no_device(crews: Callable[..., Crew]) -> None:
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor
+    (device,) = crew.supervisor.devices
     crew.supervisor.stop_restarting()
     device.kill()
     crew.run_until(lambda: crew.deaths)
@@ -130,7 +130,7 @@ def test_a_device_that_never_starts_is_given_up(crews: Callable[..., Crew]) -> N
     crew.run_until(lambda: crew.lost)
     assert crew.lost == ["no device is left, the last one was cpu"]
     assert len(crew.deaths) == MAX_FAILED_STARTS - 1
-    assert list(crew.supervisor) == []
+    assert list(crew.supervisor.devices) == []
 
 
 def test_a_start_that_fails_says_why(crews: Callable[..., Crew]) -> None:
@@ -142,7 +142,7 @@ def test_a_start_that_fails_says_why(crews: Callable[..., Crew]) -> None:
 def test_messages_of_a_device_are_read_without_a_loop(crews: Callable[..., Crew]) -> None:
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor
+    (device,) = crew.supervisor.devices
     device.kill()
     deadline_s = time.monotonic() + 10
     while not crew.deaths and time.monotonic() < deadline_s:
@@ -161,7 +161,7 @@ def test_a_device_that_cannot_be_spawned_is_given_up_too(
     crew.supervisor.attach(crew.hub)
     crew.run_until(lambda: crew.lost)
     assert crew.lost == ["no device is left, the last one was cpu"]
-    assert list(crew.supervisor) == []
+    assert list(crew.supervisor.devices) == []
 
 
 def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(
@@ -169,7 +169,7 @@ def test_a_device_that_has_run_enough_jobs_is_replaced_and_none_is_lost(
 ) -> None:
     crew = crews(limits=RecyclingLimits(max_jobs=2))
     crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor
+    (device,) = crew.supervisor.devices
     first = device.pid
     for number in (1, 2, 3):
         # The third is on the device already when the second one reaches the limit.
@@ -189,7 +189,7 @@ def test_devices_are_recycled_one_at_a_time(crews: Callable[..., Crew]) -> None:
     away: list[int] = []
 
     def recycled() -> bool:
-        away.append(sum(device.state is not State.READY for device in crew.supervisor))
+        away.append(sum(device.state is not State.READY for device in crew.supervisor.devices))
         return crew.ready == 4
 
     crew.supervisor.recycle(["apps.device_app"])
@@ -205,7 +205,7 @@ def test_a_device_that_does_not_leave_is_killed(
     monkeypatch.setattr("batchery_worker.device_pool.supervisor.LEAVE_TIMEOUT_S", 0.1)
     crew = crews()
     crew.supervisor.start(crew.hub, 60, lambda: None)
-    (device,) = crew.supervisor
+    (device,) = crew.supervisor.devices
     os.kill(device.pid, signal.SIGSTOP)
     crew.supervisor.recycle([])
     crew.run_until(lambda: crew.ready == 2)
@@ -217,4 +217,4 @@ def test_retired_supervisor_recycles_no_device(crews: Callable[..., Crew]) -> No
     crew.supervisor.start(crew.hub, 60, lambda: None)
     crew.supervisor.stop_restarting()
     crew.supervisor.recycle([])
-    assert [device.state for device in crew.supervisor] == [State.READY]
+    assert [device.state for device in crew.supervisor.devices] == [State.READY]

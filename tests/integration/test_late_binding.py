@@ -23,6 +23,9 @@ BATCH_SIZE = leases.batch.max_batch_size or 0
 #: As many processes as devices: one.
 ONE = ("-c", "1")
 
+#: A queue to which no task is routed. Nothing but the prefetch limits what is taken of it.
+ANY = ("-Q", "celery,any")
+
 #: How many ordinary jobs Celery itself prefetches for one process.
 PREFETCH = 4
 
@@ -58,16 +61,6 @@ def have_begun(tmp_path: Path) -> int:
     return len(executions(book)) if book.exists() else 0
 
 
-def make_hasty(tmp_path: Path, bare: Any, send: Any) -> None:
-    """Has a worker believe that batches are short, so that it takes some at a time."""
-    (tmp_path / "gate").touch()
-    for number in range(4):
-        (job,) = send("batch", range(-1 - number, -number))
-        wait_for(lambda job=job: bare.exists(f"celery-task-meta-{job}"), "a short batch")
-    (tmp_path / "gate").unlink()
-    (tmp_path / "book").unlink()
-
-
 def finish(tmp_path: Path, bare: Any, jobs: list[str]) -> None:
     """Opens the gate; every job must have one result and one execution."""
     (tmp_path / "gate").touch()
@@ -84,15 +77,14 @@ def waits(bare: Any, workers: int = 1) -> bool:
 def test_batches_that_wait_for_a_busy_device_go_to_a_worker_that_has_nothing_to_do(
     start_worker: StartWorker, redis_url: str, bare: Any, send: Any, tmp_path: Path
 ) -> None:
-    busy = start_worker("apps.leases", *ONE, **PATIENT)
-    make_hasty(tmp_path, bare, send)
-    jobs = send("batch", range(3 * BATCH_SIZE))
+    busy = start_worker("apps.leases", *ONE, *ANY, **PATIENT)
+    jobs = send("batch", range(3 * BATCH_SIZE), queue="any")
     wait_for(lambda: unsettled(redis_url) == len(jobs), "it holds all of them")
     wait_for(lambda: have_begun(tmp_path), "it has begun")
     # It may wait for ordinary jobs, but for no batch job.
     assert not any(json.loads(entry)[0] for entry in bare.hvals(Keys().waiting))
     began = have_begun(tmp_path)
-    idle = start_worker("apps.leases", *ONE, **PATIENT)
+    idle = start_worker("apps.leases", *ONE, *ANY, **PATIENT)
     # One batch runs and one is prepared where they are; the others have a device now.
     wait_for(lambda: have_begun(tmp_path) > began, "the other one has begun")
     wait_for(lambda: busy.has_logged("jobs go back to their queue", 1), "it says so")

@@ -174,7 +174,7 @@ def late_binding(worker: Any, prefetch: int) -> LateBinding | None:
     if hybrid is None:
         return None if ordinary is None else LateBinding(lambda: None, ordinary, {}, prefetch)
     kinds = kinds_by_queue(app, get_installation(app).settings.max_batch_size)
-    return LateBinding(hybrid.find_batches, ordinary, kinds, prefetch)
+    return LateBinding(hybrid.find_demand, ordinary, kinds, prefetch)
 
 
 def _ordinary_backlog(worker: Any, pool: Any) -> Backlog | None:

@@ -163,7 +163,7 @@ class LateBinding:
             0 if self._ordinary is None else self._ordinary.free(),
         )
 
-    def kinds_of(self, queue: str) -> int:
+    def find_kinds(self, queue: str) -> int:
         """Which jobs come by a queue: 1 for batch jobs, 2 for ordinary ones, 3 for both."""
         kinds = self._kinds.get(queue)
         return 3 if kinds is None else bool(kinds.batch) + 2 * kinds.ordinary

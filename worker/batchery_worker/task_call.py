@@ -1,7 +1,7 @@
 """One call of the pool by Celery, and the batch in which a device runs it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from batchery.protocol.multi_item import Form
@@ -33,16 +33,15 @@ class TaskCall:
     tracer_reason: str | None = None
     #: What the listeners of the job share, made by `commit/listeners.py`; None before the first.
     listened: Any = None
+    #: Name under which the task is registered.
+    task_name: str = field(init=False)
+    #: Id of the job.
+    task_id: str = field(init=False)
+    #: The message's headers, with `args` and `kwargs` decoded.
+    message: Mapping[str, Any] = field(init=False)
 
-    @property
-    def task_name(self) -> str:
-        """Name under which the task is registered."""
-        return str(self.args[0])
-
-    @property
-    def task_id(self) -> str:
-        """Id of the job."""
-        return str(self.args[1])
+    def __post_init__(self) -> None:
+        self.task_name, self.task_id, self.message = self.args[:3]
 
     @property
     def lease(self) -> LeaseHandle | None:
@@ -56,12 +55,6 @@ class TaskCall:
             return None
         tag: str | None = self.request.message.properties.get("publish_tag")
         return tag
-
-    @property
-    def message(self) -> Mapping[str, Any]:
-        """The message's headers, with `args` and `kwargs` decoded."""
-        message: Mapping[str, Any] = self.args[2]
-        return message
 
 
 @dataclass(slots=True)

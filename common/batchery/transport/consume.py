@@ -235,7 +235,7 @@ class Fetcher:
         return encode_entry(
             question.capacity,
             {
-                name(channel._q_for_pri(queue, first_step)): workload.kinds_of(queue)
+                name(channel._q_for_pri(queue, first_step)): workload.find_kinds(queue)
                 for queue in queues
             },
         )

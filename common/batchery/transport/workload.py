@@ -30,7 +30,7 @@ class Workload(Protocol):
     def capacity(self) -> Capacity:
         """How many jobs the worker could begin at once."""
 
-    def kinds_of(self, queue: str) -> int:
+    def find_kinds(self, queue: str) -> int:
         """Which jobs come by a queue: 1 for batch jobs, 2 for ordinary ones, 3 for both."""
 
     def limit_for(self, queue: str, level: int) -> int | None:
@@ -53,7 +53,7 @@ def encode_entry(capacity: Capacity, kinds: Mapping[str, int]) -> str:
 
     Args:
         capacity: Its capacity.
-        kinds: Which jobs come by each queue, by the queue's key: see `Workload.kinds_of`.
+        kinds: Which jobs come by each queue, by the queue's key: see `Workload.find_kinds`.
     """
     free = (capacity.batch > 0) + 2 * (capacity.ordinary > 0)
     wanted = {key: kinds & free for key, kinds in kinds.items() if kinds & free}

@@ -30,7 +30,7 @@ def _no_receivers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the event loop, and of those that plan on it."""
     made = Clock()
-    for module in ("dispatch.dispatcher", "device_pool.supervisor"):
+    for module in ("dispatch.dispatcher", "dispatch.demand", "device_pool.supervisor"):
         monkeypatch.setattr(f"batchery_worker.{module}.monotonic", made)
     return made
 

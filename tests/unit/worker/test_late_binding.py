@@ -233,7 +233,7 @@ def test_what_comes_by_a_queue_decides_how_much_is_taken(
     assert house.binding.limit_for("mixed", 0) == 32 + 4 - (7 - 5)
     # Nothing limits a queue by which anything may come.
     assert house.binding.limit_for("unnamed", 0) is None
-    assert [house.binding.kinds_of(each) for each in ("models", "mixed", "unnamed")] == [1, 3, 3]
+    assert [house.binding.find_kinds(each) for each in ("models", "mixed", "unnamed")] == [1, 3, 3]
 
 
 def test_entry_names_only_queues_for_which_there_is_room() -> None:

@@ -91,10 +91,13 @@ class BatchTimes:
             now_s: The time.
         """
         times = self._find(device, task, items)
-        if times is None or now_s > began_s + OVERDUE_FACTOR * max(LONG_BATCH_S, *times.run_s):
+        longest_s = max(LONG_BATCH_S, *times.run_s) if times else LONG_BATCH_S
+        if now_s > began_s + OVERDUE_FACTOR * longest_s:
             return False
-        is_short = min(times.run_s) < LONG_BATCH_S
-        return is_short or now_s >= self.next_s(device, task, items, began_s)
+        is_short = min(times.run_s) < LONG_BATCH_S if times else self.are_short([task])
+        return is_short or (
+            times is not None and now_s >= self.next_s(device, task, items, began_s)
+        )
 
     def _find(self, device: str, task: str, items: int) -> _Times | None:
         return self._times.get((device, task, _size_class(items)))

@@ -163,6 +163,11 @@ class Scheduler(Generic[T]):
         return min((waiting.oldest_s for waiting in self._queues.values()), default=None)
 
     @property
+    def holds_any(self) -> bool:
+        """Whether any job waits, suspects included."""
+        return bool(self._queues or self._suspects or self._recovered)
+
+    @property
     def has_suspects(self) -> bool:
         """Whether a job waits that must run alone."""
         return bool(self._suspects or self._recovered)
@@ -330,6 +335,8 @@ class Scheduler(Generic[T]):
 
         A few live jobs in a batch full of bulk would be answered only with the whole batch.
         """
+        if len(flows) == 1:
+            return flows
         highest = min(self._rank(flow) for _, flow in flows)
         own = sum(flow.items for _, flow in flows if self._rank(flow) == highest)
         items = sum(flow.items for _, flow in flows)

@@ -121,6 +121,8 @@ class DeviceProcess:
     start: StartProcess
     state: State = State.DEAD
     batches: dict[int, DispatchedBatch] = field(default_factory=dict)
+    #: Those of them that run one after the other; an urgent one comes in between.
+    in_turn: list[DispatchedBatch] = field(default_factory=list)
     #: Number of deaths in a row, without a finished batch between them.
     deaths: int = 0
     #: Number of starts in a row that failed before the process was ready.
@@ -154,12 +156,7 @@ class DeviceProcess:
     @property
     def alone(self) -> bool:
         """Whether the device runs a suspect, which must run alone."""
-        return any(dispatched.batch.alone for dispatched in self.batches.values())
-
-    @property
-    def in_turn(self) -> list[DispatchedBatch]:
-        """The batches that run one after the other; an urgent one comes in between."""
-        return [each for each in self.batches.values() if not each.urgent]
+        return bool(self.in_turn) and self.in_turn[0].batch.alone
 
     @property
     def has_room(self) -> bool:
@@ -176,7 +173,9 @@ class DeviceProcess:
     @property
     def holds_urgent(self) -> bool:
         """Whether an urgent batch is there that has not begun."""
-        return any(each.urgent and each.began_s is None for each in self.batches.values())
+        return len(self.batches) > len(self.in_turn) and any(
+            each.urgent and each.began_s is None for each in self.batches.values()
+        )
 
     @property
     def backoff_s(self) -> float:
@@ -225,8 +224,14 @@ class DeviceProcess:
         """Sends a batch; returns False if a part of it could not be written yet."""
         assert self.link is not None
         frame = dump_message(work)
-        self.batches[work.id] = dispatched
+        self.hold(work.id, dispatched)
         return self.link.send(frame)
+
+    def hold(self, work_id: int, dispatched: DispatchedBatch) -> None:
+        """Notes that the process has a batch."""
+        self.batches[work_id] = dispatched
+        if not dispatched.urgent:
+            self.in_turn.append(dispatched)
 
     def take_reply(self, done: Done) -> DispatchedBatch:
         """Takes back a batch that the process has answered.
@@ -239,9 +244,18 @@ class DeviceProcess:
         if len(done.jobs) != len(dispatched.batch.jobs):
             raise ValueError(f"{len(done.jobs)} answers for {len(dispatched.batch.jobs)} jobs")
         del self.batches[done.id]
+        if not dispatched.urgent:
+            self.in_turn.remove(dispatched)
         self.deaths = 0
         self.jobs += len(done.jobs)
         return dispatched
+
+    def take_batches(self) -> list[DispatchedBatch]:
+        """Takes back all batches, because the process is gone."""
+        batches = list(self.batches.values())
+        self.batches.clear()
+        self.in_turn.clear()
+        return batches
 
     def kill(self) -> None:
         """Kills the process; the end of its pipe says when it is gone."""

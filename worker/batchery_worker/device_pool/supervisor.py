@@ -1,7 +1,7 @@
 """The device processes of a worker: starts them, listens to them, restarts them when they die."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import monotonic
 from typing import Any
@@ -62,9 +62,6 @@ class DeviceSupervisor:
         #: Batches with suspects of an earlier worker: no other job may run, on any device.
         self._reserved = 0
         self._refusals: dict[str, NotReady] = {}
-
-    def __iter__(self) -> Iterator[DeviceProcess]:
-        return iter(self.devices)
 
     @property
     def dispatched(self) -> int:
@@ -163,7 +160,7 @@ class DeviceSupervisor:
             device.dismiss()
         for device in (*self.devices, *self._given_up_for_good):
             device.stop(kill_at_once=kill_at_once)
-            device.batches.clear()
+            device.take_batches()
 
     def _spawn(self, device: DeviceProcess) -> None:
         if self._stopping or device.link is not None or device not in self.devices:
@@ -331,9 +328,8 @@ class DeviceSupervisor:
     def _on_process_death(self, device: DeviceProcess) -> None:
         self._ignore(device)
         how = f"device process for {device.name} died: {device.reap()}"
-        batches = list(device.batches.values())
+        batches = device.take_batches()
         self._reserved -= sum(each.is_reserved for each in batches)
-        device.batches.clear()
         if self._given_up(device):
             return
         logger.error("%s, with %d batches; restart in %.1f s", how, len(batches), device.backoff_s)

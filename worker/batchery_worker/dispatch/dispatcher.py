@@ -7,7 +7,7 @@ compute, completion threads store.
 import itertools
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import inf
 from time import monotonic
@@ -29,7 +29,7 @@ from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission, needs_context
-from batchery_worker.dispatch.backlog import waiting_by_queue
+from batchery_worker.dispatch.demand import Demand
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
@@ -62,9 +62,6 @@ class Dispatcher:
         max_batch_size: int,
     ) -> None:
         self._app = app
-        self._max_batch_size = max_batch_size
-        #: Asks for messages, where the broker's channel leases; set by who binds both.
-        self.ask_for_more: Callable[[], None] = _do_nothing
         self._settings = settings
         self._admission = Admission(settings)
         self._listeners = Listeners()
@@ -98,6 +95,16 @@ class Dispatcher:
             self._listeners,
             self._hub,
         )
+        #: What is wanted of the broker.
+        self.demand = Demand(
+            self._scheduler,
+            self._supervisor,
+            self._in_flight,
+            self._times,
+            settings,
+            max_batch_size,
+            self.gather,
+        )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
         self._dispatch_planned = False
         #: Whether jobs are being admitted that are dispatched together.
@@ -116,7 +123,7 @@ class Dispatcher:
     @property
     def pids(self) -> set[int]:
         """Process ids of the devices."""
-        return {device.pid for device in self._supervisor}
+        return {device.pid for device in self._supervisor.devices}
 
     def start(self) -> None:
         """Starts the devices and waits for their models.
@@ -179,7 +186,7 @@ class Dispatcher:
 
         What waits is dropped, and goes back to the queue when the broker's connection closes.
         """
-        self._draining = True
+        self._draining = self.demand.is_over = True
         self._scheduler.clear()
         self._supervisor.stop_restarting()
         hub = Hub()
@@ -206,13 +213,13 @@ class Dispatcher:
         return {
             "devices": {
                 device.name: {**device.figures(), "done": self._metrics.of_device(device.name)}
-                for device in self._supervisor
+                for device in self._supervisor.devices
             },
             "costs": self._scheduler.costs.figures(),
             "clock_s": round(now_s, 3),
             "waiting": len(self._scheduler),
             "oldest_waiting_s": None if oldest_s is None else round(now_s - oldest_s, 3),
-            "waiting_by_queue": waiting_by_queue(self._scheduler, now_s),
+            "waiting_by_queue": self.demand.waiting_by_queue(now_s),
             "batches": self._metrics.snapshot(),
         }
 
@@ -228,84 +235,6 @@ class Dispatcher:
             "devices": len(self._supervisor.devices),
             "costs": self._scheduler.costs.figures(),
         }
-
-    # What to take, and what to give back
-
-    @property
-    def held(self) -> int:
-        """How many jobs the worker holds for its devices, running ones included."""
-        return len(self._scheduler) + len(self._in_flight)
-
-    def free(self) -> int:
-        """How many more jobs could begin at once."""
-        if self._draining or self._is_testing_suspects:
-            return 0
-        idle = sum(device.is_idle for device in self._supervisor.devices)
-        return max(0, idle * self._max_batch_size - len(self._scheduler)) if idle else 0
-
-    def limit(self, sizes: Mapping[str, int], level: int, others: int = 0) -> int:
-        """How many more jobs to take: a batch for each device that is idle, or soon will be.
-
-        Where batches are short, it is some batches more: to ask for each one would be felt.
-
-        Args:
-            sizes: Maximum batch size of each task whose jobs count, by its name.
-            level: First priority of the class.
-            others: How many jobs that are not for devices may be among them.
-        """
-        if self._draining or self._is_testing_suspects:
-            return 0
-        now_s, name = monotonic(), self._settings.find_class(level)
-        batches = sum(self._wants_batch(device, now_s) for device in self._supervisor.devices)
-        if self._times.are_short(sizes):
-            batches *= 1 + self._settings.prefetch_batches
-        wanted = sum(
-            batches * size - self._scheduler.count(task, name) for task, size in sizes.items()
-        )
-        return max(0, wanted + others)
-
-    def oldest_s(self) -> float | None:
-        """When the oldest job came that waits for a device; None while a device is idle."""
-        is_idle = any(device.is_idle for device in self._supervisor.devices)
-        if self._draining or (is_idle and not self._is_testing_suspects):
-            return None
-        return self._scheduler.oldest_held_s
-
-    def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
-        """Offers the jobs that came before a time; returns how many went.
-
-        Args:
-            before_s: The time, on the clock of `oldest_s`.
-            give: Gives jobs to other workers, by their requests; returns those that went.
-        """
-        held = sorted(self._scheduler.held(), key=lambda job: job.arrived_s)
-        # Devices that are almost done have their next batch here.
-        now_s = monotonic()
-        devices = sum(self._wants_batch(device, now_s) for device in self._supervisor.devices)
-        kept = devices * max((job.limits.max_batch_size for job in held), default=0)
-        old = [
-            job
-            for job in held[kept:]
-            if job.arrived_s <= before_s and job.payload.request is not None
-        ]
-        given = give([job.payload.request for job in old])
-        self._scheduler.remove(job for job in old if job.payload.request in given)
-        return len(given)
-
-    def _wants_batch(self, device: DeviceProcess, now_s: float) -> bool:
-        """Whether a device has nothing to do, or will soon need a batch that is not there yet."""
-        if not (in_turn := device.in_turn):
-            return device.is_idle
-        batch, began_s = in_turn[0].batch, in_turn[0].began_s or in_turn[0].dispatched_s
-        task = batch.jobs[0].key.task
-        if len(in_turn) > 1 and not self._times.are_short([task]):
-            return False
-        return self._times.ends_soon(device.name, task, batch.items, began_s, now_s)
-
-    @property
-    def _is_testing_suspects(self) -> bool:
-        """Whether jobs wait or run that may kill a worker, so that no other may begin."""
-        return self._scheduler.has_suspects or self._supervisor.is_reserved
 
     # Out to the devices
 
@@ -343,14 +272,15 @@ class Dispatcher:
         self._give_up_late(now_s)
         # First those that have nothing to do, then what is urgent, then what is prepared meanwhile.
         self._dispatch_to(lambda device: not device.batches, now_s)
-        self._dispatch_urgent(now_s)
-        self._dispatch_to(lambda device: self._next_batch_s(device) <= now_s, now_s)
-        self._give_up_late(now_s)
+        if self._scheduler.holds_any:
+            self._dispatch_urgent(now_s)
+            self._dispatch_to(lambda device: self._next_batch_s(device) <= now_s, now_s)
+            self._give_up_late(now_s)
         self._plan_wake(now_s)
 
     def _give_up_late(self, now_s: float) -> None:
         """Fails the jobs that cannot make their deadline, before they cost anything."""
-        for job in self._scheduler.take_late(now_s):
+        for job in self._scheduler.take_late(now_s) if self._settings.shed_late else ():
             self._metrics.shed_jobs += 1
             call = job.payload
             if self._in_flight.wants(call):
@@ -361,12 +291,11 @@ class Dispatcher:
                 self._settlement.fail(call, DeadlineExceeded(text))
 
     def _dispatch_to(self, wants: Callable[[DeviceProcess], bool], now_s: float) -> None:
-        while devices := [
-            device for device in self._supervisor if device.has_room and wants(device)
-        ]:
-            if self._supervisor.is_reserved:
+        while self._scheduler.holds_any and not self._supervisor.is_reserved:
+            devices = [each for each in self._supervisor.devices if each.has_room and wants(each)]
+            if not devices:
                 return
-            device = min(devices, key=_began)
+            device = devices[0] if len(devices) == 1 else min(devices, key=_began)
             held = [dispatched.batch for dispatched in device.in_turn]
             elsewhere = self._supervisor.dispatched - len(device.batches)
             batch = self._scheduler.next_batch(
@@ -384,7 +313,7 @@ class Dispatcher:
 
     def _dispatch_urgent(self, now_s: float) -> None:
         """Sends what is urgent to devices that are busy with something else."""
-        for device in self._supervisor:
+        for device in self._supervisor.devices:
             if device.takes_urgent and not self._supervisor.is_reserved:
                 behind = [dispatched.batch for dispatched in device.in_turn]
                 left_s = self._left_s(device, now_s)
@@ -437,7 +366,7 @@ class Dispatcher:
     def _wake(self) -> None:
         self._wake_planned_s = float("inf")
         self._dispatch()
-        self.ask_for_more()
+        self.demand.ask_for_more()
 
     def _launch(
         self, device: DeviceProcess, batch: Batch[TaskCall], *, urgent: bool = False
@@ -536,7 +465,7 @@ class Dispatcher:
             (job.payload, status, rest, {**info, "waited_ms": round(waited, 3)})
             for job, waited, (status, rest) in zip(jobs, waited_ms, done.jobs, strict=True)
         )
-        if len(self._scheduler) or device.in_turn:
+        if self._scheduler.holds_any or device.in_turn:
             # What waits may go, and the batch that begins now has a time when the next one is due.
             self._plan_dispatch()
 
@@ -566,10 +495,6 @@ class Dispatcher:
     def _on_lost(self, why: str) -> None:
         logger.critical("%s: the worker stops, its jobs go back to the queue", why)
         setattr(worker_state, "should_stop", StartError.exit_code)  # noqa: B010 - typed as None
-
-
-def _do_nothing() -> None:
-    """For a broker whose channels do not lease."""
 
 
 def _began(device: DeviceProcess) -> tuple[int, float]:

@@ -13,9 +13,9 @@
 local entries, given = redis.call('HGETALL', KEYS[2]), {}
 for i = 1, #entries, 2 do
   local room = cjson.decode(entries[i + 1])
-  local kinds_of = room[3]
+  local find_kinds = room[3]
   for at = 2, entries[i] ~= ARGV[1] and #ARGV or 0, 3 do
-    local kind, kinds = tonumber(ARGV[at + 2]), kinds_of[ARGV[at + 1]]
+    local kind, kinds = tonumber(ARGV[at + 2]), find_kinds[ARGV[at + 1]]
     if not given[at] and room[kind] > 0 and (kinds == kind or kinds == 3) then
       room[kind] = room[kind] - 1
       given[at] = true

@@ -67,6 +67,12 @@ def test_a_batch_ends_soon_near_the_time_that_others_took(
     assert times(*run_s).ends_soon(CPU, TASK, 32, began_s=0.0, now_s=now_s) is soon
 
 
+def test_a_batch_of_a_new_size_ends_soon_if_those_of_its_task_are_short() -> None:
+    assert times(0.005).ends_soon(CPU, TASK, 1, began_s=0.0, now_s=0.1)
+    assert not times(0.005).ends_soon(CPU, TASK, 1, began_s=0.0, now_s=1.0)
+    assert not times(0.5).ends_soon(CPU, TASK, 1, began_s=0.0, now_s=0.1)
+
+
 def test_batches_are_long_until_those_of_late_are_short() -> None:
     assert not times().are_short([TASK])
     assert not times(0.5).are_short([TASK])

@@ -86,11 +86,12 @@ def test_threads_of_a_pass_spin_for_a_moment_unless_the_environment_says_how_lon
 
 def test_device_takes_two_batches_and_none_next_to_a_suspect(device: DeviceProcess) -> None:
     assert device.has_room
-    device.batches[1] = dispatched()
+    device.hold(1, dispatched())
     assert device.has_room
-    device.batches[2] = dispatched()
+    device.hold(2, dispatched())
     assert not device.has_room
-    device.batches = {1: dispatched(alone=True)}
+    assert len(device.take_batches()) == 2
+    device.hold(3, dispatched(alone=True))
     assert device.alone
     assert not device.has_room
 

@@ -120,37 +120,37 @@ def test_admitted_jobs_are_recorded_for_those_who_ask(start_pool: StartPool) -> 
 def test_the_next_batch_is_taken_when_a_long_one_is_about_to_end(start_pool: StartPool) -> None:
     worker = start_pool()
     asked: list[float] = []
-    dispatcher = worker.pool.find_batches()
-    assert dispatcher is not None
-    dispatcher.ask_for_more = lambda: asked.append(worker.loop.clock.now_s)
+    demand = worker.pool.find_demand()
+    assert demand is not None
+    demand.ask_for_more = lambda: asked.append(worker.loop.clock.now_s)
     # Nobody knows how long a batch takes: one for the idle device, of each class.
-    assert (dispatcher.free(), dispatcher.limit({FOUR: 4}, 0)) == (4, 4)
+    assert (demand.free(), demand.limit({FOUR: 4}, 0)) == (4, 4)
     worker.receive_each(1, 2, 3, 4)
     worker.works()
     worker.loop.sleep(2.0)
-    assert (dispatcher.free(), dispatcher.limit({FOUR: 4}, 0)) == (0, 0)
+    assert (demand.free(), demand.limit({FOUR: 4}, 0)) == (0, 0)
     worker.device.answer()
     worker.receive_each(5, 6, 7, 8)
     worker.works()
     began_s = worker.loop.clock.now_s
     worker.loop.sleep(1.4)
-    assert (dispatcher.limit({FOUR: 4}, 0), asked) == (0, [])
+    assert (demand.limit({FOUR: 4}, 0), asked) == (0, [])
     worker.loop.sleep(0.2)
     assert asked == [pytest.approx(began_s + 1.5)]
-    assert dispatcher.limit({FOUR: 4}, 0) == 4
+    assert demand.limit({FOUR: 4}, 0) == 4
     worker.receive_each(9)
-    assert dispatcher.limit({FOUR: 4}, 0) == 3
+    assert demand.limit({FOUR: 4}, 0) == 3
     # Jobs of another class are not kept out by these.
-    assert dispatcher.limit({FOUR: 4}, 6) == 4
+    assert demand.limit({FOUR: 4}, 6) == 4
     # It takes longer than any of late: nobody knows when it ends.
     worker.loop.sleep(2.0)
-    assert dispatcher.limit({FOUR: 4}, 0) == 0
+    assert demand.limit({FOUR: 4}, 0) == 0
 
 
 def test_behind_short_batches_some_more_are_taken(start_pool: StartPool) -> None:
     worker = start_pool()
-    dispatcher = worker.pool.find_batches()
-    assert dispatcher is not None
+    demand = worker.pool.find_demand()
+    assert demand is not None
     for items in ((1, 2, 3, 4), (5, 6, 7, 8)):
         worker.receive_each(*items)
         worker.works()
@@ -158,22 +158,26 @@ def test_behind_short_batches_some_more_are_taken(start_pool: StartPool) -> None
         worker.device.answer()
         worker.loop.settle()
     batches = 1 + get_installation(app).settings.prefetch_batches
-    assert dispatcher.limit({FOUR: 4}, 0) == batches * 4
+    assert demand.limit({FOUR: 4}, 0) == 4
+    worker.receive_each(9)
+    worker.works()
+    # Such a batch is new, but those of its task are short.
+    assert demand.limit({FOUR: 4}, 0) == batches * 4
     # Nothing is known of another task.
-    assert dispatcher.limit({FOUR: 4, PATIENT: 4}, 0) == 8
-    worker.receive_each(*range(9, 18))
+    assert demand.limit({FOUR: 4, PATIENT: 4}, 0) == 8
+    worker.receive_each(*range(10, 15))
     worker.works()
     # Two batches are there, and one job waits.
-    assert dispatcher.limit({FOUR: 4}, 0) == batches * 4 - 1
-    assert dispatcher.limit({FOUR: 4}, 0, others=3) == batches * 4 + 2
+    assert demand.limit({FOUR: 4}, 0) == batches * 4 - 1
+    assert demand.limit({FOUR: 4}, 0, others=3) == batches * 4 + 2
     worker.loop.sleep(1.0)
-    assert dispatcher.limit({FOUR: 4}, 0) == 0
+    assert demand.limit({FOUR: 4}, 0) == 0
 
 
 def test_jobs_behind_a_long_batch_may_go_to_another_worker(start_pool: StartPool) -> None:
     worker = start_pool()
-    backlog = worker.pool.find_batches()
-    assert backlog is not None
+    demand = worker.pool.find_demand()
+    assert demand is not None
     worker.receive_each(1, 2, 3, 4)
     worker.works()
     worker.loop.sleep(2.0)
@@ -181,18 +185,18 @@ def test_jobs_behind_a_long_batch_may_go_to_another_worker(start_pool: StartPool
     worker.device.answer()
     requests = worker.receive_each(*range(5, 14))
     worker.works()
-    assert (backlog.free(), backlog.oldest_s()) == (0, came_s)
+    assert (demand.free(), demand.oldest_s()) == (0, came_s)
     offered: list[BatchRequest] = []
 
     def give(held: Sequence[BatchRequest]) -> Sequence[BatchRequest]:
         offered.extend(held)
         return held[:3]
 
-    assert backlog.offer(came_s, give) == 3
+    assert demand.offer(came_s, give) == 3
     assert offered == requests[4:]
     # The device that is almost done has its next batch here.
     worker.loop.sleep(1.6)
-    assert backlog.offer(came_s, give) == 0
+    assert demand.offer(came_s, give) == 0
     assert offered == requests[4:]
     worker.device.answer()
     assert worker.works()[-1] == [12, 13]

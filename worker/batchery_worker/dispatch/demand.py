@@ -1,0 +1,154 @@
+"""What a worker wants of the queues, and could give back: how much its devices can begin."""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from time import monotonic
+from typing import Any
+
+from batchery.protocol.headers import read_sent_at
+from batchery.settings import Settings
+from batchery.transport.dead_letters import find_queue
+from batchery_worker.batching.batch_times import BatchTimes
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.device_pool.process import DeviceProcess
+from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.in_flight import InFlight
+from batchery_worker.task_call import TaskCall
+
+
+class Demand:
+    """The jobs of batch tasks that a worker holds, beside what its devices could begin."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler[TaskCall],
+        supervisor: DeviceSupervisor,
+        in_flight: InFlight,
+        times: BatchTimes,
+        settings: Settings,
+        max_batch_size: int,
+        gather: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._scheduler = scheduler
+        self._supervisor = supervisor
+        self._in_flight = in_flight
+        self._times = times
+        self._settings = settings
+        self._max_batch_size = max_batch_size
+        #: Calls what admits jobs; they go to devices when it has returned.
+        self.gather = gather
+        #: Whether the worker ends, and wants nothing more.
+        self.is_over = False
+        #: Called when messages are wanted that were not wanted before; set by who knows a channel.
+        self.ask_for_more: Callable[[], None] = _do_nothing
+
+    @property
+    def held(self) -> int:
+        """How many jobs the worker holds for its devices, running ones included."""
+        return len(self._scheduler) + len(self._in_flight)
+
+    def free(self) -> int:
+        """How many more jobs could begin at once."""
+        if self.is_over or self._is_testing_suspects:
+            return 0
+        idle = sum(device.is_idle for device in self._supervisor.devices)
+        return max(0, idle * self._max_batch_size - len(self._scheduler)) if idle else 0
+
+    def limit(self, sizes: Mapping[str, int], level: int, others: int = 0) -> int:
+        """How many more jobs to take: a batch for each device that is idle, or soon will be.
+
+        While short batches run it is some batches more, as to ask for each one would be felt.
+
+        Args:
+            sizes: Maximum batch size of each task whose jobs count, by its name.
+            level: First priority of the class.
+            others: How many jobs that are not for devices may be among them.
+        """
+        if self.is_over or self._is_testing_suspects:
+            return 0
+        now_s, name = monotonic(), self._settings.find_class(level)
+        ahead = 1 + self._settings.prefetch_batches if self._times.are_short(sizes) else 1
+        batches = sum(
+            ahead if device.in_turn else 1
+            for device in self._supervisor.devices
+            if self._wants_batch(device, now_s)
+        )
+        wanted = sum(
+            batches * size - self._scheduler.count(task, name) for task, size in sizes.items()
+        )
+        return max(0, wanted + others)
+
+    def oldest_s(self) -> float | None:
+        """When the oldest job came that waits for a device; None while a device is idle."""
+        is_idle = any(device.is_idle for device in self._supervisor.devices)
+        if self.is_over or (is_idle and not self._is_testing_suspects):
+            return None
+        return self._scheduler.oldest_held_s
+
+    def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
+        """Offers the jobs that came before a time; returns how many went.
+
+        Args:
+            before_s: The time, on the clock of `oldest_s`.
+            give: Gives jobs to other workers, by their requests; returns those that went.
+        """
+        held = sorted(self._scheduler.held(), key=lambda job: job.arrived_s)
+        # Devices that are almost done have their next batch here.
+        now_s = monotonic()
+        devices = sum(self._wants_batch(device, now_s) for device in self._supervisor.devices)
+        kept = devices * max((job.limits.max_batch_size for job in held), default=0)
+        old = [
+            job
+            for job in held[kept:]
+            if job.arrived_s <= before_s and job.payload.request is not None
+        ]
+        given = give([job.payload.request for job in old])
+        self._scheduler.remove(job for job in old if job.payload.request in given)
+        return len(given)
+
+    def _wants_batch(self, device: DeviceProcess, now_s: float) -> bool:
+        """Whether a device has nothing to do, or will soon need a batch that is not there yet."""
+        if not (in_turn := device.in_turn):
+            return device.is_idle
+        batch, began_s = in_turn[0].batch, in_turn[0].began_s or in_turn[0].dispatched_s
+        task = batch.jobs[0].key.task
+        if len(in_turn) > 1 and not self._times.are_short([task]):
+            return False
+        return self._times.ends_soon(device.name, task, batch.items, began_s, now_s)
+
+    @property
+    def _is_testing_suspects(self) -> bool:
+        """Whether jobs wait or run that may kill a worker, so that no other may begin."""
+        return self._scheduler.has_suspects or self._supervisor.is_reserved
+
+    def waiting_by_queue(self, now_s: float) -> dict[str, dict[str, Any]]:
+        """Counts the jobs of each queue that wait for a device, and says how old the oldest is.
+
+        Args:
+            now_s: The time, on the clock of their arrival.
+
+        Returns:
+            `jobs` and `oldest_s` by queue. An age counts from when the job was sent, where its
+            message says so; else from its arrival in this worker.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        unix_s = time.time()
+        for job in self._scheduler:
+            age_s = max(now_s - job.arrived_s, unix_s - read_sent_at(job.payload.message, unix_s))
+            queue = found.setdefault(_find_queue(job.payload), {"jobs": 0, "oldest_s": 0.0})
+            queue["jobs"] += 1
+            queue["oldest_s"] = max(queue["oldest_s"], round(age_s, 3))
+        return found
+
+
+def _do_nothing() -> None:
+    """For a broker whose channels do not lease."""
+
+
+def _find_queue(call: TaskCall) -> str:
+    lease = call.lease
+    key = lease.store.get_key(lease.token) if lease is not None else None
+    if lease is not None and key is not None:
+        return find_queue(key, lease.store.keys.prefix)
+    # Another transport: the name of the queue, if nobody has given it another key.
+    return str((call.message.get("delivery_info") or {}).get("routing_key") or "")
