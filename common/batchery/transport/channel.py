@@ -245,19 +245,19 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
         if self.lease_store is None:
             super()._brpop_start(timeout)
         else:
-            self._ask(may_note=False)
+            with refusals_as_lost_connection():
+                self._ask(may_note=False)
 
     def _ask(self, *, may_note: bool) -> None:
-        with refusals_as_lost_connection():
-            self._raise_if_fenced()
-            connection = self.client.connection
-            if self._prepared is not connection._sock:
-                self._prepare(connection)
-            self._has_room = False
-            if self.fetcher.ask(connection, may_note=may_note):
-                self._in_poll = connection
-                self._brpop_sent_at = monotonic()
-                self._fetching, self._waiting = True, False
+        self._raise_if_fenced()
+        connection = self.client.connection
+        if self._prepared is not connection._sock:
+            self._prepare(connection)
+        self._has_room = False
+        if self.fetcher.ask(connection, may_note=may_note):
+            self._in_poll = connection
+            self._brpop_sent_at = monotonic()
+            self._fetching, self._waiting = True, False
 
     def _prepare(self, connection: Any) -> None:
         self._fetching = self._waiting = self._fruitless = False
@@ -420,7 +420,9 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
             return store.give_to_waiting(
                 (
                     job,
-                    store.keys.queue(self._q_for_pri(self.inbox.find_queue(lease.key), first_step)),
+                    store.keys.queue(
+                        self._q_for_pri(self.inbox.find_place(lease.key)[0], first_step)
+                    ),
                 )
                 for job in jobs
                 if (lease := store.leases.get(job.token))

@@ -74,11 +74,8 @@ class SentFetch(NamedTuple):
     left_some_out: bool
     #: Whether queues, room and capacity decide all of it, as the worker holds nothing.
     is_idle: bool
-
-    @property
-    def messages(self) -> int:
-        """How many messages it wanted."""
-        return min(self.question.free, sum(limit for _, limit in self.question.limits))
+    #: How many messages it wants.
+    messages: int
 
 
 class Fetcher:
@@ -194,6 +191,7 @@ class Fetcher:
             queues,
             left_some_out=len(limits) < len(all_limits),
             is_idle=not self._lease_store.leases,
+            messages=min(free, sum(limits.values())),
         )
 
     def _capacity(self) -> Capacity:
@@ -288,11 +286,11 @@ class Fetcher:
         scheduled = 0
         if leases and (channel.class_levels or channel.queue_prefetch):
             for key, count in leases.by_key().items():
-                held[find_part(channel, *self._inbox.queue_and_step(key))] += count
+                held[find_part(channel, *self._inbox.find_place(key))] += count
             for token in scheduled_tokens():
                 # Celery raises its own count for these, as they may wait for days.
                 if lease := leases.get(token):
-                    held[find_part(channel, *self._inbox.queue_and_step(lease.key))] -= 1
+                    held[find_part(channel, *self._inbox.find_place(lease.key))] -= 1
                     scheduled += 1
         limits = dict.fromkeys(parts, free)
         for part in parts:

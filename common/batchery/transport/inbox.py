@@ -59,6 +59,8 @@ class Inbox:
         self._lease_store = lease_store
         #: How many messages were handed over so far.
         self.count = 0
+        #: Queue and priority step of each key that was seen.
+        self._places: dict[str, tuple[str, int]] = {}
 
     def take_in(self, answer: list[Any], keys: tuple[str, ...]) -> None:
         """Hands over what a fetch has brought.
@@ -72,7 +74,7 @@ class Inbox:
             (str(first + at), keys[answer[2 + 2 * at]], answer[3 + 2 * at])
             for at in range(len(answer) // 2 - 1)
         ]
-        self._channel._queue_cycle.rotate(self.find_queue(taken[0][1]))
+        self._channel._queue_cycle.rotate(self.find_place(taken[0][1])[0])
         self._hand_over(taken, with_suspects=suspects > 0)
 
     def reconcile(self) -> None:
@@ -92,15 +94,14 @@ class Inbox:
         """
         dead_letter_malformed(self._lease_store, token, error)
 
-    def find_queue(self, key: str) -> str:
-        """The queue of a key, which may be the key of one of its priorities."""
-        return self.queue_and_step(key)[0]
-
-    def queue_and_step(self, key: str) -> tuple[str, int]:
-        """The queue of a key, and the priority step."""
-        name = key.removeprefix(self._channel.global_keyprefix)
-        head, separator, step = name.rpartition(self._channel.sep)
-        return (head, int(step)) if separator and step.isdigit() else (name, 0)
+    def find_place(self, key: str) -> tuple[str, int]:
+        """The queue of a key, which may be the key of one of its priorities, and the step."""
+        if key not in self._places:
+            name = key.removeprefix(self._channel.global_keyprefix)
+            head, separator, step = name.rpartition(self._channel.sep)
+            is_step = separator and step.isdigit()
+            self._places[key] = (head, int(step)) if is_step else (name, 0)
+        return self._places[key]
 
     def _hand_over(self, taken: list[Taken], *, with_suspects: bool, again: bool = False) -> None:
         for token, key, _ in taken:
@@ -166,7 +167,7 @@ class Inbox:
             except MALFORMED as error:
                 self.dead_letter(token, error)
             else:
-                payloads.append((token, self.find_queue(key), payload))
+                payloads.append((token, self.find_place(key)[0], payload))
         return payloads
 
     def _recognise_suspects(self, payloads: list[tuple[str, str, Any]]) -> Collection[str]:

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from kombu.utils import json
 
@@ -19,6 +19,20 @@ from batchery_worker.job import BatchKey, Job, Lane, Limits, TimeLimits
 from batchery_worker.task_call import TaskCall
 
 
+class TaskOptions(NamedTuple):
+    """What a worker must know of a task for each of its batches."""
+
+    limits: Limits
+    #: The token budget; None lets the device choose.
+    max_batch_tokens: int | None
+    #: How results are cached; None if they are not.
+    cache: CachePolicy | None
+    #: Jobs with more items must not hold up those with fewer.
+    small_batch_threshold: float
+    #: Whether a device needs the headers of jobs: for `self.request`, or for STARTED.
+    needs_context: bool
+
+
 class Admission:
     """Reads calls; knows the limits of every task."""
 
@@ -31,36 +45,37 @@ class Admission:
         """
         self._settings = settings
         self._clock = clock
-        self._small_batch_threshold = settings.small_batch_threshold or math.inf
-        self._limits: dict[str, Limits] = {}
+        self._options: dict[str, TaskOptions] = {}
         #: Class by priority.
         self._classes = [settings.find_class(priority) for priority in range(LOWEST_PRIORITY + 1)]
 
-    def limits(self, task: BatchTask) -> Limits:
-        """The limits of a task: its own, or those of the settings."""
-        if task.name not in self._limits:
-            wait_ms, target_ms = task.max_wait_ms, task.target_latency_ms
-            target_ms = target_ms or self._settings.target_latency_ms
-            self._limits[task.name] = Limits(
-                max_batch_size=task.max_batch_size or self._settings.max_batch_size,
-                max_wait_s=(self._settings.max_wait_ms if wait_ms is None else wait_ms) / 1e3,
-                target_s=target_ms and target_ms / 1e3,
-            )
-        return self._limits[task.name]
-
-    def max_batch_tokens(self, task: BatchTask) -> int | None:
-        """The token budget of a task; None lets the device choose."""
-        return task.max_batch_tokens or self._settings.max_batch_tokens
-
-    def cache(self, task: BatchTask) -> CachePolicy | None:
-        """How results of a task are cached; None if they are not."""
-        if task.cache is None:
-            return None
-        return CachePolicy(
+    def options(self, task: BatchTask) -> TaskOptions:
+        """The options of a task: its own, or those of the settings."""
+        known = self._options.get(task.name)
+        if known is not None:
+            return known
+        settings = self._settings
+        target_ms = task.target_latency_ms or settings.target_latency_ms
+        wait_ms = settings.max_wait_ms if task.max_wait_ms is None else task.max_wait_ms
+        cache = task.cache and CachePolicy(
             version=task.cache,
-            ttl_s=task.cache_ttl_s or self._settings.cache_ttl_s,
-            max_bytes=task.cache_max_bytes or self._settings.cache_max_bytes,
+            ttl_s=task.cache_ttl_s or settings.cache_ttl_s,
+            max_bytes=task.cache_max_bytes or settings.cache_max_bytes,
         )
+        self._options[task.name] = found = TaskOptions(
+            limits=Limits(
+                max_batch_size=task.max_batch_size or settings.max_batch_size,
+                max_wait_s=wait_ms / 1e3,
+                target_s=target_ms and target_ms / 1e3,
+            ),
+            max_batch_tokens=task.max_batch_tokens or settings.max_batch_tokens,
+            cache=cache or None,
+            small_batch_threshold=task.small_batch_threshold
+            or settings.small_batch_threshold
+            or math.inf,
+            needs_context=task.sees_request or bool(task.track_started),
+        )
+        return found
 
     def job(
         self,
@@ -96,20 +111,21 @@ class Admission:
                 f"the job cannot be handed to a device: {reason};"
                 " send plain data, not nested by the hundreds"
             )
-        if needs_context(task):
+        options = self.options(task)
+        if options.needs_context:
             call.context = _context(message, call.request and call.request.embed)
         return Job(
             id=call.task_id,
             key=BatchKey(task.name, _encode(keywords), time_limits),
-            limits=self.limits(task),
+            limits=options.limits,
             items=len(call.items),
             arrived_s=now_s,
             payload=call,
-            lane=self._lane(message, task, len(call.items)),
+            lane=self._lane(message, len(call.items) > options.small_batch_threshold),
             deadline_s=now_s + read_deadline(message) - self._clock(),
         )
 
-    def _lane(self, message: Mapping[str, Any], task: BatchTask, items: int) -> Lane:
+    def _lane(self, message: Mapping[str, Any], is_large: bool) -> Lane:
         delivery: Any = message.get("delivery_info") or {}
         priority = delivery.get("priority") or 0
         if type(priority) is not int:
@@ -117,13 +133,8 @@ class Admission:
         return Lane(
             self._classes[max(0, min(priority, LOWEST_PRIORITY))],
             read_tenant(message),
-            is_large=items > (task.small_batch_threshold or self._small_batch_threshold),
+            is_large,
         )
-
-
-def needs_context(task: BatchTask) -> bool:
-    """Whether a device needs the headers of a task's jobs: for `self.request`, or for STARTED."""
-    return task.sees_request or bool(task.track_started)
 
 
 def _context(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> bytes:

@@ -28,7 +28,7 @@ from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
-from batchery_worker.dispatch.admission import Admission, needs_context
+from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.demand import Demand
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
@@ -379,6 +379,7 @@ class Dispatcher:
             self._scheduler.ended(batch, run_s=0.0)
             return
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
+        options = self._admission.options(task)
         dispatched_s = monotonic()
         work = Work(
             id=next(self._batch_ids),
@@ -386,11 +387,11 @@ class Dispatcher:
             keywords=jobs[0].payload.message.get("kwargs") or {},
             jobs=[(job.id, job.payload.items, job.payload.is_multi_item) for job in jobs],
             max_batch_size=jobs[0].limits.max_batch_size,
-            max_batch_tokens=self._admission.max_batch_tokens(task),
+            max_batch_tokens=options.max_batch_tokens,
             soft_time_limit_s=soft_limit_s,
-            contexts=[job.payload.context for job in jobs] if needs_context(task) else (),
+            contexts=[job.payload.context for job in jobs] if options.needs_context else (),
             commit=self._eligibility.context(task, jobs, dispatched_s),
-            cache=self._admission.cache(task),
+            cache=options.cache,
             urgent=urgent,
         )
         sent = replace(batch, jobs=jobs)

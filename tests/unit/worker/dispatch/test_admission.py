@@ -72,10 +72,10 @@ def test_a_job_carries_its_item_its_key_and_its_limits(admission: Admission) -> 
 
 
 def test_limits_of_the_task_win_over_the_settings(admission: Admission) -> None:
-    assert admission.limits(own) == Limits(8, 0.0)
-    assert admission.limits(defaults) == Limits(32, 0.25)
-    assert admission.max_batch_tokens(own) == 99
-    assert admission.max_batch_tokens(defaults) == 1_000
+    assert admission.options(own).limits == Limits(8, 0.0)
+    assert admission.options(defaults).limits == Limits(32, 0.25)
+    assert admission.options(own).max_batch_tokens == 99
+    assert admission.options(defaults).max_batch_tokens == 1_000
 
 
 def test_the_order_of_keywords_does_not_matter(admission: Admission) -> None:
@@ -212,9 +212,9 @@ def test_a_malformed_header_is_refused(admission: Admission) -> None:
 
 def test_a_cache_has_the_limits_of_its_task_or_else_those_of_the_settings() -> None:
     admission = Admission(Settings(cache_ttl_s=60, cache_max_bytes=1_000))
-    assert admission.cache(own) is None
-    assert admission.cache(kept) == ("7", 60, 1_000)
-    assert admission.cache(briefly) == ("8", 5, 99)
+    assert admission.options(own).cache is None
+    assert admission.options(kept).cache == ("7", 60, 1_000)
+    assert admission.options(briefly).cache == ("8", 5, 99)
 
 
 def test_a_deadline_is_converted_to_the_clock_of_the_worker() -> None:
@@ -241,5 +241,5 @@ def test_jobs_with_many_items_have_a_lane_of_their_own() -> None:
 
 
 def test_a_target_is_that_of_the_task_or_of_the_settings() -> None:
-    assert Admission(Settings(target_latency_ms=200)).limits(own).target_s == 0.2
-    assert Admission(Settings()).limits(own).target_s is None
+    assert Admission(Settings(target_latency_ms=200)).options(own).limits.target_s == 0.2
+    assert Admission(Settings()).options(own).limits.target_s is None
