@@ -18,7 +18,7 @@ from batchery_worker.commit.eligibility import warn_of_tracer
 from batchery_worker.completion.ordinary import run_in_child
 from batchery_worker.device_pool.process import DeviceProcess, StartProcess, start_process
 from batchery_worker.device_pool.startup import device_setups, task_modules
-from batchery_worker.dispatch.demand import Demand
+from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
 from batchery_worker.request import BatchRequest
 from batchery_worker.task_call import TaskCall
@@ -234,7 +234,7 @@ class HybridPool:
         if dispatcher is not None:
             dispatcher.stop(kill_at_once=kill_at_once)
 
-    def find_demand(self) -> Demand | None:
+    def find_demand(self) -> BatchDemand | None:
         """What is wanted of the broker; None before the start, after the end, without a loop."""
         if self._dispatcher is None or self._private_hub is not None:
             return None

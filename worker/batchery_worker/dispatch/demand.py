@@ -16,7 +16,7 @@ from batchery_worker.in_flight import InFlight
 from batchery_worker.task_call import TaskCall
 
 
-class Demand:
+class BatchDemand:
     """The jobs of batch tasks that a worker holds, beside what its devices could begin."""
 
     def __init__(
@@ -24,19 +24,18 @@ class Demand:
         scheduler: Scheduler[TaskCall],
         supervisor: DeviceSupervisor,
         in_flight: InFlight,
-        times: BatchTimes,
         settings: Settings,
         max_batch_size: int,
-        gather: Callable[[Callable[[], None]], None],
     ) -> None:
         self._scheduler = scheduler
         self._supervisor = supervisor
         self._in_flight = in_flight
-        self._times = times
+        #: How long batches take.
+        self.times = BatchTimes()
         self._settings = settings
         self._max_batch_size = max_batch_size
         #: Calls what admits jobs; they go to devices when it has returned.
-        self.gather = gather
+        self.gather: Callable[[Callable[[], None]], None] = _call
         #: Whether the worker ends, and wants nothing more.
         self.is_over = False
         #: Called when messages are wanted that were not wanted before; set by who knows a channel.
@@ -67,7 +66,7 @@ class Demand:
         if self.is_over or self._is_testing_suspects:
             return 0
         now_s, name = monotonic(), self._settings.find_class(level)
-        ahead = 1 + self._settings.prefetch_batches if self._times.are_short(sizes) else 1
+        ahead = 1 + self._settings.prefetch_batches if self.times.are_short(sizes) else 1
         batches = sum(
             ahead if device.in_turn else 1
             for device in self._supervisor.devices
@@ -112,9 +111,9 @@ class Demand:
             return device.is_idle
         batch, began_s = in_turn[0].batch, in_turn[0].began_s or in_turn[0].dispatched_s
         task = batch.jobs[0].key.task
-        if len(in_turn) > 1 and not self._times.are_short([task]):
+        if len(in_turn) > 1 and not self.times.are_short([task]):
             return False
-        return self._times.ends_soon(device.name, task, batch.items, began_s, now_s)
+        return self.times.ends_soon(device.name, task, batch.items, began_s, now_s)
 
     @property
     def _is_testing_suspects(self) -> bool:
@@ -143,6 +142,11 @@ class Demand:
 
 def _do_nothing() -> None:
     """For a broker whose channels do not lease."""
+
+
+def _call(take_in: Callable[[], None]) -> None:
+    """Calls what admits jobs, without a dispatcher that gathers them."""
+    take_in()
 
 
 def _find_queue(call: TaskCall) -> str:

@@ -21,7 +21,6 @@ from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem, StartE
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
-from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
@@ -29,7 +28,7 @@ from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
-from batchery_worker.dispatch.demand import Demand
+from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import InFlight
@@ -71,7 +70,6 @@ class Dispatcher:
             ageing_s=settings.ageing_s if settings.class_order == "strict" else None,
             sheds_late=settings.shed_late,
         )
-        self._times = BatchTimes()
         self._recorder = JobRecorder(monotonic())
         self._supervisor = DeviceSupervisor(
             devices,
@@ -87,24 +85,15 @@ class Dispatcher:
         self._starting = False
         self._metrics = Metrics()
         self._in_flight = InFlight()
+        threads, in_flight = settings.completion_threads, self._in_flight
         self._settlement = Settlement(
-            app,
-            settings.completion_threads,
-            self._metrics,
-            self._in_flight,
-            self._listeners,
-            self._hub,
+            app, threads, self._metrics, in_flight, self._listeners, self._hub
         )
         #: What is wanted of the broker.
-        self.demand = Demand(
-            self._scheduler,
-            self._supervisor,
-            self._in_flight,
-            self._times,
-            settings,
-            max_batch_size,
-            self.gather,
+        self.demand = BatchDemand(
+            self._scheduler, self._supervisor, self._in_flight, settings, max_batch_size
         )
+        self.demand.gather = self.gather
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
         self._dispatch_planned = False
         #: Whether jobs are being admitted that are dispatched together.
@@ -337,7 +326,9 @@ class Dispatcher:
         for dispatched in device.in_turn:
             batch = dispatched.batch
             began_s = dispatched.began_s or dispatched.dispatched_s
-            return self._times.next_s(device.name, batch.jobs[0].key.task, batch.items, began_s)
+            return self.demand.times.next_s(
+                device.name, batch.jobs[0].key.task, batch.items, began_s
+            )
         return 0.0
 
     def _plan_wake(self, now_s: float) -> None:
@@ -444,7 +435,7 @@ class Dispatcher:
         self._scheduler.ended(dispatched.batch, run_s)
         if run_s is not None:
             task = jobs[0].key.task
-            self._times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
+            self.demand.times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
             self._check_target(task, jobs[0].limits.target_s)
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
         self._metrics.batch_done(done, device.name, items=items, waited_ms=sum(waited_ms))
