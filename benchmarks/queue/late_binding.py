@@ -1,7 +1,8 @@
 """Whether a job waits in one worker while another has nothing to do: 3 workers that sleep.
 
 A batch of 32 jobs takes a worker a fixed time, in which it only sleeps. The ideal is that whoever
-is idle takes up to 32 jobs of those that are left. With short batches, the rate is what counts.
+is idle takes up to 32 jobs of those that are left. With short batches, the rate is what counts. Odd
+batches take times of a log-normal distribution; the ideal is that of their mean.
 
     python -m benchmarks.queue.late_binding --rounds 3 --json benchmarks/results/late_binding.json
 """
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import heapq
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -58,6 +60,8 @@ class Case(NamedTuple):
     batch_s: tuple[float, ...]
     queues: tuple[str, ...] = ("celery",)
     one_by_one: bool = False
+    #: Of a log-normal distribution of the times.
+    sigma: float = 0.0
 
 
 class Client:
@@ -125,6 +129,8 @@ def workers(url: str, case: Case) -> Iterator[None]:
                     "PYTHONPATH": os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", ""))),
                     "PEER_URL": url,
                     "PEER_BATCH_S": str(batch_s),
+                    "PEER_SIGMA": str(case.sigma),
+                    "PEER_SEED": str(number),
                     "BATCHERY_DEVICES": "cpu",
                 },
                 stdout=subprocess.DEVNULL,
@@ -139,13 +145,14 @@ def ideal_s(jobs: int, case: Case) -> float:
     """The time if whoever is idle takes up to a batch of what is left, at once."""
     ends = [(0.0, number) for number in range(len(case.batch_s))]
     last_s = 0.0
+    mean_s = [each * math.exp(case.sigma**2 / 2) for each in case.batch_s]
     # What comes one by one is begun one by one.
     sizes = [1] * len(ends) if case.one_by_one else []
     while jobs > 0:
         jobs -= sizes.pop() if sizes else BATCH_SIZE
         free_s, number = heapq.heappop(ends)
-        heapq.heappush(ends, (free_s + case.batch_s[number], number))
-        last_s = max(last_s, free_s + case.batch_s[number])
+        heapq.heappush(ends, (free_s + mean_s[number], number))
+        last_s = max(last_s, free_s + mean_s[number])
     return last_s
 
 
@@ -186,6 +193,7 @@ def cases(batch_s: float, short_s: float) -> list[Case]:
         Case("one by one", (batch_s,) * 3, one_by_one=True),
         Case("3 queues", (batch_s,) * 3, queues=("one", "two", "three")),
         Case("a slow worker", (batch_s, batch_s, 4 * batch_s)),
+        Case("odd batches", (batch_s / 4,) * 3, sigma=1.0),
         Case("short batches", (short_s,) * 3),
     ]
 
