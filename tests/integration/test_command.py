@@ -144,6 +144,17 @@ def test_an_unknown_command_is_a_usage_error(plugins: Path) -> None:
     assert "No such command 'no-such-thing'" in err
 
 
+@pytest.mark.parametrize(
+    ("typed", "nearest"), [("dead-letters", "dead"), ("stat", "stats"), ("refusal", "refuse")]
+)
+def test_unknown_command_is_refused_with_the_nearest_one(
+    plugins: Path, typed: str, nearest: str
+) -> None:
+    code, _, err = run(plugins, typed)
+    assert code == 2
+    assert f"No such command '{typed}'. Did you mean '{nearest}'?" in err
+
+
 def test_ctrl_c_ends_it_with_130_and_no_word(plugins: Path, tmp_path: Path) -> None:
     started = tmp_path / "started"
     with start(plugins, "sleep", str(started)) as process:

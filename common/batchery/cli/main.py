@@ -4,6 +4,7 @@ The group of the entry points is `batchery.commands`. A subcommand is imported w
 it cannot be imported, it says so, and the others work.
 """
 
+import difflib
 import signal
 import sys
 import traceback
@@ -59,6 +60,17 @@ class CommandGroup(click.Group):
             except Exception as error:  # noqa: BLE001 (somebody else's import may raise anything)
                 return _unavailable(entry, error)
         return None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, which knows no commands of entry points when it names the nearest."""
+        if self.get_command(ctx, args[0]) is None:
+            names = self.list_commands(ctx)
+            # `dead-letters` has half of its letters in common with `dead`.
+            if nearest := difflib.get_close_matches(args[0], names, n=1, cutoff=0.5):
+                ctx.fail(f"No such command {args[0]!r}. Did you mean {nearest[0]!r}?")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the subcommand; a `StartError` becomes one line and its exit code."""
