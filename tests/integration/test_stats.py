@@ -204,6 +204,22 @@ def test_nobody_answering_is_exit_code_1(redis_url: str) -> None:
     assert "no worker answers" in out
 
 
+def test_queues_of_an_app_are_shown_while_it_has_no_worker(
+    redis_url: str, model_toml: str, tmp_path: Path
+) -> None:
+    (tmp_path / "batchery.toml").write_text(model_toml)
+    url = redis_url.removesuffix("/0") + "/8"
+    with Celery(broker=url, set_as_current=False) as client:
+        for _ in range(3):
+            client.send_task("embed", ["a text"], queue="embed")
+    code, out, _ = run(url, "batchery", "stats", "-A", "apps.shop", "--once", cwd=tmp_path)
+    assert code == 1
+    assert "no worker answers" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["embed", "3"] in rows
+    assert ["celery", "0"] in rows
+
+
 def test_the_event_of_a_job_has_its_batch_and_a_short_result(
     worker: Worker, client: Celery
 ) -> None:
@@ -245,9 +261,9 @@ def test_a_broker_that_goes_away_is_one_line_and_exit_code_2() -> None:
         assert process.stdout is not None
         assert json.loads(process.stdout.readline()) == {
             "workers": {},
-            "queues": {},
+            "queues": {"celery": 0},
             "dead_letters": 0,
-            "oldest_s": {},
+            "oldest_s": {"celery": None},
         }
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from support.harness import TESTS
 from support.patience import patient
@@ -11,13 +12,14 @@ from support.patience import patient
 TIMEOUT_S = patient(60)
 
 
-def start(redis_url: str, *command: str) -> "subprocess.Popen[str]":
+def start(redis_url: str, *command: str, cwd: Path | None = None) -> "subprocess.Popen[str]":
     """Starts a Python module as a command, on a Redis and with the tests' apps."""
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=cwd,
         env={
             **os.environ,
             "PYTHONPATH": str(TESTS),
@@ -29,8 +31,8 @@ def start(redis_url: str, *command: str) -> "subprocess.Popen[str]":
     )
 
 
-def run(redis_url: str, *command: str) -> tuple[int, str, str]:
+def run(redis_url: str, *command: str, cwd: Path | None = None) -> tuple[int, str, str]:
     """Runs one to its end; returns its exit code, and what it printed on stdout and on stderr."""
-    with start(redis_url, *command) as process:
+    with start(redis_url, *command, cwd=cwd) as process:
         out, err = process.communicate(timeout=TIMEOUT_S)
         return process.returncode, out, err

@@ -12,7 +12,7 @@ from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import Interrupt, render
 from batchery.cli.dashboard import dashboard
 from batchery.cli.record import record
-from batchery.cli.survey import Survey, WorkerDirectory, survey
+from batchery.cli.survey import Survey, WorkerDirectory, app_queues, survey
 from batchery.errors import StartError
 
 #: Time of one look, in seconds: how long it collects the workers' answers.
@@ -23,9 +23,10 @@ NO_WORKER = 1
 
 HELP = """Show what the batches of all workers look like, each second.
 
-Queue depths come from the broker, everything else from the workers that have batch tasks; others
-are not asked for figures. "Oldest" is the age of the oldest job that waits in a worker; what is
-still in the queue may be older. Rates are those between two looks.
+Queue depths come from the broker, for the queues of the app and those that workers consume.
+Everything else comes from the workers that have batch tasks; others are not asked for figures.
+"Oldest" is the age of the oldest job that waits in a worker; what is still in the queue may be
+older. Rates are those between two looks.
 
 With --record the jobs that the workers take are written to a file until Ctrl-C, and no figures are
 shown; --once has no use there, and --json prints at the end what was recorded. The file is one for
@@ -104,10 +105,10 @@ def watch(app: Celery, *, once: bool, as_json: bool, timeout_s: float = REFRESH_
 
 
 def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
-    directory = WorkerDirectory(app)
-    first = survey(directory, app, timeout_s)
+    directory, queues = WorkerDirectory(app), app_queues(app)
+    first = survey(directory, app, timeout_s, queues)
     time.sleep(timeout_s)
-    second = survey(directory, app, timeout_s)
+    second = survey(directory, app, timeout_s, queues)
     if as_json:
         click.echo(json.dumps(second.report(first)))
     else:
@@ -117,10 +118,10 @@ def _show_once(app: Celery, as_json: bool, timeout_s: float) -> int:
 
 def _print_lines(app: Celery, timeout_s: float, interrupt: Interrupt) -> None:
     before: Survey | None = None
-    directory = WorkerDirectory(app)
+    directory, queues = WorkerDirectory(app), app_queues(app)
     while True:
         next_s = time.monotonic() + timeout_s
-        now = survey(directory, app, timeout_s)
+        now = survey(directory, app, timeout_s, queues)
         interrupt.check()
         click.echo(json.dumps(now.report(before)))
         before = now
@@ -129,13 +130,13 @@ def _print_lines(app: Celery, timeout_s: float, interrupt: Interrupt) -> None:
 
 def _live(app: Celery, timeout_s: float, interrupt: Interrupt) -> None:
     before: Survey | None = None
-    directory = WorkerDirectory(app)
+    directory, queues = WorkerDirectory(app), app_queues(app)
     with Live("asking the workers ...", auto_refresh=False) as live:
         while True:
             interrupt.check()
             next_s = time.monotonic() + timeout_s
             try:
-                now = survey(directory, app, timeout_s)
+                now = survey(directory, app, timeout_s, queues)
             except StartError as error:
                 # The broker was there before. A person who watches wants to see it come back.
                 live.update(str(error), refresh=True)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,7 @@ from celery.app.control import flatten_reply
 
 from batchery.cli.console import broker_errors
 from batchery.cli.registered import parse_registered
-from batchery.queue_limits import Waiting, look_into
+from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
 from batchery.transport.dead_letters import DeadLetters
 
@@ -33,7 +34,8 @@ class Survey:
     Attributes:
         workers: Figures by worker, as from `celery inspect batchery`; `{"error": why}` for a worker
             that runs no batches.
-        queues: Messages that wait in the broker, by name of each queue that a worker consumes.
+        queues: Messages that wait in the broker, by name of each queue that a worker consumes, or
+            that was asked for.
         dead_letters: Number of dead letters; None if the broker is not a Redis.
         oldest_s: For how long the oldest of these messages has waited, in seconds, by queue; None
             where it does not say when it was sent, and where no message waits.
@@ -158,6 +160,17 @@ def survey(
             dead_letters(app),
             {name: each.oldest_s for name, each in waiting.items()},
         )
+
+
+def app_queues(app: Celery) -> set[str]:
+    """The queues that an app has or sends its tasks to; they may have no worker."""
+    names = set(app.amqp.queues)
+    for task in app.tasks:
+        # A router is the app's own code, and a queue may be one that it does not allow.
+        with suppress(Exception):
+            if not task.startswith("celery."):
+                names.add(find_destination(app, task, {}).queue)
+    return names
 
 
 def waiting_in(app: Celery, names: set[str]) -> dict[str, Waiting]:
