@@ -110,6 +110,26 @@ def test_a_job_of_an_unknown_task_is_kept(worker: Worker, redis: "Redis") -> Non
         killers.app.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
 
 
+@pytest.mark.parametrize(
+    "spoiled",
+    [
+        {"headers": {"task": "nobody.knows.me.either", "id": "1"}},
+        {"headers": {"task": "apps.killers.obey", "id": 7}},
+        {"body": "###"},
+        {"headers": {}},
+    ],
+)
+def test_message_that_is_kept_has_one_line_of_the_log(
+    worker: Worker, redis: "Redis", spoiled: dict[str, Any]
+) -> None:
+    before = len(worker.log)
+    letter = refused(redis, {**decode_message(redis), **spoiled})
+    wait_for(lambda: f"see `batchery dead show {letter.token}`" in worker.log, "a line of the log")
+    killers.count.delay([]).get(timeout=TIMEOUT_S)
+    lines = [line for line in worker.log[before:].splitlines() if "count" not in line]
+    assert len(lines) == 1, lines
+
+
 @pytest.mark.parametrize("text", [b"\xff\xfe no text", b"[" * 200_000, b'{"hello": 1}', b"7"])
 def test_value_that_is_no_message_becomes_a_dead_letter(
     worker: Worker, redis: "Redis", text: bytes

@@ -16,8 +16,9 @@ import redis
 from celery.exceptions import InvalidTaskError, Reject
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
+from celery.worker.consumer import consumer as celery_consumer
 from kombu import Message
-from kombu.exceptions import DecodeError
+from kombu.exceptions import ContentDisallowed, DecodeError
 
 from batchery.errors import InvalidItem
 from batchery.task import BatchTask
@@ -45,6 +46,21 @@ NO_CONNECTION = (
     ProcessLookupError,
 )
 
+
+#: Errors that say all of a malformed message; of others the log shows where they were raised.
+MALFORMED = (InvalidTaskError, DecodeError, ContentDisallowed)
+
+# Celery has no types for what this module logs.
+_stock: Any = celery_consumer
+
+#: Lines of Celery's log about a message that it discards, as they are before their values are put
+#: in. Where it is kept as a dead letter, the line that says so is enough.
+DISCARDED = (
+    _stock.UNKNOWN_FORMAT,
+    _stock.UNKNOWN_TASK_ERROR,
+    _stock.INVALID_TASK_ERROR,
+    _stock.MESSAGE_DECODE_ERROR,
+)
 
 #: Longest pause between two attempts to connect to the broker, in seconds.
 RECONNECT_MAX_S = 4.0
@@ -179,34 +195,42 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
 
     def on_decode_error(self, message: Any, exc: Exception) -> None:
         """Refuses a body that cannot be read."""
-        self._refuse(message, exc)
-        self._report(message, lambda: super(GuardedConsumer, self).on_decode_error(message, exc))
+        is_kept = self._refuse(message, exc)
+        self._report(
+            message, is_kept, lambda: super(GuardedConsumer, self).on_decode_error(message, exc)
+        )
 
     def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
         """Refuses a message that can be read and is no job."""
-        self._refuse(message, exc)
+        is_kept = self._refuse(message, exc)
         self._report(
-            message, lambda: super(GuardedConsumer, self).on_invalid_task(body, message, exc)
+            message,
+            is_kept,
+            lambda: super(GuardedConsumer, self).on_invalid_task(body, message, exc),
         )
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
         """Refuses a job of a task that this worker does not have; its caller hears of it."""
-        dead_letter_on_ack(message, f"no such task in this worker: {exc}")
+        is_kept = dead_letter_on_ack(message, f"no such task in this worker: {exc}")
         self._report(
-            message, lambda: super(GuardedConsumer, self).on_unknown_task(body, message, exc)
+            message,
+            is_kept,
+            lambda: super(GuardedConsumer, self).on_unknown_task(body, message, exc),
         )
 
     def on_unknown_message(self, body: Any, message: Any) -> None:
         """Refuses a message that is no job of Celery's at all."""
-        dead_letter_on_ack(
+        is_kept = dead_letter_on_ack(
             message, "the message is no job: neither its headers nor its body name a task"
         )
         self._report(
-            message, lambda: super(GuardedConsumer, self).on_unknown_message(body, message)
+            message, is_kept, lambda: super(GuardedConsumer, self).on_unknown_message(body, message)
         )
 
-    def _report(self, message: Any, report: Callable[[], None]) -> None:
+    def _report(self, message: Any, is_kept: bool, report: Callable[[], None]) -> None:
         """Makes Celery log the message and take it off the queue, whatever it looks like."""
+        if is_kept:
+            _stock.logger.addFilter(_is_no_discard)
         try:
             report()
         except self.connection_errors:
@@ -215,19 +239,29 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             logger.exception("a malformed message cannot be shown")
             if not message.acknowledged:
                 message.reject_log_error(logger, self.connection_errors)
+        finally:
+            _stock.logger.removeFilter(_is_no_discard)
 
-    def _refuse(self, message: Any, error: Exception) -> None:
+    def _refuse(self, message: Any, error: Exception) -> bool:
+        """Keeps a message as a dead letter, if it is leased; returns whether it is."""
         reason = f"the message is malformed: {type(error).__name__}: {error}"
-        is_kept = dead_letter_on_ack(message, reason)
+        is_kept = dead_letter_on_ack(
+            message, reason, with_traceback=not isinstance(error, MALFORMED)
+        )
         headers = message.headers
         if not isinstance(headers, Mapping):
-            return
+            return is_kept
         task_id, name = headers.get("id"), headers.get("task")
         if not (isinstance(task_id, str) and isinstance(name, str)):
-            return
+            return is_kept
         # An ordinary task's message on another transport is dropped silently, as Celery does.
         if is_kept or isinstance(self.app.tasks.get(name), BatchTask):
             store_failure(self.app, {**embedded(message), **headers}, InvalidItem(reason))
+        return is_kept
+
+
+def _is_no_discard(record: logging.LogRecord) -> bool:
+    return record.msg not in DISCARDED
 
 
 def embedded(message: Any) -> Mapping[str, Any]:

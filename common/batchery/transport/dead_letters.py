@@ -166,7 +166,7 @@ def dead_letter_unread(lease_store: LeaseStore, token: str, reason: str) -> None
     task_id, task = headers.get("id"), headers.get("task")
     letter = describe(reason, task_id, task if isinstance(task, str) else None)
     lease_store.dead_letter(token, letter)
-    logger.error("%s; it is kept as dead letter %s", reason, token)
+    logger.error("%s; it is kept as dead letter, see `batchery dead show %s`", reason, token)
     if task_id is not None:
         for notify in on_dead_letter:
             notify(headers, reason)

@@ -30,12 +30,13 @@ def fail_callers(app: Celery) -> None:
     dead_letters.on_dead_letter[:] = [notify]
 
 
-def dead_letter_on_ack(message: Any, reason: str) -> bool:
+def dead_letter_on_ack(message: Any, reason: str, *, with_traceback: bool = False) -> bool:
     """Makes a leased message a dead letter at the moment when it is acknowledged or rejected.
 
     Args:
         message: A `kombu.Message`.
         reason: The reason, for people.
+        with_traceback: Whether the log shows where the current exception was raised.
 
     Returns:
         Whether the message is leased; any other is treated as its broker does.
@@ -47,7 +48,11 @@ def dead_letter_on_ack(message: Any, reason: str) -> bool:
     names = (headers.get(name) for name in ("id", "task"))
     task_id, task = (name if isinstance(name, str) else None for name in names)
     store.dead_letter_on_ack(token, dead_letters.describe(reason, task_id, task))
-    logger.error("%s[%s] is kept as dead letter %s: %s", task, task_id, token, reason)
+    logger.error(
+        "%s[%s] is kept as dead letter, see `batchery dead show %s`: %s",
+        *(task, task_id, token, reason),
+        exc_info=with_traceback,
+    )
     return True
 
 
