@@ -110,6 +110,23 @@ def test_a_job_of_an_unknown_task_is_kept(worker: Worker, redis: "Redis") -> Non
         killers.app.AsyncResult(message["headers"]["id"]).get(timeout=TIMEOUT_S)
 
 
+def test_dead_letter_and_its_job_name_each_other(worker: Worker, redis: "Redis") -> None:
+    message = decode_message(redis, "nobody.knows.me")
+    letter = refused(redis, message)
+    task_id = message["headers"]["id"]
+    shown = dead("show", task_id)
+    assert shown.exit_code == 0
+    assert f"token:   {letter.token}" in shown.output
+    with pytest.raises(NotRegistered):
+        killers.app.AsyncResult(task_id).get(timeout=TIMEOUT_S)
+    for state, code in (("FAILURE", 1), ("UNKNOWN", 4)):
+        explained = CliRunner().invoke(main, ["explain", task_id, "-A", "apps.killers"])
+        assert explained.exit_code == code
+        assert explained.output.startswith(f"{state}: ")
+        assert f"see `batchery dead show {letter.token}`" in explained.output
+        redis.delete(f"celery-task-meta-{task_id}")
+
+
 @pytest.mark.parametrize(
     "spoiled",
     [

@@ -66,9 +66,12 @@ def show(
     as_json: bool,
     raw: bool,
 ) -> None:
-    """Show one dead letter: the reason, its headers, its message."""
+    """Show one dead letter: the reason, its headers, its message.
+
+    TOKEN may be the id of its job.
+    """
     with opened(load_app(app_path, redis_url)) as letters:
-        found = letters.get(token)
+        found = letters.get(token) or letters.get(letters.find(token) or token)
     if found is None:
         _leave_without(context, [token])
     letter, message = found
@@ -226,5 +229,6 @@ def _check_all_were_there(
 
 def _leave_without(context: click.Context, tokens: Sequence[str]) -> NoReturn:
     names = ", ".join(map(printable, tokens))
-    click.echo(f"batchery: error: no dead letter {names}; `batchery dead list` has all", err=True)
+    text = f"no dead letter {names}; `batchery dead list` has all, `batchery explain` finds jobs"
+    click.echo(f"batchery: error: {text}", err=True)
     context.exit(NOT_FOUND)

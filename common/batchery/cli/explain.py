@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
@@ -10,7 +11,9 @@ from celery import Celery
 from celery.app.control import flatten_reply
 
 from batchery.cli.app import app_options, check_backend, check_broker, load_app, timeout_option
-from batchery.cli.console import broker_errors
+from batchery.cli.console import AWAY, broker_errors
+from batchery.errors import StartError
+from batchery.transport.dead_letters import DeadLetters
 
 #: Exit codes of `batchery explain`.
 SUCCEEDED, FAILED, UNFINISHED, UNKNOWN = 0, 1, 3, 4
@@ -181,9 +184,26 @@ def find(app: Celery, task_id: str, timeout_s: float = ANSWER_TIMEOUT_S) -> JobS
     with broker_errors("Redis"):
         stored = app.backend.get_task_meta(task_id)
         if stored["status"] != "PENDING":
-            return from_result(task_id, stored)
+            job = from_result(task_id, stored)
+            return _with_dead_letter(app, job) if job.exit_code == FAILED else job
         check_broker(app)
         replies = app.control.broadcast(
             "query_task", arguments={"ids": [task_id]}, reply=True, timeout=timeout_s
         )
-        return from_workers(task_id, flatten_reply(replies or []))
+        job = from_workers(task_id, flatten_reply(replies or []))
+        # Its result may be ignored, or gone.
+        return _with_dead_letter(app, job) if job.exit_code == UNKNOWN else job
+
+
+def _with_dead_letter(app: Celery, job: JobStatus) -> JobStatus:
+    """Names the dead letter of a job, if there is one, and its broker answers."""
+    token = None
+    with suppress(StartError, *AWAY):
+        check_broker(app)
+        with app.connection_for_read() as connection:
+            letters = DeadLetters.of(connection)
+            token = None if letters is None else letters.find(job.task_id)
+    if token is None:
+        return job
+    text = f"{job.text}; its message is a dead letter, see `batchery dead show {token}`"
+    return replace(job, text=text)

@@ -87,6 +87,11 @@ class DeadLetters:
             return None
         return self._read(token, value), raw.partition(b"\0")[2]
 
+    def find(self, task_id: str) -> str | None:
+        """The token of a job's dead letter, by the job's id; the newest, if there are several."""
+        tokens = [letter.token for letter in self if letter.id == task_id]
+        return tokens[-1] if tokens else None
+
     def tokens(self) -> list[str]:
         """Tokens of all dead letters, oldest first."""
         return sorted((token.decode() for token in self._client.hkeys(self._keys.dead)), key=int)
