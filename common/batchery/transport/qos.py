@@ -92,6 +92,7 @@ class QoS(_QoS):  # type: ignore[misc]
                 store.leases.abandon(self)
             elif tokens := store.leases.owned_by(self):
                 store.requeue(tokens, first=True)
+                logger.info("jobs given back to their queues: %d", len(tokens))
         return super().restore_unacked(*args, **kwargs)
 
     def restore_unacked_once(self, stderr: Any = None) -> None:
