@@ -42,12 +42,15 @@ def test_job_rejected_with_requeue_is_marked_when_it_comes_again(
 
 
 def test_job_of_killed_worker_is_marked_when_another_one_runs_it(
-    start_worker: StartWorker, client: Celery, book: Path, tmp_path: Path
+    start_worker: StartWorker, client: Celery, book: Path, tmp_path: Path, store: Any
 ) -> None:
     first = start_worker("apps.redelivery", "-c", "1")
     (job,) = send(client, "held", 1, book=book, gate=tmp_path / "gate")
     wait_for(lambda: book.exists() and book.read_text() == "1\n", "the job runs")
+    # Its first heartbeat registers its name.
+    wait_for(lambda: first.name in str(store.hgetall("batchery:worker-info")), "its name is known")
     first.kill()
     (tmp_path / "gate").touch()
-    start_worker("apps.redelivery", "-c", "1")
+    second = start_worker("apps.redelivery", "-c", "1")
     assert job.get(timeout=TIMEOUT_S) == [True, True]
+    assert f"worker {first.name} is dead; its jobs are back in their queues: 1" in second.log

@@ -110,7 +110,7 @@ class BatchStep(_Step):  # type: ignore[misc]
 
 
 class LateBindingStep(_ConsumerStep):  # type: ignore[misc]
-    """Tells each new channel of the jobs that this worker holds."""
+    """Gives each new channel the name of this worker, and tells it of the jobs that it holds."""
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
@@ -118,7 +118,10 @@ class LateBindingStep(_ConsumerStep):  # type: ignore[misc]
         """Called by Celery with its consumer, before it takes messages."""
         binding = getattr(c.controller, "late_binding", None)
         channel = c.task_consumer.channel
-        if binding is not None and c.hub is not None and isinstance(channel, LeasingChannel):
+        if not isinstance(channel, LeasingChannel):
+            return
+        channel.node_name = c.hostname
+        if binding is not None and c.hub is not None:
             binding.bind(channel, c.hub)
 
 

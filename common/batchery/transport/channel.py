@@ -149,6 +149,8 @@ class LeasingChannel(ConnectingChannel, OutboxChannel, FullRedisChannel):
     fetcher: Fetcher
     #: The jobs of this worker, where its pool tells of them; see `workload.py`.
     workload: Workload | None = None
+    #: Node name of this worker, such as `w1@host`; None where nobody has set it.
+    node_name: str | None = None
     #: Whether the connection broke, so that leases outlive the channel.
     is_broken = False
 

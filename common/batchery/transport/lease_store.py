@@ -87,7 +87,10 @@ class LeaseStore:
     @property
     def info(self) -> str:
         """What others want to know of this worker, as JSON; from any thread."""
-        return self._registration.info(getattr(self.holder, "active_queues", None))
+        holder = self.holder
+        return self._registration.info(
+            getattr(holder, "active_queues", None), getattr(holder, "node_name", None)
+        )
 
     @property
     def lease_key(self) -> str:

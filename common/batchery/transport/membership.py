@@ -12,7 +12,7 @@ import redis
 from batchery.fork_gate import fork_gate
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import transport_scripts
-from batchery.transport.worker_registry import read_expiry
+from batchery.transport.worker_registry import read_expiry, read_name
 
 logger = logging.getLogger("batchery.transport")
 
@@ -181,6 +181,8 @@ class Heartbeat:
     def _recover(self, worker: str, beat: int, now_s: float) -> None:
         # Just after an outage many live workers look dead: like this one, they lost the connection.
         counts = self._detector.undisturbed_s(now_s) >= 2 * self._lease_store.expiry_s
+        # The script removes what is known of the worker.
+        about: Any = self._client.hget(self._lease_store.keys.worker_info, worker)
         answer: Any = self._scripts.run(
             "recover", self._lease_store.keys.of_recovery(worker), worker, beat, int(counts)
         )
@@ -189,5 +191,6 @@ class Heartbeat:
         count, suspects = answer
         why = f"; {suspects} were on a device and may have killed it: {CAUTION}" if suspects else ""
         logger.warning(
-            "worker %s is dead: %d of its jobs are back in their queues%s", worker, count, why
+            "worker %s is dead; its jobs are back in their queues: %d%s",
+            *(read_name(about) or worker, count, why),
         )

@@ -63,16 +63,19 @@ class Registration:
             *[self.worker, self.info(), last_token],
         )
 
-    def info(self, queues: Sequence[str] | None = None) -> str:
+    def info(self, queues: Sequence[str] | None = None, name: str | None = None) -> str:
         """What others want to know of this worker, as JSON; from any thread.
 
         Args:
             queues: Names of the queues that it consumes; None while that is not known.
+            name: Its node name; the same.
         """
         about: dict[str, Any] = {"host": platform.node(), "pid": self._pid}
         about["expiry_s"] = self._expiry_s
         if queues is not None:
             about["queues"] = queues
+        if name is not None:
+            about["name"] = name
         return json.dumps(about)
 
     def unregister(self) -> None:
@@ -133,5 +136,14 @@ def read_expiry(about: bytes | None) -> float | None:
     try:
         expiry_s = json.loads(about or b"{}")["expiry_s"]
         return float(expiry_s) if expiry_s > 0 else None
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def read_name(about: bytes | None) -> str | None:
+    """The node name that a worker has registered; None if there is none."""
+    try:
+        name = json.loads(about or b"{}")["name"]
+        return name if isinstance(name, str) else None
     except (ValueError, TypeError, KeyError):
         return None
