@@ -57,3 +57,15 @@ def test_device_that_dies_at_each_start_ends_the_worker(
     kill(1)
     assert worker.wait_exit() == 2
     assert "died while it started, 2 times" in worker.log
+
+
+def test_wrong_password_is_logged_before_models_are_loaded(
+    start_worker: StartWorker, tmp_path: Path, redis_url: str
+) -> None:
+    url = redis_url.replace("redis://", "redis://:wrong@")
+    env = {"GATE_FOLDER": str(tmp_path), "CELERY_BROKER_URL": url}
+    worker = start_worker("apps.slow_start", ready=False, env=env)
+    wait_for((tmp_path / "loading").exists, "the model is being loaded", 90)
+    assert "check user and password" in worker.log
+    assert "The worker loads its models, then it tries again" in worker.log
+    assert "wrong@" not in worker.log

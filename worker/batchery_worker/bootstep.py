@@ -17,6 +17,7 @@ from celery.worker import components
 from kombu.serialization import prepare_accept_content
 
 import batchery.app as standalone
+from batchery.cli.app import check_broker
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
@@ -94,6 +95,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             )
         for task in tasks:
             check_is_accepted(worker.app, task)
+        report_broker_away(worker.app)
         devices = choose(settings.devices)
         _add_devices(worker, tasks, devices)
         jobs = prefetch_jobs(tasks, settings, len(devices))
@@ -123,6 +125,19 @@ class LateBindingStep(_ConsumerStep):  # type: ignore[misc]
         channel.node_name = c.hostname
         if binding is not None and c.hub is not None:
             binding.bind(channel, c.hub)
+
+
+def report_broker_away(app: Any) -> None:
+    """Logs that Redis does not answer, before models are loaded for half a minute.
+
+    The worker goes on, as Celery's does: the broker may be there when its models are.
+    """
+    if app.connection_for_read().transport.driver_type != "redis":
+        return
+    try:
+        check_broker(app)
+    except StartError as error:
+        logger.error("%s. The worker loads its models, then it tries again", error)
 
 
 def refuse_no_models(app: Any) -> None:
