@@ -118,7 +118,12 @@ def _on_after_finalize(sender: Celery, **_: Any) -> None:
         _register_models(sender)
     except StartError as error:
         get_installation(sender).error = error
-        logger.error("%s", error)
+        # A worker logs it as it ends. Clients do without this import.
+        import click
+
+        context = click.get_current_context(silent=True)
+        if context is None or context.find_root().invoked_subcommand != "worker":
+            logger.error("%s", error)
 
 
 def _register_models(app: Celery) -> None:

@@ -69,3 +69,20 @@ def test_wrong_password_is_logged_before_models_are_loaded(
     assert "check user and password" in worker.log
     assert "The worker loads its models, then it tries again" in worker.log
     assert "wrong@" not in worker.log
+
+
+@pytest.mark.parametrize(
+    ("model", "problem"),
+    [
+        ('kind = "embeding"\nmodel = "there"', "setting models.embed.kind = 'embeding'"),
+        ('kind = "embedding"\nmodel = "./nowhere"', "model './nowhere'"),
+    ],
+)
+def test_why_a_worker_does_not_start_is_logged_once(
+    start_worker: StartWorker, tmp_path: Path, model: str, problem: str
+) -> None:
+    (tmp_path / "batchery.toml").write_text(f"[models.embed]\n{model}\n")
+    worker = start_worker("apps.shop", ready=False, cwd=tmp_path)
+    assert worker.wait_exit() == 2
+    assert worker.log.count(problem) == 1, worker.log
+    assert "CRITICAL" in worker.log

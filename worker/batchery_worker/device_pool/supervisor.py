@@ -274,7 +274,9 @@ class DeviceSupervisor:
             self._on_ready()
         elif isinstance(reply, NotReady):
             self._refusals[device.name] = reply
-            logger.error("%s", reply.text)
+            if device.ready_s:
+                # At a worker's start it is the error that ends the worker, and is logged then.
+                logger.error("%s", reply.text)
         elif isinstance(reply, ResultsWait):
             # The function has ended in time. The time that results wait for Redis must not count.
             device.batches[reply.id].hard_limit_s = None
