@@ -481,6 +481,12 @@ def settings_file() -> Path:
     return Path(os.environ.get(FILE_VARIABLE) or TOML_FILE).expanduser()
 
 
+def describe_file() -> str:
+    """For the log: which file was read, or where there is none."""
+    path = settings_file()
+    return str(path.absolute()) if path.exists() else f"there is no {path.absolute()}"
+
+
 def _refuse_missing_file() -> None:
     """A file that is named and missing, or is a folder, would be ignored silently."""
     path = settings_file()

@@ -139,6 +139,20 @@ def test_queue_without_a_task_is_warned_of(
     assert worker.devices() == []
 
 
+def test_worker_of_an_app_logs_the_file_of_settings_or_that_there_is_none(
+    start_worker: StartWorker, tmp_path: Path, client: Celery
+) -> None:
+    worker = start_worker("apps.shop", "-Q", "embed")
+    assert f"file of settings: there is no {tmp_path}/batchery.toml" in worker.log
+    client.send_task("embed", ["a text"], queue="embed")
+    told = f"'embed'; if it is a model of the settings, there is no {tmp_path}/batchery.toml"
+    wait_for(lambda: worker.has_logged(told, 1), "the job is refused")
+    assert worker.stop() == 0
+    (tmp_path / "batchery.toml").write_text("max_batch_size = 4")
+    worker = start_worker("apps.shop", "-Q", "embed")
+    assert f"file of settings: {tmp_path}/batchery.toml" in worker.log
+
+
 def test_a_worker_with_a_model_starts_without_a_line_of_other_libraries(
     start_worker: StartWorker, client: Celery, minilm_path: Path, tmp_path: Path
 ) -> None:

@@ -21,7 +21,13 @@ from batchery.cli.app import check_broker
 from batchery.errors import SettingsError, StartError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
-from batchery.settings import FILE_VARIABLE, Settings, nearest_name, settings_file
+from batchery.settings import (
+    FILE_VARIABLE,
+    Settings,
+    describe_file,
+    nearest_name,
+    settings_file,
+)
 from batchery.task import BatchTask, ModelTask
 from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
@@ -71,6 +77,7 @@ class BatchStep(_Step):  # type: ignore[misc]
         if installation.error is not None:
             raise installation.error
         settings = installation.settings
+        logger.info("file of settings: %s", describe_file())
         refuse_no_models(worker.app)
         warn_of_unused_queues(worker.app)
         fail_callers(worker.app)

@@ -21,6 +21,7 @@ from kombu import Message
 from kombu.exceptions import ContentDisallowed, DecodeError
 
 from batchery.errors import InvalidItem
+from batchery.settings import describe_file, settings_file
 from batchery.task import BatchTask
 from batchery.transport import NEEDS_WRITES
 from batchery.transport.dead_letters import read_embed
@@ -211,7 +212,11 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
 
     def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
         """Refuses a job of a task that this worker does not have; its caller hears of it."""
-        is_kept = dead_letter_on_ack(message, f"no such task in this worker: {exc}")
+        reason = f"no such task in this worker: {exc}"
+        if not settings_file().exists():
+            # A worker that was started in the wrong folder has none of the models.
+            reason += f"; if it is a model of the settings, {describe_file()}"
+        is_kept = dead_letter_on_ack(message, reason)
         self._report(
             message,
             is_kept,
