@@ -259,6 +259,30 @@ def test_a_pickled_job_is_refused(client: Celery) -> None:
     assert mate.get(timeout=TIMEOUT_S) == "MATE"
 
 
+PICKLED = """
+from celery import Celery
+from batchery import BatchTask, install
+
+app = install(Celery("pickled", set_as_current=False))
+app.conf.update(accept_content=["json", "pickle"], task_default_queue="pickled")
+
+@app.task(base=BatchTask, name="count")
+def count(sets: list[set[int]]) -> list[int]:
+    return [len(each) for each in sets]
+"""
+
+
+def test_a_pickled_job_runs_where_the_app_accepts_it(
+    start_module_worker: StartWorker, client: Celery, tmp_path: Path
+) -> None:
+    (tmp_path / "pickled.py").write_text(PICKLED)
+    # Celery asks for this variable where it is started by root.
+    worker = start_module_worker("pickled", cwd=tmp_path, env={"C_FORCE_ROOT": "1"})
+    job = client.send_task("count", [{1, 2}], serializer="pickle", queue="pickled")
+    assert job.get(timeout=TIMEOUT_S) == 2
+    assert worker.stop() == 0
+
+
 def test_a_task_that_the_device_does_not_know_fails_its_jobs_and_no_device(client: Celery) -> None:
     jobs = [client.send_task("apps.ledger.late", [number]) for number in range(3)]
     for job in jobs:
