@@ -38,6 +38,9 @@ _loading = threading.Lock()
 #: Sends many jobs at once; an import path, because the producer's package imports this one.
 SEND_MANY = "batchery_producer.submit_many:send_many"
 
+#: Their results; the same.
+JOB_SET = "batchery_producer.submit_many:JobSet"
+
 #: Options that jobs of a chain, group or chord have, callbacks, and jobs that are tried again. They
 #: have room in every class: half a workflow would be worse than a long queue.
 WORKFLOW_OPTIONS = ("producer", "reply_to", "parent_id", "root_id", "group_id", "chord", "retries")
@@ -384,7 +387,8 @@ class BatchTask(_Task):
                 self.apply_async((item,), keywords, task_id=uuid(), producer=producer, **options)
                 for item in items
             ]
-        return ResultSet(jobs, app=self.app)
+        job_set: Any = symbol_by_name(JOB_SET)
+        return cast(ResultSet, job_set(jobs, None, app=self.app))
 
 
 class QueuedChunks(chunks):
