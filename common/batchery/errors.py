@@ -125,3 +125,9 @@ class DeadlineExceeded(ItemError):
 
 class DeviceDied(ItemError):
     """The job was running alone each time when its device process, or its worker, died."""
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, for a message: `1 batch`, `2,000 batches`."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"

@@ -129,7 +129,7 @@ def test_a_result_that_json_cannot_write_fails_its_job_alone() -> None:
 
 
 def test_a_wrong_number_of_outcomes_names_both_numbers() -> None:
-    with pytest.raises(WrongLength, match="0 outcomes for 1 items"):
+    with pytest.raises(WrongLength, match="0 outcomes for 1 item"):
         shop.short.delay(1).get(timeout=TIMEOUT_S)
 
 
@@ -170,7 +170,7 @@ def test_limits_count_items_not_messages(client: Celery) -> None:
 
 def test_a_multi_item_header_that_does_not_fit_fails_its_job(client: Celery) -> None:
     job = client.send_task("apps.shop.shout", [["a"]], headers={"batchery": {"v": 1, "n": 2}})
-    with pytest.raises(InvalidItem, match=r"n=2, but the argument is 1 items"):
+    with pytest.raises(InvalidItem, match=r"n=2, but the argument is 1 item"):
         job.get(timeout=TIMEOUT_S)
 
 

@@ -207,7 +207,7 @@ def test_the_commands_list_show_requeue_and_purge(
     wait_for(lambda: set(DeadLetters(redis).tokens()) - {letter.token}, "it is back")
     kept = dead("purge", "--all", answer="n\n")
     assert kept.exit_code == 1
-    assert "Delete 1 dead letters for good?" in kept.output
+    assert "Delete 1 dead letter for good?" in kept.output
     assert dead_letters(killers.app) == 1
     assert dead("purge", "--all", "--yes").output == "deleted: 1\n"
     assert dead("purge", "--all", "--yes").output == "deleted: 0\n"

@@ -62,7 +62,7 @@ def test_a_line_names_the_first_jobs_of_a_large_batch(worker: Worker, own_log: P
 
 def test_one_line_says_what_each_batch_was_like(worker: Worker) -> None:
     speaking.batch.delay("size").get(timeout=patient(30))
-    line = r"Batch b\d+ of batch: 1 items, waited \d+\.\d ms, forward \d+\.\d ms on cpu"
+    line = r"Batch b\d+ of batch: 1 item, waited \d+\.\d ms, forward \d+\.\d ms on cpu"
     wait_for(lambda: re.search(line, worker.log), "a line of a batch")
 
 

@@ -167,7 +167,7 @@ def test_a_backend_that_is_away_holds_nobody_up(
         # The machine may be held up once.
         assert any(took_s() < 5 for _ in range(3))
     line = caplog.messages[0]
-    assert line.startswith("the state STARTED of 1 jobs of shout cannot be stored: Connection")
+    assert line.startswith("the state STARTED of 1 job of shout cannot be stored: Connection")
     own_redis.start()
     states.store(build_work_name(message("after")))
     assert stored(app, "after")["status"] == "STARTED"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from batchery.errors import counted
 from batchery_worker.ipc.messages import Done
 
 logger = logging.getLogger("batchery.pool")
@@ -193,13 +194,13 @@ def log_batch(task: str, info: Mapping[str, Any], *, tokens: int, waited_ms: flo
     """
     if not logger.isEnabledFor(logging.INFO):
         return
-    counted = f", {tokens} tokens, padding {info['padding']:.1%}" if tokens else ""
+    of_tokens = f", {tokens} tokens, padding {info['padding']:.1%}" if tokens else ""
     logger.info(
-        "Batch %s of %s: %d items%s, waited %.1f ms, forward %.1f ms on %s",
+        "Batch %s of %s: %s%s, waited %.1f ms, forward %.1f ms on %s",
         info["id"],
         task,
-        info["size"],
-        counted,
+        counted(info["size"], "item"),
+        of_tokens,
         waited_ms,
         info["forward_ms"],
         info["device"],

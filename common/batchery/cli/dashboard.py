@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from batchery.cli.survey import Survey
+from batchery.errors import counted
 
 #: Shown where there is no figure yet.
 NONE = "-"
@@ -65,10 +66,11 @@ def worker_table(name: str, figures: Mapping[str, Any], rates: Mapping[str, floa
     oldest = _number(figures["oldest_waiting_s"], "s")
     rows = {
         "queues": ", ".join(figures["queues"]) or NONE,
-        "waiting here": f"{figures['waiting']:,} jobs, oldest {oldest}",
+        "waiting here": f"{counted(figures['waiting'], 'job')}, oldest {oldest}",
         "now": _rates(rates),
-        "done": f"{batches['jobs']:,} jobs, {batches['items']:,} items in"
-        f" {batches['batches']:,} batches, {_number(batches['mean_batch_size'], 'items')} each",
+        "done": f"{counted(batches['jobs'], 'job')}, {counted(batches['items'], 'item')} in"
+        f" {counted(batches['batches'], 'batch')},"
+        f" {_number(batches['mean_batch_size'], 'items')} each",
         "waited": _number(batches["mean_waited_ms"], "ms"),
         "forward": _number(batches["mean_forward_ms"], "ms"),
         "other stages": _stages(batches),
@@ -128,9 +130,9 @@ def _memory(state: Mapping[str, Any]) -> str:
 def _model(info: Mapping[str, Any]) -> str:
     failed = info["out_of_memory"]
     peak = f", peak {_mib(info['peak_bytes'])}" if "peak_bytes" in info else ""
+    out = f", out of memory {counted(failed, 'time')}" if failed else ""
     return (
-        f"max_batch_tokens {info['max_batch_tokens']:,}, chosen by {info['chosen_by']}"
-        f"{f', out of memory {failed:,} times' if failed else ''}{peak}"
+        f"max_batch_tokens {info['max_batch_tokens']:,}, chosen by {info['chosen_by']}{out}{peak}"
     )
 
 
@@ -146,10 +148,11 @@ def _cache(cache: Mapping[str, Any]) -> str:
 def _costs(info: Mapping[str, Any]) -> str:
     """What a forward pass costs, learned from the batches that ran."""
     useful = info["useful_items"]
+    fitted = counted(info["fitted_batches"], "batch")
     enough = f"; {useful:,} items fill one" if useful else ""
     return (
         f"{info['token_us']:,.1f} µs per token, {info['item_us']:,.1f} µs per item,"
-        f" {info['pass_ms']:,.2f} ms per pass, by {info['fitted_batches']:,} batches{enough}"
+        f" {info['pass_ms']:,.2f} ms per pass, by {fitted}{enough}"
     )
 
 
@@ -157,7 +160,7 @@ def _batch_costs(info: Mapping[str, Any]) -> str:
     """How long a batch has its device, learned from those that ran."""
     return (
         f"{info['pass_ms']:,.2f} ms and {info['item_us']:,.1f} µs per item,"
-        f" off by {percent(info['error'])} on average, by {info['batches']:,} batches"
+        f" off by {percent(info['error'])} on average, by {counted(info['batches'], 'batch')}"
     )
 
 

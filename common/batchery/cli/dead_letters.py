@@ -14,7 +14,7 @@ from rich.table import Table
 
 from batchery.cli.app import app_options, check_broker, load_app
 from batchery.cli.console import broker_errors, render
-from batchery.errors import SettingsError
+from batchery.errors import SettingsError, counted
 from batchery.transport.dead_letters import DeadLetter, DeadLetters
 
 #: Exit code if a named dead letter does not exist.
@@ -135,7 +135,7 @@ def purge(
     with opened(load_app(app_path, redis_url)) as letters:
         chosen = _chosen(letters, tokens, every)
         if not yes:
-            click.confirm(f"Delete {len(chosen)} dead letters for good?", abort=True)
+            click.confirm(f"Delete {counted(len(chosen), 'dead letter')} for good?", abort=True)
         there = set(letters.tokens())
         done = [token for token in chosen if token in there]
         click.echo(f"deleted: {letters.purge(done)}")

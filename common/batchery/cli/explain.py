@@ -12,7 +12,7 @@ from celery.app.control import flatten_reply
 
 from batchery.cli.app import app_options, check_backend, check_broker, load_app, timeout_option
 from batchery.cli.console import AWAY, broker_errors
-from batchery.errors import StartError
+from batchery.errors import StartError, counted
 from batchery.transport.dead_letters import DeadLetters
 
 #: Exit codes of `batchery explain`.
@@ -124,7 +124,7 @@ def describe_batch(batch: Mapping[str, Any]) -> str:
     prepare, queued, forward = (batch.get(f"{key}_ms") for key in ("prepare", "queued", "forward"))
     parts = [
         f"waited {duration(waited)}" if waited is not None else "",
-        f"batch {batch.get('id', '?')} of {size} item{'' if size == 1 else 's'}" if size else "",
+        f"batch {batch.get('id', '?')} of {counted(size, 'item')}" if size else "",
         f"{100 * padding:.0f} % padding" if padding is not None else "",
         f"{duration(prepare)} to prepare" if prepare is not None else "",
         f"{duration(queued)} between stages" if queued is not None else "",

@@ -15,6 +15,7 @@ from batchery.cli.app import check_broker
 from batchery.cli.console import AWAY, Interrupt, write_errors
 from batchery.cli.recording import Recording
 from batchery.cli.survey import WorkerDirectory, queue_depths
+from batchery.errors import counted
 from batchery.protocol.recorded_job import COMMAND
 
 #: How often it looks whether it should end, in seconds.
@@ -140,7 +141,7 @@ class _Recorder:
         recording = self.recording
         answering = sum(worker.answers for worker in recording.workers.values())
         missed = f", {recording.missed:,} missed" if recording.missed else ""
-        return f"{_jobs(recording.jobs)}{missed}, workers that answer: {answering}"
+        return f"{counted(recording.jobs, 'job')}{missed}, workers that answer: {answering}"
 
 
 def _report(recording: Recording, path: Path, waiting: int | None) -> dict[str, Any]:
@@ -169,9 +170,10 @@ def _summary(recording: Recording, path: Path, waiting: int | None) -> Iterator[
         yield "no worker with devices answered; start one: celery -A APP worker"
     span_s = recording.last_s - recording.first_s
     sent = f", sent within {span_s:,.1f} s" if recording.jobs else ""
-    yield f"{_jobs(recording.jobs)} recorded in {path}{sent}"
+    yield f"{counted(recording.jobs, 'job')} recorded in {path}{sent}"
     yield (
-        f"{_jobs(recording.missed)} missed: they came while nobody recorded, or too many at once"
+        f"{counted(recording.missed, 'job')} missed: they came while nobody recorded, or too many"
+        " at once"
         if recording.missed
         else "no job missed"
     )
@@ -179,14 +181,11 @@ def _summary(recording: Recording, path: Path, waiting: int | None) -> Iterator[
     if waiting is None:
         yield "the broker does not answer, so nobody knows how many jobs still wait in the queues"
     elif waiting:
-        yield f"no worker has taken {_jobs(waiting)} that the queues hold; the trace lacks them"
+        jobs = counted(waiting, "job")
+        yield f"no worker has taken {jobs} that the queues hold; the trace lacks them"
     if recording.jobs:
         yield from _advice(recording)
         yield f"try it: {recording.simulate_command(str(path))}"
-
-
-def _jobs(count: int) -> str:
-    return f"{count:,} job{'' if count == 1 else 's'}"
 
 
 def _advice(recording: Recording) -> Iterator[str]:

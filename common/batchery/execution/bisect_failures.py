@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any
 
-from batchery.errors import OutOfMemory, WrongLength
+from batchery.errors import OutOfMemory, WrongLength, counted
 from batchery.outcomes import Answered, Failed, Replace, RetryAfter
 from batchery.tracebacks import collect_frames
 
@@ -69,13 +69,13 @@ def _outcomes(answer: Any, expected: int, name: str) -> list[Any]:
     """Checks that there is one outcome per item."""
     if isinstance(answer, str | bytes | Mapping | AbstractSet) or not isinstance(answer, Iterable):
         raise WrongLength(
-            f"{name} returned a {type(answer).__name__} for {expected} items;"
+            f"{name} returned a {type(answer).__name__} for {counted(expected, 'item')};"
             " return a list with one outcome per item"
         )
     outcomes = list(answer)
     if len(outcomes) != expected:
         raise WrongLength(
-            f"{name} returned {len(outcomes)} outcomes for {expected} items;"
+            f"{name} returned {counted(len(outcomes), 'outcome')} for {counted(expected, 'item')};"
             " return one outcome per item, in order"
         )
     return outcomes

@@ -9,7 +9,7 @@ header.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from batchery.errors import InvalidItem
+from batchery.errors import InvalidItem, counted
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.outcomes import Failed, Replace, RetryAfter
 from batchery.protocol.headers import HEADER, VERSION
@@ -48,7 +48,11 @@ def read_items(argument: Any, header: Any) -> tuple[list[Any], Form]:
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_ITEMS:
         raise InvalidItem(f"header {HEADER!r}: n is {count!r:.80}; expected 1 to {MAX_ITEMS} items")
     if not isinstance(argument, list) or len(argument) != count:
-        found = f"{len(argument)} items" if isinstance(argument, list) else type(argument).__name__
+        found = (
+            counted(len(argument), "item")
+            if isinstance(argument, list)
+            else type(argument).__name__
+        )
         raise InvalidItem(f"header {HEADER!r}: n={count}, but the argument is {found}")
     return argument, "values" if header.get("values") is True else True
 

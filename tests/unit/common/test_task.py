@@ -339,7 +339,7 @@ def test_a_packed_job_answers_for_each_of_its_items(app: Celery) -> None:
 
 def test_a_malformed_packed_job_fails(app: Celery) -> None:
     task = make(app, shout)
-    with pytest.raises(InvalidItem, match="n=2, but the argument is 1 items"):
+    with pytest.raises(InvalidItem, match="n=2, but the argument is 1 item"):
         task.apply([["a"]], headers={"batchery": {"v": 1, "n": 2}}).get()
 
 

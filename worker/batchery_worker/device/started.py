@@ -14,6 +14,7 @@ from celery.states import STARTED
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from batchery.errors import counted
 from batchery.redis_scripts import RedisScripts
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
@@ -48,8 +49,8 @@ class StartedStates:
                 self._store_each(task, work)
         except Exception as error:  # noqa: BLE001 - whatever a backend raises, the jobs must run
             logger.warning(
-                "the state STARTED of %d jobs of %s cannot be stored: %s: %s",
-                len(work.jobs),
+                "the state STARTED of %s of %s cannot be stored: %s: %s",
+                counted(len(work.jobs), "job"),
                 work.task,
                 type(error).__name__,
                 error,

@@ -7,7 +7,7 @@ from time import monotonic
 from typing import Any
 
 import batchery.errors
-from batchery.errors import ModelLoadError, StartError
+from batchery.errors import ModelLoadError, StartError, counted
 from batchery_worker.device_pool.process import (
     LEAVE_TIMEOUT_S,
     DeviceProcess,
@@ -334,7 +334,8 @@ class DeviceSupervisor:
         self._reserved -= sum(each.is_reserved for each in batches)
         if self._given_up(device):
             return
-        logger.error("%s, with %d batches; restart in %.1f s", how, len(batches), device.backoff_s)
+        held = counted(len(batches), "batch")
+        logger.error("%s, with %s; restart in %.1f s", how, held, device.backoff_s)
         self._hub.call_later(device.backoff_s, self._spawn, device)
         self._on_death(batches, how)
 

@@ -51,7 +51,7 @@ def test_empty_batch_calls_nothing() -> None:
 @pytest.mark.parametrize(
     ("answer", "found"),
     [
-        ([1], "1 outcomes for 3"),
+        ([1], "1 outcome for 3"),
         ([], "0 outcomes for 3"),
         ([1, 2, 3, 4], "4 outcomes for 3"),
         ((n for n in range(2)), "2 outcomes for 3"),

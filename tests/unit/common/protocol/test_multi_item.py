@@ -47,7 +47,7 @@ def test_header_with_impossible_n_is_refused(count: Any) -> None:
 
 @pytest.mark.parametrize(
     ("argument", "found"),
-    [(["a"], "1 items"), ([], "0 items"), ("ab", "str"), ({"a": 1, "b": 2}, "dict"), (2, "int")],
+    [(["a"], "1 item"), ([], "0 items"), ("ab", "str"), ({"a": 1, "b": 2}, "dict"), (2, "int")],
 )
 def test_argument_that_does_not_fit_n_is_refused(argument: Any, found: str) -> None:
     with pytest.raises(InvalidItem, match=f"n=2, but the argument is {found}"):

@@ -177,9 +177,9 @@ def test_what_would_end_a_thread_is_an_error_of_the_item(raised: BaseException) 
 
 def test_a_wrong_number_of_outcomes_is_an_error_of_all() -> None:
     function = batched(lambda items: items[1:])
-    with pytest.raises(WrongLength, match="returned 1 outcomes for 2 items"):
+    with pytest.raises(WrongLength, match="returned 1 outcome for 2 items"):
         function(["a", "b"])
-    with pytest.raises(WrongLength, match="returned a str for 1 items"):
+    with pytest.raises(WrongLength, match="returned a str for 1 item"):
         batched("".join)("a")
 
 

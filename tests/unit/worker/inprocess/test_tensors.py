@@ -247,7 +247,7 @@ WRONG_ANSWERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "too few rows": (lambda x: x[:-1], "the output has 1 rows for 2 items"),
     "too many rows": (lambda x: {"out": (x, x.repeat(2, 0))}, r"\['out'\]\[1\] has 4 rows for 2"),
     "no rows": (lambda x: x.sum(), "the output has no dimension for 2 items"),
-    "too few outcomes": (lambda x: [x[0]], "returned 1 outcomes for 2 items"),
+    "too few outcomes": (lambda x: [x[0]], "returned 1 outcome for 2 items"),
     "no array": (lambda x: (x, None), r"the output\[1\] is of the type NoneType"),
     "nothing": (lambda _: None, "returned a NoneType for 2 items"),
     "no outputs": (lambda _: {}, "the output is empty"),
