@@ -127,6 +127,10 @@ class DeviceDied(ItemError):
     """The job was running alone each time when its device process, or its worker, died."""
 
 
+#: What to do with a list where one item belongs, for a message.
+ONE_JOB_EACH = "send several items as several jobs, as submit_many does"
+
+
 def counted(number: int, noun: str) -> str:
     """A number with its noun, for a message: `1 batch`, `2,000 batches`."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"

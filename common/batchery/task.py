@@ -203,7 +203,7 @@ class BatchTask(_Task):
         if completion is not None and completion.answers(self.request.id):
             outcome = completion.answer()
         else:
-            outcome = self._run_here(only_item(self.name, args), keywords)
+            outcome = self._run_here(only_item(self.name, args, keywords), keywords)
         return self._delivery.run(outcome)
 
     def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:
@@ -321,7 +321,7 @@ class BatchTask(_Task):
             QueueFull: The priority class of the job is full, and refuses it.
         """
         args = tuple(args or ())
-        only_item(self.name, args)
+        only_item(self.name, args, kwargs)
         limits = get_queue_limits(self.app)
         if limits is not None and not positional:
             options = self._placed(limits, options)
@@ -473,12 +473,25 @@ class ModelTask(BatchTask):
         return self._loaded
 
 
-def only_item(name: str, args: tuple[Any, ...] | list[Any]) -> Any:
+def only_item(
+    name: str, args: tuple[Any, ...] | list[Any], keywords: Mapping[str, Any] | None = None
+) -> Any:
     """The item of a job.
+
+    Args:
+        name: Name of the task.
+        args: The positional arguments.
+        keywords: The others; the item may be one of them by mistake.
 
     Raises:
         BatchArgumentError: There is none, or more than one positional argument.
     """
+    if not args and keywords:
+        given = ", ".join(f"{keyword}=" for keyword in keywords)
+        raise BatchArgumentError(
+            f"{name} takes exactly one positional argument, the item, but got 0, and {given:.200};"
+            " give the item without a name"
+        )
     if len(args) != 1:
         raise BatchArgumentError(
             f"{name} takes exactly one positional argument, the item, but got {len(args)};"

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from kombu.utils import json
 from kombu.utils.compat import detect_environment
 
-from batchery.errors import UnserialisableResult
+from batchery.errors import ONE_JOB_EACH, UnserialisableResult
 from batchery.execution.bisect_failures import NON_VALUES, as_failed, is_out_of_memory, isolate
 from batchery.execution.lookahead import Lookahead, max_lookahead
 from batchery.model import Model
@@ -69,6 +69,8 @@ def run_function(
         except AttributeError as error:
             if error.obj is own_items:
                 error.args = (f"{error}; {name} gets a list of items, not one: loop over them",)
+            elif isinstance(error.obj, list) and any(error.obj is item for item in own_items):
+                error.args = (f"{error}; the item is a list: {ONE_JOB_EACH}",)
             raise
 
     name = getattr(function, "__name__", type(function).__name__)

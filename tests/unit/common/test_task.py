@@ -371,6 +371,25 @@ def test_anything_but_one_positional_argument_is_refused(app: Celery, args: Any)
     assert waiting(app) == []
 
 
+def test_item_that_is_given_by_name_is_refused_with_the_name(app: Celery) -> None:
+    task = make(app, shout, typing=False)
+    calls: list[Callable[[], Any]] = [
+        lambda: task(texts="a"),
+        lambda: task.delay(texts="a"),
+        lambda: task.apply(kwargs={"texts": "a"}).get(),
+    ]
+    for call in calls:
+        with pytest.raises(BatchArgumentError, match="and texts=; give the item without a name"):
+            call()
+    assert waiting(app) == []
+
+
+def test_list_in_the_place_of_an_item_is_explained(app: Celery) -> None:
+    task = make(app, shout)
+    with pytest.raises(AttributeError, match="'upper'; the item is a list: send several items"):
+        task(["a", "b"])
+
+
 def test_wrong_arguments_raise_a_type_error(app: Celery) -> None:
     with pytest.raises(TypeError):
         make(app, shout).delay("a", "b")
@@ -507,7 +526,7 @@ def test_function_that_forgot_that_it_gets_a_list_is_given_a_hint(app: Celery) -
         return [item.upper() for item in items]
 
     with pytest.raises(AttributeError, match=r"object has no attribute 'upper'$"):
-        make(app, guilty_of_something_else)([1])
+        make(app, guilty_of_something_else)(1)
 
 
 def reverse(text: str) -> str:

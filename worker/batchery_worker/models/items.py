@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from batchery.errors import InvalidItem
+from batchery.errors import ONE_JOB_EACH, InvalidItem
 
 
 def check_text(field: str, text: Any, max_chars: int) -> str:
@@ -54,8 +54,7 @@ def check_token_ids(ids: Sequence[Any], vocabulary: int, max_count: int) -> list
         if type(token) is not int:
             kind = type(token).__name__
             raise InvalidItem(
-                f"token ids: position {position} has a {kind}, not an integer;"
-                " a list of texts is many items"
+                f"token ids: position {position} has a {kind}, not an integer; {ONE_JOB_EACH}"
             )
         if not 0 <= token < vocabulary:
             raise InvalidItem(

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 from transformers import AutoModel, AutoTokenizer
 
-from batchery.errors import InvalidItem
+from batchery.errors import ONE_JOB_EACH, InvalidItem
 from batchery.outcomes import Failed
 from batchery.results import Embedding, to_numpy
 from batchery_worker.models import EmbeddingModel
@@ -140,11 +140,11 @@ def test_a_long_text_is_refused_where_the_settings_say_so(build: Build, embedder
         (7, "text: must be a string, not int"),
         (
             ["a", "list"],
-            "token ids: position 0 has a str, not an integer; a list of texts is many items",
+            f"token ids: position 0 has a str, not an integer; {ONE_JOB_EACH}",
         ),
         (
             [4, True],
-            "token ids: position 1 has a bool, not an integer; a list of texts is many items",
+            f"token ids: position 1 has a bool, not an integer; {ONE_JOB_EACH}",
         ),
         ([4, 5, 900], "token ids: 900 at position 2 is none of the model's, which are 0 to 36"),
         ([-1], "token ids: -1 at position 0 is none of the model's, which are 0 to 36"),
