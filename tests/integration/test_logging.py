@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from apps import speaking
+from apps import ledger, speaking
+from batchery import WrongLength
 from conftest import StartWorker
 from support.harness import Worker, wait_for
 from support.patience import patient
@@ -70,3 +71,22 @@ def test_the_last_words_before_a_crash_are_logged(worker: Worker, own_log: Path)
     job = speaking.crash.delay("it")
     assert job.get(timeout=patient(60), propagate=False) is not None
     assert any(line[5] == "last words of it" for line in lines_of(own_log, "last words of it"))
+
+
+def test_traceback_of_a_fault_is_logged_once_for_a_batch(
+    start_worker: StartWorker, redis_url: str
+) -> None:
+    ledger.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    # They are in the queue before the worker is, so that they share a batch.
+    jobs = ledger.answering.submit_many(range(8), {"answer": [1]}, queue="faults")
+    worker = start_worker("apps.ledger", "-Q", "faults", ready=False)
+    for job in jobs:
+        with pytest.raises(WrongLength):
+            job.get(timeout=patient(90))
+    ids = {job.id for job in jobs.results or []}
+    pattern = r"answering\[(\S+)\] raised unexpected: WrongLength\(.*\)"
+    wait_for(lambda: set(re.findall(pattern, worker.log)) == ids, "a line for each job")
+    assert worker.log.count("Traceback (most recent call last)") == 1
+    named = re.findall(pattern + r"; the traceback is that of (\S+),", worker.log)
+    assert len({job for job, _ in named}) == 7
+    assert {first for _, first in named} == ids - {job for job, _ in named}

@@ -5,12 +5,14 @@ step of a chain, and counts chord parts. All of that is Celery's own code. Here 
 nothing: it takes its outcome from the completion that is current while the tracer runs.
 """
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
 import redis
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback  # type: ignore[attr-defined]
@@ -26,6 +28,9 @@ from batchery_worker.commit.listeners import ListenedJob, Listeners, leave
 from batchery_worker.completion.atomic_finish import WithheldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.task_call import TaskCall
+
+#: Maximum number of tracebacks that are remembered: threads work on few batches at a time.
+MAX_TRACEBACKS = 32
 
 #: Outcomes that Celery handles in ways of its own, so nothing is held back for them.
 NEVER_HELD = (Failed, Replace, Ignore, Reject)
@@ -56,6 +61,7 @@ class Tracer:
         self._tracer_reasons = TracerReasons(app)
         self._listeners = listeners
         trace.send_prerun = _send_prerun_once
+        log_each_traceback_once()
         #: Our tracer of each task; Celery makes new ones after each reconnect to the broker.
         self._tracers: dict[str, Any] = {}
 
@@ -160,6 +166,42 @@ class Tracer:
                     monotonic=tracer_clock,
                 )
             self._tracers[task.name] = task.__trace__ = tracer
+
+
+class TracebackFilter(logging.Filter):
+    """Leaves out of Celery's line of a failed job a traceback that its batch has logged before.
+
+    One fault of a function, such as a wrong number of outcomes, may fail each job of a batch.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        #: Batch id and traceback -> the first job that was logged with it.
+        self._first: dict[tuple[str, str], str] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Called by `logging`; keeps each record."""
+        completion, context = current_completion(), cast(Any, record.args)
+        is_failure = record.exc_info and isinstance(context, dict) and "traceback" in context
+        if is_failure and isinstance(completion, Completion) and completion.info is not None:
+            with self._lock:
+                key = (completion.info["id"], context["traceback"])
+                first = self._first.setdefault(key, completion.task_id)
+                if len(self._first) > MAX_TRACEBACKS:
+                    del self._first[next(iter(self._first))]
+            if first != completion.task_id:
+                record.exc_info = None
+                record.msg = f"{record.msg}; the traceback is that of %(first)s, in the same batch"
+                record.args = {**context, "first": first}
+        return True
+
+
+def log_each_traceback_once() -> None:
+    """Puts a filter before Celery's log of failed jobs, in the place of an earlier worker's."""
+    stock = logging.getLogger(trace.__name__)
+    stock.filters[:] = [each for each in stock.filters if not isinstance(each, TracebackFilter)]
+    stock.addFilter(TracebackFilter())
 
 
 def _begun(task_id: str) -> ListenedJob | None:
