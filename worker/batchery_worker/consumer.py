@@ -16,7 +16,6 @@ import redis
 from celery.exceptions import InvalidTaskError, Reject
 from celery.worker import state as worker_state
 from celery.worker.consumer import Consumer
-from celery.worker.consumer import consumer as celery_consumer
 from kombu import Message
 from kombu.exceptions import ContentDisallowed, DecodeError
 
@@ -51,17 +50,8 @@ NO_CONNECTION = (
 #: Errors that say all of a malformed message; of others the log shows where they were raised.
 MALFORMED = (InvalidTaskError, DecodeError, ContentDisallowed)
 
-# Celery has no types for what this module logs.
-_stock: Any = celery_consumer
-
-#: Lines of Celery's log about a message that it discards, as they are before their values are put
-#: in. Where it is kept as a dead letter, the line that says so is enough.
-DISCARDED = (
-    _stock.UNKNOWN_FORMAT,
-    _stock.UNKNOWN_TASK_ERROR,
-    _stock.INVALID_TASK_ERROR,
-    _stock.MESSAGE_DECODE_ERROR,
-)
+#: Where Celery logs that it discards a message.
+stock_logger = logging.getLogger(Consumer.__module__)
 
 #: Longest pause between two attempts to connect to the broker, in seconds.
 RECONNECT_MAX_S = 4.0
@@ -233,9 +223,12 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         )
 
     def _report(self, message: Any, is_kept: bool, report: Callable[[], None]) -> None:
-        """Makes Celery log the message and take it off the queue, whatever it looks like."""
-        if is_kept:
-            _stock.logger.addFilter(_is_no_discard)
+        """Makes Celery log the message and take it off the queue, whatever it looks like.
+
+        Of one that is kept there is a line, and Celery's would say that it is discarded.
+        """
+        was_disabled = stock_logger.disabled
+        stock_logger.disabled = was_disabled or is_kept
         try:
             report()
         except self.connection_errors:
@@ -245,7 +238,7 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
             if not message.acknowledged:
                 message.reject_log_error(logger, self.connection_errors)
         finally:
-            _stock.logger.removeFilter(_is_no_discard)
+            stock_logger.disabled = was_disabled
 
     def _refuse(self, message: Any, error: Exception) -> bool:
         """Keeps a message as a dead letter, if it is leased; returns whether it is."""
@@ -263,10 +256,6 @@ class GuardedConsumer(_Consumer):  # type: ignore[misc]
         if is_kept or isinstance(self.app.tasks.get(name), BatchTask):
             store_failure(self.app, {**embedded(message), **headers}, InvalidItem(reason))
         return is_kept
-
-
-def _is_no_discard(record: logging.LogRecord) -> bool:
-    return record.msg not in DISCARDED
 
 
 def embedded(message: Any) -> Mapping[str, Any]:

@@ -143,7 +143,6 @@ def read_expiry(about: bytes | None) -> float | None:
 def read_name(about: bytes | None) -> str | None:
     """The node name that a worker has registered; None if there is none."""
     try:
-        name = json.loads(about or b"{}")["name"]
-        return name if isinstance(name, str) else None
+        return str(json.loads(about or b"{}")["name"])
     except (ValueError, TypeError, KeyError):
         return None

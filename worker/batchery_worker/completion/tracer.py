@@ -29,9 +29,6 @@ from batchery_worker.completion.atomic_finish import WithheldJob
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.task_call import TaskCall
 
-#: Maximum number of tracebacks that are remembered: threads work on few batches at a time.
-MAX_TRACEBACKS = 32
-
 #: Outcomes that Celery handles in ways of its own, so nothing is held back for them.
 NEVER_HELD = (Failed, Replace, Ignore, Reject)
 
@@ -177,8 +174,8 @@ class TracebackFilter(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        #: Batch id and traceback -> the first job that was logged with it.
-        self._first: dict[tuple[str, str], str] = {}
+        #: Batch id and traceback of the last failure, and the first job that was logged with both.
+        self._last: tuple[Any, str] = (None, "")
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Called by `logging`; keeps each record."""
@@ -187,9 +184,9 @@ class TracebackFilter(logging.Filter):
         if is_failure and isinstance(completion, Completion) and completion.info is not None:
             with self._lock:
                 key = (completion.info["id"], context["traceback"])
-                first = self._first.setdefault(key, completion.task_id)
-                if len(self._first) > MAX_TRACEBACKS:
-                    del self._first[next(iter(self._first))]
+                if key != self._last[0]:
+                    self._last = (key, completion.task_id)
+                first = self._last[1]
             if first != completion.task_id:
                 record.exc_info = None
                 record.msg = f"{record.msg}; the traceback is that of %(first)s, in the same batch"
