@@ -95,7 +95,7 @@ class Session:
     @property
     def is_away(self) -> bool:
         """Whether broker or backend do not answer at present."""
-        return self._broker.retries.is_retrying or self._retries.is_retrying
+        return self._broker.retries.is_away or self._retries.is_away
 
     def has_sent(self, task_id: str) -> bool:
         """Whether a job that was handed over is no longer waiting to be sent."""

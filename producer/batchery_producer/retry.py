@@ -60,8 +60,8 @@ class RetryPolicy:
         self._stop = stop
         self._away_s = away_s
         self.command_s = command_s
-        #: Whether the last attempt failed, and another one follows.
-        self.is_retrying = False
+        self._is_retrying = False
+        self._attempt_began_s: float | None = None
         #: Whether it gave up.
         self.is_spent = False
 
@@ -73,6 +73,14 @@ class RetryPolicy:
         command_s = max(timeout_s * COMMAND_SHARE, MIN_COMMAND_S)
         away_s = max(timeout_s - command_s, timeout_s * COMMAND_SHARE)
         return cls(away_s=min(away_s, AWAY_S), command_s=command_s)
+
+    @property
+    def is_away(self) -> bool:
+        """Whether the last attempt failed and another one follows, or one hangs."""
+        began_s = self._attempt_began_s
+        return self._is_retrying or (
+            began_s is not None and time.monotonic() - began_s > MIN_COMMAND_S
+        )
 
     def shorten(self, socket_timeout_s: float | None) -> float | None:
         """The socket timeout that an app has, or a shorter one that the policy needs."""
@@ -97,10 +105,17 @@ class RetryPolicy:
             GaveUp: It still fails. From then on, a call fails at its first error.
         """
 
-        def between_attempts(error: BaseException, pauses_s: Any, attempt: int) -> float:
-            if attempt == 0:
+        def attempt() -> T:
+            self._attempt_began_s = time.monotonic()
+            try:
+                return function()
+            finally:
+                self._attempt_began_s = None
+
+        def between_attempts(error: BaseException, pauses_s: Any, number: int) -> float:
+            if number == 0:
                 logger.warning("no usable connection (%s); retrying", _reason(error))
-            self.is_retrying = True
+            self._is_retrying = True
             repair()
             return float(min(next(pauses_s), max(end_s - time.monotonic(), 0)))
 
@@ -108,7 +123,7 @@ class RetryPolicy:
         is_last = self.is_spent or not self._away_s
         try:
             answer: T = _retry_over_time(
-                function,
+                attempt,
                 errors,
                 errback=between_attempts,
                 callback=self._check,
@@ -121,7 +136,7 @@ class RetryPolicy:
         except errors as error:
             self.is_spent = True
             raise GaveUp(f"retried for {self._away_s:g} s: {_reason(error)}") from error
-        self.is_retrying = False
+        self._is_retrying = False
         return answer
 
     def sleep(self, seconds: float) -> None:
