@@ -147,8 +147,9 @@ class JsonRows(LineRows):
         except (RecursionError, ValueError) as error:
             raise InvalidLine(f"not JSON that can be read: {error}") from None
         if not isinstance(row, dict | str):
+            hint = "; jq -c '.[]' makes lines of a list" if isinstance(row, list) else ""
             raise InvalidLine(
-                f"a JSON {type(row).__name__}; expected an object with a field, or a string"
+                f"a JSON {type(row).__name__}; expected an object with a field, or a string{hint}"
             )
         return row
 

@@ -17,8 +17,8 @@ T = TypeVar("T")
 #: late.
 HANDOVER_S = 0.2
 
-#: Number of rows of which one must have the fields that the caller names. In JSON lines, a field
-#: may be missing here and there.
+#: Number of rows of which one must have the fields that the caller names, as in JSON lines, a field
+#: may be missing here and there. If the first of them cannot be read, half of them must be readable.
 FIRST_ROWS = 100
 
 
@@ -98,13 +98,14 @@ class Feed(Generic[T]):
 
 
 def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record | Broken] | None:
-    """Reads until a row has the fields that are asked for, so that wrong ones are noticed early.
+    """Reads the first rows, so that a wrong field, format or encoding is noticed early.
 
     Returns:
         All rows, with those that were read; None if `stop` returned True.
 
     Raises:
-        DatasetError: The input is unusable, or none of the first rows has the fields.
+        DatasetError: The input is unusable, or none of the first rows has the fields, or most of
+            them cannot be read.
     """
     rows, first = iter(dataset), list[Record | Broken]()
     with closing(Feed(_until_usable(rows), FIRST_ROWS)) as feed:
@@ -113,16 +114,26 @@ def begin_reading(dataset: Dataset, stop: Callable[[], bool]) -> Iterator[Record
                 return None
             first += feed.take(FIRST_ROWS, HANDOVER_S)
     row = first[-1] if first else None
-    if isinstance(row, Broken) and row.lacks_field:
+    is_usable = any(isinstance(each, Record) for each in first)
+    if isinstance(row, Broken) and row.lacks_field and not is_usable:
         raise DatasetError(
             f"{dataset.line_name(row.source, row.line)}: {row.reason};"
             f" so far no row of {len(first)} has it: name another with --field or --id-field"
+        )
+    broken = [each for each in first if isinstance(each, Broken) and not each.lacks_field]
+    if len(broken) > len(first) / 2 and not dataset.is_openai:
+        raise DatasetError(
+            f"{dataset.line_name(broken[0].source, broken[0].line)}: {broken[0].reason}; of the"
+            f" first {len(first)} rows, {len(broken)} cannot be read:"
+            " check --format, --encoding and --delimiter"
         )
     return chain(first, rows)
 
 
 def _until_usable(rows: Iterator[Record | Broken]) -> Iterator[Record | Broken]:
+    is_unreadable = False
     for row in islice(rows, FIRST_ROWS):
         yield row
-        if not (isinstance(row, Broken) and row.lacks_field):
+        is_unreadable |= isinstance(row, Broken) and not row.lacks_field
+        if isinstance(row, Record) and not is_unreadable:
             return

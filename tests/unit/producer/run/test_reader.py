@@ -99,10 +99,32 @@ def test_reading_begins_if_one_of_the_first_rows_has_the_field(tmp_path: Path) -
         DatasetError, match=r"line 100: no field 'text'; fields: 'no'; so far no row of 100"
     ):
         begin_reading(Dataset(path, field="text"), lambda: False)
-    path.write_text("not JSON\nnor this\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "why"),
+    [
+        ("in.jsonl", b"not JSON\nnor this\n", "line 1: not JSON: .*; of the first 2 rows, 2"),
+        ("in.jsonl", b'[{"text": "a"}]\n', "line 1: a JSON list; .*jq .* makes lines of a list"),
+        ("in.csv", b"id;text\n1;gr\xfc\xdfe\n2;\xfcber\n3;auf\n", "line 2: not UTF-8; .*latin-1"),
+        ("in.csv", b'id,text\n1,"a\n2,"b\n', "line 2: not CSV: .*check --format, --encoding and"),
+    ],
+)
+def test_reading_does_not_begin_if_most_of_the_first_rows_cannot_be_read(
+    tmp_path: Path, name: str, content: bytes, why: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DatasetError, match=why):
+        begin_reading(Dataset(path), lambda: False)
+
+
+def test_reading_begins_if_half_of_the_first_rows_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text("not JSON\nnor this\n" + '{"text": "a"}\n{"no": 1}\n')
     rows = begin_reading(Dataset(path), lambda: False)
     assert rows is not None
-    assert len(list(rows)) == 2
+    assert [row.line for row in rows] == [1, 2, 3, 4]
 
 
 def test_reading_does_not_begin_without_a_row(tmp_path: Path) -> None:
