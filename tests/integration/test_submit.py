@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pytest
 import redis
 from celery import Celery
 
+from batchery import BatchTask, SettingsError, install
 from batchery_producer import Ending, Snapshot, SubmitOptions, submit_file
 from conftest import StartWorker
 from support.bulk_runs import APP, QUEUE, Command, read_rows, write_rows
@@ -46,6 +48,25 @@ def test_every_row_gets_its_own_result_and_nothing_stays_behind(
     assert seen[-1].total == seen[-1].done == 500
     assert set(store.scan_iter("celery-task-meta-*")) == before
     assert set(store.pubsub_channels("*celery-task-meta*")) <= listened_before
+
+
+def test_a_keyword_that_the_task_does_not_take_is_one_error(tmp_path: Path, redis_url: str) -> None:
+    app = install(Celery("shop", broker=redis_url, backend=redis_url, set_as_current=False))
+
+    @app.task(name="shop.shout", base=BatchTask, shared=False)
+    def shout(texts: list[str], mark: str = "") -> list[str]:
+        return texts
+
+    with pytest.raises(SettingsError, match=r"'shop.shout': .*unexpected keyword argument 'marc'"):
+        submit_file(
+            write_rows(tmp_path / "in.jsonl", 5),
+            shout.name,
+            tmp_path / "out.jsonl",
+            app=app,
+            queue="shop",
+            keywords={"marc": "!"},
+        )
+    assert [each.name for each in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_jobs_share_batches_and_keywords_reach_them(

@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from typing import Any
 
 from celery import Celery
 
@@ -63,6 +64,20 @@ class Stopped(BatcheryError):
     """A run ends at its first failure, as the caller asked."""
 
 
+def check_keywords(app: Celery, task: str, keywords: Mapping[str, Any]) -> None:
+    """Checks that a task of the app takes an item with these keywords, as `apply_async` would.
+
+    Raises:
+        SettingsError: It does not.
+    """
+    known: Any = app.tasks.get(task)
+    if known is not None and known.typing:
+        try:
+            known.__header__(None, **keywords)
+        except TypeError as error:
+            raise SettingsError(f"task {task!r}: {error}; see --kwargs and --option") from None
+
+
 class FileRun:
     """Submits the rows of a dataset, once."""
 
@@ -82,7 +97,7 @@ class FileRun:
             RedisUnavailable: No Redis answers at one of the app's URLs.
             StartError: No other broker answers.
             SettingsError: The app or the task stores no results, the app does not allow the queue,
-                or there are workers and none of them has the task.
+                the task does not take the keywords, or there are workers and none of them has it.
             ValueError: The window is less than 1.
         """
         self._window = Window[str, Record, Answer](options.window)
@@ -105,6 +120,7 @@ class FileRun:
             **options.sending,
         )
         if not is_certain:
+            check_keywords(app, self.task, options.keywords or {})
             check_workers(app, self.task, self._publisher.queue)
 
     def run(

@@ -17,8 +17,8 @@ T = TypeVar("T")
 #: late.
 HANDOVER_S = 0.2
 
-#: Number of rows of which one must have the fields that the caller names, as in JSON lines, a field
-#: may be missing here and there. If the first of them cannot be read, half of them must be readable.
+#: Number of rows of which one must have the fields that the caller names: in JSON lines, a field
+#: may be missing here and there. If the first of them cannot be read, half must be readable.
 FIRST_ROWS = 100
 
 
