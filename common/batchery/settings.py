@@ -45,6 +45,21 @@ LOWEST_PRIORITY = 9
 DEVICE_NAME = re.compile(r"cpu(:\d+)?|mps|cuda(:\d+)?")
 
 
+def check_broker_url(url: str) -> str:
+    """Returns the URL of a broker, or several with semicolons between, as Celery takes them.
+
+    Raises:
+        ValueError: It is none.
+    """
+    for part in url.split(";"):
+        parts = urlsplit(part.strip())
+        if not (parts.scheme and "://" in part) or parts.scheme in NO_BROKER:
+            raise ValueError("it is no URL of a broker; write it as redis://localhost:6379/0")
+        # A socket's path may hold anything; a port that is no number raises here.
+        _ = parts.scheme.endswith(("unix", "socket")) or parts.port
+    return url
+
+
 def from_conf(known: Collection[str], conf: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, by name, of the `batchery_<name>` entries of a Celery configuration.
 
@@ -374,14 +389,8 @@ class Settings(BaseSettings):
     @field_validator("redis_url", "result_url")
     @classmethod
     def _url_with_scheme(cls, url: str | None) -> str | None:
-        # Celery takes several, with semicolons between. Other brokers' apps may have none.
-        for part in url.split(";") if url else []:
-            parts = urlsplit(part.strip())
-            if not (parts.scheme and "://" in part) or parts.scheme in NO_BROKER:
-                raise ValueError("it is no URL of a broker; write it as redis://localhost:6379/0")
-            # A socket's path may hold anything; a port that is no number raises here.
-            _ = parts.scheme.endswith(("unix", "socket")) or parts.port
-        return url
+        # Other brokers' apps may have none.
+        return url and check_broker_url(url)
 
     @field_validator("devices", mode="before")
     @classmethod

@@ -12,6 +12,8 @@ import kombu.transport
 from celery.app import backends
 from celery.backends.redis import RedisBackend
 
+from batchery.errors import SettingsError
+from batchery.settings import check_broker_url
 from batchery.transport import Transport
 
 #: Scheme of a URL, or of one in a list of them; Valkey's are Redis's with another beginning.
@@ -21,6 +23,18 @@ SCHEME = re.compile(r"(^|;)\s*valkey(s?)://", re.IGNORECASE)
 def redis_url(url: str) -> str:
     """The URL with Redis's scheme in the place of Valkey's; any other URL as it is."""
     return SCHEME.sub(r"\1redis\2://", url)
+
+
+def given_redis_url(url: str) -> str:
+    """The URL of a Redis that a caller has given, as Celery takes it.
+
+    Raises:
+        SettingsError: It is none. The text has no URL, as that may have a password.
+    """
+    try:
+        return redis_url(check_broker_url(url))
+    except ValueError as error:
+        raise SettingsError(f"the URL of Redis: {error}") from None
 
 
 class ValkeyTransport(Transport):

@@ -14,7 +14,7 @@ from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
 from batchery.protocol.headers import with_tenant
-from batchery.valkey import redis_url
+from batchery.valkey import given_redis_url
 from batchery_producer.diagnosis import explain_stall
 from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher, is_known
@@ -222,10 +222,14 @@ class ItemSource:
 
 
 def make_app(app: Celery | str) -> Celery:
-    """The app itself, or one for a Redis at a URL."""
+    """The app itself, or one for a Redis at a URL.
+
+    Raises:
+        SettingsError: It is no URL.
+    """
     if isinstance(app, Celery):
         return app
-    url = redis_url(app)
+    url = given_redis_url(app)
     return Celery("client", broker=url, backend=url, set_as_current=False)
 
 

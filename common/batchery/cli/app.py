@@ -12,6 +12,7 @@ from batchery.announcement import find_announcement
 from batchery.cli.redis_check import TIMEOUT_S, check_redis
 from batchery.errors import AppNotImportable, SettingsError, StartError
 from batchery.settings import names_celery_urls
+from batchery.valkey import given_redis_url
 from batchery.valkey import redis_url as as_redis
 
 #: Serves the models of the settings.
@@ -86,10 +87,14 @@ def _use_running(app: Celery, path: str) -> None:
 
 
 def use_redis(app: Celery, url: str) -> None:
-    """Makes a Redis the app's broker and result backend, whatever its environment names."""
+    """Makes a Redis the app's broker and result backend, whatever its environment names.
+
+    Raises:
+        SettingsError: It is no URL.
+    """
     # `broker_url` and `result_backend` would not do: Celery ranks the variables CELERY_BROKER_URL
     # and CELERY_RESULT_BACKEND above them.
-    url = as_redis(url)
+    url = given_redis_url(url)
     app.conf.update(broker_read_url=url, broker_write_url=url)
     app.backend_cls = url
 

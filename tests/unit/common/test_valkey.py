@@ -1,13 +1,16 @@
 """URLs of Valkey, for Celery and for Redis's client."""
 
 import ssl
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from celery import Celery
 from celery.backends.redis import RedisBackend
 
-from batchery import install
+from batchery import AsyncClient, Client, SettingsError, install
+from batchery.cli.app import load_app
 from batchery.transport import Transport
 from batchery.valkey import redis_url
 
@@ -51,3 +54,10 @@ def test_valkeys_is_with_tls_that_checks_the_certificate() -> None:
     with app.connection_for_read() as connection:
         assert isinstance(connection.transport, Transport)
         assert connection.ssl == {"ssl_cert_reqs": ssl.CERT_REQUIRED}
+
+
+@pytest.mark.parametrize("make", [Client, AsyncClient, partial(load_app, "batchery.app")])
+@pytest.mark.parametrize("url", ["localhost:6379", "http://localhost:6379", "redis://localhost:a"])
+def test_a_url_that_is_none_is_one_line(make: Callable[[str], object], url: str) -> None:
+    with pytest.raises(SettingsError, match="the URL of Redis: "):
+        make(url)
