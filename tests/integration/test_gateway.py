@@ -147,7 +147,7 @@ def test_openai_client_lists_models(openai_client: openai.OpenAI) -> None:
         ({"input": ["a"] * 3000, "model": "embed"}, 413, "max_items = 2048"),
         ({"input": "a", "encoding_format": "int8"}, 400, "encoding_format"),
         ({"model": "embed"}, 400, "input: Field required"),
-        (["a"], 400, "dictionary"),
+        (["a"], 400, "no object of JSON"),
     ],
 )
 def test_bad_request_says_what_is_wrong(

@@ -184,7 +184,7 @@ def test_result_that_is_no_json_is_an_error(gateway: GatewayProcess, client: Cel
         ("apps.shop.shout", {"args": None}, 422, "args: "),
         ("apps.shop.shout", {"item": "a", "when": "now"}, 422, "when: "),
         ("apps.shop.shout", {"item": "a", "keywords": [1]}, 422, "keywords: "),
-        ("apps.shop.shout", [1], 422, "dictionary"),
+        ("apps.shop.shout", [1], 422, "no object of JSON"),
         ("apps.shop.shout", {"args": ["a"]}, 422, "is a batch task; send item"),
         ("apps.shop.double", {"item": 1}, 422, "is no batch task; send args"),
         ("apps.shop.double", {"args": [1, 2, 3]}, 422, "apps.shop.double: "),

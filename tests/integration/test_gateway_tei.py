@@ -309,7 +309,7 @@ def test_root_does_what_the_kind_of_model_does(
         ("/embed", {"inputs": [30_000]}, 422, "Validation", "none of the model's"),
         ("/embed", {"inputs": {"a": 1}}, 422, "Validation", "expected a text"),
         ("/embed", {}, 422, "Validation", "inputs: Field required"),
-        ("/embed", ["a"], 422, "Validation", "dictionary"),
+        ("/embed", ["a"], 422, "Validation", "no object of JSON"),
         ("/embed", {"inputs": ["a"] * 3000}, 413, "Validation", "max_items = 2048"),
         ("/embed", {"inputs": "a", "dimensions": 99}, 422, "Validation", "vectors have 32"),
         ("/embed", {"inputs": "a", "normalize": 1}, 422, "Validation", "normalize"),
@@ -347,7 +347,7 @@ def test_root_does_what_the_kind_of_model_does(
         ("/", {"inputs": 1}, 422, "Validation", "inputs: expected a text"),
         ("/predict", {"model": "zero_shot", "inputs": "a"}, 424, "Backend", "of kind zero_shot"),
         ("/", {"model": "gpt", "inputs": "a"}, 404, "Validation", "no such model"),
-        ("/", [], 422, "Validation", "dictionary"),
+        ("/", [], 422, "Validation", "no object of JSON"),
     ],
 )
 def test_bad_request_says_what_is_wrong(

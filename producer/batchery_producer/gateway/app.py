@@ -49,6 +49,8 @@ FRAMEWORK_KINDS = {
     415: Kind.NOT_JSON,
 }
 
+#: pydantic's errors of a body that is missing, null, a list or the like.
+NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
 
 #: Modules of routes; those of more general paths come later.
 ROUTES = (
@@ -167,6 +169,8 @@ async def _on_invalid(request: Request, error: Exception) -> Response:
 def invalid(error: Mapping[str, Any]) -> Problem:
     """The problem that one of pydantic's errors tells of."""
     text = str(error["msg"]).removeprefix("Value error, ")
+    if tuple(error["loc"]) == ("body",) and error["type"] in NO_OBJECT:
+        text = "the body is empty, or no object of JSON; send an object of the request's fields"
     where = ".".join(str(part) for part in error["loc"] if part != "body")
     return Problem(Kind.INVALID, f"{where}: {text}" if where else text, param=where or None)
 

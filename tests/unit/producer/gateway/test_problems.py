@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from batchery.errors import BrokerRefused, DeadlineExceeded, InvalidItem
+from batchery_producer.gateway.app import invalid
 from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem
 
 CAUSES = {
@@ -55,3 +56,9 @@ def test_each_api_has_its_own_words_and_statuses(
 def test_full_queue_says_when_to_come_again(path: str) -> None:
     found = answer(path, Problem(Kind.OVERLOADED, "full", retry_after_s=2.2))
     assert (found.status_code, found.headers["retry-after"]) == (429, "3")
+
+
+def test_a_body_that_is_missing_is_said_to_be_empty() -> None:
+    missing = {"msg": "Field required", "type": "missing"}
+    assert "the body is empty" in str(invalid({**missing, "loc": ("body",)}))
+    assert "input: Field required" in str(invalid({**missing, "loc": ("body", "input")}))
