@@ -29,7 +29,7 @@ from batchery_producer.gateway.batches.turn import BatchTurn, MissingPieceError,
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.job_queue import JobQueue
 from batchery_producer.gateway.jobs import Jobs
-from batchery_producer.gateway.models.served_models import ServedModels
+from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.store import Store
 from support.harness import wait_for

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.monitoring.absence import Absence
 from batchery_producer.gateway.monitoring.measurements import Measurements
 from batchery_producer.gateway.problems import Kind, Problem, build_problem

@@ -32,7 +32,7 @@ from batchery_producer.gateway.batches.storage import Storage
 from batchery_producer.gateway.batches.store import BatchStore, Superseded, build_work_name
 from batchery_producer.gateway.batches.turn import BatchTurn, TurnContext
 from batchery_producer.gateway.job_queue import BATCH, TASKS, WEBHOOK, JobQueue
-from batchery_producer.gateway.models.served_models import ServedModels
+from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.store import Store
 from batchery_producer.gateway.tasks.records import TaskRecords

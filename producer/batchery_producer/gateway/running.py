@@ -12,10 +12,15 @@ from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.batches.service import BatchService
 from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.job_queue import JobQueue
-from batchery_producer.gateway.models.files import PerModel
-from batchery_producer.gateway.models.info import ModelInfo, read_info, read_prompts
-from batchery_producer.gateway.models.served_models import ServedModels
-from batchery_producer.gateway.models.tokenizing import ModelTokenizer, load_tokenizer
+from batchery_producer.gateway.models import (
+    ModelInfo,
+    ModelTokenizer,
+    PerModel,
+    ServedModels,
+    load_tokenizer,
+    read_info,
+    read_prompts,
+)
 from batchery_producer.gateway.monitoring.absence import Absence
 from batchery_producer.gateway.monitoring.batch_counters import BatchCounters
 from batchery_producer.gateway.monitoring.health import Health, stop

@@ -15,7 +15,7 @@ from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.records import BatchRecord
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import ITEMS_PER_JOB
-from batchery_producer.gateway.models.vectors import numbers
+from batchery_producer.gateway.models import numbers
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.results.answers import Answer, joined
 

@@ -12,7 +12,7 @@ from celery.utils.functional import chunks
 from batchery_producer.files.records import Broken
 from batchery_producer.gateway.batches.lines import REJECTED, BatchLines, Line, get_jobs
 from batchery_producer.gateway.batches.records import BatchRecord
-from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.publishing.connection import REVOKE_CHUNK
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import build_header

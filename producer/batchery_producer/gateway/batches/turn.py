@@ -34,7 +34,7 @@ from batchery_producer.gateway.batches.slices import AHEAD, STALL_S, Ended, Slic
 from batchery_producer.gateway.batches.storage import CHUNK_BYTES, WrittenFile
 from batchery_producer.gateway.batches.store import BatchStore, Piece, Turn, build_folder_name
 from batchery_producer.gateway.batches.validation import ENDPOINTS, validated
-from batchery_producer.gateway.models.served_models import ServedModels
+from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.retry import RetryPolicy
 

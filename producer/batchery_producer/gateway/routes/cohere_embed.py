@@ -9,8 +9,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
-from batchery_producer.gateway.models.vectors import numbers
+from batchery_producer.gateway.models import numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.cohere_rerank import ApiVersion, InputTokens
 from batchery_producer.gateway.routes.embedding_options import (
@@ -18,12 +19,7 @@ from batchery_producer.gateway.routes.embedding_options import (
     choose_prompt,
 )
 from batchery_producer.gateway.routes.fields import Unserved, expected
-from batchery_producer.gateway.routes.shared import (
-    embed_items,
-    json_response,
-    read_items,
-    resolve_model,
-)
+from batchery_producer.gateway.routes.shared import embed_items, read_items, resolve_model
 
 router = APIRouter(tags=["embed"], route_class=JsonRoute)
 

@@ -8,16 +8,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.answers import best_first, json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import expected
 from batchery_producer.gateway.routes.openai_embeddings import Usage
-from batchery_producer.gateway.routes.shared import (
-    best_first,
-    json_response,
-    resolve_model,
-    run_items,
-)
+from batchery_producer.gateway.routes.shared import resolve_model, run_items
 
 router = APIRouter(tags=["rerank"], route_class=JsonRoute)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import Request
 
-from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
 
 #: What vendors and models call the text that is searched with, and the texts that are found.

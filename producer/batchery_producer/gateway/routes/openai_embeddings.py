@@ -7,21 +7,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
+from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
-from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.gateway.models.vectors import numbers
+from batchery_producer.gateway.models import ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.embedding_options import (
     build_overflow_keywords,
     choose_prompt,
 )
 from batchery_producer.gateway.routes.fields import TokenId, Unserved, expected
-from batchery_producer.gateway.routes.shared import (
-    embed_items,
-    json_response,
-    read_items,
-    resolve_model,
-)
+from batchery_producer.gateway.routes.shared import embed_items, read_items, resolve_model
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
 
 router = APIRouter(tags=["openai"])

@@ -8,10 +8,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import FileResponse, Response
 
+from batchery_producer.gateway.answers import json_of_arguments, json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
-from batchery_producer.gateway.json_lists import json_of_arguments
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.routes.shared import json_response
 
 router = APIRouter(tags=["page"], route_class=JsonRoute)
 

@@ -6,14 +6,10 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import RequestBody
 from batchery_producer.gateway.routes.fields import Unserved, expected
-from batchery_producer.gateway.routes.shared import (
-    json_response,
-    read_items,
-    resolve_model,
-    run_items,
-)
+from batchery_producer.gateway.routes.shared import read_items, resolve_model, run_items
 from batchery_producer.gateway.routes.tei_requests import TeiRequest
 from batchery_producer.gateway.routes.tei_scores import classify_items
 

@@ -10,14 +10,14 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
 
+from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
 from batchery_producer.gateway.inference import check_all
-from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, in_gb, read_figures
 from batchery_producer.gateway.problems import build_problem
 from batchery_producer.gateway.routes.fields import WHOLE
-from batchery_producer.gateway.routes.shared import json_response
 from batchery_producer.gateway.routes.text_batches import (
     DIGITS,
     collect_batches,

@@ -1,15 +1,11 @@
 """What the routes that run models have in common."""
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import orjson
 from fastapi import Request
-from starlette.responses import Response
 
-from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.gateway.models.vectors import shorten
+from batchery_producer.gateway.models import ServedModel, shorten
 from batchery_producer.gateway.problems import Kind, Problem
 
 #: Maximum characters or token ids of a request whose answer is many times as large: a token of it
@@ -124,22 +120,3 @@ async def embed_items(
         ]
     except ValueError as error:
         raise Problem(Kind.INVALID, str(error), param="dimensions") from None
-
-
-def json_response(content: Any) -> Response:
-    """An answer; arrays of numpy are lists in it."""
-    return Response(
-        orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json"
-    )
-
-
-def best_first(scores: Sequence[float]) -> list[int]:
-    """Places of scores, the largest first, equal ones in their order.
-
-    Raises:
-        Problem: One of them is not a number, so they have no order.
-    """
-    for index, score in enumerate(scores):
-        if math.isnan(score):
-            raise Problem(Kind.FAILED, f"item {index}: the model's score is not a number")
-    return sorted(range(len(scores)), key=lambda index: -scores[index])

@@ -8,18 +8,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.answers import json_list, json_response, off_loop
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
-from batchery_producer.gateway.json_lists import json_list, off_loop
-from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.gateway.models.tokenizing import ModelTokenizer
-from batchery_producer.gateway.models.vectors import LEAST_NORM, numbers
+from batchery_producer.gateway.models import LEAST_NORM, ModelTokenizer, ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import Inputs, ModelName
 from batchery_producer.gateway.routes.shared import (
     check_growth,
     count_chars,
     embed_items,
-    json_response,
     read_items,
     resolve_model,
     run_items,

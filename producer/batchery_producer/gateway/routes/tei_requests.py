@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from batchery_producer.gateway.bodies import RequestBody
-from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.routes.embedding_options import build_overflow_keywords
 
 

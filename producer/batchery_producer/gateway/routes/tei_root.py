@@ -8,8 +8,9 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
 
+from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import JsonRoute
-from batchery_producer.gateway.models.info import UNKNOWN, ModelInfo, build_info
+from batchery_producer.gateway.models import UNKNOWN, ModelInfo, build_info
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.routes.fields import ModelName
 from batchery_producer.gateway.routes.pipelines import (
@@ -18,7 +19,7 @@ from batchery_producer.gateway.routes.pipelines import (
     find_entities,
     zero_shot,
 )
-from batchery_producer.gateway.routes.shared import json_response, resolve_model
+from batchery_producer.gateway.routes.shared import resolve_model
 from batchery_producer.gateway.routes.tei_embeddings import (
     EmbedAllRequest,
     EmbedRequest,

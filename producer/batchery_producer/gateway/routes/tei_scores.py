@@ -7,17 +7,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.answers import best_first, json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
-from batchery_producer.gateway.models.served_models import ServedModel
+from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName, expected
-from batchery_producer.gateway.routes.shared import (
-    best_first,
-    json_response,
-    read_items,
-    resolve_model,
-    run_items,
-)
+from batchery_producer.gateway.routes.shared import read_items, resolve_model, run_items
 from batchery_producer.gateway.routes.tei_requests import TeiRequest, TextRequest
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)

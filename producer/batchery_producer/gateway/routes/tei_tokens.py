@@ -6,10 +6,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from batchery_producer.gateway.answers import off_loop
 from batchery_producer.gateway.bodies import JsonRoute
-from batchery_producer.gateway.json_lists import off_loop
-from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.gateway.models.tokenizing import ModelTokenizer
+from batchery_producer.gateway.models import ModelTokenizer, ServedModel
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.fields import ModelName, TokenId, expected
 from batchery_producer.gateway.routes.shared import (

@@ -1,12 +1,14 @@
-"""Long answers, which must not hold up the event loop."""
+"""How answers are written; long ones must not hold up the event loop."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import orjson
 from celery.utils.functional import chunks
+from starlette.responses import Response
 
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
@@ -50,3 +52,22 @@ async def off_loop(caller: Caller, work: Callable[[], T], *, is_long: bool) -> T
         return work()
     async with caller.long_work:
         return await asyncio.get_running_loop().run_in_executor(_THREADS, work)
+
+
+def json_response(content: Any) -> Response:
+    """An answer; arrays of numpy are lists in it."""
+    return Response(
+        orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json"
+    )
+
+
+def best_first(scores: Sequence[float]) -> list[int]:
+    """Places of scores, the largest first, equal ones in their order.
+
+    Raises:
+        Problem: One of them is not a number, so they have no order.
+    """
+    for index, score in enumerate(scores):
+        if math.isnan(score):
+            raise Problem(Kind.FAILED, f"item {index}: the model's score is not a number")
+    return sorted(range(len(scores)), key=lambda index: -scores[index])

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
+from batchery_producer.gateway.answers import json_of_arguments, off_loop
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.json_lists import json_of_arguments, off_loop
 from batchery_producer.gateway.problems import Kind, Problem
 
 

@@ -1,0 +1,455 @@
+"""The models of the settings, as requests name them, and what their small files say.
+
+A model's texts become tokens here, as no device is needed for that.
+"""
+
+import asyncio
+import base64
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Encoding, Tokenizer
+
+from batchery.settings import ModelSettings, Settings
+from batchery_producer.gateway.answers import json_list
+from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.problems import Kind, Problem
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that requests may ask for.
+
+    Attributes:
+        name: Name of the model and its task.
+        settings: What the settings say of it.
+    """
+
+    name: str
+    settings: ModelSettings
+
+    @property
+    def kind(self) -> str:
+        """What it does, such as `embedding`."""
+        return self.settings.kind
+
+    @property
+    def queue(self) -> str:
+        """The queue of its jobs."""
+        return self.settings.queue or self.name
+
+    def is_own_name(self, name: str | None) -> bool:
+        """Whether a name is this model's own, and no other one's in whose place it is served.
+
+        Own names are that of the settings, the id on the hub, and the end of that id.
+        """
+        id_ = self.settings.model
+        return name in (None, self.name, id_, id_.rstrip("/").rpartition("/")[2])
+
+
+class ServedModels:
+    """All models of the settings."""
+
+    def __init__(self, models: Mapping[str, ModelSettings]) -> None:
+        self._models = {name: ServedModel(name, settings) for name, settings in models.items()}
+        self._by_alias = {
+            alias: model for model in self._models.values() for alias in model.settings.aliases
+        }
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        """In the order of the settings."""
+        return iter(self._models.values())
+
+    def find(self, name: str | None, kinds: Collection[str] | None = None) -> ServedModel:
+        """The model of a name or alias; without a name, the first one of these kinds.
+
+        Args:
+            name: Name or alias.
+            kinds: Kinds that fit; None if all do.
+
+        Raises:
+            Problem: There is none; the text names those that there are.
+        """
+        model = None
+        if name is not None:
+            model = self._models.get(name) or self._by_alias.get(name)
+            if model is not None and (kinds is None or model.kind in kinds):
+                return model
+        there = [each.name for each in self if kinds is None or each.kind in kinds]
+        if name is None and there:
+            return self._models[there[0]]
+        kind_names = " or ".join(sorted(kinds or ()))
+        if model is not None:
+            what = f"model {name!r:.100}: is of kind {model.kind}, not {kind_names}"
+        else:
+            what = "no model" if name is None else f"model {name!r:.100}: no such model"
+            what += f" of kind {kind_names}" if kind_names else ""
+        names = ", ".join(there) or "none; see [models] in the settings"
+        raise Problem(
+            Kind.NOT_FOUND if name is not None and model is None else Kind.UNSUPPORTED,
+            f"{what}; there are: {names}",
+            code="model_not_found",
+            param="model",
+        )
+
+
+# Their files
+
+
+logger = logging.getLogger("uvicorn.error")
+
+T = TypeVar("T")
+
+
+class ModelFiles:
+    """Files of a model: of its folder, or of its repository on the Hugging Face hub."""
+
+    def __init__(self, model: ServedModel) -> None:
+        self._model = model
+        folder = Path(model.settings.model).expanduser()
+        self._folder = folder if folder.is_dir() else None
+
+    def path(self, name: str) -> Path | None:
+        """Finds a file, and downloads it if necessary; None if there is none.
+
+        Raises:
+            Problem: The gateway's machine has no such folder, and the hub does not answer.
+        """
+        if self._folder is not None:
+            path = self._folder / name
+            return path if path.is_file() else None
+        # It takes longer to import than all else, and folders need none of it.
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        settings = self._model.settings
+        try:
+            return Path(hf_hub_download(settings.model, name, revision=settings.revision))
+        except LocalEntryNotFoundError as error:
+            raise self._unreadable(name, error) from error
+        except EntryNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise self._unreadable(name, error) from error
+
+    def json(self, name: str) -> Any:
+        """Reads a JSON file; an empty dictionary where there is none.
+
+        Raises:
+            Problem: It cannot be read, or is no JSON.
+        """
+        path = self.path(name)
+        if path is None:
+            return {}
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise self._unreadable(name, error) from error
+
+    def _unreadable(self, name: str, error: Exception) -> Problem:
+        model = self._model
+        logger.warning("model %r: %s of %r: %s", model.name, name, model.settings.model, error)
+        return Problem(
+            Kind.UNSUPPORTED,
+            f"model {model.name!r}: the gateway cannot read {name}, which it needs here; its log"
+            " says why",
+        )
+
+
+class PerModel(Generic[T]):
+    """Makes something for each model once, in a thread, when it is first needed."""
+
+    def __init__(self, make: Callable[[ServedModel], T]) -> None:
+        self._make = make
+        self._made: dict[str, asyncio.Task[T]] = {}
+
+    async def of(self, model: ServedModel) -> T:
+        """What belongs to a model.
+
+        Raises:
+            Problem: Whatever making it raises, such as this; the next call tries again.
+        """
+        made = self._made.get(model.name)
+        if made is None:
+            made = asyncio.create_task(asyncio.to_thread(self._make, model))
+            self._made[model.name] = made
+        try:
+            # Others wait for it, too.
+            return await asyncio.shield(made)
+        except Exception:
+            self._made.pop(model.name, None)
+            raise
+
+
+# What `/info` tells
+
+
+#: torch's names of number formats.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+#: Limits from here on, in tokens, mean no limit: such tokenizers say 1e30.
+NO_LIMIT_TOKENS = 10**9
+
+#: TEI's names of what models do.
+TYPES = {"classification": "classifier", "rerank": "reranker"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the files of a model say.
+
+    Attributes:
+        labels: Names of labels, by number.
+        max_tokens: Maximum length of a text, in tokens; None if they do not say.
+    """
+
+    labels: Mapping[int, str] = field(default_factory=dict)
+    max_tokens: int | None = None
+
+
+#: Where the gateway cannot read them.
+UNKNOWN = ModelInfo()
+
+
+def read_prompts(model: ServedModel) -> Mapping[str, str]:
+    """The prompts of a model: those of its files, and those of its settings.
+
+    Raises:
+        Problem: Its files cannot be read.
+    """
+    general = ModelFiles(model).json("config_sentence_transformers.json")
+    return {**(general.get("prompts") or {}), **model.settings.prompts}
+
+
+def read_info(model: ServedModel) -> ModelInfo:
+    """Reads the files of a model.
+
+    Raises:
+        Problem: They cannot be read.
+    """
+    files = ModelFiles(model)
+    config = files.json("config.json")
+    limits = [
+        config.get("max_position_embeddings"),
+        files.json("tokenizer_config.json").get("model_max_length"),
+        files.json("sentence_bert_config.json").get("max_seq_length"),
+    ]
+    stated = [int(each) for each in limits if each and 0 < each < NO_LIMIT_TOKENS]
+    labels = config.get("id2label") or {}
+    return ModelInfo(
+        {int(number): str(name) for number, name in labels.items()}, min(stated, default=None)
+    )
+
+
+def build_info(
+    model: ServedModel, info: ModelInfo, settings: Settings, caller: Caller
+) -> dict[str, Any]:
+    """A model and the limits of requests, in TEI's words."""
+    own = model.settings
+    return {
+        # Where its folder lies is nobody's business.
+        "model_id": Path(own.model).name if Path(own.model).is_absolute() else own.model,
+        "model_sha": own.revision,
+        "model_dtype": DTYPES.get(own.dtype, own.dtype),
+        "served_model_name": model.name,
+        "model_type": _describe_type(model, info),
+        "max_concurrent_requests": caller.max_concurrency,
+        "max_input_length": own.max_length or info.max_tokens or 0,
+        "max_batch_tokens": own.max_batch_tokens or settings.max_batch_tokens or 0,
+        "max_batch_requests": own.max_batch_size or settings.max_batch_size,
+        "max_client_batch_size": caller.max_items,
+        "auto_truncate": own.overflow == "truncate",
+        "tokenization_workers": settings.gateway.processes,
+        "version": version("batchery"),
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _describe_type(model: ServedModel, info: ModelInfo) -> dict[str, Any]:
+    if "embedding" in model.kind:
+        pooling = {"embedding": model.settings.pooling, "sparse_embedding": "splade"}
+        return {"embedding": {"pooling": pooling.get(model.kind, "none")}}
+    return {
+        TYPES.get(model.kind, "classifier"): {
+            "id2label": {str(number): name for number, name in info.labels.items()},
+            "label2id": {name: number for number, name in info.labels.items()},
+        }
+    }
+
+
+# Their tokenizers
+
+
+#: Tokens that are written at a time: as few as are read in a moment, and as many as make it fast.
+TOKENS_AT_A_TIME = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTokenizer:
+    """The tokenizer of a model, as its `tokenizer.json` says, without limits.
+
+    Attributes:
+        library: That of the library `tokenizers`.
+        prompts: Texts to put in front, by name.
+        default_prompt: Name of the prompt for requests that name none.
+        frame: Special tokens in front of a text, and behind it.
+    """
+
+    library: Tokenizer
+    prompts: Mapping[str, str]
+    default_prompt: str | None
+    frame: tuple[list[int], list[int]]
+
+    def prompt(self, name: str | None) -> str:
+        """The text that goes in front.
+
+        Raises:
+            Problem: There is no such prompt.
+        """
+        name = self.default_prompt if name is None else name
+        if name is None:
+            return ""
+        if name not in self.prompts:
+            there = ", ".join(sorted(self.prompts)) or "none"
+            raise Problem(
+                Kind.INVALID,
+                f"prompt_name {name!r:.80}: no such prompt; there are: {there}",
+                param="prompt_name",
+            )
+        return self.prompts[name]
+
+    def tokens(self, texts: Sequence[str], *, special: bool) -> bytes:
+        """The tokens of each text, as JSON, and where they stand in it, in bytes.
+
+        Args:
+            texts: Texts, prompts included.
+            special: Whether special tokens are added.
+        """
+        encodings = self.library.encode_batch(texts, add_special_tokens=special)
+        return b"[%b]" % b",".join(
+            json_list(_describe_tokens(text, encoding), at_a_time=TOKENS_AT_A_TIME)
+            for text, encoding in zip(texts, encodings, strict=True)
+        )
+
+    def without_frame(self, ids: list[int]) -> list[int]:
+        """Token ids without the special tokens that the tokenizer puts around a text."""
+        before, after = self.frame
+        end = len(ids) - len(after)
+        if len(before) <= end and ids[: len(before)] == before and ids[end:] == after:
+            return ids[len(before) : end]
+        return ids
+
+    def texts(self, ids: Sequence[Sequence[int]], *, skip_special: bool) -> bytes:
+        """The texts of token ids, as JSON; ids of no token are left out."""
+        return json_list(
+            self.library.decode_batch([*map(list, ids)], skip_special_tokens=skip_special)
+        )
+
+
+def load_tokenizer(model: ServedModel) -> ModelTokenizer:
+    """Loads the tokenizer of a model.
+
+    Raises:
+        Problem: It has none that the library reads, or its files are not here.
+    """
+    files = ModelFiles(model)
+    path = files.path("tokenizer.json")
+    if path is None:
+        raise Problem(
+            Kind.UNSUPPORTED,
+            f"model {model.name!r}: has no tokenizer.json, so its texts are tokenized in workers"
+            " alone; save its fast tokenizer with save_pretrained",
+        )
+    try:
+        library = Tokenizer.from_file(str(path))
+    except Exception as error:  # The library raises nothing narrower.
+        raise Problem(
+            Kind.UNSUPPORTED, f"model {model.name!r}: its tokenizer.json cannot be read: {error}"
+        ) from error
+    library.no_truncation()
+    library.no_padding()
+    general = files.json("config_sentence_transformers.json")
+    settings = model.settings
+    return ModelTokenizer(
+        library,
+        {**(general.get("prompts") or {}), **settings.prompts},
+        settings.default_prompt or general.get("default_prompt_name"),
+        _frame(library),
+    )
+
+
+def _frame(library: Tokenizer) -> tuple[list[int], list[int]]:
+    """The special tokens in front of a text, and behind it."""
+    whole = library.encode("a")
+    inside = [place for place, is_special in enumerate(whole.special_tokens_mask) if not is_special]
+    if not inside:
+        return [], []
+    return whole.ids[: inside[0]], whole.ids[inside[-1] + 1 :]
+
+
+def _describe_tokens(text: str, encoding: Encoding) -> Iterator[dict[str, Any]]:
+    """The tokens of a text, one by one.
+
+    All of them at once would take the garbage collector long, during which no thread runs.
+    """
+    places = bytes_of_chars(text).tolist()
+    each = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, strict=True)
+    for index, (token, name, is_special) in enumerate(each):
+        chars = None if is_special else encoding.token_to_chars(index)
+        start, end = chars or (0, 0)
+        yield {
+            "id": token,
+            "text": text[start:end] if chars else name,
+            "special": not chars,
+            "start": places[start] if chars else None,
+            "stop": places[end] if chars else None,
+        }
+
+
+def bytes_of_chars(text: str) -> NDArray[np.int64]:
+    """Where each character begins in the text's UTF-8, and where the last one ends."""
+    points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+    widths = 1 + sum((points > limit).astype(np.int64) for limit in (0x7F, 0x7FF, 0xFFFF))
+    return np.concatenate(([0], np.cumsum(widths))).astype(np.int64)
+
+
+# Their vectors, as workers send them: float32, little-endian, in base64
+
+
+#: The smallest number that a vector's length is divided by.
+LEAST_NORM = 1e-12
+
+Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
+
+
+def numbers(vector: str) -> Vector:
+    """The numbers of a vector in base64; orjson writes them with the fewest digits."""
+    return np.frombuffer(base64.b64decode(vector), dtype="<f4").astype(np.float32, copy=False)
+
+
+def shorten(vector: str, dimensions: int, *, scale: bool) -> str:
+    """Keeps the leading dimensions of a vector in base64.
+
+    Args:
+        vector: In base64.
+        dimensions: How many it keeps.
+        scale: Whether what is kept gets length 1.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    whole = numbers(vector)
+    if len(whole) < dimensions:
+        raise ValueError(f"dimensions = {dimensions}: the model's vectors have {len(whole)}")
+    kept = whole[:dimensions]
+    if scale:
+        kept = kept / max(float(np.linalg.norm(kept)), LEAST_NORM)
+    return base64.b64encode(kept.astype("<f4").tobytes()).decode("ascii")

@@ -1,0 +1,158 @@
+"""What the gateway reads of a model once, in a thread: files, tokens, vectors."""
+
+import asyncio
+import base64
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from batchery.settings import ModelSettings
+from batchery_producer.gateway.models import (
+    UNKNOWN,
+    ModelFiles,
+    ModelInfo,
+    ModelTokenizer,
+    PerModel,
+    ServedModel,
+    bytes_of_chars,
+    numbers,
+    read_info,
+    shorten,
+)
+from batchery_producer.gateway.problems import Problem
+from support.tiny_models import make_tokenizer
+
+
+def served(folder: Path) -> ServedModel:
+    return ServedModel("m", ModelSettings(kind="classification", model=str(folder)))
+
+
+def test_missing_file_is_empty_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    files = ModelFiles(served(tmp_path))
+    assert files.json("config.json") == {}
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(Problem, match=r"model 'm': the gateway cannot read config\.json"):
+        files.json("config.json")
+
+
+def test_facts_are_the_smallest_limit_and_the_labels(tmp_path: Path) -> None:
+    assert read_info(served(tmp_path)) == UNKNOWN
+    (tmp_path / "config.json").write_text(
+        '{"max_position_embeddings": 512, "id2label": {"0": "no", "1": "yes"}}'
+    )
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1e30}')
+    assert read_info(served(tmp_path)) == ModelInfo({0: "no", 1: "yes"}, 512)
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    assert read_info(served(tmp_path)).max_tokens == 256
+
+
+def test_callers_at_once_share_what_is_made(tmp_path: Path) -> None:
+    made: list[str] = []
+    may_go = threading.Event()
+
+    def make(model: ServedModel) -> int:
+        may_go.wait(30)
+        made.append(model.name)
+        return 7
+
+    async def ask() -> list[int]:
+        things = PerModel(make)
+        calls = [asyncio.create_task(things.of(served(tmp_path))) for _ in range(5)]
+        gone = asyncio.create_task(things.of(served(tmp_path)))
+        await asyncio.sleep(0)
+        # One that gives up takes nothing from the others.
+        gone.cancel()
+        may_go.set()
+        return [*await asyncio.gather(*calls), await things.of(served(tmp_path))]
+
+    assert asyncio.run(ask()) == [7] * 6
+    assert made == ["m"]
+
+
+def test_what_cannot_be_made_is_tried_again(tmp_path: Path) -> None:
+    tries = 0
+
+    def make(_: ServedModel) -> int:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise OSError("away")
+        return tries
+
+    async def ask() -> int:
+        things = PerModel(make)
+        with pytest.raises(OSError, match="away"):
+            await things.of(served(tmp_path))
+        return await things.of(served(tmp_path))
+
+    assert asyncio.run(ask()) == 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> ModelTokenizer:
+    """A small one with special tokens 0 in front and 3 behind."""
+    library: Any = make_tokenizer().backend_tokenizer
+    return ModelTokenizer(library, {"query": "the "}, None, ([0], [3]))
+
+
+@given(st.text(max_size=50))
+def test_places_are_those_of_the_text_in_utf8(text: str) -> None:
+    places = bytes_of_chars(text).tolist()
+    assert places == [len(text[:end].encode()) for end in range(len(text) + 1)]
+
+
+def test_a_text_without_tokens_has_special_ones_alone(tokenizer: ModelTokenizer) -> None:
+    (tokens,) = orjson.loads(tokenizer.tokens([" "], special=True))
+    assert [each["id"] for each in tokens] == [0, 3]
+    assert orjson.loads(tokenizer.tokens([" "], special=False)) == [[]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "without"),
+    [
+        ([0, 5, 6, 3], [5, 6]),
+        ([5, 6], [5, 6]),
+        ([0, 5], [0, 5]),
+        ([0, 3], []),
+        ([0], [0]),
+        ([0, 0, 3, 3], [0, 3]),
+    ],
+)
+def test_special_tokens_around_ids_are_taken_off(
+    tokenizer: ModelTokenizer, ids: list[int], without: list[int]
+) -> None:
+    assert tokenizer.without_frame(ids) == without
+
+
+def test_prompt_is_chosen_by_its_name(tokenizer: ModelTokenizer) -> None:
+    assert tokenizer.prompt(None) == ""
+    assert tokenizer.prompt("query") == "the "
+    with pytest.raises(Problem, match="no such prompt; there are: query"):
+        tokenizer.prompt("passage")
+
+
+def spelled(*values: float) -> str:
+    return base64.b64encode(np.array(values, dtype="<f4").tobytes()).decode("ascii")
+
+
+def test_the_leading_dimensions_are_kept() -> None:
+    assert numbers(shorten(spelled(3, 4, 12), 2, scale=False)).tolist() == [3, 4]
+
+
+def test_what_is_kept_gets_length_1() -> None:
+    assert numbers(shorten(spelled(3, 4, 12), 2, scale=True)) == pytest.approx([0.6, 0.8])
+
+
+def test_a_vector_of_zeros_stays_one() -> None:
+    assert numbers(shorten(spelled(0, 0, 1), 2, scale=True)).tolist() == [0, 0]
+
+
+def test_a_vector_with_fewer_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match="dimensions = 4: the model's vectors have 3"):
+        shorten(spelled(1, 2, 3), 4, scale=True)
