@@ -9,11 +9,9 @@ from typing import Any, Self
 import psutil
 import pytest
 
+from batchery_producer.gateway import webhooks
 from batchery_producer.gateway.callers import make_key
-from batchery_producer.gateway.tasks import webhook_post
-from batchery_producer.gateway.tasks.webhook_post import Undeliverable, post
-from batchery_producer.gateway.tasks.webhook_target import resolve_target
-from batchery_producer.gateway.tasks.webhooks import MAX_PER_HOST
+from batchery_producer.gateway.webhooks import MAX_PER_HOST, Undeliverable, post, resolve_target
 from conftest import StartGateway
 from support.gateway import GatewayProcess
 from support.harness import Worker, wait_for
@@ -103,7 +101,7 @@ def trickling() -> Iterator[list[Trickling]]:
 def test_attempt_has_one_deadline_however_a_receiver_trickles(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(webhook_post, "DEADLINE_S", 1.0)
+    monkeypatch.setattr(webhooks, "DEADLINE_S", 1.0)
     hosts = ("127.0.0.1",)
     with Trickling() as receiver, pytest.raises(Undeliverable, match="no answer within 1 s"):
         post(resolve_target(receiver.url, hosts), hosts, b"{}", "the-id", 1, None)

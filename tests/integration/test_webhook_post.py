@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from batchery_producer.gateway.tasks.webhook_post import Undeliverable, post
-from batchery_producer.gateway.tasks.webhook_target import resolve_target
+from batchery_producer.gateway.webhooks import Undeliverable, post, resolve_target
 from support.webhook_receiver import WebhookReceiver
 
 HOSTS = ("localhost", "127.0.0.1", "::1")

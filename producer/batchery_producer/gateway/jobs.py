@@ -35,8 +35,8 @@ from batchery_producer.gateway.job_queue import BATCH, TASKS, WEBHOOK, JobQueue
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.store import Store
-from batchery_producer.gateway.tasks.records import TaskRecords
-from batchery_producer.gateway.tasks.webhooks import Webhooks
+from batchery_producer.gateway.task_records import TaskRecords
+from batchery_producer.gateway.webhooks import Webhooks
 
 logger = logging.getLogger(__name__)
 

@@ -26,11 +26,10 @@ from batchery_producer.gateway.monitoring.batch_counters import BatchCounters
 from batchery_producer.gateway.monitoring.health import Health, stop
 from batchery_producer.gateway.monitoring.measurements import Measurements
 from batchery_producer.gateway.monitoring.monitor import Monitor
+from batchery_producer.gateway.routes.tasks import TaskSender
 from batchery_producer.gateway.store import Store
-from batchery_producer.gateway.tasks.calls import TaskSender
-from batchery_producer.gateway.tasks.records import TaskRecords
-from batchery_producer.gateway.tasks.result_waiter import ResultWaiter
-from batchery_producer.gateway.tasks.webhooks import Webhooks
+from batchery_producer.gateway.task_records import ResultWaiter, TaskRecords
+from batchery_producer.gateway.webhooks import Webhooks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

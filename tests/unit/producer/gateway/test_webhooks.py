@@ -1,10 +1,17 @@
+"""Where webhooks may go, and how they are posted."""
+
+import hashlib
+
 import pytest
 
+from batchery_producer.gateway.callers import hash_key
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.tasks.webhook_target import (
+from batchery_producer.gateway.webhooks import (
     WebhookTarget,
+    derive_secret,
     may_connect,
     resolve_target,
+    signature,
 )
 
 HOSTS = ["hooks.example.com", "127.0.0.1", "10.1.0.0/16", "fd00::/8"]
@@ -91,3 +98,14 @@ def test_without_hosts_none_is_allowed() -> None:
 )
 def test_private_address_must_be_listed(address: str, may: bool) -> None:
     assert may_connect(address, HOSTS) is may
+
+
+def test_signature_is_the_hmac_that_openssl_computes() -> None:
+    # printf ID.TIME.BODY | openssl dgst -sha256 -hmac SECRET -binary | base64
+    wanted = "v1,MD1MPdHgvT7t00HqI0smnVTsEOlI81T0Q/7zk48bmFY="
+    secret = b"32 bytes that are a digest, too.."
+    assert signature(secret, "a-task", 1790000000, b'{"number": 7}') == wanted
+
+
+def test_secret_is_the_digest_of_the_key() -> None:
+    assert derive_secret(hash_key("sk-batchery-a")) == hashlib.sha256(b"sk-batchery-a").digest()

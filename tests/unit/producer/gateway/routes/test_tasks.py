@@ -1,6 +1,6 @@
 import pytest
 
-from batchery_producer.gateway.tasks.names import is_allowed
+from batchery_producer.gateway.routes.tasks import is_allowed
 
 
 @pytest.mark.parametrize(
