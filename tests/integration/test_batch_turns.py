@@ -13,18 +13,24 @@ from celery import Celery
 
 from batchery.settings import Settings
 from batchery_producer.gateway.batches import turn as turns
-from batchery_producer.gateway.batches.files import FileStore, get_owner
-from batchery_producer.gateway.batches.records import (
+from batchery_producer.gateway.batches.files import (
+    FileObject,
+    FileStore,
+    Storage,
+    get_owner,
+    new_id,
+)
+from batchery_producer.gateway.batches.store import (
     BatchObject,
     BatchRecord,
-    FileObject,
+    BatchStore,
+    Piece,
     RequestCounts,
     Slice,
     Status,
-    new_id,
+    Superseded,
+    build_folder_name,
 )
-from batchery_producer.gateway.batches.storage import Storage
-from batchery_producer.gateway.batches.store import BatchStore, Piece, Superseded, build_folder_name
 from batchery_producer.gateway.batches.turn import BatchTurn, MissingPieceError, TurnContext
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.job_queue import JobQueue
@@ -406,16 +412,17 @@ def test_batch_is_open_until_it_is_closed(room: Room) -> None:
 def test_batch_that_is_to_be_cancelled_says_so_at_once(room: Room) -> None:
     made = record_of()
     room.batches.add(made, 10)
-    room.batches.cancel(made)
+    room.batches.cancel(made.owner, made.id)
     at_s = room.batches.cancelled_at(made)
-    room.batches.cancel(made)
+    room.batches.cancel(made.owner, made.id)
     seen = room.batches.get(OWNER, made.id).batch
     assert (seen.status, seen.cancelling_at) == (Status.CANCELLING, at_s)
     # Too late for a batch whose files are being made.
-    late = record_of(status=Status.FINALIZING)
+    late = made.with_batch(made.batch.model_copy(update={"status": Status.FINALIZING}))
     room.batches.add(late, 10)
-    room.batches.cancel(late)
     assert room.batches.get(OWNER, late.id).batch.status is Status.FINALIZING
+    with pytest.raises(Problem, match="too late"):
+        room.batches.cancel(OWNER, late.id)
 
 
 def test_owner_is_the_tenant_and_a_plain_name_of_a_folder() -> None:

@@ -27,8 +27,7 @@ from batchery.errors import BatcheryError, SettingsError
 from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.settings import Settings
-from batchery_producer.gateway.batches.files import FileStore
-from batchery_producer.gateway.batches.storage import Storage
+from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore, Superseded, build_work_name
 from batchery_producer.gateway.batches.turn import BatchTurn, TurnContext
 from batchery_producer.gateway.job_queue import BATCH, TASKS, WEBHOOK, JobQueue

@@ -9,7 +9,8 @@ from celery import Celery
 
 from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
-from batchery_producer.gateway.batches.service import BatchService
+from batchery_producer.gateway.batches.files import FileStore, Storage
+from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.job_queue import JobQueue
 from batchery_producer.gateway.models import (
@@ -44,7 +45,8 @@ class Gateway:
     tokenizers: PerModel[ModelTokenizer]
     model_facts: PerModel[ModelInfo]
     prompts: PerModel[Mapping[str, str]]
-    batches: BatchService
+    files: FileStore
+    batches: BatchStore
     batch_counters: BatchCounters
     task_sender: TaskSender
     task_records: TaskRecords
@@ -71,7 +73,7 @@ async def running(
     records = TaskRecords(store)
     jobs = JobQueue(app, store)
     webhooks = Webhooks(store, records, jobs, settings.gateway)
-    batches = BatchService(settings, store, jobs)
+    files = FileStore(store, Storage(settings.gateway.files))
     monitor = Monitor(app, {model.queue for model in models}, health)
     async with AsyncClient(app) as client:
         await health.look()
@@ -86,7 +88,8 @@ async def running(
                 tokenizers=PerModel(load_tokenizer),
                 model_facts=PerModel(read_info),
                 prompts=PerModel(read_prompts),
-                batches=batches,
+                files=files,
+                batches=BatchStore(store, files, jobs),
                 batch_counters=BatchCounters(store),
                 task_sender=TaskSender(app),
                 task_records=records,

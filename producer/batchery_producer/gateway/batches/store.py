@@ -10,24 +10,245 @@ as the token is there: a process that comes late spoils nothing.
 """
 
 import json
+import logging
 import re
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from enum import StrEnum
+from typing import Annotated, Any, Generic, Literal, NamedTuple, Self, TypeVar
+
+from kombu.exceptions import OperationalError
+from pydantic import BaseModel, ConfigDict, Field
 
 from batchery.errors import BatcheryError
-from batchery_producer.gateway.batches.files import FileStore
-from batchery_producer.gateway.batches.records import (
-    BATCH_ID,
-    BatchObject,
-    BatchRecord,
+from batchery_producer.gateway.batches.files import (
+    INPUT_PURPOSE,
     FileObject,
-    Status,
+    FileStore,
+    get_owner,
+    new_id,
 )
+from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.job_queue import BATCH, LOST_S, JobQueue
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import Store
+
+# Batches as OpenAI's clients see them, and what else is kept of one
+
+
+logger = logging.getLogger(__name__)
+
+#: Maximum requests of a batch.
+MAX_REQUESTS = 50_000
+
+BATCH_ID = r"batch_[0-9a-f]{46}"
+
+Metadata = Annotated[
+    dict[
+        Annotated[str, Field(max_length=64)],
+        Annotated[str, Field(max_length=512)],
+    ],
+    Field(max_length=16),
+]
+
+
+class Status(StrEnum):
+    """Statuses of a batch."""
+
+    VALIDATING = "validating"
+    FAILED = "failed"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    EXPIRED = "expired"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+
+
+#: Statuses that a batch can have next; those without any are final.
+NEXT: dict[Status, tuple[Status, ...]] = {
+    Status.VALIDATING: (Status.IN_PROGRESS, Status.FAILED, Status.CANCELLING),
+    Status.IN_PROGRESS: (Status.FINALIZING, Status.FAILED, Status.CANCELLING),
+    Status.FINALIZING: (Status.COMPLETED, Status.EXPIRED, Status.FAILED),
+    Status.CANCELLING: (Status.CANCELLED,),
+    Status.FAILED: (),
+    Status.COMPLETED: (),
+    Status.EXPIRED: (),
+    Status.CANCELLED: (),
+}
+
+
+class BatchError(BaseModel):
+    """What is wrong with the file of a batch."""
+
+    code: str
+    line: int | None = None
+    message: str
+    param: str | None = None
+
+
+class BatchErrors(BaseModel):
+    """All that is wrong with the file of a batch."""
+
+    object: Literal["list"] = "list"
+    data: list[BatchError]
+
+
+class RequestCounts(BaseModel):
+    """How far a batch is."""
+
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class BatchUsage(BaseModel):
+    """Tokens of all requests of a batch that were answered."""
+
+    input_tokens: int = 0
+    input_tokens_details: dict[str, int] = {"cached_tokens": 0}
+    output_tokens: int = 0
+    output_tokens_details: dict[str, int] = {"reasoning_tokens": 0}
+    total_tokens: int = 0
+
+    @classmethod
+    def of_input(cls, tokens: int) -> "BatchUsage":
+        """Usage of requests whose answers have no tokens."""
+        return cls(input_tokens=tokens, total_tokens=tokens)
+
+
+class BatchObject(BaseModel):
+    """A batch."""
+
+    id: str
+    object: Literal["batch"] = "batch"
+    endpoint: str
+    model: str | None = None
+    errors: BatchErrors | None = None
+    input_file_id: str
+    completion_window: str
+    status: Status = Status.VALIDATING
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    created_at: int
+    in_progress_at: int | None = None
+    expires_at: int
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    request_counts: RequestCounts = RequestCounts()
+    usage: BatchUsage | None = None
+    metadata: Metadata | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will happen to it."""
+        return not NEXT[self.status]
+
+    @property
+    def can_be_cancelled(self) -> bool:
+        """Whether it is still time."""
+        return Status.CANCELLING in NEXT[self.status] or self.status is Status.CANCELLING
+
+    def moved(self, status: Status, at_s: float, **changes: Any) -> "BatchObject":
+        """The batch in its next status.
+
+        Raises:
+            ValueError: It cannot have this status next.
+        """
+        if status not in NEXT[self.status]:
+            raise ValueError(f"a batch that is {self.status} cannot become {status}")
+        return self.model_copy(
+            update={"status": status, f"{status.value}_at": int(at_s), **changes}
+        )
+
+
+class Slice(NamedTuple):
+    """Where a part of a file begins: some requests, so few that a turn reads them in no time.
+
+    Attributes:
+        offset: Bytes of the file before it.
+        lines: Lines of the file before it.
+    """
+
+    offset: int
+    lines: int
+
+
+Kept = TypeVar("Kept", FileObject, BatchObject)
+
+
+class ObjectPage(BaseModel, Generic[Kept]):
+    """A page of a list."""
+
+    object: Literal["list"] = "list"
+    data: list[Kept]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+    @classmethod
+    def of(cls, data: list[Kept], *, has_more: bool) -> Self:
+        """The page with these."""
+        first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
+        return cls(data=data, first_id=first_id, last_id=last_id, has_more=has_more)
+
+
+class BatchRecord(BaseModel):
+    """What is kept of a batch.
+
+    Attributes:
+        batch: What clients see.
+        owner: Whose it is.
+        tenant: For whom its jobs run; None for nobody in particular.
+        priority: Celery's priority of its jobs.
+        run: Random digits, of which the ids of its jobs are made.
+        max_items: Items of one request.
+        max_chars: Characters of all texts of one request.
+        output_expires_s: How long its files are kept, in seconds; None for ever.
+        slices: The parts of its file.
+        ended_slices: How many of these have ended.
+        ended_lines: Lines of later slices that have ended.
+        sending: How many slices an attempt has begun to send.
+        sent: How many slices were sent.
+        progress_at: When the last result came, in Unix seconds.
+        ending: Status that a batch which is finalizing will have; None before.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    batch: BatchObject
+    owner: str
+    tenant: str | None
+    priority: int
+    run: str
+    max_items: int
+    max_chars: int
+    output_expires_s: int | None = None
+    slices: list[Slice] = []
+    ended_slices: int = 0
+    ended_lines: list[int] = []
+    sending: int = 0
+    sent: int = 0
+    progress_at: float = 0.0
+    ending: Status | None = None
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+        return self.batch.id
+
+    def with_batch(self, batch: BatchObject) -> "BatchRecord":
+        """The record, with what clients see now."""
+        return self.model_copy(update={"batch": batch})
+
+
+# Turns, and what they save
+
 
 #: How long a batch is known after its end, in seconds.
 KEPT_S = 30 * 86_400.0
@@ -68,6 +289,68 @@ class BatchStore:
         self._store = store
         self._files = files
         self._jobs = jobs
+
+    def create(
+        self,
+        caller: Caller,
+        input_file_id: str,
+        window_s: int,
+        expires_s: int | None,
+        priority: int,
+        **said: Any,
+    ) -> BatchObject:
+        """Begins a batch.
+
+        Args:
+            caller: Whose it is.
+            input_file_id: Its file.
+            window_s: How much time it has, in seconds.
+            expires_s: How long its files are kept, in seconds; None for ever.
+            priority: Of its jobs, unless the caller's key says otherwise.
+            said: What the caller says of it, as it is shown.
+
+        Raises:
+            Problem: There is no such file, it will be gone before the batch is over, or the
+                caller has too many open batches.
+        """
+        owner = get_owner(caller)
+        file = self._files.get(owner, input_file_id)
+        if file.purpose != INPUT_PURPOSE:
+            raise Problem(
+                Kind.INVALID,
+                f"file {file.id}: its purpose is {file.purpose}, and must be {INPUT_PURPOSE}",
+                param="input_file_id",
+            )
+        now_s = int(time.time())
+        if file.expires_at is not None and file.expires_at < now_s + window_s:
+            raise Problem(
+                Kind.INVALID,
+                f"file {file.id} expires before the completion window of the batch is over;"
+                " give the file more time, or the batch less",
+                param="input_file_id",
+            )
+        record = BatchRecord(
+            batch=BatchObject(
+                id=new_id("batch_"),
+                input_file_id=file.id,
+                created_at=now_s,
+                expires_at=now_s + window_s,
+                **said,
+            ),
+            owner=owner,
+            tenant=caller.tenant,
+            priority=priority if caller.priority is None else caller.priority,
+            run=secrets.token_hex(8),
+            max_items=caller.max_items,
+            max_chars=caller.max_chars,
+            output_expires_s=expires_s,
+        )
+        self.add(record, caller.max_open_batches)
+        try:
+            self._jobs.send(build_work_name(record), 0, tenant=record.tenant)
+        except OperationalError as error:
+            logger.warning("batch %s: begins as soon as the broker is back: %s", record.id, error)
+        return record.batch
 
     def add(self, record: BatchRecord, max_open: int) -> None:
         """Keeps a new batch, which is open.
@@ -190,10 +473,34 @@ class BatchStore:
                 return record.id
         return None
 
-    def cancel(self, record: BatchRecord) -> None:
-        """Has a batch cancelled by whoever has its turn."""
-        now_s, key = int(time.time()), self._key(record.id)
+    def cancel(self, owner: str, batch_id: str) -> BatchObject:
+        """Has a batch cancelled by whoever has its turn; what has come back by then is kept.
+
+        Raises:
+            Problem: There is no such batch, or it is too late.
+        """
+        batch = self.get(owner, batch_id).batch
+        if not batch.can_be_cancelled:
+            raise Problem(
+                Kind.CONFLICT, f"batch {batch_id} is {batch.status}: too late to cancel it"
+            )
+        now_s, key = int(time.time()), self._key(batch_id)
         self._store.call(lambda client: client.hsetnx(key, "cancelled_at", now_s))
+        return self.get(owner, batch_id).batch
+
+    def delete_file(self, owner: str, file_id: str) -> None:
+        """Removes a file.
+
+        Raises:
+            Problem: There is none, or a batch still reads it.
+        """
+        self._files.get(owner, file_id)
+        user = self.uses(owner, file_id)
+        if user is not None:
+            raise Problem(
+                Kind.CONFLICT, f"file {file_id}: {user} still reads it; cancel that batch first"
+            )
+        self._files.remove(owner, file_id)
 
     def cancelled_at(self, record: BatchRecord) -> int | None:
         """When a batch was to be cancelled, in seconds; None if it was not."""

@@ -18,22 +18,36 @@ from celery import Celery
 
 from batchery.errors import DatasetError
 from batchery_producer.files.records import Broken
-from batchery_producer.gateway.batches.files import FILE_NOT_FOUND, FileStore, output_file
-from batchery_producer.gateway.batches.lines import BatchLines
-from batchery_producer.gateway.batches.records import (
+from batchery_producer.gateway.batches.files import (
+    CHUNK_BYTES,
+    FILE_NOT_FOUND,
     OUTPUT_PURPOSE,
+    FileObject,
+    FileStore,
+    WrittenFile,
+    output_file,
+)
+from batchery_producer.gateway.batches.requests import (
+    AHEAD,
+    ENDPOINTS,
+    STALL_S,
+    BatchLines,
+    Ended,
+    SlicesInFlight,
+    validated,
+)
+from batchery_producer.gateway.batches.store import (
     BatchError,
     BatchErrors,
     BatchObject,
     BatchRecord,
+    BatchStore,
     BatchUsage,
-    FileObject,
+    Piece,
     Status,
+    Turn,
+    build_folder_name,
 )
-from batchery_producer.gateway.batches.slices import AHEAD, STALL_S, Ended, SlicesInFlight
-from batchery_producer.gateway.batches.storage import CHUNK_BYTES, WrittenFile
-from batchery_producer.gateway.batches.store import BatchStore, Piece, Turn, build_folder_name
-from batchery_producer.gateway.batches.validation import ENDPOINTS, validated
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.retry import RetryPolicy

@@ -8,16 +8,15 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field, field_validator
 from starlette.concurrency import run_in_threadpool
 
-from batchery_producer.gateway.batches.files import get_owner
-from batchery_producer.gateway.batches.records import (
+from batchery_producer.gateway.batches.files import ExpiresAfter, get_owner
+from batchery_producer.gateway.batches.requests import ENDPOINTS
+from batchery_producer.gateway.batches.store import (
     BATCH_ID,
     BatchObject,
     BatchRecord,
-    ExpiresAfter,
     Metadata,
     ObjectPage,
 )
-from batchery_producer.gateway.batches.validation import ENDPOINTS
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
@@ -63,13 +62,15 @@ class CreateBatchRequest(RequestBody):
 @router.post("/v1/batches")
 async def create_batch(request: Request, body: CreateBatchRequest) -> BatchObject:
     """Begins a batch: its file is read, then its requests run."""
-    keep = body.output_expires_after
+    gateway, keep = request.app.state.gateway, body.output_expires_after
     create = partial(
-        request.app.state.gateway.batches.create,
+        gateway.batches.create,
         request.state.caller,
         body.input_file_id,
         body.window_s,
         keep.seconds if keep else None,
+        # A batch has time.
+        max(each.level for each in gateway.settings.classes.values()),
         endpoint=body.endpoint,
         completion_window=body.completion_window,
         metadata=body.metadata,
@@ -85,7 +86,7 @@ async def list_batches(
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> ObjectPage[BatchObject]:
     """The caller's batches, the newest first."""
-    batches = request.app.state.gateway.batches.batches
+    batches = request.app.state.gateway.batches
     found, has_more = await run_in_threadpool(
         batches.page, get_owner(request.state.caller), after, limit
     )
@@ -95,7 +96,7 @@ async def list_batches(
 @router.get("/v1/batches/{batch_id}")
 async def get_batch(request: Request, batch_id: str) -> BatchObject:
     """A batch, as it is now."""
-    batches, owner = request.app.state.gateway.batches.batches, get_owner(request.state.caller)
+    batches, owner = request.app.state.gateway.batches, get_owner(request.state.caller)
     record: BatchRecord = await run_in_threadpool(batches.get, owner, batch_id)
     return record.batch
 
@@ -103,8 +104,8 @@ async def get_batch(request: Request, batch_id: str) -> BatchObject:
 @router.post("/v1/batches/{batch_id}/cancel", responses={409: {"description": "It is too late."}})
 async def cancel_batch(request: Request, batch_id: str) -> BatchObject:
     """Ends a batch; what is done by then is kept."""
-    service = request.app.state.gateway.batches
-    found: BatchObject = await run_in_threadpool(service.cancel, request.state.caller, batch_id)
+    batches, owner = request.app.state.gateway.batches, get_owner(request.state.caller)
+    found: BatchObject = await run_in_threadpool(batches.cancel, owner, batch_id)
     return found
 
 

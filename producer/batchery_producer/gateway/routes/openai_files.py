@@ -11,15 +11,15 @@ from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
-from batchery_producer.gateway.batches.files import get_owner
-from batchery_producer.gateway.batches.records import (
+from batchery_producer.gateway.batches.files import (
+    CHUNK_BYTES,
     FILE_ID,
     INPUT_PURPOSE,
     ExpiresAfter,
     FileObject,
-    ObjectPage,
+    get_owner,
 )
-from batchery_producer.gateway.batches.storage import CHUNK_BYTES
+from batchery_producer.gateway.batches.store import ObjectPage
 from batchery_producer.gateway.problems import Kind, Problem
 
 router = APIRouter(tags=["openai"])
@@ -79,7 +79,7 @@ async def upload_file(request: Request) -> FileObject:
             )
         fields = _fields(form)
         expires_s = fields.expires_after.seconds if fields.expires_after else None
-        made: FileObject = await gateway.batches.files.upload(
+        made: FileObject = await gateway.files.upload(
             request.state.caller, file.filename or "", _chunks(file), file.size or 0, expires_s
         )
     return made
@@ -95,7 +95,7 @@ async def list_files(
 ) -> ObjectPage[FileObject]:
     """The caller's files, the newest first."""
     page = partial(
-        request.app.state.gateway.batches.files.page,
+        request.app.state.gateway.files.page,
         get_owner(request.state.caller),
         after,
         limit,
@@ -109,7 +109,7 @@ async def list_files(
 @router.get("/v1/files/{file_id}")
 async def get_file(request: Request, file_id: str) -> FileObject:
     """A file, without its content."""
-    files = request.app.state.gateway.batches.files
+    files = request.app.state.gateway.files
     owner = get_owner(request.state.caller)
     found: FileObject = await run_in_threadpool(files.get, owner, file_id)
     return found
@@ -118,7 +118,7 @@ async def get_file(request: Request, file_id: str) -> FileObject:
 @router.get("/v1/files/{file_id}/content", response_class=Response)
 async def get_content(request: Request, file_id: str) -> Response:
     """The content of a file."""
-    files, owner = request.app.state.gateway.batches.files, get_owner(request.state.caller)
+    files, owner = request.app.state.gateway.files, get_owner(request.state.caller)
     found = await run_in_threadpool(files.get, owner, file_id)
     file = await run_in_threadpool(files.open, owner, file_id)
     # A browser must not take what a caller sent for a page of ours.
@@ -132,8 +132,8 @@ async def get_content(request: Request, file_id: str) -> Response:
 )
 async def delete_file(request: Request, file_id: str) -> FileDeleted:
     """Removes a file."""
-    service = request.app.state.gateway.batches
-    await run_in_threadpool(service.delete_file, request.state.caller, file_id)
+    batches = request.app.state.gateway.batches
+    await run_in_threadpool(batches.delete_file, get_owner(request.state.caller), file_id)
     return FileDeleted(id=file_id)
 
 

@@ -5,18 +5,16 @@ import pytest
 from openai.types import Batch as OpenAIBatch
 from openai.types import FileObject as OpenAIFile
 
-from batchery_producer.gateway.batches.records import (
+from batchery_producer.gateway.batches.files import FILE_ID, FileObject, new_id
+from batchery_producer.gateway.batches.store import (
     BATCH_ID,
-    FILE_ID,
     NEXT,
     BatchError,
     BatchErrors,
     BatchObject,
     BatchUsage,
-    FileObject,
     RequestCounts,
     Status,
-    new_id,
 )
 
 

@@ -6,7 +6,7 @@ import fsspec
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.gateway.batches.storage import TORN_AFTER_S, Storage
+from batchery_producer.gateway.batches.files import TORN_AFTER_S, Storage
 from support import object_store
 from support.object_store import PartsFileSystem, StoreError
 

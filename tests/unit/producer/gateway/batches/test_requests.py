@@ -7,8 +7,8 @@ import pytest
 
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.records import Broken
-from batchery_producer.gateway.batches import validation
-from batchery_producer.gateway.batches.validation import MAX_ERRORS, Validated, validated
+from batchery_producer.gateway.batches import requests
+from batchery_producer.gateway.batches.requests import MAX_ERRORS, Validated, validated
 from batchery_producer.gateway.problems import Kind, Problem
 
 ENDPOINT = "/v1/embeddings"
@@ -108,7 +108,7 @@ def test_file_without_requests_is_no_batch(content: bytes) -> None:
 
 
 def test_file_has_a_maximum_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validation, "MAX_REQUESTS", 3)
+    monkeypatch.setattr(requests, "MAX_REQUESTS", 3)
     found = check(*[request(f"r-{n}") for n in range(4)])
     assert [(each.line, each.code) for each in found.errors] == [(None, "too_many_requests")]
     assert check(*[request(f"r-{n}") for n in range(3)]).errors == []
