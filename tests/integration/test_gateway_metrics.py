@@ -17,8 +17,8 @@ from celery import Celery
 from prometheus_client.openmetrics import parser as openmetrics
 from redis import Redis
 
-from batchery_producer.gateway.monitoring import monitor
-from batchery_producer.gateway.monitoring.monitor import Monitor
+from batchery_producer.gateway import monitor
+from batchery_producer.gateway.monitor import Monitor
 from conftest import StartGateway, StartWorker
 from support.gateway import EMBED, GatewayProcess, metric_samples
 from support.harness import wait_for

@@ -15,23 +15,21 @@ from starlette.routing import Match, Route
 
 from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
+from batchery_producer.gateway import health, metrics, monitor
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard
-from batchery_producer.gateway.monitoring.measurements import Measured, Measurements
+from batchery_producer.gateway.metrics import Measured, Measurements
 from batchery_producer.gateway.openapi import describe_errors, describe_keys
 from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem, log_failure
 from batchery_producer.gateway.routes import (
     cohere_embed,
     cohere_rerank,
-    metrics,
     openai_batches,
     openai_embeddings,
     openai_files,
     openai_models,
     page,
-    probes,
     process_batch,
-    status,
     tasks,
     tei_embeddings,
     tei_root,
@@ -66,8 +64,8 @@ ROUTES = (
     tei_root,
     process_batch,
     tasks,
-    probes,
-    status,
+    health,
+    monitor,
     metrics,
     page,
 )

@@ -8,17 +8,13 @@ from starlette.requests import Request
 
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.models import ServedModel
-from batchery_producer.gateway.monitoring.absence import Absence
-from batchery_producer.gateway.monitoring.measurements import Measurements
+from batchery_producer.gateway.health import Absence
+from batchery_producer.gateway.metrics import Measurements
+from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.results.answers import Outcome
 
 T = TypeVar("T")
-
-#: Items in one message of a request with several: few enough that several devices share a request,
-#: and so many that a message costs little per item.
-ITEMS_PER_JOB = 8
 
 #: In how many seconds a caller wants its answer; at most the setting `gateway.timeout_s`.
 TIMEOUT_HEADER = "x-request-timeout"

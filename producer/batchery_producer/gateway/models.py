@@ -22,6 +22,10 @@ from batchery_producer.gateway.answers import json_list
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
 
+#: Items in one message of a request with several: few enough that several devices share a request,
+#: and so many that a message costs little per item.
+ITEMS_PER_JOB = 8
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:

@@ -11,8 +11,10 @@ from batchery.settings import Settings
 from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore
+from batchery_producer.gateway.health import Absence, Health, stop
 from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.job_queue import JobQueue
+from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.models import (
     ModelInfo,
     ModelTokenizer,
@@ -22,11 +24,8 @@ from batchery_producer.gateway.models import (
     read_info,
     read_prompts,
 )
-from batchery_producer.gateway.monitoring.absence import Absence
-from batchery_producer.gateway.monitoring.batch_counters import BatchCounters
-from batchery_producer.gateway.monitoring.health import Health, stop
-from batchery_producer.gateway.monitoring.measurements import Measurements
-from batchery_producer.gateway.monitoring.monitor import Monitor
+from batchery_producer.gateway.monitor import Monitor
+from batchery_producer.gateway.routes.process_batch import BatchCounters
 from batchery_producer.gateway.routes.tasks import TaskSender
 from batchery_producer.gateway.store import Store
 from batchery_producer.gateway.task_records import ResultWaiter, TaskRecords

@@ -29,8 +29,7 @@ from batchery_producer.files.rows import InvalidLine, JsonRows, Lines
 from batchery_producer.gateway.batches.files import FileStore
 from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, BatchRecord, Slice
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.inference import ITEMS_PER_JOB
-from batchery_producer.gateway.models import ServedModel, numbers
+from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.publishing.connection import REVOKE_CHUNK
 from batchery_producer.publishing.publisher import Publisher

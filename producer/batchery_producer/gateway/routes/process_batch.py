@@ -2,32 +2,239 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
+import orjson
 from fastapi import APIRouter, Query, Request
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Send
 
 from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
-from batchery_producer.gateway.event_stream import EventStream, Format, format_for
 from batchery_producer.gateway.inference import check_all
 from batchery_producer.gateway.models import ServedModel
-from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, in_gb, read_figures
-from batchery_producer.gateway.problems import build_problem
+from batchery_producer.gateway.monitor import DeviceFigures, in_gb, read_figures
+from batchery_producer.gateway.problems import Problem, build_problem
 from batchery_producer.gateway.routes.fields import WHOLE
-from batchery_producer.gateway.routes.text_batches import (
-    DIGITS,
-    collect_batches,
-    cut,
-    held_length,
-    labelled,
-    list_devices,
-    per_s,
-)
+from batchery_producer.gateway.store import Store
 from batchery_producer.results.answers import BatchSummary, Outcome
+
+# Counts of all processes of all gateways together
+
+
+class BatchTotals(NamedTuple):
+    """What was counted.
+
+    Attributes:
+        requests: Requests that were answered.
+        texts: Their texts.
+        batches: Batches in which their texts were computed.
+        forward_s: Time of these batches' computation.
+        peak_batch_size: Items of the largest.
+    """
+
+    requests: int = 0
+    texts: int = 0
+    batches: int = 0
+    forward_s: float = 0.0
+    peak_batch_size: int = 0
+
+
+class BatchCounters:
+    """Keeps the counters as a sorted set in Redis, which can add and can keep a maximum."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._key = store.key("batch-stats")
+
+    async def count(self, texts: int, batches: Collection[BatchSummary]) -> None:
+        """Counts a request, in one round trip.
+
+        If Redis has gone, it is not counted: its labels matter more.
+        """
+        sums = {
+            "requests": 1,
+            "texts": texts,
+            "batches": len(batches),
+            "forward_s": sum(batch.forward_ms for batch in batches) / 1000,
+        }
+        peak = max((batch.size for batch in batches), default=0)
+
+        def add(client: Any) -> None:
+            with client.pipeline(transaction=False) as pipe:
+                for name, amount in sums.items():
+                    pipe.zincrby(self._key, amount, name)
+                pipe.zadd(self._key, {"peak_batch_size": peak}, gt=True)
+                pipe.execute()
+
+        with suppress(Problem):
+            await self._store.run(add)
+
+    async def totals(self) -> BatchTotals:
+        """What was counted so far.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        found = await self._store.run(
+            lambda client: client.zrange(self._key, 0, -1, withscores=True)
+        )
+        known = {name.decode(): score for name, score in found}
+        kinds = BatchTotals.__annotations__
+        return BatchTotals(**{name: kinds[name](known[name]) for name in kinds if name in known})
+
+
+# Answers that come in pieces: server-sent events, or a line of JSON for each
+
+
+Format = Literal["sse", "jsonl"]
+
+SSE_TYPE = "text/event-stream"
+
+#: Media types of lines of JSON; we answer with the first.
+LINE_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
+
+#: Silence after which an event stream says that it is alive, in seconds: proxies close connections
+#: that are silent for longer.
+PING_S = 15.0
+
+#: A proxy must neither keep events nor gather them.
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def format_for(accept: str, given: Format | None) -> Format:
+    """The format that a caller wants.
+
+    Args:
+        accept: The header `Accept`; the first type in it that we have is taken.
+        given: What the query says, which comes first.
+    """
+    if given is not None:
+        return given
+    for part in accept.split(","):
+        name = part.partition(";")[0].strip().lower()
+        if name in LINE_TYPES:
+            return "jsonl"
+        if name == SSE_TYPE:
+            break
+    return "sse"
+
+
+class EventStream(StreamingResponse):
+    """Sends each event as soon as it is there."""
+
+    def __init__(
+        self, events: AsyncIterator[Any], format_: Format, stop: Callable[[], object]
+    ) -> None:
+        """Prepares.
+
+        Args:
+            events: What JSON can say.
+            format_: Their format.
+            stop: Called at the end, which comes early if the caller hangs up.
+        """
+        is_sse = format_ == "sse"
+        super().__init__(
+            _encoded(events, is_sse=is_sse),
+            media_type=SSE_TYPE if is_sse else LINE_TYPES[0],
+            headers=HEADERS,
+        )
+        self._stop = stop
+
+    async def listen_for_disconnect(self, receive: Receive) -> None:
+        """Returns when the caller has hung up; where the process ends, the events say so."""
+        try:
+            await super().listen_for_disconnect(receive)
+        except Problem:
+            await asyncio.Future()
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends all events."""
+        try:
+            await super().stream_response(send)
+        finally:
+            self._stop()
+
+
+async def _encoded(events: AsyncIterator[Any], *, is_sse: bool) -> AsyncIterator[bytes]:
+    while True:
+        following = asyncio.ensure_future(anext(events, None))
+        while not (await asyncio.wait([following], timeout=PING_S))[0]:
+            # An empty line is no JSON, but readers of lines skip it.
+            yield KEEPALIVE_COMMENT if is_sse else b"\n"
+        event = following.result()
+        if event is None:
+            return
+        text = orjson.dumps(event)
+        yield format_sse_event(data_str=text.decode()) if is_sse else text + b"\n"
+
+
+# Texts in batches, and what models make of them
+
+
+#: Digits after the point of times and rates.
+DIGITS = 6
+
+
+def cut(texts: Sequence[str], batch_size: int) -> list[Sequence[str]]:
+    """Cuts texts into batches, in order."""
+    return [texts[start : start + batch_size] for start in range(0, len(texts), batch_size)]
+
+
+def labelled(texts: Sequence[str], outcomes: Sequence[Outcome], start: int) -> list[dict[str, Any]]:
+    """The label of each text.
+
+    Args:
+        texts: The texts.
+        outcomes: That of each; all succeeded.
+        start: Place of the first text in its request.
+    """
+    return [
+        {
+            "text": text,
+            "sentiment": outcome.value["label"],
+            "confidence": outcome.value["score"],
+            "token_count": outcome.value["tokens"],
+            "processing_order": order,
+            "truncated": outcome.value.get("truncated", False),
+        }
+        for order, (text, outcome) in enumerate(zip(texts, outcomes, strict=True), start)
+    ]
+
+
+def collect_batches(outcomes: Iterable[Outcome]) -> set[BatchSummary]:
+    """The batches in which items were computed; results from a cache have none."""
+    return {outcome.batch for outcome in outcomes if outcome.batch is not None}
+
+
+def list_devices(batches: Iterable[BatchSummary]) -> str | None:
+    """The devices that computed, with commas between them; None if unknown."""
+    return ", ".join(sorted({batch.device for batch in batches})) or None
+
+
+def per_s(count: int, seconds: float) -> float:
+    """A rate; 0 if no time has passed."""
+    return round(count / seconds, 3) if seconds > 0 else 0.0
+
+
+def held_length(max_length: int, results: Iterable[Mapping[str, Any]]) -> int:
+    """How many tokens were read of a text at most; a text that was cut tells the model's limit.
+
+    Args:
+        max_length: What was asked for.
+        results: As from `labelled`.
+    """
+    cut_at = (result["token_count"] for result in results if result["truncated"])
+    return min(cut_at, default=max_length)
+
+
+# The routes
+
 
 router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute)
 

@@ -1,3 +1,5 @@
+"""Texts in batches, and the form in which events are told."""
+
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
@@ -5,8 +7,63 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from batchery_producer.gateway import event_stream
-from batchery_producer.gateway.event_stream import EventStream, Format, format_for
+from batchery_producer.gateway.routes import process_batch
+from batchery_producer.gateway.routes.process_batch import (
+    EventStream,
+    Format,
+    collect_batches,
+    cut,
+    format_for,
+    held_length,
+    labelled,
+    list_devices,
+    per_s,
+)
+from batchery_producer.results.answers import BatchSummary, Outcome
+
+FIRST = BatchSummary("b1", 2, 1.5, "cuda:1")
+SECOND = BatchSummary("b2", 1, 1.5, "cuda:0")
+
+
+def test_texts_are_cut_in_order_and_the_last_batch_is_the_rest() -> None:
+    assert cut(["a", "b", "c"], 2) == [["a", "b"], ["c"]]
+    assert cut(["a"], 32) == [["a"]]
+
+
+def test_batches_are_counted_once_whichever_texts_they_had() -> None:
+    outcomes = [
+        Outcome(0, batch=FIRST),
+        Outcome(1, batch=FIRST),
+        Outcome(2, batch=SECOND),
+        Outcome(3),
+    ]
+    assert collect_batches(outcomes) == {FIRST, SECOND}
+    assert list_devices({FIRST, SECOND}) == "cuda:0, cuda:1"
+    assert list_devices(set()) is None
+
+
+def test_labels_have_the_place_of_their_text_in_the_request() -> None:
+    value = {"tokens": 3, "label": "GOOD", "score": 0.75}
+    assert labelled(["a"], [Outcome(0, value)], 16) == [
+        {
+            "text": "a",
+            "sentiment": "GOOD",
+            "confidence": 0.75,
+            "token_count": 3,
+            "processing_order": 16,
+            "truncated": False,
+        }
+    ]
+
+
+def test_rate_over_no_time_is_0() -> None:
+    assert (per_s(10, 4), per_s(10, 0)) == (2.5, 0.0)
+
+
+def test_length_that_held_is_that_of_a_text_that_was_cut() -> None:
+    whole = {"token_count": 60, "truncated": False}
+    assert held_length(512, [whole]) == 512
+    assert held_length(512, [whole, {"token_count": 128, "truncated": True}]) == 128
 
 
 @pytest.mark.parametrize(
@@ -48,7 +105,7 @@ def sent(stream: EventStream) -> list[bytes]:
 def test_silent_stream_says_that_it_is_alive(
     format_: Format, first: bytes, ping: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(event_stream, "PING_S", 0.01)
+    monkeypatch.setattr(process_batch, "PING_S", 0.01)
     stopped: list[bool] = []
 
     async def events() -> AsyncIterator[Any]:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from batchery.transport.live_workers import RegisteredWorker, list_queues
-from batchery_producer.gateway.monitoring.absence import MAX_GAP_S, Absence
+from batchery_producer.gateway.health import MAX_GAP_S, Absence
 from batchery_producer.gateway.problems import Problem
 
 GRACE_S = 10.0

@@ -1,6 +1,6 @@
 from typing import Any
 
-from batchery_producer.gateway.monitoring.device_figures import DeviceFigures, in_gb, read_figures
+from batchery_producer.gateway.monitor import DeviceFigures, in_gb, read_figures
 
 MEMORY = {"allocated_bytes": 2**30, "peak_bytes": 2**31}
 

@@ -1,1 +1,0 @@
-"""What the gateway knows of itself, of Redis and of the workers."""
