@@ -33,11 +33,10 @@ from batchery_producer.gateway.batches.store import (
 )
 from batchery_producer.gateway.batches.turn import BatchTurn, MissingPieceError, TurnContext
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.job_queue import JobQueue
 from batchery_producer.gateway.jobs import Jobs
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.store import JobQueue, Store
 from support.harness import wait_for
 from support.object_store import PartsFile, PartsFileSystem, register
 from support.own_redis import OwnRedis

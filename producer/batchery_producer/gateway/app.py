@@ -1,7 +1,10 @@
-"""The gateway's application: its routes, and what is put around them."""
+"""The gateway's application: its routes, what is put around them, and its schema."""
 
+import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -15,28 +18,205 @@ from starlette.routing import Match, Route
 
 from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
+from batchery_producer.async_client import AsyncClient
 from batchery_producer.gateway import health, metrics, monitor
+from batchery_producer.gateway.batches.files import FileStore, Storage
+from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.callers import Callers
-from batchery_producer.gateway.guard import Guard
+from batchery_producer.gateway.guard import Guard, needs_no_key
+from batchery_producer.gateway.health import Absence, Health, stop
+from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.metrics import Measured, Measurements
-from batchery_producer.gateway.openapi import describe_errors, describe_keys
-from batchery_producer.gateway.problems import Kind, Problem, answer, build_problem, log_failure
+from batchery_producer.gateway.models import (
+    ModelInfo,
+    ModelTokenizer,
+    PerModel,
+    ServedModels,
+    load_tokenizer,
+    read_info,
+    read_prompts,
+)
+from batchery_producer.gateway.monitor import Monitor
+from batchery_producer.gateway.problems import (
+    FORMS,
+    ErrorFormat,
+    Kind,
+    Problem,
+    answer,
+    build_problem,
+    choose_error_format,
+    log_failure,
+)
 from batchery_producer.gateway.routes import (
-    cohere_embed,
-    cohere_rerank,
-    openai_batches,
-    openai_embeddings,
-    openai_files,
-    openai_models,
+    cohere,
+    openai,
     page,
     process_batch,
     tasks,
-    tei_embeddings,
-    tei_root,
-    tei_scores,
-    tei_tokens,
+    tei,
+    tei_server,
 )
-from batchery_producer.gateway.running import running
+from batchery_producer.gateway.routes.process_batch import BatchCounters
+from batchery_producer.gateway.routes.tasks import TaskSender
+from batchery_producer.gateway.store import JobQueue, Store
+from batchery_producer.gateway.task_records import ResultWaiter, TaskRecords
+from batchery_producer.gateway.webhooks import Webhooks
+
+# What a running gateway has, and what runs beside its requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """What the routes share; `request.app.state.gateway`."""
+
+    app: Celery
+    settings: Settings
+    models: ServedModels
+    inference: Inference
+    health: Health
+    tokenizers: PerModel[ModelTokenizer]
+    model_facts: PerModel[ModelInfo]
+    prompts: PerModel[Mapping[str, str]]
+    files: FileStore
+    batches: BatchStore
+    batch_counters: BatchCounters
+    task_sender: TaskSender
+    task_records: TaskRecords
+    result_waiter: ResultWaiter
+    webhooks: Webhooks
+    monitor: Monitor
+    measurements: Measurements
+
+
+@asynccontextmanager
+async def running(
+    app: Celery, settings: Settings, measurements: Measurements
+) -> AsyncIterator[Gateway]:
+    """Runs a gateway while entered.
+
+    Args:
+        app: The Celery app to which jobs are sent.
+        settings: Its models, and the table `gateway`.
+        measurements: Where results are counted.
+    """
+    models = ServedModels(settings.models)
+    absence = Absence({model.queue for model in models}, settings.gateway.worker_grace_s)
+    health, store, waiter = Health(app, absence), Store(app), ResultWaiter(app)
+    records = TaskRecords(store)
+    jobs = JobQueue(app, store)
+    webhooks = Webhooks(store, records, jobs, settings.gateway)
+    files = FileStore(store, Storage(settings.gateway.files))
+    monitor = Monitor(app, {model.queue for model in models}, health)
+    async with AsyncClient(app) as client:
+        await health.look()
+        watching = [asyncio.create_task(health.watch())]
+        try:
+            yield Gateway(
+                app=app,
+                settings=settings,
+                models=models,
+                inference=Inference(client, settings.gateway.timeout_s, measurements, absence),
+                health=health,
+                tokenizers=PerModel(load_tokenizer),
+                model_facts=PerModel(read_info),
+                prompts=PerModel(read_prompts),
+                files=files,
+                batches=BatchStore(store, files, jobs),
+                batch_counters=BatchCounters(store),
+                task_sender=TaskSender(app),
+                task_records=records,
+                result_waiter=waiter,
+                webhooks=webhooks,
+                monitor=monitor,
+                measurements=measurements,
+            )
+        finally:
+            for each in watching:
+                await stop(each)
+            await monitor.close()
+            await asyncio.to_thread(waiter.close)
+
+
+# The errors of each route in the schema
+
+
+#: What each kind of problem means to a caller.
+MEANINGS = {
+    Kind.INVALID: "The request, or one of its items, is wrong.",
+    Kind.EMPTY: "There is nothing to do.",
+    Kind.TOO_LARGE: "Too many items, characters or bytes.",
+    Kind.HEAD_TOO_LARGE: "Its headers are too large.",
+    Kind.TOO_SLOW: "The body did not come in time.",
+    Kind.NOT_JSON: "The headers say that the body is no JSON, or compressed.",
+    Kind.UNAUTHORIZED: "No key, or a wrong one.",
+    Kind.FORBIDDEN: "This host is not served.",
+    Kind.NOT_FOUND: "There is nothing of this name.",
+    Kind.UNSUPPORTED: "No model can do this.",
+    Kind.OVERLOADED: "Too many requests; come again after `Retry-After`.",
+    Kind.FAILED: "The model failed.",
+    Kind.UNAVAILABLE: "Redis is away.",
+    Kind.TIMEOUT: "No result in time.",
+}
+
+REF = "#/components/schemas/"
+
+
+def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
+    """Adds to each route how its API tells errors; what a route says itself stays.
+
+    Args:
+        schema: OpenAPI, as FastAPI makes it. It is changed.
+    """
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+    for form in FORMS.values():
+        body = form.schema.model_json_schema(ref_template=REF + "{model}")
+        schemas.update(body.pop("$defs", {}))
+        schemas[form.schema.__name__] = body
+    for path, methods in schema["paths"].items():
+        errors = list_responses(choose_error_format(path))
+        for operation in methods.values():
+            own = operation["responses"]
+            if FRAMEWORK_BODY in str(own.get("422")):
+                del own["422"]
+            operation["responses"] = {**errors, **own}
+    return schema
+
+
+def describe_keys(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema whose routes need a key, but for those that need none.
+
+    Args:
+        schema: As from `describe_errors`.
+    """
+    schemes = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+    }
+    for path, methods in schema["paths"].items():
+        if needs_no_key(path) and "get" in methods:
+            methods["get"]["security"] = []
+    components = {**schema["components"], "securitySchemes": schemes}
+    return {**schema, "components": components, "security": [{name: []} for name in schemes]}
+
+
+#: How FastAPI would tell that a request is wrong, which it never does here.
+FRAMEWORK_BODY = "HTTPValidationError"
+
+
+def list_responses(form: ErrorFormat) -> dict[str, Any]:
+    """The errors of an API by their status."""
+    meanings = defaultdict(list)
+    for kind, meaning in MEANINGS.items():
+        meanings[form.get_status(kind)].append(meaning)
+    content = {"application/json": {"schema": {"$ref": REF + form.schema.__name__}}}
+    return {
+        str(status): {"description": " ".join(meanings[status]), "content": content}
+        for status in sorted(meanings)
+    }
+
+
+# The application
+
 
 #: Kinds of the statuses that the framework itself answers with.
 FRAMEWORK_KINDS = {
@@ -50,24 +230,19 @@ FRAMEWORK_KINDS = {
 #: pydantic's errors of a body that is missing, null, a list or the like.
 NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
 
-#: Modules of routes; those of more general paths come later.
-ROUTES = (
-    openai_embeddings,
-    openai_models,
-    openai_files,
-    openai_batches,
-    cohere_embed,
-    cohere_rerank,
-    tei_embeddings,
-    tei_scores,
-    tei_tokens,
-    tei_root,
-    process_batch,
-    tasks,
-    health,
-    monitor,
-    metrics,
-    page,
+#: All routes; those of more general paths come later.
+ROUTERS = (
+    openai.router,
+    openai.plain_router,
+    cohere.router,
+    tei.router,
+    tei_server.router,
+    process_batch.router,
+    tasks.router,
+    health.router,
+    monitor.router,
+    metrics.router,
+    page.router,
 )
 
 
@@ -116,8 +291,8 @@ def make_app(
         redoc_url=None,
     )
     web.state.callers = callers
-    for module in ROUTES:
-        web.include_router(module.router)
+    for router in ROUTERS:
+        web.include_router(router)
     web.add_exception_handler(Problem, _on_problem)
     web.add_exception_handler(RequestValidationError, _on_invalid)
     web.add_exception_handler(HTTPException, _on_http)
@@ -142,7 +317,7 @@ def _wrap(
         )
     routes = [
         route.path
-        for router in (web, *(module.router for module in ROUTES))
+        for router in (web, *ROUTERS)
         for route in router.routes
         if isinstance(route, Route)
     ]
@@ -175,7 +350,7 @@ def invalid(error: Mapping[str, Any]) -> Problem:
 
 def list_methods(request: Request) -> set[str]:
     """The methods of all routes of a path."""
-    routes = [each for module in ROUTES for each in module.router.routes]
+    routes = [each for router in ROUTERS for each in router.routes]
     return {
         method
         for route in routes

@@ -1,7 +1,7 @@
 """The one way from a request to the queue: items in, outcomes back."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -10,9 +10,197 @@ from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.health import Absence
 from batchery_producer.gateway.metrics import Measurements
-from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel
+from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, shorten
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.results.answers import Outcome
+
+# What a request asks for
+
+
+#: Maximum characters or token ids of a request whose answer is many times as large: a token of it
+#: takes 70 bytes as JSON, and a vector per token a thousand, here and in Redis.
+MAX_GROWING_CHARS = 100_000
+
+
+def resolve_model(request: Request, name: str | None, kinds: Collection[str] | None) -> ServedModel:
+    """The model of a name; without a name, the first one of these kinds; None is any kind.
+
+    Raises:
+        Problem: There is none.
+    """
+    found: ServedModel = request.app.state.gateway.models.find(name, kinds)
+    return found
+
+
+def read_items(request: Request, field: str, given: str | Sequence[Any]) -> list[Any]:
+    """The items of a request: one, or a list, as many as it may have; none of them is empty.
+
+    Args:
+        request: Whose they are.
+        field: Name of the field, for the error.
+        given: A text, token ids, or a list of either.
+
+    Raises:
+        Problem: There is none, there are too many, or one of them is empty.
+    """
+    is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
+    items = [given] if is_one else list(given)
+    if not items:
+        raise Problem(Kind.EMPTY, f"{field}: an empty list; send a text at least", param=field)
+    request.state.caller.check(len(items), 0)
+    for index, item in enumerate(items):
+        if not item:
+            which = f"item {index} of {field}" if items[1:] else field
+            raise Problem(Kind.EMPTY, f"{which}: is empty", param=field)
+    return items
+
+
+def count_chars(items: Sequence[Any]) -> int:
+    """Characters of all items; of token ids, as many as there are."""
+    return sum(
+        sum(map(len, item.values())) if isinstance(item, dict) else len(item) for item in items
+    )
+
+
+def check_growth(chars: int) -> None:
+    """Makes sure that an answer cannot get too large which is many times as large as its request.
+
+    Args:
+        chars: Characters or token ids of the request.
+
+    Raises:
+        Problem: There are too many.
+    """
+    if chars > MAX_GROWING_CHARS:
+        raise Problem(
+            Kind.TOO_LARGE,
+            f"{chars} characters or token ids are more than {MAX_GROWING_CHARS} of a request whose"
+            " answer is many times as large; send several requests",
+        )
+
+
+async def run_items(
+    request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
+) -> list[Any]:
+    """Runs items, within the caller's limits.
+
+    Raises:
+        Problem: There are too many, one of them failed, or there are no results.
+    """
+    gateway = request.app.state.gateway
+    request.state.caller.check(len(items), count_chars(items))
+    gateway.health.check()
+    found: list[Any] = await gateway.inference.values(request, model, items, keywords)
+    return found
+
+
+async def embed_items(
+    request: Request,
+    model: ServedModel,
+    items: Sequence[Any],
+    keywords: Mapping[str, Any],
+    dimensions: int | None,
+) -> list[dict[str, Any]]:
+    """Runs texts of an embedding model, within the caller's limits; vectors are in base64.
+
+    Vectors are cut here: requests of all dimensions share batches, and entries of the cache.
+
+    Args:
+        request: Whose they are.
+        model: Of kind embedding.
+        items: Texts, or token ids.
+        keywords: Of the job, without `encoding` and `dimensions`.
+        dimensions: How many leading dimensions are kept; all of them if None.
+
+    Raises:
+        Problem: As `run_items`; or the vectors have fewer dimensions.
+    """
+    keywords = {**keywords, "encoding": "base64"}
+    if dimensions is not None and model.settings.dimensions is not None:
+        # What the worker's setting cuts off cannot be put on here.
+        return await run_items(request, model, items, {**keywords, "dimensions": dimensions})
+    results = await run_items(request, model, items, keywords)
+    if dimensions is None:
+        return results
+    scale = keywords.get("normalize", model.settings.normalize)
+    try:
+        return [
+            {**each, "vector": shorten(each["vector"], dimensions, scale=scale)} for each in results
+        ]
+    except ValueError as error:
+        raise Problem(Kind.INVALID, str(error), param="dimensions") from None
+
+
+# What clients of several vendors say of the texts of embeddings
+
+
+#: What vendors and models call the text that is searched with, and the texts that are found.
+QUERIES = ("query", "search_query", "retrieval.query")
+DOCUMENTS = ("document", "search_document", "passage", "retrieval.passage")
+
+
+async def choose_prompt(
+    request: Request, model: ServedModel, field: str, purpose: str | None
+) -> dict[str, Any]:
+    """The keyword with the model's prompt for what texts are for.
+
+    A document may have none: many models have a prompt for queries alone.
+
+    Args:
+        request: Whose texts they are.
+        model: Of kind embedding.
+        field: Which field says so, for errors.
+        purpose: What they are for, such as `search_query`; None if nobody said.
+
+    Raises:
+        Problem: The model has prompts, and none for this; or the gateway cannot read them.
+    """
+    if purpose is None:
+        return {}
+    known = next((names for names in (QUERIES, DOCUMENTS) if purpose in names), ())
+    names, prompts = (purpose, *known), model.settings.prompts
+    if not prompts.keys() & set(names):
+        try:
+            prompts = await request.app.state.gateway.prompts.of(model)
+        except Problem as problem:
+            text = f"{field}: {problem.message}; or name its prompts in the setting prompts"
+            raise Problem(problem.kind, text, param=field) from problem
+    for name in names:
+        if name in prompts:
+            return {"prompt": name}
+    if any(prompts.values()) and known is not DOCUMENTS:
+        raise Problem(
+            Kind.INVALID,
+            f"{field} {purpose!r:.80}: the model has no prompt for it; there are:"
+            f" {', '.join(sorted(prompts))}",
+            param=field,
+        )
+    return {}
+
+
+def build_overflow_keywords(
+    model: ServedModel, truncate: bool | None, direction: str | None = None
+) -> dict[str, Any]:
+    """Keywords for texts that are too long.
+
+    Jobs share a batch only if their keywords are equal, so nothing is said twice: neither what the
+    caller left out, nor what is the model's setting anyway.
+
+    Args:
+        model: Its setting `overflow` holds without more ado.
+        truncate: Whether they are cut.
+        direction: Where they are cut.
+    """
+    found: dict[str, Any] = {}
+    if truncate is not None and truncate != (model.settings.overflow == "truncate"):
+        found["truncate"] = truncate
+    if direction is not None:
+        found["truncation_direction"] = direction.lower()
+    return found
+
+
+# Items to outcomes
+
 
 T = TypeVar("T")
 

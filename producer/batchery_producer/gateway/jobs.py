@@ -30,10 +30,9 @@ from batchery.settings import Settings
 from batchery_producer.gateway.batches.files import FileStore, Storage
 from batchery_producer.gateway.batches.store import BatchStore, Superseded, build_work_name
 from batchery_producer.gateway.batches.turn import BatchTurn, TurnContext
-from batchery_producer.gateway.job_queue import BATCH, TASKS, WEBHOOK, JobQueue
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.store import BATCH, TASKS, WEBHOOK, JobQueue, Store
 from batchery_producer.gateway.task_records import TaskRecords
 from batchery_producer.gateway.webhooks import Webhooks
 

@@ -1,6 +1,13 @@
-"""The Redis of the results, in which gateways and their jobs keep what a kill must not lose."""
+"""The Redis of the results, and the queue of the gateway's own jobs.
+
+In that Redis gateways and their jobs keep what a kill must not lose. The jobs, turns of batch files
+and attempts of webhooks, are ordinary Celery tasks, run by an ordinary worker, so leases,
+heartbeats and redelivery are the queue's. A sorted set says when each piece of work is due again:
+that is the timer of what waits for a retry, and the net under a message that was lost.
+"""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +16,9 @@ import redis
 from celery import Celery
 from celery.backends.redis import RedisBackend
 
+from batchery.gateway_settings import JOBS_QUEUE
 from batchery.protocol.completion_stream import backend_prefix
+from batchery.protocol.headers import with_tenant
 from batchery.redis_scripts import RedisScripts
 from batchery_producer.gateway.problems import Kind, Problem, redis_problem
 
@@ -59,3 +68,89 @@ class Store:
             Problem: As `call`.
         """
         return self.call(lambda client: RedisScripts(client, LUA).run(name, keys, *arguments))
+
+
+# Jobs
+
+
+#: Kinds of work, and the tasks that do it.
+BATCH = "batch"
+WEBHOOK = "webhook"
+TASKS = {BATCH: "batchery.gateway.batch", WEBHOOK: "batchery.gateway.webhook"}
+
+#: After so long without a sign of life, in seconds, a job is sent again: its message was lost.
+LOST_S = 60.0
+
+#: Maximum pieces of work that one look takes.
+MAX_DUE = 1000
+
+
+class JobQueue:
+    """Sends the gateway's own jobs.
+
+    A piece of work is a kind and ids without spaces, such as `webhook 7d3c...`.
+    """
+
+    def __init__(self, app: Celery, store: Store) -> None:
+        self._app = app
+        self._store = store
+        #: The sorted set: work by when it is due, in Unix seconds.
+        self.due_key = store.key("due")
+
+    def send(self, work: str, *arguments: Any, tenant: str | None = None) -> None:
+        """Sends a job.
+
+        Args:
+            work: What it does.
+            arguments: Further arguments of the task.
+            tenant: For whom it runs.
+
+        Raises:
+            OperationalError: kombu's; the broker is away.
+        """
+        kind, *ids = work.split(" ")
+        options = with_tenant({"queue": JOBS_QUEUE, "ignore_result": True}, tenant)
+        self._app.send_task(TASKS[kind], [*ids, *arguments], **options)
+
+    def callback(self, work: str, *arguments: Any, tenant: str | None = None) -> Any:
+        """The job as a callback of another task, whose result it does not get."""
+        kind, *ids = work.split(" ")
+        return self._app.signature(
+            TASKS[kind],
+            args=[*ids, *arguments],
+            immutable=True,
+            options=with_tenant({"queue": JOBS_QUEUE}, tenant),
+        )
+
+    def postpone(self, work: str, seconds: float = LOST_S) -> None:
+        """Has a job sent again in so many seconds, unless it is done or postponed by then.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        self._store.call(lambda client: client.zadd(self.due_key, {work: time.time() + seconds}))
+
+    def forget(self, work: str) -> None:
+        """Has a job sent no more.
+
+        Raises:
+            Problem: Redis is away.
+        """
+        self._store.call(lambda client: client.zrem(self.due_key, work))
+
+    def take_due(self) -> list[str]:
+        """The work that is due; it counts as sent.
+
+        Raises:
+            Problem: Redis is away.
+        """
+
+        def take(client: Any) -> list[str]:
+            now_s = time.time()
+            due = client.zrangebyscore(self.due_key, "-inf", now_s, 0, MAX_DUE)
+            if due:
+                client.zadd(self.due_key, dict.fromkeys(due, now_s + LOST_S), xx=True)
+            return [each.decode() for each in due]
+
+        found: list[str] = self._store.call(take)
+        return found

@@ -26,9 +26,8 @@ import orjson
 from celery import states
 
 from batchery.gateway_settings import GatewaySettings
-from batchery_producer.gateway.job_queue import LOST_S, WEBHOOK, JobQueue
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.store import LOST_S, WEBHOOK, JobQueue, Store
 from batchery_producer.gateway.task_records import TaskRecord, TaskRecords, to_json
 
 # Where results may be posted to

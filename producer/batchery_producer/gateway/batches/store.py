@@ -30,9 +30,8 @@ from batchery_producer.gateway.batches.files import (
     new_id,
 )
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.job_queue import BATCH, LOST_S, JobQueue
 from batchery_producer.gateway.problems import Kind, Problem
-from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.store import BATCH, LOST_S, JobQueue, Store
 
 # Batches as OpenAI's clients see them, and what else is kept of one
 

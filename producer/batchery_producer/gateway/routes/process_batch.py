@@ -15,12 +15,11 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Send
 
 from batchery_producer.gateway.answers import json_response
-from batchery_producer.gateway.bodies import JsonRoute, RequestBody
+from batchery_producer.gateway.bodies import WHOLE, JsonRoute, RequestBody
 from batchery_producer.gateway.inference import check_all
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.monitor import DeviceFigures, in_gb, read_figures
 from batchery_producer.gateway.problems import Problem, build_problem
-from batchery_producer.gateway.routes.fields import WHOLE
 from batchery_producer.gateway.store import Store
 from batchery_producer.results.answers import BatchSummary, Outcome
 

@@ -16,18 +16,15 @@ from pydantic import BeforeValidator, ValidationError
 from starlette.responses import Response
 
 from batchery_producer.gateway import bodies
-from batchery_producer.gateway.app import ROUTES
+from batchery_producer.gateway.app import ROUTERS
 from batchery_producer.gateway.bodies import CONTAINER_VALUES, JsonRoute, RequestBody, parse
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.problems import answer as read_answer
-from batchery_producer.gateway.routes.cohere_rerank import CohereRerankRequest
-from batchery_producer.gateway.routes.openai_batches import CreateBatchRequest
-from batchery_producer.gateway.routes.openai_embeddings import EmbeddingsRequest
+from batchery_producer.gateway.routes.cohere import CohereRerankRequest
+from batchery_producer.gateway.routes.openai import CreateBatchRequest, EmbeddingsRequest
 from batchery_producer.gateway.routes.process_batch import ProcessBatchRequest
-from batchery_producer.gateway.routes.tei_embeddings import SimilarityRequest
-from batchery_producer.gateway.routes.tei_root import WAYS
-from batchery_producer.gateway.routes.tei_scores import PipelineRequest, PredictRequest
-from batchery_producer.gateway.routes.tei_tokens import DecodeRequest
+from batchery_producer.gateway.routes.tei import PipelineRequest, PredictRequest, SimilarityRequest
+from batchery_producer.gateway.routes.tei_server import WAYS, DecodeRequest
 
 #: Characters that matter in texts of JSON, and others.
 TEXTS = st.text(st.sampled_from('ab,[]{}:"\\\n\u00e9'), max_size=8)
@@ -135,7 +132,7 @@ def test_errors_do_not_grow_with_the_body(model: type[RequestBody], form: str, i
 
 
 def test_every_body_is_of_these_kinds() -> None:
-    routes = [each for module in ROUTES for each in module.router.routes]
+    routes = [each for router in ROUTERS for each in router.routes]
     taking = [each for each in routes if isinstance(each, APIRoute) and each.body_field]
     assert len(taking) > 10
     models: list[Any] = [way.form for way in WAYS.values()]

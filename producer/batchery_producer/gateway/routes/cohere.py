@@ -1,0 +1,307 @@
+"""Cohere's `/v1/embed` and `/v2/embed`, `/v1/rerank` and `/v2/rerank`, which is Jina's, too."""
+
+import math
+import uuid
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from batchery_producer.gateway.answers import best_first, json_response
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody, Unserved, expected
+from batchery_producer.gateway.inference import (
+    build_overflow_keywords,
+    choose_prompt,
+    embed_items,
+    read_items,
+    resolve_model,
+    run_items,
+)
+from batchery_producer.gateway.models import numbers
+from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.routes.openai import Usage
+
+router = APIRouter(route_class=JsonRoute)
+
+# Rerank
+
+
+#: Documents of one search unit, as Cohere counts.
+DOCUMENTS_PER_UNIT = 100
+
+Document = str | dict[str, str]
+
+
+class CohereRerankRequest(RequestBody):
+    """What clients of Cohere and Jina send; other fields are ignored."""
+
+    model: Annotated[str | None, Field(description="The first reranker if missing.")] = None
+    query: Annotated[str, Field(examples=["what do cats do?"])]
+    documents: Annotated[
+        list[Document],
+        expected("a list of texts, or of objects of texts"),
+        Field(
+            description="Texts, or objects with the field `text` or those of `rank_fields`.",
+            examples=[["the cat sleeps", {"text": "the dog barks"}]],
+        ),
+    ]
+    top_n: Annotated[int | None, Field(ge=1, description="Only so many, the best.")] = None
+    return_documents: Annotated[
+        bool | None, Field(description="Whether the answer has the documents, too.")
+    ] = None
+    rank_fields: Annotated[
+        list[str] | None, Field(min_length=1, description="Fields of documents that count.")
+    ] = None
+
+
+class CohereRerankV2Request(CohereRerankRequest):
+    """What the second version of Cohere's clients sends."""
+
+    model: str
+
+
+class RerankedDocument(BaseModel):
+    """One document, and how well it fits."""
+
+    index: Annotated[int, Field(ge=0, description="Its place in the request.")]
+    relevance_score: float
+    document: dict[str, str] | None = None
+
+
+class ApiVersion(BaseModel):
+    """Version of Cohere's API."""
+
+    version: str
+
+
+class BilledUnits(BaseModel):
+    """What Cohere would bill."""
+
+    search_units: int
+
+
+class InputTokens(BaseModel):
+    """Tokens that were read."""
+
+    input_tokens: int
+
+
+class CohereMeta(BaseModel):
+    """What the answer took."""
+
+    api_version: ApiVersion
+    billed_units: BilledUnits
+    tokens: InputTokens
+
+
+class RerankResponse(BaseModel):
+    """The documents, the best first: the fields of Cohere's answer, and of Jina's."""
+
+    id: str
+    object: str = "list"
+    model: str
+    results: list[RerankedDocument]
+    meta: CohereMeta
+    usage: Usage
+
+
+@router.post("/v1/rerank", tags=["rerank"], response_model=RerankResponse)
+async def rerank_v1(request: Request, body: CohereRerankRequest) -> Response:
+    """The documents by how well they fit the query, the best first."""
+    return await reranked(request, body, "1")
+
+
+@router.post("/v2/rerank", tags=["rerank"], response_model=RerankResponse)
+async def rerank_v2(request: Request, body: CohereRerankV2Request) -> Response:
+    """The documents by how well they fit the query, the best first."""
+    return await reranked(request, body, "2")
+
+
+async def reranked(request: Request, body: CohereRerankRequest, api_version: str) -> Response:
+    """Answers either version.
+
+    Raises:
+        Problem: There is no such model, a document has no text, or the model failed.
+    """
+    served = resolve_model(request, body.model, ("rerank",))
+    if not body.documents:
+        raise Problem(Kind.EMPTY, "documents: an empty list; send one at least", param="documents")
+    request.state.caller.check(len(body.documents), 0)
+    # A field counts once, so the texts are not longer than the documents.
+    fields = list(dict.fromkeys(body.rank_fields or ["text"]))
+    texts = [_text(index, document, fields) for index, document in enumerate(body.documents)]
+    items = [{"query": body.query, "text": text} for text in texts]
+    found = await run_items(request, served, items, {})
+    scores = [result["score"] for result in found]
+    results: list[dict[str, Any]] = [
+        {"index": index, "relevance_score": scores[index]}
+        for index in best_first(scores)[: body.top_n]
+    ]
+    if body.return_documents:
+        for result in results:
+            document = body.documents[result["index"]]
+            result["document"] = {"text": document} if isinstance(document, str) else document
+    tokens = sum(result["tokens"] for result in found)
+    units = math.ceil(len(items) / DOCUMENTS_PER_UNIT)
+    return json_response(
+        {
+            "id": str(uuid.uuid4()),
+            "object": "list",
+            "model": served.name,
+            "results": results,
+            "meta": {
+                "api_version": {"version": api_version},
+                "billed_units": {"search_units": units},
+                "tokens": {"input_tokens": tokens},
+            },
+            "usage": {"total_tokens": tokens, "prompt_tokens": tokens},
+        }
+    )
+
+
+def _text(index: int, document: Document, fields: list[str]) -> str:
+    """The text of a document.
+
+    Raises:
+        Problem: It lacks a field.
+    """
+    if isinstance(document, str):
+        return document
+    missing = [field for field in fields if field not in document]
+    if missing:
+        raise Problem(
+            Kind.INVALID,
+            f"document {index}: has no field {missing[0]!r:.80}; name others in rank_fields",
+            param="documents",
+        )
+    return "\n".join(document[field] for field in fields)
+
+
+# Embed
+
+
+#: Whether a text that is too long is cut, and where.
+TRUNCATION: Mapping[str | None, tuple[bool | None, str | None]] = {
+    None: (None, None),
+    "NONE": (False, None),
+    "START": (True, "left"),
+    "END": (True, "right"),
+}
+
+
+class CohereEmbedRequest(RequestBody):
+    """What Cohere's clients send; other fields are ignored."""
+
+    model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
+    texts: Annotated[list[str] | None, Field(examples=[["the cat", "a dog"]])] = None
+    input_type: Annotated[
+        Literal["search_document", "search_query", "classification", "clustering"] | None,
+        Field(description="Puts the model's prompt for that in front."),
+    ] = None
+    embedding_types: Annotated[
+        Annotated[list[Literal["float", "base64", "binary", "ubinary"]], Field(min_length=1)]
+        | None,
+        expected("a list of 'float', 'base64', 'binary' or 'ubinary'"),
+    ] = None
+    truncate: Literal["NONE", "START", "END"] | None = None
+    images: Unserved = None
+
+
+class TextPart(RequestBody):
+    """A text of an input."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CohereInput(RequestBody):
+    """An input of the second version: one text."""
+
+    content: Annotated[list[TextPart], Field(min_length=1, max_length=1)]
+
+
+class CohereEmbedV2Request(CohereEmbedRequest):
+    """What the second version of Cohere's clients sends."""
+
+    model: str
+    inputs: Annotated[
+        list[CohereInput] | None, expected("a list of inputs whose content is one text")
+    ] = None
+    output_dimension: Annotated[int | None, Field(ge=1)] = None
+    max_tokens: Unserved = None
+
+
+class EmbedMeta(BaseModel):
+    """What the answer took."""
+
+    api_version: ApiVersion
+    billed_units: InputTokens
+    tokens: InputTokens
+
+
+class CohereEmbedResponse(BaseModel):
+    """The vectors; by their types, unless the first version was asked for none."""
+
+    response_type: Literal["embeddings_floats", "embeddings_by_type"]
+    id: str
+    embeddings: list[list[float]] | dict[str, list[list[float] | str]]
+    texts: list[str]
+    meta: EmbedMeta
+
+
+@router.post("/v1/embed", tags=["embed"], response_model=CohereEmbedResponse)
+async def embed_v1(request: Request, body: CohereEmbedRequest) -> Response:
+    """One vector for each text."""
+    return await _embed(request, body, body.texts, "1")
+
+
+@router.post("/v2/embed", tags=["embed"], response_model=CohereEmbedResponse)
+async def embed_v2(request: Request, body: CohereEmbedV2Request) -> Response:
+    """One vector for each text, in each of the wanted types."""
+    texts = body.texts
+    if body.inputs is not None:
+        texts = (texts or []) + [each.content[0].text for each in body.inputs]
+    return await _embed(request, body, texts, "2", body.output_dimension)
+
+
+async def _embed(
+    request: Request,
+    body: CohereEmbedRequest,
+    texts: list[str] | None,
+    version: str,
+    dimensions: int | None = None,
+) -> Response:
+    model = resolve_model(request, body.model, ("embedding",))
+    if texts is None:
+        raise Problem(Kind.EMPTY, "texts: is missing; send a text at least", param="texts")
+    items = read_items(request, "texts", texts)
+    keywords = build_overflow_keywords(model, *TRUNCATION[body.truncate])
+    keywords |= await choose_prompt(request, model, "input_type", body.input_type)
+    results = await embed_items(request, model, items, keywords, dimensions)
+    vectors = [result["vector"] for result in results]
+    types = body.embedding_types or ["float"]
+    is_plain = version == "1" and body.embedding_types is None
+    by_type = {name: [_in_type(name, vector) for vector in vectors] for name in types}
+    tokens = {"input_tokens": sum(result["tokens"] for result in results)}
+    return json_response(
+        {
+            "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+            "id": str(uuid.uuid4()),
+            "embeddings": by_type["float"] if is_plain else by_type,
+            "texts": texts,
+            "meta": {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens},
+        }
+    )
+
+
+def _in_type(name: str, vector: str) -> Any:
+    """A vector in one of Cohere's types; of the binary ones, a bit says whether a number is > 0."""
+    if name == "base64":
+        return vector
+    if name == "float":
+        return numbers(vector)
+    bits = np.packbits(numbers(vector) > 0)
+    return bits if name == "ubinary" else (bits ^ 128).view(np.int8)

@@ -1,0 +1,485 @@
+"""OpenAI's routes: embeddings, which are TEI's as well, models, files and batches."""
+
+import re
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Any, BinaryIO, Literal
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import UploadFile
+from starlette.responses import Response, StreamingResponse
+
+from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
+from batchery_producer.gateway.answers import json_response
+from batchery_producer.gateway.batches.files import (
+    CHUNK_BYTES,
+    FILE_ID,
+    INPUT_PURPOSE,
+    ExpiresAfter,
+    FileObject,
+    get_owner,
+)
+from batchery_producer.gateway.batches.requests import ENDPOINTS
+from batchery_producer.gateway.batches.store import (
+    BATCH_ID,
+    BatchObject,
+    BatchRecord,
+    Metadata,
+    ObjectPage,
+)
+from batchery_producer.gateway.bodies import JsonRoute, RequestBody, TokenId, Unserved, expected
+from batchery_producer.gateway.inference import (
+    build_overflow_keywords,
+    choose_prompt,
+    embed_items,
+    read_items,
+    resolve_model,
+)
+from batchery_producer.gateway.models import ServedModel, numbers
+from batchery_producer.gateway.problems import Kind, Problem
+
+router = APIRouter(tags=["openai"], route_class=JsonRoute)
+
+#: For routes without JSON, whose bodies and answers may take long.
+plain_router = APIRouter(tags=["openai"])
+
+
+class JinaText(RequestBody):
+    """A text as Jina's clients send it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    text: str
+
+
+class EmbeddingsRequest(RequestBody):
+    """What clients of OpenAI, Jina, Voyage, Mistral and vLLM send.
+
+    Fields that change vectors are honoured or refused, others are ignored.
+    """
+
+    input: Annotated[
+        str | list[TokenId] | list[str | list[TokenId] | JinaText],
+        expected("a text, a list of token ids, or a list of either; or of {'text': ...}"),
+        Field(
+            description="A text, token ids of the model's own tokenizer, or a list of either.",
+            examples=["the cat", ["the cat", {"text": "a dog"}], [[101, 1996, 4937, 102], "a dog"]],
+        ),
+    ]
+    model: Annotated[str | None, Field(description="The first embedding model if missing.")] = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int | None, Field(ge=1)] = None
+    user: str | None = None
+    embedding_type: Annotated[
+        Literal["float", "base64"] | None, Field(description="Jina's `encoding_format`.")
+    ] = None
+    output_dtype: Literal["float"] | None = None
+    output_dimension: Annotated[int | None, Field(ge=1, description="Voyage's `dimensions`.")] = (
+        None
+    )
+    task: Annotated[str | None, Field(description="Jina's `input_type`.")] = None
+    input_type: Annotated[
+        str | None,
+        Field(description="Puts the model's prompt for that in front, such as `query`."),
+    ] = None
+    truncation: Annotated[bool | None, Field(description="Voyage's `truncate`.")] = None
+    truncate: Annotated[
+        bool | None,
+        Field(description="Cut texts that are too long; the model's setting if missing."),
+    ] = None
+    normalized: Annotated[bool | None, Field(description="Jina's `normalize`.")] = None
+    normalize: Annotated[
+        bool | None,
+        Field(description="Scale vectors to length 1; the model's setting if missing."),
+    ] = None
+    late_chunking: Unserved = None
+    return_multivector: Unserved = None
+    truncate_prompt_tokens: Unserved = None
+
+    @property
+    def items(self) -> str | list[Any]:
+        """The input, without Jina's objects."""
+        if isinstance(self.input, str) or (self.input and isinstance(self.input[0], int)):
+            return self.input
+        return [each.text if isinstance(each, JinaText) else each for each in self.input]
+
+    def choose_value(self, *fields: str) -> Any:
+        """The value of fields that mean the same.
+
+        Raises:
+            Problem: They have two.
+        """
+        values = {name: getattr(self, name) for name in fields}
+        said = {name: value for name, value in values.items() if value is not None}
+        if len(set(said.values())) > 1:
+            text = f"{' and '.join(said)}: mean the same, and have different values; send one"
+            raise Problem(Kind.INVALID, text, param=next(iter(said)))
+        return next(iter(said.values()), None)
+
+    async def keywords(self, request: Request, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job.
+
+        Raises:
+            Problem: Two fields clash, or the model has no such prompt.
+        """
+        found = build_overflow_keywords(model, self.choose_value("truncate", "truncation"))
+        scale = self.choose_value("normalize", "normalized")
+        if scale is not None and scale != model.settings.normalize:
+            found["normalize"] = scale
+        field = "task" if self.input_type is None else "input_type"
+        purpose = self.choose_value("input_type", "task")
+        return found | await choose_prompt(request, model, field, purpose)
+
+
+class EmbeddingObject(BaseModel):
+    """One vector."""
+
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class Usage(BaseModel):
+    """Tokens that were read."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingsResponse(BaseModel):
+    """The vectors, in the order of the inputs."""
+
+    object: Literal["list"] = "list"
+    data: list[EmbeddingObject]
+    model: str
+    usage: Usage
+
+
+@router.post("/v1/embeddings", response_model=EmbeddingsResponse)
+async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
+    """One vector for each input."""
+    model = resolve_model(request, body.model, ("embedding",))
+    if has_ids(body.input) and not model.is_own_name(body.model):
+        raise Problem(Kind.INVALID, ALIAS_IDS.format(body.model), param="input")
+    dimensions = body.choose_value("dimensions", "output_dimension")
+    as_text = body.choose_value("encoding_format", "embedding_type") == "base64"
+    items = read_items(request, "input", body.items)
+    keywords = await body.keywords(request, model)
+    results = await embed_items(request, model, items, keywords, dimensions)
+    tokens = sum(result["tokens"] for result in results)
+    content = {
+        "object": "list",
+        "data": [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": result["vector"] if as_text else numbers(result["vector"]),
+            }
+            for index, result in enumerate(results)
+        ],
+        "model": model.name,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return json_response(content)
+
+
+# Models
+
+
+OWNER = "batchery"
+
+
+@plain_router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """All models, in the order of the settings."""
+    models = request.app.state.gateway.models
+    return {"object": "list", "data": [_describe_model(model) for model in models]}
+
+
+@plain_router.get("/v1/models/{name:path}")
+async def get_model(request: Request, name: str) -> dict[str, Any]:
+    """One model, by its name or an alias."""
+    models = request.app.state.gateway.models
+    for model in models:
+        if name == model.name or name in model.settings.aliases:
+            return _describe_model(model)
+    there = ", ".join(model.name for model in models) or "none"
+    raise Problem(
+        Kind.NOT_FOUND,
+        f"model {name!r:.100}: no such model; there are: {there}",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def _describe_model(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        # Nothing says when it was made.
+        "created": 0,
+        "owned_by": OWNER,
+        "kind": model.kind,
+    }
+
+
+# Files
+
+
+#: Fields of an upload, more than it needs.
+MAX_FIELDS = 10
+
+UPLOAD_SCHEMA = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "file": {"type": "string", "format": "binary"},
+                        "purpose": {"type": "string", "enum": [INPUT_PURPOSE]},
+                        "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
+                        "expires_after[seconds]": {"type": "integer"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+class FileDeleted(BaseModel):
+    """A file that was removed."""
+
+    id: str
+    object: Literal["file"] = "file"
+    deleted: bool = True
+
+
+class UploadFields(BaseModel):
+    """What an upload has beside its file."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    purpose: Literal["batch"]
+    expires_after: ExpiresAfter | None = None
+
+
+@plain_router.post("/v1/files", openapi_extra=UPLOAD_SCHEMA)
+async def upload_file(request: Request) -> FileObject:
+    """Keeps a file of requests, for a batch."""
+    gateway = request.app.state.gateway
+    check_origin(request, gateway.settings.gateway.cors_origins)
+    # Not by FastAPI, which would hide why the guard refuses the rest of a body.
+    async with request.form(max_files=1, max_fields=MAX_FIELDS) as form:
+        file = form.get("file")
+        if not isinstance(file, UploadFile):
+            raise Problem(
+                Kind.INVALID, "file: missing; send multipart/form-data with a file", param="file"
+            )
+        fields = _read_fields(form)
+        expires_s = fields.expires_after.seconds if fields.expires_after else None
+        made: FileObject = await gateway.files.upload(
+            request.state.caller, file.filename or "", _read_chunks(file), file.size or 0, expires_s
+        )
+    return made
+
+
+@plain_router.get("/v1/files")
+async def list_files(
+    request: Request,
+    after: Annotated[str | None, Query(pattern=f"^{FILE_ID}$")] = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    order: Literal["asc", "desc"] = "desc",
+    purpose: str | None = None,
+) -> ObjectPage[FileObject]:
+    """The caller's files, the newest first."""
+    page = partial(
+        request.app.state.gateway.files.page,
+        get_owner(request.state.caller),
+        after,
+        limit,
+        newest_first=order == "desc",
+        purpose=purpose,
+    )
+    found, has_more = await run_in_threadpool(page)
+    return ObjectPage[FileObject].of(found, has_more=has_more)
+
+
+@plain_router.get("/v1/files/{file_id}")
+async def get_file(request: Request, file_id: str) -> FileObject:
+    """A file, without its content."""
+    files = request.app.state.gateway.files
+    owner = get_owner(request.state.caller)
+    found: FileObject = await run_in_threadpool(files.get, owner, file_id)
+    return found
+
+
+@plain_router.get("/v1/files/{file_id}/content", response_class=Response)
+async def get_content(request: Request, file_id: str) -> Response:
+    """The content of a file."""
+    files, owner = request.app.state.gateway.files, get_owner(request.state.caller)
+    found = await run_in_threadpool(files.get, owner, file_id)
+    file = await run_in_threadpool(files.open, owner, file_id)
+    # A browser must not take what a caller sent for a page of ours.
+    headers = {"Content-Length": str(found.bytes), "X-Content-Type-Options": "nosniff"}
+    return StreamingResponse(
+        _read_parts(file), media_type="application/octet-stream", headers=headers
+    )
+
+
+@plain_router.delete(
+    "/v1/files/{file_id}",
+    responses={409: {"description": "A batch still reads it."}},
+)
+async def delete_file(request: Request, file_id: str) -> FileDeleted:
+    """Removes a file."""
+    batches = request.app.state.gateway.batches
+    await run_in_threadpool(batches.delete_file, get_owner(request.state.caller), file_id)
+    return FileDeleted(id=file_id)
+
+
+def check_origin(request: Request, allowed: Sequence[str]) -> None:
+    """Keeps web pages out that send a form: a browser does not ask us first, as for JSON.
+
+    Raises:
+        Problem: It comes from a page of another origin, which is not allowed to call.
+    """
+    origin = request.headers.get("origin")
+    if origin is None or origin in allowed or "*" in allowed:
+        return
+    if urlsplit(origin).netloc != request.headers.get("host"):
+        raise Problem(
+            Kind.FORBIDDEN,
+            f"pages of {origin!r:.100} may not send files; see the setting gateway.cors_origins",
+        )
+
+
+def _read_fields(form: Mapping[str, Any]) -> UploadFields:
+    given = {
+        name: form[f"expires_after[{name}]"]
+        for name in ("anchor", "seconds")
+        if f"expires_after[{name}]" in form
+    }
+    try:
+        return UploadFields.model_validate(
+            {"purpose": form.get("purpose"), "expires_after": given or None}
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise Problem(Kind.INVALID, f"{where}: {first['msg']}", param=where) from None
+
+
+async def _read_chunks(file: UploadFile) -> AsyncIterator[bytes]:
+    while chunk := await file.read(CHUNK_BYTES):
+        yield chunk
+
+
+def _read_parts(file: BinaryIO) -> Iterator[bytes]:
+    with file:
+        while part := file.read(CHUNK_BYTES):
+            yield part
+
+
+# Batches
+
+
+#: Seconds of each unit of a completion window.
+UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+#: Maximum completion window, in seconds.
+MAX_WINDOW_S = 30 * 86_400
+
+
+class CreateBatchRequest(RequestBody):
+    """What OpenAI's clients send; other fields are ignored, as there."""
+
+    input_file_id: str
+    endpoint: Annotated[str, Field(description=f"One of {', '.join(ENDPOINTS)}.")]
+    completion_window: Annotated[
+        str, Field(description="How much time the batch has: 24h, or another time as 90s, 5m, 7d.")
+    ]
+    metadata: Metadata | None = None
+    output_expires_after: ExpiresAfter | None = None
+
+    @field_validator("endpoint")
+    @classmethod
+    def _is_served(cls, endpoint: str) -> str:
+        if endpoint not in ENDPOINTS:
+            raise ValueError(f"{endpoint!r:.100} is not served; use {', '.join(ENDPOINTS)}")
+        return endpoint
+
+    @field_validator("completion_window")
+    @classmethod
+    def _is_time(cls, window: str) -> str:
+        if (
+            not re.fullmatch(r"[1-9][0-9]{0,6}[smhd]", window)
+            or _read_seconds(window) > MAX_WINDOW_S
+        ):
+            raise ValueError(f"{window!r:.40}: must be 24h, or another time up to 30d")
+        return window
+
+    @property
+    def window_s(self) -> int:
+        """How much time the batch has, in seconds."""
+        return _read_seconds(self.completion_window)
+
+
+@router.post("/v1/batches")
+async def create_batch(request: Request, body: CreateBatchRequest) -> BatchObject:
+    """Begins a batch: its file is read, then its requests run."""
+    gateway, keep = request.app.state.gateway, body.output_expires_after
+    create = partial(
+        gateway.batches.create,
+        request.state.caller,
+        body.input_file_id,
+        body.window_s,
+        keep.seconds if keep else None,
+        # A batch has time.
+        max(each.level for each in gateway.settings.classes.values()),
+        endpoint=body.endpoint,
+        completion_window=body.completion_window,
+        metadata=body.metadata,
+    )
+    made: BatchObject = await run_in_threadpool(create)
+    return made
+
+
+@router.get("/v1/batches")
+async def list_batches(
+    request: Request,
+    after: Annotated[str | None, Query(pattern=f"^{BATCH_ID}$")] = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> ObjectPage[BatchObject]:
+    """The caller's batches, the newest first."""
+    batches = request.app.state.gateway.batches
+    found, has_more = await run_in_threadpool(
+        batches.page, get_owner(request.state.caller), after, limit
+    )
+    return ObjectPage[BatchObject].of(found, has_more=has_more)
+
+
+@router.get("/v1/batches/{batch_id}")
+async def get_batch(request: Request, batch_id: str) -> BatchObject:
+    """A batch, as it is now."""
+    batches, owner = request.app.state.gateway.batches, get_owner(request.state.caller)
+    record: BatchRecord = await run_in_threadpool(batches.get, owner, batch_id)
+    return record.batch
+
+
+@router.post("/v1/batches/{batch_id}/cancel", responses={409: {"description": "It is too late."}})
+async def cancel_batch(request: Request, batch_id: str) -> BatchObject:
+    """Ends a batch; what is done by then is kept."""
+    batches, owner = request.app.state.gateway.batches, get_owner(request.state.caller)
+    found: BatchObject = await run_in_threadpool(batches.cancel, owner, batch_id)
+    return found
+
+
+def _read_seconds(window: str) -> int:
+    return int(window[:-1]) * UNITS_S[window[-1]]

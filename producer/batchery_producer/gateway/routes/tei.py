@@ -1,0 +1,452 @@
+"""Routes that run a model, of Text Embeddings Inference (TEI) and Hugging Face's inference API."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field
+from starlette.responses import Response
+
+from batchery_producer.gateway.answers import best_first, json_list, json_response, off_loop
+from batchery_producer.gateway.bodies import (
+    Inputs,
+    JsonRoute,
+    ModelName,
+    RequestBody,
+    Unserved,
+    expected,
+)
+from batchery_producer.gateway.inference import (
+    build_overflow_keywords,
+    check_growth,
+    count_chars,
+    embed_items,
+    read_items,
+    resolve_model,
+    run_items,
+)
+from batchery_producer.gateway.models import LEAST_NORM, ModelTokenizer, ServedModel, numbers
+from batchery_producer.gateway.problems import Kind, Problem
+
+router = APIRouter(tags=["tei"], route_class=JsonRoute)
+
+
+class TeiRequest(RequestBody):
+    """Fields of all bodies; unknown ones are ignored, as there."""
+
+    model: Annotated[
+        str | None, Field(description="Name or alias of a model; TEI itself has only one.")
+    ] = None
+
+
+class TextRequest(TeiRequest):
+    """Fields of the routes that run a model."""
+
+    truncate: Annotated[
+        bool | None,
+        Field(description="Cut texts that are too long; the model's setting if missing."),
+    ] = None
+    truncation_direction: Annotated[
+        Literal["Left", "Right", "left", "right"] | None,
+        Field(description="Where they are cut; that of the model's tokenizer if missing."),
+    ] = None
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job."""
+        return build_overflow_keywords(model, self.truncate, self.truncation_direction)
+
+
+class PromptRequest(TextRequest):
+    """Fields of the routes whose models have prompts."""
+
+    prompt_name: Annotated[
+        str | None, Field(description="Name of a prompt to put in front of each text.")
+    ] = None
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job, the prompt among them."""
+        found = super().keywords(model)
+        if self.prompt_name is not None:
+            found["prompt"] = self.prompt_name
+        return found
+
+
+# Vectors: `/embed`, `/embed_all`, `/embed_sparse` and `/similarity`
+
+
+#: More numbers are written in a thread, which takes milliseconds.
+INLINE_NUMBERS = 50_000
+
+
+class EmbedRequest(PromptRequest):
+    """Texts for `/embed`."""
+
+    inputs: Inputs
+    normalize: Annotated[
+        bool | None,
+        Field(description="Scale vectors to length 1; the model's setting if missing."),
+    ] = None
+    dimensions: Annotated[
+        int | None, Field(ge=1, description="Keep only this many leading dimensions.")
+    ] = None
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job."""
+        found = super().keywords(model)
+        if self.normalize is not None and self.normalize != model.settings.normalize:
+            found["normalize"] = self.normalize
+        return found
+
+
+class EmbedAllRequest(PromptRequest):
+    """Texts for `/embed_all`."""
+
+    inputs: Inputs
+
+
+class EmbedSparseRequest(PromptRequest):
+    """Texts for `/embed_sparse`."""
+
+    inputs: Inputs
+
+
+class SparseValue(BaseModel):
+    """One number of a sparse vector."""
+
+    index: Annotated[int, Field(ge=0)]
+    value: float
+
+
+class SimilarityInputs(RequestBody):
+    """A text, and those that it is compared with."""
+
+    source_sentence: Annotated[str, Field(examples=["the cat sleeps"])]
+    sentences: Annotated[list[str], Field(examples=[["the cat rests", "the dog barks"]])]
+
+
+class SimilarityRequest(TeiRequest):
+    """Texts for `/similarity`."""
+
+    inputs: SimilarityInputs
+    parameters: PromptRequest | None = None
+
+
+async def list_response(request: Request, values: Iterable[Any], count: int) -> Response:
+    """An answer of many numbers.
+
+    Args:
+        request: Whose answer it is.
+        values: What is in the list.
+        count: How many numbers there are in all.
+    """
+    is_long = count > INLINE_NUMBERS
+    content = await off_loop(request.state.caller, lambda: json_list(values), is_long=is_long)
+    return Response(content, media_type="application/json")
+
+
+async def read_texts(request: Request, model: ServedModel, inputs: str | list[Any]) -> list[Any]:
+    """The items of a request. Token ids lose the special tokens around them, as workers add those.
+
+    Raises:
+        Problem: There are none, or one is empty.
+    """
+    items = read_items(request, "inputs", inputs)
+    if all(isinstance(item, str) for item in items):
+        return items
+    try:
+        tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(model)
+    except Problem:
+        # Without its files here, ids are taken as they are.
+        return items
+    return [item if isinstance(item, str) else tokenizer.without_frame(item) for item in items]
+
+
+@router.post("/embed", response_model=list[list[float]])
+async def embed(request: Request, body: EmbedRequest, model: ModelName = None) -> Response:
+    """One vector for each text."""
+    served = resolve_model(request, body.model or model, ("embedding",))
+    items = await read_texts(request, served, body.inputs)
+    results = await embed_items(request, served, items, body.keywords(served), body.dimensions)
+    vectors = [numbers(result["vector"]) for result in results]
+    return await list_response(request, vectors, sum(map(len, vectors)))
+
+
+@router.post("/embed_all", response_model=list[list[list[float]]])
+async def embed_all(request: Request, body: EmbedAllRequest, model: ModelName = None) -> Response:
+    """One vector for each token of each text."""
+    served = resolve_model(request, body.model or model, ("multi_vector_embedding",))
+    items = await read_texts(request, served, body.inputs)
+    check_growth(count_chars(items))
+    keywords = {**body.keywords(served), "encoding": "base64"}
+    results = await run_items(request, served, items, keywords)
+    count = sum(result["tokens"] * result["dimensions"] for result in results)
+    vectors = (numbers(result["vectors"]).reshape(-1, result["dimensions"]) for result in results)
+    return await list_response(request, vectors, count)
+
+
+@router.post("/embed_sparse", response_model=list[list[SparseValue]])
+async def embed_sparse(
+    request: Request, body: EmbedSparseRequest, model: ModelName = None
+) -> Response:
+    """One sparse vector for each text."""
+    served = resolve_model(request, body.model or model, ("sparse_embedding",))
+    items = await read_texts(request, served, body.inputs)
+    results = await run_items(request, served, items, body.keywords(served))
+    vectors = (
+        [
+            {"index": index, "value": value}
+            for index, value in zip(result["indices"], result["values"], strict=True)
+        ]
+        for result in results
+    )
+    # An object takes as long as several numbers.
+    count = 5 * sum(len(result["indices"]) for result in results)
+    return await list_response(request, vectors, count)
+
+
+@router.post("/similarity", response_model=list[float])
+async def similarity(
+    request: Request, body: SimilarityRequest, model: ModelName = None
+) -> Response:
+    """The cosine of the angle between a text's vector and that of each other text."""
+    options = body.parameters or PromptRequest()
+    served = resolve_model(request, body.model or options.model or model, ("embedding",))
+    if not body.inputs.sentences:
+        raise Problem(Kind.EMPTY, "inputs.sentences: an empty list; send a text at least")
+    items = read_items(request, "inputs", [body.inputs.source_sentence, *body.inputs.sentences])
+    keywords = {**options.keywords(served), "encoding": "base64"}
+    results = await run_items(request, served, items, keywords)
+    vectors = np.stack([numbers(result["vector"]) for result in results])
+    norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+    vectors = vectors / np.maximum(norms, LEAST_NORM)
+    return json_response(np.clip(vectors[1:] @ vectors[0], -1, 1))
+
+
+# Scores: `/predict` and `/rerank`
+
+
+#: More labels than any model has: the worker gives those that there are.
+ALL_LABELS = 1_000_000
+
+CLASSIFIERS = ("classification",)
+
+#: A text, or a text and its pair.
+TextOrPair = Annotated[list[str], Field(min_length=1, max_length=2)]
+
+
+class ScoreRequest(TextRequest):
+    """Fields of both."""
+
+    raw_scores: Annotated[
+        bool, Field(description="The model's output as it is, not made a probability.")
+    ] = False
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job."""
+        found = super().keywords(model)
+        return {**found, "raw_scores": True} if self.raw_scores else found
+
+
+class PredictRequest(ScoreRequest):
+    """Texts for `/predict`."""
+
+    inputs: Annotated[
+        str | TextOrPair | list[TextOrPair],
+        expected("a text, a pair of texts, or a list of [text] and [text, text]"),
+        Field(
+            description="A text, a pair of texts, or a list of `[text]` and `[text, text]`.",
+            examples=["the cat", [["the cat"], ["the cat", "a dog"]]],
+        ),
+    ]
+
+    def keywords(self, model: ServedModel) -> dict[str, Any]:
+        """Keywords of the job: all labels."""
+        return super().keywords(model) | {"top_k": ALL_LABELS}
+
+
+class PipelineParameters(RequestBody):
+    """What Hugging Face's own inference API has."""
+
+    top_k: Annotated[int | None, Field(ge=1, description="Only so many labels.")] = None
+    function_to_apply: Annotated[
+        Literal["none"] | None,
+        Field(description="`none` for the model's output as it is; else the model decides."),
+    ] = None
+
+
+class PipelineRequest(TeiRequest):
+    """Texts in the form of that API, which clients post to `/`."""
+
+    inputs: Annotated[str | list[str], expected("a text, or a list of texts")]
+    parameters: PipelineParameters
+
+    def keywords(self) -> dict[str, Any]:
+        """Keywords of the job."""
+        found: dict[str, Any] = {"top_k": self.parameters.top_k or ALL_LABELS}
+        return {**found, "raw_scores": True} if self.parameters.function_to_apply else found
+
+
+class Prediction(BaseModel):
+    """One label of a text."""
+
+    score: float
+    label: str
+
+
+class RerankTextsRequest(ScoreRequest):
+    """Texts for `/rerank`."""
+
+    query: Annotated[str, Field(examples=["what do cats do?"])]
+    texts: Annotated[list[str], Field(examples=[["the cat sleeps", "the dog barks"]])]
+    return_text: Annotated[bool, Field(description="Whether the answer has the texts, too.")] = (
+        False
+    )
+
+
+class Rank(BaseModel):
+    """One text, and how well it fits."""
+
+    index: Annotated[int, Field(ge=0, description="Its place in the request.")]
+    score: float
+    text: str | None = None
+
+
+@router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
+async def predict(request: Request, body: PredictRequest, model: ModelName = None) -> Response:
+    """All labels of each text, the likeliest first; of a text alone they are not in a list."""
+    served = resolve_model(request, body.model or model, CLASSIFIERS)
+    items, is_batch = items_to_label(request, body.inputs)
+    answers = await classify_items(request, served, items, body.keywords(served))
+    return json_response(answers if is_batch else answers[0])
+
+
+async def pipeline(request: Request, body: PipelineRequest, model: ModelName = None) -> Response:
+    """Labels as Hugging Face's own inference API gives them: in a list for each text."""
+    served = resolve_model(request, body.model or model, CLASSIFIERS)
+    texts = read_items(request, "inputs", body.inputs)
+    return json_response(await classify_items(request, served, texts, body.keywords()))
+
+
+async def classify_items(
+    request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
+) -> list[list[dict[str, Any]]]:
+    """The labels of each item, the likeliest first.
+
+    Raises:
+        Problem: An item failed.
+    """
+    results = await run_items(request, model, items, keywords)
+    return [
+        [{"score": score, "label": label} for label, score in result["scores"].items()]
+        for result in results
+    ]
+
+
+def items_to_label(request: Request, inputs: str | list[Any]) -> tuple[list[Any], bool]:
+    """The items of `/predict`, and whether they came as a list of several.
+
+    Args:
+        request: Whose they are.
+        inputs: A text; one or two texts, which are one item; or a list of one or two texts each.
+
+    Raises:
+        Problem: There are none, or one is empty.
+    """
+    is_batch = not isinstance(inputs, str) and not (inputs and isinstance(inputs[0], str))
+    texts = [[inputs]] if isinstance(inputs, str) else inputs if is_batch else [inputs]
+    items = [{"text": each[0], "text_pair": each[1]} if each[1:] else each[0] for each in texts]
+    return read_items(request, "inputs", items), is_batch
+
+
+@router.post("/rerank", response_model=list[Rank])
+async def rerank(request: Request, body: RerankTextsRequest, model: ModelName = None) -> Response:
+    """The texts by how well they fit the query, the best first."""
+    served = resolve_model(request, body.model or model, ("rerank",))
+    if not body.texts:
+        raise Problem(Kind.EMPTY, "texts: an empty list; send a text at least", param="texts")
+    request.state.caller.check(len(body.texts), 0)
+    items = [{"query": body.query, "text": text} for text in body.texts]
+    results = await run_items(request, served, items, body.keywords(served))
+    scores = [result["score"] for result in results]
+    ranks: list[dict[str, Any]] = [
+        {"index": index, "score": scores[index]} for index in best_first(scores)
+    ]
+    if body.return_text:
+        for rank in ranks:
+            rank["text"] = body.texts[rank["index"]]
+    return json_response(ranks)
+
+
+# Zero-shot and token classification, as Hugging Face's inference API has them
+
+
+Texts = Annotated[str | list[str], expected("a text, or a list of texts")]
+
+
+class ZeroShotParameters(RequestBody):
+    """What a text may be about."""
+
+    candidate_labels: Annotated[list[str], Field(min_length=1)]
+    hypothesis_template: str | None = None
+    multi_label: bool | None = None
+
+
+class ZeroShotRequest(TeiRequest):
+    """Texts, and labels."""
+
+    inputs: Texts
+    parameters: ZeroShotParameters
+
+
+class TokenParameters(RequestBody):
+    """How tokens become entities; `O` is never one."""
+
+    aggregation_strategy: Literal["none", "simple", "first", "average", "max"] = "simple"
+    ignore_labels: list[str] | None = None
+    stride: Unserved = None
+
+
+class TokenRequest(TeiRequest):
+    """Texts that may have entities."""
+
+    inputs: Texts
+    parameters: TokenParameters = TokenParameters()
+
+
+async def zero_shot(request: Request, body: ZeroShotRequest, model: str | None) -> Response:
+    """All labels of each text, the likeliest first; of a text alone they are not in a list."""
+    served = resolve_model(request, body.model or model, ("zero_shot",))
+    texts = read_items(request, "inputs", body.inputs)
+    options, labels = body.parameters, body.parameters.candidate_labels
+    # Each text is computed with each label.
+    chars = len(texts) * sum(map(len, labels))
+    request.state.caller.check(len(texts) * len(labels), chars)
+    given = options.model_dump(exclude={"candidate_labels"}, exclude_none=True)
+    answers = await classify_items(request, served, texts, {**given, "labels": labels})
+    return json_response(answers[0] if isinstance(body.inputs, str) else answers)
+
+
+async def find_entities(request: Request, body: TokenRequest, model: str | None) -> Response:
+    """The entities of each text; of a text alone they are not in a list."""
+    served = resolve_model(request, body.model or model, ("token_classification",))
+    texts = read_items(request, "inputs", body.inputs)
+    strategy = body.parameters.aggregation_strategy
+    ignored = body.parameters.ignore_labels or ()
+    results = await run_items(request, served, texts, {"aggregation": strategy})
+    name = "entity" if strategy == "none" else "entity_group"
+    answers: list[list[dict[str, Any]]] = [
+        [
+            {
+                name: each["label"],
+                "score": each["score"],
+                "word": each["text"],
+                "start": each["start"],
+                "end": each["end"],
+            }
+            for each in result["entities"]
+            if each["label"] not in ignored
+        ]
+        for result in results
+    ]
+    return json_response(answers[0] if isinstance(body.inputs, str) else answers)
