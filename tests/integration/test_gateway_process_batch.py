@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from conftest import StartGateway, StartWorker
-from support.gateway import GatewayProcess
+from support.gateway import GatewayProcess, metric_samples
 from support.harness import Worker, queue_length, unsettled, wait_for
 from support.tiny_models import save_model
 
@@ -158,6 +158,17 @@ def read_stream(
                 assert line.startswith("data: ")
             if line:
                 yield {**json.loads(line.removeprefix("data: ")), "sse": is_sse}
+
+
+def test_items_of_a_stream_are_counted_as_others_are(gateway: GatewayProcess) -> None:
+    def counted() -> float:
+        name = "batchery_gateway_items_total", (("model", "mood"),)
+        return metric_samples(gateway).get(name, 0.0)
+
+    before = counted()
+    *_, last = read_stream(gateway, {"texts": ["a", "b", "c"], "batch_size": 2})
+    assert last["status"] == "completed"
+    assert counted() == before + 3
 
 
 @pytest.mark.parametrize(

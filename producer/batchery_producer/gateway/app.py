@@ -1,10 +1,8 @@
 """The gateway's application: its routes, what is put around them, and its schema."""
 
-import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -18,25 +16,9 @@ from starlette.routing import Match, Route
 
 from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
-from batchery_producer.async_client import AsyncClient
-from batchery_producer.gateway import health, metrics, monitor
-from batchery_producer.gateway.batches.files import FileStore, Storage
-from batchery_producer.gateway.batches.store import BatchStore
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard, needs_no_key
-from batchery_producer.gateway.health import Absence, Health, stop
-from batchery_producer.gateway.inference import Inference
 from batchery_producer.gateway.metrics import Measured, Measurements
-from batchery_producer.gateway.models import (
-    ModelInfo,
-    ModelTokenizer,
-    PerModel,
-    ServedModels,
-    load_tokenizer,
-    read_info,
-    read_prompts,
-)
-from batchery_producer.gateway.monitor import Monitor
 from batchery_producer.gateway.problems import (
     FORMS,
     ErrorFormat,
@@ -50,92 +32,14 @@ from batchery_producer.gateway.problems import (
 from batchery_producer.gateway.routes import (
     cohere,
     openai,
+    operations,
     page,
     process_batch,
     tasks,
     tei,
     tei_server,
 )
-from batchery_producer.gateway.routes.process_batch import BatchCounters
-from batchery_producer.gateway.routes.tasks import TaskSender
-from batchery_producer.gateway.store import JobQueue, Store
-from batchery_producer.gateway.task_records import ResultWaiter, TaskRecords
-from batchery_producer.gateway.webhooks import Webhooks
-
-# What a running gateway has, and what runs beside its requests
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gateway:
-    """What the routes share; `request.app.state.gateway`."""
-
-    app: Celery
-    settings: Settings
-    models: ServedModels
-    inference: Inference
-    health: Health
-    tokenizers: PerModel[ModelTokenizer]
-    model_facts: PerModel[ModelInfo]
-    prompts: PerModel[Mapping[str, str]]
-    files: FileStore
-    batches: BatchStore
-    batch_counters: BatchCounters
-    task_sender: TaskSender
-    task_records: TaskRecords
-    result_waiter: ResultWaiter
-    webhooks: Webhooks
-    monitor: Monitor
-    measurements: Measurements
-
-
-@asynccontextmanager
-async def running(
-    app: Celery, settings: Settings, measurements: Measurements
-) -> AsyncIterator[Gateway]:
-    """Runs a gateway while entered.
-
-    Args:
-        app: The Celery app to which jobs are sent.
-        settings: Its models, and the table `gateway`.
-        measurements: Where results are counted.
-    """
-    models = ServedModels(settings.models)
-    absence = Absence({model.queue for model in models}, settings.gateway.worker_grace_s)
-    health, store, waiter = Health(app, absence), Store(app), ResultWaiter(app)
-    records = TaskRecords(store)
-    jobs = JobQueue(app, store)
-    webhooks = Webhooks(store, records, jobs, settings.gateway)
-    files = FileStore(store, Storage(settings.gateway.files))
-    monitor = Monitor(app, {model.queue for model in models}, health)
-    async with AsyncClient(app) as client:
-        await health.look()
-        watching = [asyncio.create_task(health.watch())]
-        try:
-            yield Gateway(
-                app=app,
-                settings=settings,
-                models=models,
-                inference=Inference(client, settings.gateway.timeout_s, measurements, absence),
-                health=health,
-                tokenizers=PerModel(load_tokenizer),
-                model_facts=PerModel(read_info),
-                prompts=PerModel(read_prompts),
-                files=files,
-                batches=BatchStore(store, files, jobs),
-                batch_counters=BatchCounters(store),
-                task_sender=TaskSender(app),
-                task_records=records,
-                result_waiter=waiter,
-                webhooks=webhooks,
-                monitor=monitor,
-                measurements=measurements,
-            )
-        finally:
-            for each in watching:
-                await stop(each)
-            await monitor.close()
-            await asyncio.to_thread(waiter.close)
-
+from batchery_producer.gateway.running import running
 
 # The errors of each route in the schema
 
@@ -239,9 +143,7 @@ ROUTERS = (
     tei_server.router,
     process_batch.router,
     tasks.router,
-    health.router,
-    monitor.router,
-    metrics.router,
+    operations.router,
     page.router,
 )
 

@@ -20,6 +20,7 @@ from pydantic_core import CoreSchema, from_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
+from batchery_producer.gateway.inference import read_timeout_s
 from batchery_producer.gateway.problems import Kind, Problem
 
 #: Maximum values of a body: parsing and checking as many takes some milliseconds, for which the
@@ -75,7 +76,7 @@ class JsonRoute(APIRoute):
         async def handle_in_time(request: Request) -> Response:
             if self.body_field is not None:
                 _check_headers(request)
-            timeout_s = request.app.state.gateway.inference.timeout_s(request)
+            timeout_s = read_timeout_s(request)
             try:
                 async with asyncio.timeout(timeout_s + SPARE_S):
                     return await handle(_JsonRequest(request.scope, request.receive))

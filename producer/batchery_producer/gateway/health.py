@@ -11,10 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 
 from celery import Celery
-from fastapi import APIRouter, Request
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
-from starlette.responses import Response
 
 from batchery.cli.app import check_broker
 from batchery.cli.redis_check import TIMEOUT_S
@@ -149,7 +147,7 @@ class Health:
 
     def __init__(self, app: Celery, absence: Absence) -> None:
         self._app = app
-        self._absence = absence
+        self.absence = absence
         #: Why requests are refused now; empty if they are not. Names no address and no user.
         self.problem = ""
         self._began_s: float | None = None
@@ -195,10 +193,10 @@ class Health:
             if not self.problem:
                 logger.warning("%s: %s", REDIS_AWAY, error)
             self.problem = REDIS_AWAY
-            self._absence.forget(time.monotonic())
+            self.absence.forget(time.monotonic())
         else:
             self.problem = ""
-            self._absence.refuse(absent)
+            self.absence.refuse(absent)
         finally:
             self._began_s = None
 
@@ -210,7 +208,7 @@ class Health:
                 self._workers = LiveWorkers.of(connection, TIMEOUT_S)
             if self._workers is None:
                 return set()  # Other brokers do not say who consumes.
-        alone = self._absence.without_worker(self._workers.registered(), time.monotonic())
+        alone = self.absence.without_worker(self._workers.registered(), time.monotonic())
         return set() if alone and self._workers.may_be_others() else alone
 
 
@@ -219,16 +217,3 @@ async def stop(task: "asyncio.Task[None]") -> None:
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
-
-
-# The route
-
-
-router = APIRouter()
-
-
-@router.get("/health", tags=["operations"], response_class=Response)
-async def health(request: Request) -> Response:
-    """Answers 200 while jobs can be sent, 503 while Redis is away."""
-    request.app.state.gateway.health.check()
-    return Response()

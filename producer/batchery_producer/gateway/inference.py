@@ -1,17 +1,14 @@
 """The one way from a request to the queue: items in, outcomes back."""
 
 import asyncio
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from batchery_producer.async_client import AsyncClient, AsyncTask
-from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.health import Absence
-from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, shorten
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
+from batchery_producer.gateway.running import get_gateway
 from batchery_producer.results.answers import Outcome
 
 # What a request asks for
@@ -20,16 +17,6 @@ from batchery_producer.results.answers import Outcome
 #: Maximum characters or token ids of a request whose answer is many times as large: a token of it
 #: takes 70 bytes as JSON, and a vector per token a thousand, here and in Redis.
 MAX_GROWING_CHARS = 100_000
-
-
-def resolve_model(request: Request, name: str | None, kinds: Collection[str] | None) -> ServedModel:
-    """The model of a name; without a name, the first one of these kinds; None is any kind.
-
-    Raises:
-        Problem: There is none.
-    """
-    found: ServedModel = request.app.state.gateway.models.find(name, kinds)
-    return found
 
 
 def read_items(request: Request, field: str, given: str | Sequence[Any]) -> list[Any]:
@@ -82,16 +69,14 @@ def check_growth(chars: int) -> None:
 async def run_items(
     request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
 ) -> list[Any]:
-    """Runs items, within the caller's limits.
+    """The result of each item, in order, within the caller's limits.
 
     Raises:
         Problem: There are too many, one of them failed, or there are no results.
     """
-    gateway = request.app.state.gateway
     request.state.caller.check(len(items), count_chars(items))
-    gateway.health.check()
-    found: list[Any] = await gateway.inference.values(request, model, items, keywords)
-    return found
+    outcomes = check_all(await run_outcomes(request, model, items, keywords))
+    return [outcome.value for outcome in outcomes]
 
 
 async def embed_items(
@@ -158,10 +143,11 @@ async def choose_prompt(
     if purpose is None:
         return {}
     known = next((names for names in (QUERIES, DOCUMENTS) if purpose in names), ())
-    names, prompts = (purpose, *known), model.settings.prompts
+    names = (purpose, *known)
+    prompts: Mapping[str, str] = model.settings.prompts
     if not prompts.keys() & set(names):
         try:
-            prompts = await request.app.state.gateway.prompts.of(model)
+            prompts = await get_gateway(request).prompts.of(model)
         except Problem as problem:
             text = f"{field}: {problem.message}; or name its prompts in the setting prompts"
             raise Problem(problem.kind, text, param=field) from problem
@@ -208,123 +194,68 @@ T = TypeVar("T")
 TIMEOUT_HEADER = "x-request-timeout"
 
 
-class Inference:
-    """Runs the items of requests."""
+async def run_outcomes(
+    request: Request,
+    model: ServedModel,
+    items: Sequence[Any],
+    keywords: Mapping[str, Any],
+    per_job: int = ITEMS_PER_JOB,
+) -> list[Outcome]:
+    """How each item ended, in order; if the caller hangs up, the jobs are revoked.
 
-    def __init__(
-        self, client: AsyncClient, timeout_s: float, measurements: Measurements, absence: Absence
-    ) -> None:
-        """Prepares.
+    They run on behalf of the caller: with their tenant and class, and in the time that they have.
 
-        Args:
-            client: Sends the jobs.
-            timeout_s: How long a request waits for its results at most, in seconds.
-            measurements: Where results are counted.
-            absence: Which models have no worker.
-        """
-        self._absence = absence
-        self._measurements = measurements
-        self._client = client
-        self._timeout_s = timeout_s
-
-    async def values(
-        self,
-        request: Request,
-        model: ServedModel,
-        items: Sequence[Any],
-        keywords: Mapping[str, Any] | None = None,
-    ) -> list[Any]:
-        """The result of each item, in order.
-
-        Raises:
-            Problem: That of the first item that failed, or why there are no results.
-        """
-        outcomes = await self.outcomes(request, model, items, keywords)
-        check_all(outcomes)
-        return [outcome.value for outcome in outcomes]
-
-    async def outcomes(
-        self,
-        request: Request,
-        model: ServedModel,
-        items: Sequence[Any],
-        keywords: Mapping[str, Any] | None = None,
-        per_job: int = ITEMS_PER_JOB,
-    ) -> list[Outcome]:
-        """How each item ended, in order; if the caller hangs up, the jobs are revoked.
-
-        Raises:
-            Problem: There are no outcomes: no time, no space, no worker, no Redis.
-        """
-        try:
-            outcomes = await self.run(request, model, items, keywords, per_job)
-        except Problem:
-            raise
-        except Exception as error:
-            raise build_problem(error) from error
-        self._measurements.results(model.name, outcomes)
-        return outcomes
-
-    def check_worker(self, model: ServedModel) -> None:
-        """Makes sure that a model may have a worker.
-
-        Raises:
-            Problem: It has none.
-        """
-        self._absence.check(model.name, model.queue)
-
-    async def run(
-        self,
-        request: Request,
-        model: ServedModel,
-        items: Sequence[Any],
-        keywords: Mapping[str, Any] | None,
-        per_job: int,
-    ) -> list[Outcome]:
-        """As `outcomes`, but counts nothing.
-
-        Raises:
-            Exception: There are no outcomes; `build_problem` says why.
-        """
-        task = self._task(request, model.name, model.queue)
-        async with self._absence.refusing(model.name, model.queue):
-            return await unless_gone(
+    Raises:
+        Problem: There are no outcomes: no time, no space, no worker, no Redis.
+    """
+    gateway, caller = get_gateway(request), request.state.caller
+    gateway.health.check()
+    timeout_s = read_timeout_s(request)
+    options = {} if caller.priority is None else {"priority": caller.priority}
+    task = gateway.client.task(
+        model.name,
+        timeout_s=timeout_s,
+        tenant=caller.tenant,
+        deadline_s=timeout_s,
+        queue=model.queue,
+        **options,
+    )
+    try:
+        async with gateway.health.absence.refusing(model.name, model.queue):
+            outcomes = await unless_gone(
                 request, task.outcomes(items, per_job=per_job, keywords=keywords)
             )
+    except Problem:
+        raise
+    except Exception as error:
+        raise build_problem(error) from error
+    gateway.measurements.results(model.name, outcomes)
+    return outcomes
 
-    def _task(self, request: Request, name: str, queue: str) -> AsyncTask:
-        """A task on behalf of the caller: their tenant and class, and the time that they have."""
-        caller: Caller = request.state.caller
-        timeout_s = self.timeout_s(request)
-        options: dict[str, Any] = {"queue": queue}
-        if caller.priority is not None:
-            options["priority"] = caller.priority
-        return self._client.task(
-            name, timeout_s=timeout_s, tenant=caller.tenant, deadline_s=timeout_s, **options
+
+def read_timeout_s(request: Request) -> float:
+    """How long a request waits for its results, in seconds.
+
+    Raises:
+        Problem: Its header is no number of seconds.
+    """
+    longest_s = get_gateway(request).settings.gateway.timeout_s
+    given = request.headers.get(TIMEOUT_HEADER)
+    if given is None:
+        return longest_s
+    try:
+        asked_s = float(given)
+    except ValueError:
+        asked_s = 0.0
+    if not asked_s > 0:
+        raise Problem(
+            Kind.INVALID, f"header X-Request-Timeout is {given!r:.40}: expected seconds above 0"
         )
-
-    def timeout_s(self, request: Request) -> float:
-        """How long a request waits for its results, in seconds.
-
-        Raises:
-            Problem: Its header is no number of seconds.
-        """
-        given = request.headers.get(TIMEOUT_HEADER)
-        if given is None:
-            return self._timeout_s
-        try:
-            asked_s = float(given)
-        except ValueError:
-            asked_s = 0.0
-        if not asked_s > 0:
-            raise Problem(
-                Kind.INVALID, f"header X-Request-Timeout is {given!r:.40}: expected seconds above 0"
-            )
-        return min(asked_s, self._timeout_s)
+    return min(asked_s, longest_s)
 
 
-def check_all(outcomes: Sequence[Outcome]) -> None:
-    """Makes sure that all items of a request succeeded.
+def check_all(outcomes: list[Outcome]) -> list[Outcome]:
+    """The outcomes of a request, if all of its items succeeded.
 
     Raises:
         Problem: That of the first item that failed.
@@ -335,6 +266,7 @@ def check_all(outcomes: Sequence[Outcome]) -> None:
             if len(outcomes) > 1:
                 problem.message = f"item {outcome.index}: {problem.message}"
             raise problem
+    return outcomes
 
 
 async def unless_gone(request: Request, call: Awaitable[T]) -> T:

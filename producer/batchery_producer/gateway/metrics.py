@@ -1,25 +1,18 @@
-"""What Prometheus gets: the gateway's own counts, and the figures of queues and devices."""
+"""What the gateway counts of itself: for Prometheus, and what `/process-batch` did."""
 
-import asyncio
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.registry import Collector
-from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchery.cli.survey import Survey
-from batchery_producer.gateway.monitor import ClusterSnapshot, list_devices, list_queues
-from batchery_producer.gateway.problems import STATUS, Kind, build_problem
-from batchery_producer.results.answers import Outcome
+from batchery_producer.gateway.problems import STATUS, Kind, Problem, build_problem
+from batchery_producer.gateway.store import Store
+from batchery_producer.results.answers import BatchSummary, Outcome
 
 # Of the gateway itself
 
@@ -151,120 +144,66 @@ class Measured:
         return path if path in self._routes else OTHER_ROUTE
 
 
-# The route, and the figures of others
+# What `/process-batch` did, in all processes of all gateways together
 
 
-router = APIRouter(tags=["operations"])
+class BatchTotals(NamedTuple):
+    """What was counted.
 
-#: Of its own: threads that others share may all wait for Redis.
-ENCODER = ThreadPoolExecutor(1, "batchery-metrics")
+    Attributes:
+        requests: Requests that were answered.
+        texts: Their texts.
+        batches: Batches in which their texts were computed.
+        forward_s: Time of these batches' computation.
+        peak_batch_size: Items of the largest.
+    """
 
-OF_DEVICE = ["worker", "device"]
-
-#: Sums of a device: name in its worker's figures, name here, what it is, and units per unit.
-DEVICE_SUMS = (
-    ("batches", "batchery_device_batches", "Batches that ran.", 1.0),
-    ("items", "batchery_device_items", "Items that ran.", 1.0),
-    ("tokens", "batchery_device_tokens", "Tokens of these items.", 1.0),
-    (
-        "computed_tokens",
-        "batchery_device_computed_tokens",
-        "Tokens that were computed: with padding.",
-        1.0,
-    ),
-    ("forward_ms", "batchery_device_forward_seconds", "Time in forward passes.", 1e-3),
-)
+    requests: int = 0
+    texts: int = 0
+    batches: int = 0
+    forward_s: float = 0.0
+    peak_batch_size: int = 0
 
 
-@router.get("/metrics", response_class=Response)
-async def metrics(request: Request) -> Response:
-    """Counts since the start, in the text format of Prometheus."""
-    gateway = request.app.state.gateway
-    look = await gateway.monitor.latest()
-    encode, media_type = choose_encoder(request.headers.get("accept", ""))
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(MetricsCollector(gateway.measurements, look))
-    # With several processes it reads files.
-    text = await asyncio.get_running_loop().run_in_executor(ENCODER, encode, registry)
-    return Response(text, headers={"Content-Type": media_type})
+class BatchCounters:
+    """Keeps the counters as a sorted set in Redis, which can add and can keep a maximum."""
 
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._key = store.key("batch-stats")
 
-class MetricsCollector(Collector):
-    """All metrics of one answer."""
+    async def count(self, texts: int, batches: Collection[BatchSummary]) -> None:
+        """Counts a request, in one round trip.
 
-    def __init__(self, measurements: Measurements, look: ClusterSnapshot) -> None:
-        self._measurements = measurements
-        self._look = look
+        If Redis has gone, it is not counted: its labels matter more.
+        """
+        sums = {
+            "requests": 1,
+            "texts": texts,
+            "batches": len(batches),
+            "forward_s": sum(batch.forward_ms for batch in batches) / 1000,
+        }
+        peak = max((batch.size for batch in batches), default=0)
 
-    def collect(self) -> Iterator[Metric]:
-        """First the gateway's own."""
-        yield from self._measurements.registry.collect()
-        yield from of_survey(self._look.now)
+        def add(client: Any) -> None:
+            with client.pipeline(transaction=False) as pipe:
+                for name, amount in sums.items():
+                    pipe.zincrby(self._key, amount, name)
+                pipe.zadd(self._key, {"peak_batch_size": peak}, gt=True)
+                pipe.execute()
 
+        with suppress(Problem):
+            await self._store.run(add)
 
-def of_survey(survey: Survey | None) -> Iterator[Metric]:
-    """The metrics of workers, devices and queues; without a survey, only that there is none."""
-    yield GaugeMetricFamily(
-        "batchery_broker_up", "Whether the broker answered.", value=survey is not None
-    )
-    if survey is None:
-        return
-    yield from _queues(survey)
-    answers = {name: each for name, each in survey.workers.items() if "batches" in each}
-    yield GaugeMetricFamily("batchery_workers", "Workers that answered.", value=len(answers))
-    failures = CounterMetricFamily(
-        "batchery_worker_failures", "Failed jobs and items.", labels=["worker", "error"]
-    )
-    sums = {
-        name: CounterMetricFamily(metric, text, labels=OF_DEVICE)
-        for name, metric, text, _ in DEVICE_SUMS
-    }
-    for worker, figures in answers.items():
-        for error, count in figures["batches"].get("failures", {}).items():
-            failures.add_metric([worker, error], count)
-        for device, state in figures["devices"].items():
-            for name, _, _, unit in DEVICE_SUMS:
-                sums[name].add_metric([worker, device], state.get("done", {}).get(name, 0) * unit)
-    yield failures
-    yield from sums.values()
-    yield from _devices(survey)
+    async def totals(self) -> BatchTotals:
+        """What was counted so far.
 
-
-def _queues(survey: Survey) -> Iterator[Metric]:
-    waiting = GaugeMetricFamily(
-        "batchery_queue_waiting_jobs", "Jobs in Redis and in workers.", labels=["queue"]
-    )
-    oldest = GaugeMetricFamily(
-        "batchery_queue_oldest_job_seconds", "Age of the oldest of them.", labels=["queue"]
-    )
-    for queue in list_queues(survey):
-        waiting.add_metric([queue.name], queue.waiting)
-        if queue.oldest_s is not None or not queue.waiting:
-            oldest.add_metric([queue.name], queue.oldest_s or 0.0)
-    yield waiting
-    yield oldest
-    if survey.dead_letters is not None:
-        yield GaugeMetricFamily("batchery_dead_letters", "Dead letters.", value=survey.dead_letters)
-
-
-def _devices(survey: Survey) -> Iterator[Metric]:
-    def gauge(name: str, text: str) -> Any:
-        return GaugeMetricFamily(f"batchery_device_{name}", text, labels=OF_DEVICE)
-
-    ready = gauge("ready", "Whether it takes batches.")
-    in_flight = gauge("batches_in_flight", "Batches that it holds.")
-    resident = gauge("resident_memory_bytes", "Main memory of its process.")
-    held = gauge("memory_bytes", "Memory that torch holds of a GPU.")
-    size = gauge("memory_size_bytes", "All memory of the GPU.")
-    for device in list_devices(survey):
-        labels = [device.worker, device.name]
-        ready.add_metric(labels, device.state == "ready")
-        in_flight.add_metric(labels, device.batches_in_flight)
-        for family, value in (
-            (resident, device.resident_bytes),
-            (held, device.memory_bytes),
-            (size, device.memory_size_bytes),
-        ):
-            if value is not None:
-                family.add_metric(labels, value)
-    yield from (ready, in_flight, resident, held, size)
+        Raises:
+            Problem: Redis is away.
+        """
+        found = await self._store.run(
+            lambda client: client.zrange(self._key, 0, -1, withscores=True)
+        )
+        known = {name.decode(): score for name, score in found}
+        kinds = BatchTotals.__annotations__
+        return BatchTotals(**{name: kinds[name](known[name]) for name in kinds if name in known})

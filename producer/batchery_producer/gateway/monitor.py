@@ -10,9 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from celery import Celery
-from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
-from starlette.responses import Response
 
 from batchery.cli.survey import Survey, WorkerDirectory, survey
 from batchery.errors import StartError
@@ -415,26 +413,3 @@ class Monitor:
         before = self._kept[0] if self._kept else None
         self._kept.append(now)
         return ClusterSnapshot(now, before, "", time.monotonic())
-
-
-# The route; the page shows it
-
-
-router = APIRouter(tags=["operations"])
-
-
-@router.get("/status", response_model=StatusResponse)
-async def status(request: Request) -> Response:
-    """Figures of the last seconds; `problem` says why there are none."""
-    gateway = request.app.state.gateway
-    look = await gateway.monitor.latest()
-    models = [
-        ModelStatus(name=each.name, kind=each.kind, queue=each.queue, aliases=each.settings.aliases)
-        for each in gateway.models
-    ]
-    found = overview(look.now, look.before, models, look.problem, look.age_s)
-    return Response(
-        found.model_dump_json(),
-        media_type="application/json",
-        headers={"Cache-Control": "no-store"},
-    )

@@ -417,7 +417,7 @@ class FileStore:
 
     def page(
         self, owner: str, after: str | None, limit: int, *, newest_first: bool, purpose: str | None
-    ) -> tuple[Sequence[FileObject], bool]:
+    ) -> tuple[list[FileObject], bool]:
         """Some files, and whether there are more."""
         keys = self._store.call(lambda client: client.hkeys(self._key(owner)))
         ids = sorted(each.decode() for each in keys if each != b"bytes")

@@ -439,7 +439,7 @@ class BatchStore:
             raise Problem(Kind.NOT_FOUND, f"batch {batch_id!r:.100}: no such batch", param="id")
         return records[0]
 
-    def page(self, owner: str, after: str | None, limit: int) -> tuple[Sequence[BatchObject], bool]:
+    def page(self, owner: str, after: str | None, limit: int) -> tuple[list[BatchObject], bool]:
         """Some batches, the newest first, and whether there are more."""
         key = self._store.key("batches", owner)
         start = f"({after}" if after else "+"

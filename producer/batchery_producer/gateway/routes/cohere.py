@@ -17,12 +17,12 @@ from batchery_producer.gateway.inference import (
     choose_prompt,
     embed_items,
     read_items,
-    resolve_model,
     run_items,
 )
 from batchery_producer.gateway.models import numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.openai import Usage
+from batchery_producer.gateway.running import get_gateway
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -126,7 +126,7 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
     Raises:
         Problem: There is no such model, a document has no text, or the model failed.
     """
-    served = resolve_model(request, body.model, ("rerank",))
+    served = get_gateway(request).models.find(body.model, ("rerank",))
     if not body.documents:
         raise Problem(Kind.EMPTY, "documents: an empty list; send one at least", param="documents")
     request.state.caller.check(len(body.documents), 0)
@@ -274,7 +274,7 @@ async def _embed(
     version: str,
     dimensions: int | None = None,
 ) -> Response:
-    model = resolve_model(request, body.model, ("embedding",))
+    model = get_gateway(request).models.find(body.model, ("embedding",))
     if texts is None:
         raise Problem(Kind.EMPTY, "texts: is missing; send a text at least", param="texts")
     items = read_items(request, "texts", texts)

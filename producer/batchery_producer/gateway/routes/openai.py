@@ -2,13 +2,11 @@
 
 import re
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Annotated, Any, BinaryIO, Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
@@ -26,7 +24,6 @@ from batchery_producer.gateway.batches.requests import ENDPOINTS
 from batchery_producer.gateway.batches.store import (
     BATCH_ID,
     BatchObject,
-    BatchRecord,
     Metadata,
     ObjectPage,
 )
@@ -36,10 +33,10 @@ from batchery_producer.gateway.inference import (
     choose_prompt,
     embed_items,
     read_items,
-    resolve_model,
 )
 from batchery_producer.gateway.models import ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.running import get_gateway
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
@@ -161,7 +158,7 @@ class EmbeddingsResponse(BaseModel):
 @router.post("/v1/embeddings", response_model=EmbeddingsResponse)
 async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector for each input."""
-    model = resolve_model(request, body.model, ("embedding",))
+    model = get_gateway(request).models.find(body.model, ("embedding",))
     if has_ids(body.input) and not model.is_own_name(body.model):
         raise Problem(Kind.INVALID, ALIAS_IDS.format(body.model), param="input")
     dimensions = body.choose_value("dimensions", "output_dimension")
@@ -195,14 +192,14 @@ OWNER = "batchery"
 @plain_router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """All models, in the order of the settings."""
-    models = request.app.state.gateway.models
+    models = get_gateway(request).models
     return {"object": "list", "data": [_describe_model(model) for model in models]}
 
 
 @plain_router.get("/v1/models/{name:path}")
 async def get_model(request: Request, name: str) -> dict[str, Any]:
     """One model, by its name or an alias."""
-    models = request.app.state.gateway.models
+    models = get_gateway(request).models
     for model in models:
         if name == model.name or name in model.settings.aliases:
             return _describe_model(model)
@@ -273,7 +270,7 @@ class UploadFields(BaseModel):
 @plain_router.post("/v1/files", openapi_extra=UPLOAD_SCHEMA)
 async def upload_file(request: Request) -> FileObject:
     """Keeps a file of requests, for a batch."""
-    gateway = request.app.state.gateway
+    gateway = get_gateway(request)
     check_origin(request, gateway.settings.gateway.cors_origins)
     # Not by FastAPI, which would hide why the guard refuses the rest of a body.
     async with request.form(max_files=1, max_fields=MAX_FIELDS) as form:
@@ -284,14 +281,13 @@ async def upload_file(request: Request) -> FileObject:
             )
         fields = _read_fields(form)
         expires_s = fields.expires_after.seconds if fields.expires_after else None
-        made: FileObject = await gateway.files.upload(
+        return await gateway.files.upload(
             request.state.caller, file.filename or "", _read_chunks(file), file.size or 0, expires_s
         )
-    return made
 
 
 @plain_router.get("/v1/files")
-async def list_files(
+def list_files(
     request: Request,
     after: Annotated[str | None, Query(pattern=f"^{FILE_ID}$")] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
@@ -299,33 +295,27 @@ async def list_files(
     purpose: str | None = None,
 ) -> ObjectPage[FileObject]:
     """The caller's files, the newest first."""
-    page = partial(
-        request.app.state.gateway.files.page,
+    found, has_more = get_gateway(request).files.page(
         get_owner(request.state.caller),
         after,
         limit,
         newest_first=order == "desc",
         purpose=purpose,
     )
-    found, has_more = await run_in_threadpool(page)
     return ObjectPage[FileObject].of(found, has_more=has_more)
 
 
 @plain_router.get("/v1/files/{file_id}")
-async def get_file(request: Request, file_id: str) -> FileObject:
+def get_file(request: Request, file_id: str) -> FileObject:
     """A file, without its content."""
-    files = request.app.state.gateway.files
-    owner = get_owner(request.state.caller)
-    found: FileObject = await run_in_threadpool(files.get, owner, file_id)
-    return found
+    return get_gateway(request).files.get(get_owner(request.state.caller), file_id)
 
 
 @plain_router.get("/v1/files/{file_id}/content", response_class=Response)
-async def get_content(request: Request, file_id: str) -> Response:
+def get_content(request: Request, file_id: str) -> Response:
     """The content of a file."""
-    files, owner = request.app.state.gateway.files, get_owner(request.state.caller)
-    found = await run_in_threadpool(files.get, owner, file_id)
-    file = await run_in_threadpool(files.open, owner, file_id)
+    files, owner = get_gateway(request).files, get_owner(request.state.caller)
+    found, file = files.get(owner, file_id), files.open(owner, file_id)
     # A browser must not take what a caller sent for a page of ours.
     headers = {"Content-Length": str(found.bytes), "X-Content-Type-Options": "nosniff"}
     return StreamingResponse(
@@ -337,10 +327,9 @@ async def get_content(request: Request, file_id: str) -> Response:
     "/v1/files/{file_id}",
     responses={409: {"description": "A batch still reads it."}},
 )
-async def delete_file(request: Request, file_id: str) -> FileDeleted:
+def delete_file(request: Request, file_id: str) -> FileDeleted:
     """Removes a file."""
-    batches = request.app.state.gateway.batches
-    await run_in_threadpool(batches.delete_file, get_owner(request.state.caller), file_id)
+    get_gateway(request).batches.delete_file(get_owner(request.state.caller), file_id)
     return FileDeleted(id=file_id)
 
 
@@ -432,11 +421,10 @@ class CreateBatchRequest(RequestBody):
 
 
 @router.post("/v1/batches")
-async def create_batch(request: Request, body: CreateBatchRequest) -> BatchObject:
+def create_batch(request: Request, body: CreateBatchRequest) -> BatchObject:
     """Begins a batch: its file is read, then its requests run."""
-    gateway, keep = request.app.state.gateway, body.output_expires_after
-    create = partial(
-        gateway.batches.create,
+    gateway, keep = get_gateway(request), body.output_expires_after
+    return gateway.batches.create(
         request.state.caller,
         body.input_file_id,
         body.window_s,
@@ -447,38 +435,30 @@ async def create_batch(request: Request, body: CreateBatchRequest) -> BatchObjec
         completion_window=body.completion_window,
         metadata=body.metadata,
     )
-    made: BatchObject = await run_in_threadpool(create)
-    return made
 
 
 @router.get("/v1/batches")
-async def list_batches(
+def list_batches(
     request: Request,
     after: Annotated[str | None, Query(pattern=f"^{BATCH_ID}$")] = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
 ) -> ObjectPage[BatchObject]:
     """The caller's batches, the newest first."""
-    batches = request.app.state.gateway.batches
-    found, has_more = await run_in_threadpool(
-        batches.page, get_owner(request.state.caller), after, limit
-    )
+    owner = get_owner(request.state.caller)
+    found, has_more = get_gateway(request).batches.page(owner, after, limit)
     return ObjectPage[BatchObject].of(found, has_more=has_more)
 
 
 @router.get("/v1/batches/{batch_id}")
-async def get_batch(request: Request, batch_id: str) -> BatchObject:
+def get_batch(request: Request, batch_id: str) -> BatchObject:
     """A batch, as it is now."""
-    batches, owner = request.app.state.gateway.batches, get_owner(request.state.caller)
-    record: BatchRecord = await run_in_threadpool(batches.get, owner, batch_id)
-    return record.batch
+    return get_gateway(request).batches.get(get_owner(request.state.caller), batch_id).batch
 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses={409: {"description": "It is too late."}})
-async def cancel_batch(request: Request, batch_id: str) -> BatchObject:
+def cancel_batch(request: Request, batch_id: str) -> BatchObject:
     """Ends a batch; what is done by then is kept."""
-    batches, owner = request.app.state.gateway.batches, get_owner(request.state.caller)
-    found: BatchObject = await run_in_threadpool(batches.cancel, owner, batch_id)
-    return found
+    return get_gateway(request).batches.cancel(get_owner(request.state.caller), batch_id)
 
 
 def _read_seconds(window: str) -> int:

@@ -10,7 +10,9 @@ from starlette.responses import FileResponse, Response
 
 from batchery_producer.gateway.answers import json_of_arguments, json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
+from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.running import get_gateway
 
 router = APIRouter(tags=["page"], route_class=JsonRoute)
 
@@ -78,19 +80,18 @@ async def no_icon() -> Response:
 @router.post("/page/try", response_model=TryResponse)
 async def try_model(request: Request, body: TryRequest) -> Response:
     """Runs one item through a model of any kind; the result is what Celery's clients get."""
-    gateway = request.app.state.gateway
+    gateway = get_gateway(request)
     model = gateway.models.find(body.model, {each.kind for each in gateway.models})
     item = body.item
     json = json_of_arguments([item, body.keywords])
     request.state.caller.check(1, len(item if isinstance(item, str) else json))
-    gateway.health.check()
     began_s = time.perf_counter()
-    (result,) = await gateway.inference.values(request, model, [item], body.keywords)
+    (outcome,) = check_all(await run_outcomes(request, model, [item], body.keywords))
     content = {
         "model": model.name,
         "kind": model.kind,
         "duration_ms": round((time.perf_counter() - began_s) * 1e3, 2),
-        "result": result,
+        "result": outcome.value,
     }
     return json_response(content)
 

@@ -2,10 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Query, Request
@@ -16,77 +14,12 @@ from starlette.types import Receive, Send
 
 from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import WHOLE, JsonRoute, RequestBody
-from batchery_producer.gateway.inference import check_all
+from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.monitor import DeviceFigures, in_gb, read_figures
 from batchery_producer.gateway.problems import Problem, build_problem
-from batchery_producer.gateway.store import Store
+from batchery_producer.gateway.running import get_gateway
 from batchery_producer.results.answers import BatchSummary, Outcome
-
-# Counts of all processes of all gateways together
-
-
-class BatchTotals(NamedTuple):
-    """What was counted.
-
-    Attributes:
-        requests: Requests that were answered.
-        texts: Their texts.
-        batches: Batches in which their texts were computed.
-        forward_s: Time of these batches' computation.
-        peak_batch_size: Items of the largest.
-    """
-
-    requests: int = 0
-    texts: int = 0
-    batches: int = 0
-    forward_s: float = 0.0
-    peak_batch_size: int = 0
-
-
-class BatchCounters:
-    """Keeps the counters as a sorted set in Redis, which can add and can keep a maximum."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._key = store.key("batch-stats")
-
-    async def count(self, texts: int, batches: Collection[BatchSummary]) -> None:
-        """Counts a request, in one round trip.
-
-        If Redis has gone, it is not counted: its labels matter more.
-        """
-        sums = {
-            "requests": 1,
-            "texts": texts,
-            "batches": len(batches),
-            "forward_s": sum(batch.forward_ms for batch in batches) / 1000,
-        }
-        peak = max((batch.size for batch in batches), default=0)
-
-        def add(client: Any) -> None:
-            with client.pipeline(transaction=False) as pipe:
-                for name, amount in sums.items():
-                    pipe.zincrby(self._key, amount, name)
-                pipe.zadd(self._key, {"peak_batch_size": peak}, gt=True)
-                pipe.execute()
-
-        with suppress(Problem):
-            await self._store.run(add)
-
-    async def totals(self) -> BatchTotals:
-        """What was counted so far.
-
-        Raises:
-            Problem: Redis is away.
-        """
-        found = await self._store.run(
-            lambda client: client.zrange(self._key, 0, -1, withscores=True)
-        )
-        known = {name.decode(): score for name, score in found}
-        kinds = BatchTotals.__annotations__
-        return BatchTotals(**{name: kinds[name](known[name]) for name in kinds if name in known})
-
 
 # Answers that come in pieces: server-sent events, or a line of JSON for each
 
@@ -178,11 +111,6 @@ async def _encoded(events: AsyncIterator[Any], *, is_sse: bool) -> AsyncIterator
 
 #: Digits after the point of times and rates.
 DIGITS = 6
-
-
-def cut(texts: Sequence[str], batch_size: int) -> list[Sequence[str]]:
-    """Cuts texts into batches, in order."""
-    return [texts[start : start + batch_size] for start in range(0, len(texts), batch_size)]
 
 
 def labelled(texts: Sequence[str], outcomes: Sequence[Outcome], start: int) -> list[dict[str, Any]]:
@@ -355,13 +283,11 @@ SSE_SCHEMA = {
 @router.post("/process-batch", response_model=ProcessBatchResponse)
 async def process_batch(request: Request, body: ProcessBatchRequest) -> Response:
     """The label of each text."""
-    gateway = request.app.state.gateway
+    gateway = get_gateway(request)
     model = _model_for(request, body)
     began_s = time.perf_counter()
-    outcomes = await gateway.inference.outcomes(
-        request, model, body.texts, _keywords(model, body), body.batch_size
-    )
-    check_all(outcomes)
+    keywords = _keywords(model, body)
+    outcomes = check_all(await run_outcomes(request, model, body.texts, keywords, body.batch_size))
     took_s = time.perf_counter() - began_s
     batches, count = collect_batches(outcomes), len(outcomes)
     results = labelled(body.texts, outcomes, 0)
@@ -389,7 +315,7 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> Response
 @router.get("/batch-stats")
 async def batch_stats(request: Request) -> BatchStatsResponse:
     """What was counted since the beginning, and the devices of the first classifier."""
-    gateway = request.app.state.gateway
+    gateway = get_gateway(request)
     gateway.health.check()
     totals = await gateway.batch_counters.totals()
     model = next((model for model in gateway.models if model.kind in KINDS), None)
@@ -436,43 +362,28 @@ async def process_batch_stream(
     return EventStream(run.events(), format_for(accept, format_), run.stop)
 
 
-@dataclass(slots=True)
-class _Batch:
-    """A batch on its way."""
-
-    texts: Sequence[str]
-    start: int
-    outcomes: "asyncio.Future[list[Outcome]]"
-
-
 class _Run:
     """A stream: all batches are sent at once, and told of in order."""
 
     def __init__(self, request: Request, model: ServedModel, body: ProcessBatchRequest) -> None:
-        self._gateway = request.app.state.gateway
+        self._gateway = get_gateway(request)
         self._wanted = body
-        run = self._gateway.inference.run
         self._began_s = time.perf_counter()
+        keywords, size = _keywords(model, body), body.batch_size
+        batches = [body.texts[start : start + size] for start in range(0, len(body.texts), size)]
+        #: The texts of each batch, and how they end.
         self._batches = [
-            _Batch(
-                texts,
-                number * body.batch_size,
-                asyncio.ensure_future(
-                    run(request, model, texts, _keywords(model, body), len(texts))
-                ),
-            )
-            for number, texts in enumerate(cut(body.texts, body.batch_size))
+            (texts, asyncio.ensure_future(run_outcomes(request, model, texts, keywords, size)))
+            for texts in batches
         ]
         # Also looks at the errors that nobody awaits after the first.
-        self._all = asyncio.gather(
-            *(batch.outcomes for batch in self._batches), return_exceptions=True
-        )
+        self._all = asyncio.gather(*(ended for _, ended in self._batches), return_exceptions=True)
 
     def stop(self) -> None:
         """Revokes what has not ended."""
         # Not `_all`, which would hold an error that nobody asks for.
-        for batch in self._batches:
-            batch.outcomes.cancel()
+        for _, ended in self._batches:
+            ended.cancel()
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """The events, until the first error."""
@@ -485,22 +396,21 @@ class _Run:
         }
         results: list[dict[str, Any]] = []
         outcomes: list[Outcome] = []
-        for number, batch in enumerate(self._batches, 1):
+        for number, (texts, running) in enumerate(self._batches, 1):
             yield {
                 "status": "processing_batch",
                 "batch_number": number,
-                "batch_size": len(batch.texts),
-                "progress": round(batch.start / total, DIGITS),
+                "batch_size": len(texts),
+                "progress": round(len(results) / total, DIGITS),
             }
             began_s = time.perf_counter()
             try:
-                ended = await batch.outcomes
-                check_all(ended)
+                ended = check_all(await running)
             except Exception as error:  # noqa: BLE001 - the head is sent, so it becomes an event
                 yield _error_event(number, error)
                 return
             took_s = time.perf_counter() - began_s
-            partial = labelled(batch.texts, ended, batch.start)
+            partial = labelled(texts, ended, len(results))
             results += partial
             outcomes += ended
             yield {
@@ -539,11 +449,11 @@ def _model_for(request: Request, body: ProcessBatchRequest) -> ServedModel:
     Raises:
         Problem: There is no such model, too much text, no worker, or no Redis.
     """
-    gateway = request.app.state.gateway
-    model: ServedModel = gateway.models.find(body.model, KINDS)
+    gateway = get_gateway(request)
+    model = gateway.models.find(body.model, KINDS)
     request.state.caller.check(len(body.texts), sum(map(len, body.texts)))
     gateway.health.check()
-    gateway.inference.check_worker(model)
+    gateway.health.absence.check(model.name, model.queue)
     return model
 
 
@@ -562,5 +472,5 @@ async def _gpu_memory(
 ) -> float | None:
     if all(batch.device.startswith("cpu") for batch in batches):
         return None
-    devices = read_figures(await request.app.state.gateway.monitor.workers(), model.queue)
+    devices = read_figures(await get_gateway(request).monitor.workers(), model.queue)
     return in_gb(devices.allocated_bytes)

@@ -23,8 +23,9 @@ from batchery.tracing import trace_headers
 from batchery_producer.gateway.answers import json_of_arguments
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.callers import Caller
-from batchery_producer.gateway.inference import unless_gone
+from batchery_producer.gateway.inference import read_timeout_s, unless_gone
 from batchery_producer.gateway.problems import Kind, Problem, build_problem, redis_problem
+from batchery_producer.gateway.running import get_gateway
 from batchery_producer.gateway.task_records import TaskRecord, to_json
 from batchery_producer.gateway.webhooks import resolve_target
 from batchery_producer.publishing.publisher import is_known
@@ -88,92 +89,68 @@ class RequestedCall:
         return hashlib.sha256(orjson.dumps(parts) + self.json).hexdigest()
 
 
-class TaskSender:
-    """Sends as the app's own code would: to its queues, in stock messages."""
+def check_form(app: Celery, call: RequestedCall) -> None:
+    """Makes sure that the arguments are of the right form, if the app knows the task.
 
-    def __init__(self, app: Celery) -> None:
-        self._app = app
+    Raises:
+        Problem: A batch task takes an item, and others take arguments.
+    """
+    known: Any = app.tasks.get(call.task)
+    if known is None or isinstance(known, BatchTask) is call.is_batch:
+        return
+    text = (
+        "is no batch task; send args and kwargs, not items"
+        if call.is_batch
+        else "is a batch task; send item or items, and keywords"
+    )
+    raise Problem(Kind.INVALID, f"{call.task}: {text}")
 
-    def knows(self, task: str) -> bool:
-        """Whether the app has this task, or a route for it."""
-        return is_known(self._app, task)
 
-    def check(self, call: RequestedCall) -> None:
-        """Makes sure that the arguments are of the right form, if the app knows the task.
+async def send_call(
+    app: Celery,
+    call: RequestedCall,
+    task_id: str,
+    caller: Caller,
+    *,
+    reply: Mapping[str, Any],
+    expires_s: int | None,
+    callback: Any = None,
+) -> None:
+    """Sends a task as the app's own code would: to its queues, in a stock message.
 
-        Raises:
-            Problem: A batch task takes an item, and others take arguments.
-        """
-        known: Any = self._app.tasks.get(call.task)
-        if known is None or isinstance(known, BatchTask) is call.is_batch:
-            return
-        if call.is_batch:
-            raise Problem(
-                Kind.INVALID, f"{call.task}: is no batch task; send args and kwargs, not items"
-            )
-        raise Problem(
-            Kind.INVALID, f"{call.task}: is a batch task; send item or items, and keywords"
-        )
+    Args:
+        app: The app.
+        call: The task.
+        task_id: Its id.
+        caller: For whom it runs.
+        reply: Headers that ask for an announcement of its end.
+        expires_s: Within how many seconds a worker must begin it.
+        callback: What its worker sends when it has ended, well or not.
 
-    async def send(
-        self,
-        call: RequestedCall,
-        task_id: str,
-        caller: Caller,
-        *,
-        reply: Mapping[str, Any],
-        expires_s: int | None,
-        callback: Any = None,
-    ) -> None:
-        """Sends a task.
-
-        Args:
-            call: The task.
-            task_id: Its id.
-            caller: For whom it runs.
-            reply: Headers that ask for an announcement of its end.
-            expires_s: Within how many seconds a worker must begin it.
-            callback: What its worker sends when it has ended, well or not.
-
-        Raises:
-            Problem: It could not be sent.
-        """
-        options: dict[str, Any] = {
-            "task_id": task_id,
-            "headers": {**trace_headers(), **build_header(call.count, reply)},
-            "expires": expires_s,
-        }
-        if callback is not None:
-            options |= {"link": [callback], "link_error": [callback]}
-        if caller.priority is not None:
-            options["priority"] = caller.priority
-        if call.is_batch and not self.knows(call.task):
-            options["queue"] = call.task
-        send = partial(self._send, call, with_tenant(options, caller.tenant))
-        try:
-            await asyncio.to_thread(send)
-        except (BatchArgumentError, EncodeError, TypeError) as error:
-            # Celery compares the arguments with the signature of a task that it knows.
-            raise Problem(Kind.INVALID, f"{call.task}: {error}") from error
-        except Exception as error:
-            raise build_problem(error) from error
-
-    def _send(self, call: RequestedCall, options: Mapping[str, Any]) -> None:
-        known: Any = self._app.tasks.get(call.task)
-        send = partial(self._app.send_task, call.task) if known is None else known.apply_async
-        send(tuple(call.args), dict(call.kwargs), **options)
-
-    async def revoke(self, task_id: str) -> None:
-        """Tells the workers not to begin a task.
-
-        Raises:
-            Problem: The broker is away.
-        """
-        control: Any = self._app.control
-        try:
-            await asyncio.to_thread(control.revoke, task_id)
-        except OperationalError as error:
-            raise redis_problem(error) from error
+    Raises:
+        Problem: It could not be sent.
+    """
+    options: dict[str, Any] = {
+        "task_id": task_id,
+        "headers": {**trace_headers(), **build_header(call.count, reply)},
+        "expires": expires_s,
+    }
+    if callback is not None:
+        options |= {"link": [callback], "link_error": [callback]}
+    if caller.priority is not None:
+        options["priority"] = caller.priority
+    if call.is_batch and not is_known(app, call.task):
+        options["queue"] = call.task
+    options = with_tenant(options, caller.tenant)
+    known: Any = app.tasks.get(call.task)
+    send = partial(app.send_task, call.task) if known is None else known.apply_async
+    try:
+        await asyncio.to_thread(send, tuple(call.args), dict(call.kwargs), **options)
+    except (BatchArgumentError, EncodeError, TypeError) as error:
+        # Celery compares the arguments with the signature of a task that it knows.
+        raise Problem(Kind.INVALID, f"{call.task}: {error}") from error
+    except Exception as error:
+        raise build_problem(error) from error
 
 
 # The routes
@@ -292,7 +269,7 @@ async def send_task(
     idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None,
 ) -> Response:
     """Sends a task; answers with its result, or with its id if that takes longer."""
-    gateway, caller = request.app.state.gateway, request.state.caller
+    gateway, caller = get_gateway(request), request.state.caller
     if not is_allowed(name, gateway.settings.gateway.tasks):
         raise Problem(
             Kind.NOT_FOUND,
@@ -300,7 +277,7 @@ async def send_task(
             " gateway.tasks",
             code="task_not_allowed",
         )
-    if name not in gateway.settings.gateway.tasks and not gateway.task_sender.knows(name):
+    if name not in gateway.settings.gateway.tasks and not is_known(gateway.app, name):
         raise Problem(
             Kind.NOT_FOUND,
             f"task {name!r:.100}: the app has no such task; if it is another app's, name it in"
@@ -309,7 +286,7 @@ async def send_task(
         )
     call = body.call(name)
     caller.check(max(call.count, 1), len(call.json.decode()))
-    gateway.task_sender.check(call)
+    check_form(gateway.app, call)
     if body.webhook is not None:
         resolve_target(body.webhook, gateway.settings.gateway.webhook_hosts)
     gateway.health.check()
@@ -335,7 +312,7 @@ async def get_task(
     request: Request, task_id: TaskId, wait_s: Annotated[float, Query(ge=0)] = 0
 ) -> Response:
     """How a task is; waits for its end if it is told to."""
-    gateway, caller = request.app.state.gateway, request.state.caller
+    gateway, caller = get_gateway(request), request.state.caller
     gateway.health.check()
     records = gateway.task_records
     record = await records.find(task_id, caller.name)
@@ -351,7 +328,7 @@ async def get_task(
 @router.delete("/tasks/{task}", response_model=TaskState)
 async def revoke_task(request: Request, task_id: TaskId) -> Response:
     """Tells workers not to begin a task; one that has ended stays as it is."""
-    gateway, caller = request.app.state.gateway, request.state.caller
+    gateway, caller = get_gateway(request), request.state.caller
     gateway.health.check()
     records = gateway.task_records
     record = await records.find(task_id, caller.name)
@@ -369,7 +346,7 @@ async def _sent(
     Raises:
         Problem: It cannot be sent, or the key was used for another one.
     """
-    gateway, caller = request.app.state.gateway, request.state.caller
+    gateway, caller = get_gateway(request), request.state.caller
     records = gateway.task_records
     record = TaskRecord.new(call.task, caller.name, call.count)
     if key is not None:
@@ -383,7 +360,8 @@ async def _sent(
         if webhook is not None:
             await gateway.webhooks.add(webhook, record)
             callback = gateway.webhooks.callback(record.id, caller.tenant)
-        await gateway.task_sender.send(
+        await send_call(
+            gateway.app,
             call,
             record.id,
             caller,
@@ -402,20 +380,24 @@ async def _sent(
 
 
 async def _revoke(request: Request, record: TaskRecord) -> TaskRecord:
-    gateway = request.app.state.gateway
+    gateway = get_gateway(request)
     revoked: TaskRecord = await gateway.task_records.revoke(record)
     await run_in_threadpool(gateway.webhooks.forget, record.id)
-    await gateway.task_sender.revoke(record.id)
+    control: Any = gateway.app.control
+    try:
+        await asyncio.to_thread(control.revoke, record.id)
+    except OperationalError as error:
+        raise redis_problem(error) from error
     return revoked
 
 
 async def _wait(request: Request, task_id: str, wait_s: float) -> None:
     if wait_s > 0:
-        await unless_gone(request, request.app.state.gateway.result_waiter.wait(task_id, wait_s))
+        await unless_gone(request, get_gateway(request).result_waiter.wait(task_id, wait_s))
 
 
 def _wait_s(request: Request, wanted_s: float | None) -> float:
-    longest_s: float = request.app.state.gateway.inference.timeout_s(request)
+    longest_s: float = read_timeout_s(request)
     return longest_s if wanted_s is None else min(wanted_s, longest_s)
 
 

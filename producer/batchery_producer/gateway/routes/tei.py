@@ -23,11 +23,11 @@ from batchery_producer.gateway.inference import (
     count_chars,
     embed_items,
     read_items,
-    resolve_model,
     run_items,
 )
 from batchery_producer.gateway.models import LEAST_NORM, ModelTokenizer, ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.gateway.running import get_gateway
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
@@ -155,7 +155,7 @@ async def read_texts(request: Request, model: ServedModel, inputs: str | list[An
     if all(isinstance(item, str) for item in items):
         return items
     try:
-        tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(model)
+        tokenizer: ModelTokenizer = await get_gateway(request).tokenizers.of(model)
     except Problem:
         # Without its files here, ids are taken as they are.
         return items
@@ -165,7 +165,7 @@ async def read_texts(request: Request, model: ServedModel, inputs: str | list[An
 @router.post("/embed", response_model=list[list[float]])
 async def embed(request: Request, body: EmbedRequest, model: ModelName = None) -> Response:
     """One vector for each text."""
-    served = resolve_model(request, body.model or model, ("embedding",))
+    served = get_gateway(request).models.find(body.model or model, ("embedding",))
     items = await read_texts(request, served, body.inputs)
     results = await embed_items(request, served, items, body.keywords(served), body.dimensions)
     vectors = [numbers(result["vector"]) for result in results]
@@ -175,7 +175,7 @@ async def embed(request: Request, body: EmbedRequest, model: ModelName = None) -
 @router.post("/embed_all", response_model=list[list[list[float]]])
 async def embed_all(request: Request, body: EmbedAllRequest, model: ModelName = None) -> Response:
     """One vector for each token of each text."""
-    served = resolve_model(request, body.model or model, ("multi_vector_embedding",))
+    served = get_gateway(request).models.find(body.model or model, ("multi_vector_embedding",))
     items = await read_texts(request, served, body.inputs)
     check_growth(count_chars(items))
     keywords = {**body.keywords(served), "encoding": "base64"}
@@ -190,7 +190,7 @@ async def embed_sparse(
     request: Request, body: EmbedSparseRequest, model: ModelName = None
 ) -> Response:
     """One sparse vector for each text."""
-    served = resolve_model(request, body.model or model, ("sparse_embedding",))
+    served = get_gateway(request).models.find(body.model or model, ("sparse_embedding",))
     items = await read_texts(request, served, body.inputs)
     results = await run_items(request, served, items, body.keywords(served))
     vectors = (
@@ -211,7 +211,7 @@ async def similarity(
 ) -> Response:
     """The cosine of the angle between a text's vector and that of each other text."""
     options = body.parameters or PromptRequest()
-    served = resolve_model(request, body.model or options.model or model, ("embedding",))
+    served = get_gateway(request).models.find(body.model or options.model or model, ("embedding",))
     if not body.inputs.sentences:
         raise Problem(Kind.EMPTY, "inputs.sentences: an empty list; send a text at least")
     items = read_items(request, "inputs", [body.inputs.source_sentence, *body.inputs.sentences])
@@ -315,7 +315,7 @@ class Rank(BaseModel):
 @router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
 async def predict(request: Request, body: PredictRequest, model: ModelName = None) -> Response:
     """All labels of each text, the likeliest first; of a text alone they are not in a list."""
-    served = resolve_model(request, body.model or model, CLASSIFIERS)
+    served = get_gateway(request).models.find(body.model or model, CLASSIFIERS)
     items, is_batch = items_to_label(request, body.inputs)
     answers = await classify_items(request, served, items, body.keywords(served))
     return json_response(answers if is_batch else answers[0])
@@ -323,7 +323,7 @@ async def predict(request: Request, body: PredictRequest, model: ModelName = Non
 
 async def pipeline(request: Request, body: PipelineRequest, model: ModelName = None) -> Response:
     """Labels as Hugging Face's own inference API gives them: in a list for each text."""
-    served = resolve_model(request, body.model or model, CLASSIFIERS)
+    served = get_gateway(request).models.find(body.model or model, CLASSIFIERS)
     texts = read_items(request, "inputs", body.inputs)
     return json_response(await classify_items(request, served, texts, body.keywords()))
 
@@ -362,7 +362,7 @@ def items_to_label(request: Request, inputs: str | list[Any]) -> tuple[list[Any]
 @router.post("/rerank", response_model=list[Rank])
 async def rerank(request: Request, body: RerankTextsRequest, model: ModelName = None) -> Response:
     """The texts by how well they fit the query, the best first."""
-    served = resolve_model(request, body.model or model, ("rerank",))
+    served = get_gateway(request).models.find(body.model or model, ("rerank",))
     if not body.texts:
         raise Problem(Kind.EMPTY, "texts: an empty list; send a text at least", param="texts")
     request.state.caller.check(len(body.texts), 0)
@@ -416,7 +416,7 @@ class TokenRequest(TeiRequest):
 
 async def zero_shot(request: Request, body: ZeroShotRequest, model: str | None) -> Response:
     """All labels of each text, the likeliest first; of a text alone they are not in a list."""
-    served = resolve_model(request, body.model or model, ("zero_shot",))
+    served = get_gateway(request).models.find(body.model or model, ("zero_shot",))
     texts = read_items(request, "inputs", body.inputs)
     options, labels = body.parameters, body.parameters.candidate_labels
     # Each text is computed with each label.
@@ -429,7 +429,7 @@ async def zero_shot(request: Request, body: ZeroShotRequest, model: str | None) 
 
 async def find_entities(request: Request, body: TokenRequest, model: str | None) -> Response:
     """The entities of each text; of a text alone they are not in a list."""
-    served = resolve_model(request, body.model or model, ("token_classification",))
+    served = get_gateway(request).models.find(body.model or model, ("token_classification",))
     texts = read_items(request, "inputs", body.inputs)
     strategy = body.parameters.aggregation_strategy
     ignored = body.parameters.ignore_labels or ()

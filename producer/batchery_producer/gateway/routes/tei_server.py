@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from batchery_producer.gateway.answers import json_response, off_loop
 from batchery_producer.gateway.bodies import JsonRoute, ModelName, TokenId, expected
-from batchery_producer.gateway.inference import check_growth, count_chars, read_items, resolve_model
+from batchery_producer.gateway.inference import check_growth, count_chars, read_items
 from batchery_producer.gateway.models import (
     UNKNOWN,
     ModelInfo,
@@ -40,6 +40,7 @@ from batchery_producer.gateway.routes.tei import (
     similarity,
     zero_shot,
 )
+from batchery_producer.gateway.running import get_gateway
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
@@ -149,7 +150,7 @@ async def root(
     """What the first model does, or the named one: `/embed`, `/predict`, `/rerank` and so on."""
     given = body.get("model")
     name = given if isinstance(given, str) and given else model
-    served = resolve_model(request, name, None if name else {**WAYS, **PIPELINES})
+    served = get_gateway(request).models.find(name, None if name else {**WAYS, **PIPELINES})
     way = _way(served.kind, body)
     try:
         payload = way.form.model_validate(body)
@@ -170,8 +171,8 @@ def _way(kind: str, body: Mapping[str, Any]) -> Handler:
 @router.get("/info", response_model=ServerInfo)
 async def info(request: Request, model: ModelName = None) -> Response:
     """The first model, or the named one, and the limits of requests."""
-    gateway = request.app.state.gateway
-    served = resolve_model(request, model, None)
+    gateway = get_gateway(request)
+    served = get_gateway(request).models.find(model, None)
     try:
         known: ModelInfo = await gateway.model_facts.of(served)
     except Problem:
@@ -227,12 +228,12 @@ class DecodeRequest(TeiRequest):
 @router.post("/tokenize", response_model=list[list[SimpleToken]])
 async def tokenize(request: Request, body: TokenizeRequest, model: ModelName = None) -> Response:
     """The tokens of each text, and where they stand."""
-    served = resolve_model(request, body.model or model, None)
+    served = get_gateway(request).models.find(body.model or model, None)
     texts = read_items(request, "inputs", body.inputs)
     chars = count_chars(texts)
     request.state.caller.check(len(texts), chars)
     _check_lengths(served, texts)
-    tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
+    tokenizer: ModelTokenizer = await get_gateway(request).tokenizers.of(served)
     prompt = tokenizer.prompt(body.prompt_name)
     chars += len(prompt) * len(texts)
     check_growth(chars)
@@ -248,13 +249,13 @@ async def tokenize(request: Request, body: TokenizeRequest, model: ModelName = N
 @router.post("/decode", response_model=list[str])
 async def decode(request: Request, body: DecodeRequest, model: ModelName = None) -> Response:
     """The text of each list of token ids."""
-    served = resolve_model(request, body.model or model, None)
+    served = get_gateway(request).models.find(body.model or model, None)
     ids = read_items(request, "ids", body.ids)
     count = count_chars(ids)
     request.state.caller.check(len(ids), count)
     _check_lengths(served, ids)
     check_growth(count)
-    tokenizer: ModelTokenizer = await request.app.state.gateway.tokenizers.of(served)
+    tokenizer: ModelTokenizer = await get_gateway(request).tokenizers.of(served)
     content = await off_loop(
         request.state.caller,
         lambda: tokenizer.texts(ids, skip_special=body.skip_special_tokens),

@@ -149,7 +149,9 @@ def test_route_that_hangs_answers_in_time(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(bodies, "SPARE_S", 0.05)
     web = FastAPI(exception_handlers={Problem: _on_problem})
     web.router.route_class = JsonRoute
-    web.state.gateway = SimpleNamespace(inference=SimpleNamespace(timeout_s=lambda _: 0.05))
+    web.state.gateway = SimpleNamespace(
+        settings=SimpleNamespace(gateway=SimpleNamespace(timeout_s=0.05))
+    )
 
     @web.get("/hang")
     async def hang() -> None:

@@ -12,7 +12,6 @@ from batchery_producer.gateway.routes.process_batch import (
     EventStream,
     Format,
     collect_batches,
-    cut,
     format_for,
     held_length,
     labelled,
@@ -23,11 +22,6 @@ from batchery_producer.results.answers import BatchSummary, Outcome
 
 FIRST = BatchSummary("b1", 2, 1.5, "cuda:1")
 SECOND = BatchSummary("b2", 1, 1.5, "cuda:0")
-
-
-def test_texts_are_cut_in_order_and_the_last_batch_is_the_rest() -> None:
-    assert cut(["a", "b", "c"], 2) == [["a", "b"], ["c"]]
-    assert cut(["a"], 32) == [["a"]]
 
 
 def test_batches_are_counted_once_whichever_texts_they_had() -> None:

@@ -1,0 +1,165 @@
+"""`/health`, `/status` and `/metrics`: for probes, the page and Prometheus."""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import APIRouter, Request
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from batchery.cli.survey import Survey
+from batchery_producer.gateway.metrics import Measurements
+from batchery_producer.gateway.monitor import (
+    ClusterSnapshot,
+    ModelStatus,
+    StatusResponse,
+    list_devices,
+    list_queues,
+    overview,
+)
+from batchery_producer.gateway.running import get_gateway
+
+router = APIRouter(tags=["operations"])
+
+
+@router.get("/health", response_class=Response)
+async def health(request: Request) -> Response:
+    """Answers 200 while jobs can be sent, 503 while Redis is away."""
+    get_gateway(request).health.check()
+    return Response()
+
+
+@router.get("/status", response_model=StatusResponse)
+async def status(request: Request) -> Response:
+    """Figures of the last seconds; `problem` says why there are none."""
+    gateway = get_gateway(request)
+    look = await gateway.monitor.latest()
+    models = [
+        ModelStatus(name=each.name, kind=each.kind, queue=each.queue, aliases=each.settings.aliases)
+        for each in gateway.models
+    ]
+    found = overview(look.now, look.before, models, look.problem, look.age_s)
+    return Response(
+        found.model_dump_json(),
+        media_type="application/json",
+        headers={"Cache-Control": "no-store"},
+    )
+
+
+#: Of its own: threads that others share may all wait for Redis.
+ENCODER = ThreadPoolExecutor(1, "batchery-metrics")
+
+OF_DEVICE = ["worker", "device"]
+
+#: Sums of a device: name in its worker's figures, name here, what it is, and units per unit.
+DEVICE_SUMS = (
+    ("batches", "batchery_device_batches", "Batches that ran.", 1.0),
+    ("items", "batchery_device_items", "Items that ran.", 1.0),
+    ("tokens", "batchery_device_tokens", "Tokens of these items.", 1.0),
+    (
+        "computed_tokens",
+        "batchery_device_computed_tokens",
+        "Tokens that were computed: with padding.",
+        1.0,
+    ),
+    ("forward_ms", "batchery_device_forward_seconds", "Time in forward passes.", 1e-3),
+)
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Counts since the start, in the text format of Prometheus."""
+    gateway = get_gateway(request)
+    look = await gateway.monitor.latest()
+    encode, media_type = choose_encoder(request.headers.get("accept", ""))
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(MetricsCollector(gateway.measurements, look))
+    # With several processes it reads files.
+    text = await asyncio.get_running_loop().run_in_executor(ENCODER, encode, registry)
+    return Response(text, headers={"Content-Type": media_type})
+
+
+class MetricsCollector(Collector):
+    """All metrics of one answer."""
+
+    def __init__(self, measurements: Measurements, look: ClusterSnapshot) -> None:
+        self._measurements = measurements
+        self._look = look
+
+    def collect(self) -> Iterator[Metric]:
+        """First the gateway's own."""
+        yield from self._measurements.registry.collect()
+        yield from of_survey(self._look.now)
+
+
+def of_survey(survey: Survey | None) -> Iterator[Metric]:
+    """The metrics of workers, devices and queues; without a survey, only that there is none."""
+    yield GaugeMetricFamily(
+        "batchery_broker_up", "Whether the broker answered.", value=survey is not None
+    )
+    if survey is None:
+        return
+    yield from _queues(survey)
+    answers = {name: each for name, each in survey.workers.items() if "batches" in each}
+    yield GaugeMetricFamily("batchery_workers", "Workers that answered.", value=len(answers))
+    failures = CounterMetricFamily(
+        "batchery_worker_failures", "Failed jobs and items.", labels=["worker", "error"]
+    )
+    sums = {
+        name: CounterMetricFamily(metric, text, labels=OF_DEVICE)
+        for name, metric, text, _ in DEVICE_SUMS
+    }
+    for worker, figures in answers.items():
+        for error, count in figures["batches"].get("failures", {}).items():
+            failures.add_metric([worker, error], count)
+        for device, state in figures["devices"].items():
+            for name, _, _, unit in DEVICE_SUMS:
+                sums[name].add_metric([worker, device], state.get("done", {}).get(name, 0) * unit)
+    yield failures
+    yield from sums.values()
+    yield from _devices(survey)
+
+
+def _queues(survey: Survey) -> Iterator[Metric]:
+    waiting = GaugeMetricFamily(
+        "batchery_queue_waiting_jobs", "Jobs in Redis and in workers.", labels=["queue"]
+    )
+    oldest = GaugeMetricFamily(
+        "batchery_queue_oldest_job_seconds", "Age of the oldest of them.", labels=["queue"]
+    )
+    for queue in list_queues(survey):
+        waiting.add_metric([queue.name], queue.waiting)
+        if queue.oldest_s is not None or not queue.waiting:
+            oldest.add_metric([queue.name], queue.oldest_s or 0.0)
+    yield waiting
+    yield oldest
+    if survey.dead_letters is not None:
+        yield GaugeMetricFamily("batchery_dead_letters", "Dead letters.", value=survey.dead_letters)
+
+
+def _devices(survey: Survey) -> Iterator[Metric]:
+    def gauge(name: str, text: str) -> Any:
+        return GaugeMetricFamily(f"batchery_device_{name}", text, labels=OF_DEVICE)
+
+    ready = gauge("ready", "Whether it takes batches.")
+    in_flight = gauge("batches_in_flight", "Batches that it holds.")
+    resident = gauge("resident_memory_bytes", "Main memory of its process.")
+    held = gauge("memory_bytes", "Memory that torch holds of a GPU.")
+    size = gauge("memory_size_bytes", "All memory of the GPU.")
+    for device in list_devices(survey):
+        labels = [device.worker, device.name]
+        ready.add_metric(labels, device.state == "ready")
+        in_flight.add_metric(labels, device.batches_in_flight)
+        for family, value in (
+            (resident, device.resident_bytes),
+            (held, device.memory_bytes),
+            (size, device.memory_size_bytes),
+        ):
+            if value is not None:
+                family.add_metric(labels, value)
+    yield from (ready, in_flight, resident, held, size)

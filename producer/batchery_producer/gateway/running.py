@@ -1,0 +1,106 @@
+"""What a running gateway has, and what runs beside its requests."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from celery import Celery
+from starlette.requests import Request
+
+from batchery.settings import Settings
+from batchery_producer.async_client import AsyncClient
+from batchery_producer.gateway.batches.files import FileStore, Storage
+from batchery_producer.gateway.batches.store import BatchStore
+from batchery_producer.gateway.health import Absence, Health, stop
+from batchery_producer.gateway.metrics import BatchCounters, Measurements
+from batchery_producer.gateway.models import (
+    ModelInfo,
+    ModelTokenizer,
+    PerModel,
+    ServedModels,
+    load_tokenizer,
+    read_info,
+    read_prompts,
+)
+from batchery_producer.gateway.monitor import Monitor
+from batchery_producer.gateway.store import JobQueue, Store
+from batchery_producer.gateway.task_records import ResultWaiter, TaskRecords
+from batchery_producer.gateway.webhooks import Webhooks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gateway:
+    """What the routes share; `request.app.state.gateway`."""
+
+    app: Celery
+    settings: Settings
+    models: ServedModels
+    client: AsyncClient
+    health: Health
+    tokenizers: PerModel[ModelTokenizer]
+    model_facts: PerModel[ModelInfo]
+    prompts: PerModel[Mapping[str, str]]
+    files: FileStore
+    batches: BatchStore
+    batch_counters: BatchCounters
+    task_records: TaskRecords
+    result_waiter: ResultWaiter
+    webhooks: Webhooks
+    monitor: Monitor
+    measurements: Measurements
+
+
+def get_gateway(request: Request) -> Gateway:
+    """The gateway of a request."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway
+
+
+@asynccontextmanager
+async def running(
+    app: Celery, settings: Settings, measurements: Measurements
+) -> AsyncIterator[Gateway]:
+    """Runs a gateway while entered.
+
+    Args:
+        app: The Celery app to which jobs are sent.
+        settings: Its models, and the table `gateway`.
+        measurements: Where results are counted.
+    """
+    models = ServedModels(settings.models)
+    queues = {model.queue for model in models}
+    health = Health(app, Absence(queues, settings.gateway.worker_grace_s))
+    store, waiter = Store(app), ResultWaiter(app)
+    records = TaskRecords(store)
+    jobs = JobQueue(app, store)
+    webhooks = Webhooks(store, records, jobs, settings.gateway)
+    files = FileStore(store, Storage(settings.gateway.files))
+    monitor = Monitor(app, queues, health)
+    async with AsyncClient(app) as client:
+        await health.look()
+        watching = [asyncio.create_task(health.watch())]
+        try:
+            yield Gateway(
+                app=app,
+                settings=settings,
+                models=models,
+                client=client,
+                health=health,
+                tokenizers=PerModel(load_tokenizer),
+                model_facts=PerModel(read_info),
+                prompts=PerModel(read_prompts),
+                files=files,
+                batches=BatchStore(store, files, jobs),
+                batch_counters=BatchCounters(store),
+                task_records=records,
+                result_waiter=waiter,
+                webhooks=webhooks,
+                monitor=monitor,
+                measurements=measurements,
+            )
+        finally:
+            for each in watching:
+                await stop(each)
+            await monitor.close()
+            await asyncio.to_thread(waiter.close)
