@@ -1,10 +1,9 @@
 """Turns of a batch, in a real Redis: what late, doubled and interrupted ones do to its files."""
 
-import asyncio
+import io
 import json
 import threading
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +69,8 @@ class Room:
         return BatchTurn(self.context, *begun)
 
     def upload(self, content: bytes, caller: Caller = CALLER, **options: Any) -> FileObject:
-        async def chunks() -> AsyncIterator[bytes]:
-            for start in range(0, len(content), 7):
-                yield content[start : start + 7]
-
         options = {"size": len(content), "expires_s": None, **options}
-        return asyncio.run(self.files.upload(caller, "n" * 300, chunks(), **options))
+        return self.files.upload(caller, "n" * 300, io.BytesIO(content), **options)
 
     def content(self, file_id: str | None) -> bytes:
         assert file_id is not None
@@ -244,8 +239,10 @@ def test_piece_that_is_missing_or_short_is_no_empty_one(
 ) -> None:
     record = finishing(room)
     name = f"{build_folder_name(OWNER, record.id)}/output-007"
-    whole = room.files.storage.read(name)
-    assert whole is not None
+    opened = room.files.storage.open(name)
+    assert opened is not None
+    with opened:
+        whole = opened.read()
     for broken in (None, whole[:-1]):
         if broken is None:
             room.files.storage.remove(name)
@@ -328,13 +325,15 @@ def test_files_have_so_many_bytes(room: Room) -> None:
 
 
 def test_upload_that_fails_takes_no_space(room: Room, tmp_path: Path) -> None:
-    async def chunks() -> AsyncIterator[bytes]:
-        yield b"half"
-        raise EOFError
+    class Broken(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell():
+                raise EOFError
+            return super().read(4)
 
     for _ in range(3):
         with pytest.raises(EOFError):
-            asyncio.run(room.files.upload(CALLER, "a", chunks(), 90, None))
+            room.files.upload(CALLER, "a", Broken(b"half of it"), 90, None)
     with pytest.raises(Problem, match="file: empty"):
         room.upload(b"")
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

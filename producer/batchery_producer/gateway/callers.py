@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from batchery.errors import SettingsError
-from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
 from batchery_producer.gateway.problems import Kind, Problem
 
@@ -16,6 +15,9 @@ KEY_PREFIX = "sk-batchery-"
 
 #: Random bytes of a key; so many can't be guessed, and a plain hash hides them.
 KEY_BYTES = 32
+
+#: What a key may limit more closely than the gateway does.
+LIMITS = ("max_concurrency", "max_items", "max_chars", "max_stored_bytes", "max_open_batches")
 
 #: Name of the caller where there are no keys.
 ANYONE = "anyone"
@@ -97,6 +99,7 @@ class Callers:
             SettingsError: A key has a class that is not there; those that there are stay.
         """
         gateway, by_hash = settings.gateway, {}
+        limits = {limit: getattr(gateway, limit) for limit in LIMITS}
         for name, key in gateway.keys.items():
             found = settings.classes.get(key.priority_class or "")
             if key.priority_class is not None and found is None:
@@ -104,18 +107,11 @@ class Callers:
                     f"setting gateway.keys.{name}.class = {key.priority_class!r}: no such class;"
                     f" there are {', '.join(settings.classes)}"
                 )
-            by_hash[key.hash] = Caller(
-                name,
-                name if key.tenant is None else key.tenant,
-                found.level if found else None,
-                key.max_concurrency or gateway.max_concurrency,
-                key.max_items or gateway.max_items,
-                key.max_chars or gateway.max_chars,
-                max_stored_bytes=key.max_stored_bytes or gateway.max_stored_bytes,
-                max_open_batches=key.max_open_batches or gateway.max_open_batches,
-            )
+            tenant = name if key.tenant is None else key.tenant
+            own = {limit: getattr(key, limit) or limits[limit] for limit in LIMITS}
+            by_hash[key.hash] = Caller(name, tenant, found.level if found else None, **own)
         self._by_hash = by_hash
-        self._anyone = None if gateway.keys else _anyone(gateway)
+        self._anyone = None if gateway.keys else Caller(ANYONE, None, None, **limits)
 
     @property
     def have_keys(self) -> bool:
@@ -144,16 +140,3 @@ class Callers:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         return caller
-
-
-def _anyone(gateway: GatewaySettings) -> Caller:
-    return Caller(
-        ANYONE,
-        None,
-        None,
-        gateway.max_concurrency,
-        gateway.max_items,
-        gateway.max_chars,
-        max_stored_bytes=gateway.max_stored_bytes,
-        max_open_batches=gateway.max_open_batches,
-    )

@@ -10,6 +10,7 @@ Each such worker looks every second for what is due, one of them at a time.
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 import time
@@ -230,7 +231,7 @@ def worker_beside(load: Callable[[], Celery]) -> Iterator[Callable[[], None]]:
 
 def run_worker(load: Callable[[], Celery]) -> None:
     """Runs the gateway's jobs until the process that started this one ends."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     app = load()
     # Nobody asks it anything, and figures of the app's workers are not about it.
     app.conf.update(worker_enable_remote_control=False, worker_prefetch_multiplier=1)
@@ -244,8 +245,15 @@ def run_worker(load: Callable[[], Celery]) -> None:
     )
 
 
-def _end_with_parent() -> None:
+def end_with_parent(folder: str | None = None) -> None:
+    """Ends this process when the one that started it has ended, however it did.
+
+    Args:
+        folder: A folder of the parent's, which is still there if that was killed.
+    """
     parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.kill(os.getpid(), signal.SIGTERM)
+    if parent is not None:
+        parent.join()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -2,10 +2,8 @@
 
 import asyncio
 import logging
-import multiprocessing
 import os
 import resource
-import shutil
 import signal
 import socket
 import tempfile
@@ -31,7 +29,7 @@ from batchery.settings import Settings
 from batchery_producer.gateway.app import make_app
 from batchery_producer.gateway.connection import GRACE_S, Connection
 from batchery_producer.gateway.guard import is_loopback
-from batchery_producer.gateway.jobs import app_settings, worker_beside
+from batchery_producer.gateway.jobs import app_settings, end_with_parent, worker_beside
 
 logger = logging.getLogger("uvicorn.error")
 
@@ -300,14 +298,3 @@ def allow_many_files() -> None:
 
 def _format(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def end_with_parent(metrics_folder: str | None) -> None:
-    """Ends this process when the one that started it has ended, however it did."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        if metrics_folder is not None:
-            # It is still there if the parent was killed.
-            shutil.rmtree(metrics_folder, ignore_errors=True)
-        os.kill(os.getpid(), signal.SIGTERM)

@@ -16,7 +16,7 @@ import re
 import secrets
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from io import BufferedReader
@@ -26,7 +26,6 @@ from urllib.parse import quote
 
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import BaseModel, Field
-from starlette.concurrency import run_in_threadpool
 
 from batchery.errors import DatasetError
 from batchery_producer.files.source import Remote, is_url
@@ -107,45 +106,11 @@ class Storage:
         Raises:
             DatasetError: There is no such filesystem, or its package is not installed.
         """
-        self._url = url if is_url(url) else str(Path(url).absolute())
-        remote = Remote.at(self._url)
+        remote = Remote.at(url if is_url(url) else str(Path(url).absolute()))
         self._files: Any = remote.filesystem
         self._root = remote.path.rstrip("/")
         self._is_local = isinstance(self._files, LocalFileSystem)
         self._folders: set[str] = set()
-
-    def build_url(self, name: str) -> str:
-        """Path or URL of a file."""
-        return self._path(name) if self._is_local else f"{self._url.rstrip('/')}/{name}"
-
-    def names(self, folder: str) -> Sequence[str]:
-        """Names in a folder, without the folder's, sorted; none if there is no such folder."""
-        path = self._path(folder)
-        with self._reaching(folder):
-            self._files.invalidate_cache(path)
-            try:
-                found = self._files.ls(path, detail=False)
-            except FileNotFoundError:
-                return []
-        names = (str(each).rstrip("/").rpartition("/")[2] for each in found)
-        return sorted(name for name in names if not name.endswith(NEW_SUFFIX))
-
-    def read(self, name: str) -> bytes | None:
-        """Content of a file; None if there is none."""
-        with self._reaching(name):
-            try:
-                return bytes(self._files.cat_file(self._path(name)))
-            except FileNotFoundError:
-                return None
-
-    def read_many(self, names: Sequence[str]) -> Sequence[bytes]:
-        """Content of those files that are there, in order."""
-        if not names:
-            return []
-        paths = [self._path(name) for name in names]
-        with self._reaching(names[0]):
-            found = self._files.cat(paths, on_error="omit")
-        return [bytes(found[path]) for path in paths if path in found]
 
     def open(self, name: str) -> BinaryIO | None:
         """Opens a file for reading; None if there is none."""
@@ -270,15 +235,6 @@ class WrittenFile:
         with self._reaching():
             self._file.write(content)
 
-    def flush(self) -> None:
-        """Lets go of what is held in memory, as far as the filesystem takes parts."""
-        with self._reaching():
-            self._file.flush()
-
-    def tell(self) -> int:
-        """How many bytes were written."""
-        return self._file.tell()
-
 
 # The files
 
@@ -324,20 +280,15 @@ class FileStore:
         self.storage = storage
         self.removals_key = store.key("removals")
 
-    async def upload(
-        self,
-        caller: Caller,
-        filename: str,
-        chunks: AsyncIterator[bytes],
-        size: int,
-        expires_s: int | None,
+    def upload(
+        self, caller: Caller, filename: str, content: BinaryIO, size: int, expires_s: int | None
     ) -> FileObject:
         """Keeps an uploaded file; holds a part of it in memory at a time.
 
         Args:
             caller: Whose it is.
             filename: Its name.
-            chunks: Its content.
+            content: What is in it.
             size: Its bytes.
             expires_s: How long it is kept, in seconds; None for ever.
 
@@ -347,21 +298,14 @@ class FileStore:
         if not size:
             raise Problem(Kind.EMPTY, "file: empty; send a line at least", param="file")
         owner = get_owner(caller)
-        file = _described(new_id("file-"), filename, INPUT_PURPOSE, size, expires_s)
-        await run_in_threadpool(self.reserve, owner, file, caller.max_stored_bytes)
+        file = describe_file(filename, INPUT_PURPOSE, size, expires_s)
+        self.reserve(owner, file, caller.max_stored_bytes)
         try:
-            creating = self.create(owner, file.id)
-            written = await run_in_threadpool(creating.__enter__)
-            try:
-                async for chunk in chunks:
-                    await run_in_threadpool(written.write, chunk)
-            except BaseException as error:
-                creating.__exit__(type(error), error, error.__traceback__)
-                raise
-            await run_in_threadpool(creating.__exit__, None, None, None)
-            await run_in_threadpool(self._publish, owner, file)
+            with self.create(owner, file.id) as written:
+                while part := content.read(CHUNK_BYTES):
+                    written.write(part)
+            self._publish(owner, file)
         except BaseException:
-            # In this thread: the caller may have hung up, and nothing more is awaited then.
             self.remove(owner, file.id)
             raise
         return file
@@ -373,7 +317,7 @@ class FileStore:
             Problem: The files of its owner have too many bytes already.
         """
         record = json.dumps({**file.model_dump(), "is_hidden": True})
-        keys = [self._key(owner), self.removals_key]
+        keys = [self.get_key(owner), self.removals_key]
         member, until_s = f"{owner}/{file.id}", time.time() + WRITING_S
         stored = self._store.script(
             "reserve_file", keys, file.id, record, file.bytes, max_bytes, member, until_s
@@ -397,7 +341,7 @@ class FileStore:
         return file.id, file.model_dump_json(), f"{owner}/{file.id}", expires_at
 
     def _publish(self, owner: str, file: FileObject) -> None:
-        keys = [self._key(owner), self.removals_key]
+        keys = [self.get_key(owner), self.removals_key]
         if not self._store.script("publish_file", keys, *self.publishing(owner, file)):
             raise Problem(Kind.TOO_SLOW, f"file {file.id}: was written for too long; send it again")
 
@@ -409,7 +353,7 @@ class FileStore:
         """
         content = None
         if re.fullmatch(FILE_ID, file_id):
-            content = self._store.call(lambda client: client.hget(self._key(owner), file_id))
+            content = self._store.call(lambda client: client.hget(self.get_key(owner), file_id))
         found = _known(content)
         if found is None:
             raise _no_file(file_id)
@@ -419,13 +363,13 @@ class FileStore:
         self, owner: str, after: str | None, limit: int, *, newest_first: bool, purpose: str | None
     ) -> tuple[list[FileObject], bool]:
         """Some files, and whether there are more."""
-        keys = self._store.call(lambda client: client.hkeys(self._key(owner)))
+        keys = self._store.call(lambda client: client.hkeys(self.get_key(owner)))
         ids = sorted(each.decode() for each in keys if each != b"bytes")
         rest = _rest(ids, after, newest_first=newest_first)
         found: list[FileObject] = []
         for start in range(0, len(rest), PAGE):
             some = rest[start : start + PAGE]
-            contents = self._store.call(lambda client: client.hmget(self._key(owner), some))  # noqa: B023
+            contents = self._store.call(lambda client: client.hmget(self.get_key(owner), some))  # noqa: B023
             files = [file for each in contents if (file := _known(each)) is not None]
             found += [file for file in files if purpose in (None, file.purpose)]
             if len(found) > limit:
@@ -447,7 +391,7 @@ class FileStore:
         """Removes a file, if it is there."""
         # This first: a file without a content can be removed again.
         self.storage.remove(_content(owner, file_id))
-        keys = [self._key(owner), self.removals_key]
+        keys = [self.get_key(owner), self.removals_key]
         self._store.script("remove_file", keys, file_id, f"{owner}/{file_id}")
 
     def expired(self) -> list[tuple[str, str]]:
@@ -465,23 +409,14 @@ class FileStore:
 
     def get_key(self, owner: str) -> bytes:
         """The key of an owner's files."""
-        return self._key(owner)
-
-    def _key(self, owner: str) -> bytes:
         return self._store.key("files", owner)
 
 
-def output_file(name: str, purpose: str, size: int, expires_s: int | None) -> FileObject:
-    """The record of a file that a batch makes, under an id of its own."""
-    return _described(new_id("file-"), name, purpose, size, expires_s)
-
-
-def _described(
-    file_id: str, filename: str, purpose: str, size: int, expires_s: int | None
-) -> FileObject:
+def describe_file(filename: str, purpose: str, size: int, expires_s: int | None) -> FileObject:
+    """The record of a new file, under an id of its own."""
     now_s = int(time.time())
     return FileObject(
-        id=file_id,
+        id=new_id("file-"),
         bytes=size,
         created_at=now_s,
         filename=filename[:MAX_NAME_CHARS],

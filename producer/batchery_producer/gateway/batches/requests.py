@@ -367,17 +367,12 @@ class Ended:
         jobs: Ids of jobs whose results are not needed any more.
     """
 
-    output: list[bytes]
-    errors: list[bytes]
-    lines: list[int]
-    completed: int
-    tokens: int
-    jobs: list[str]
-
-    @classmethod
-    def nothing(cls) -> "Ended":
-        """An empty one."""
-        return cls([], [], [], 0, 0, [])
+    output: list[bytes] = field(default_factory=list)
+    errors: list[bytes] = field(default_factory=list)
+    lines: list[int] = field(default_factory=list)
+    completed: int = 0
+    tokens: int = 0
+    jobs: list[str] = field(default_factory=list)
 
 
 class SlicesInFlight:
@@ -413,7 +408,7 @@ class SlicesInFlight:
         #: Requests that have not ended, by slice and by the ids of their jobs.
         self._waiting: dict[int, dict[int, Line]] = {}
         self._by_job: dict[str, Line] = {}
-        self.ended = Ended.nothing()
+        self.ended = Ended()
 
     def close(self) -> None:
         """Leaves in flight what is there."""
@@ -489,7 +484,7 @@ class SlicesInFlight:
 
     def take_ended(self, keep: Callable[[Ended], None]) -> None:
         """Hands over what has ended; when that is kept, its results leave the backend."""
-        ended, self.ended = self.ended, Ended.nothing()
+        ended, self.ended = self.ended, Ended()
         keep(ended)
         self._collector.forget(ended.jobs)
 

@@ -25,7 +25,7 @@ from batchery_producer.gateway.batches.files import (
     FileObject,
     FileStore,
     WrittenFile,
-    output_file,
+    describe_file,
 )
 from batchery_producer.gateway.batches.requests import (
     AHEAD,
@@ -249,7 +249,7 @@ class BatchTurn:
 
     def _expire(self) -> None:
         """Has all requests fail that have not ended, as there is no time left."""
-        ended = Ended.nothing()
+        ended = Ended()
         lines = BatchLines(self._record, self._context.files)
         with suppress(Problem):  # The file is gone, too; what was computed is kept.
             for number in range(self._record.ended_slices, len(self._record.slices)):
@@ -306,7 +306,7 @@ class BatchTurn:
         record, files = self._record, self._context.files
         size = sum(piece.bytes for piece in some)
         name = f"{record.id}_{kind}.jsonl"
-        file = output_file(name, OUTPUT_PURPOSE, size, record.output_expires_s)
+        file = describe_file(name, OUTPUT_PURPOSE, size, record.output_expires_s)
         files.reserve(record.owner, file)
         try:
             with files.create(record.owner, file.id) as written:

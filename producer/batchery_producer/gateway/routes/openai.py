@@ -1,12 +1,13 @@
 """OpenAI's routes: embeddings, which are TEI's as well, models, files and batches."""
 
 import re
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, BinaryIO, Literal
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
 
@@ -281,8 +282,9 @@ async def upload_file(request: Request) -> FileObject:
             )
         fields = _read_fields(form)
         expires_s = fields.expires_after.seconds if fields.expires_after else None
-        return await gateway.files.upload(
-            request.state.caller, file.filename or "", _read_chunks(file), file.size or 0, expires_s
+        name, size = file.filename or "", file.size or 0
+        return await run_in_threadpool(
+            gateway.files.upload, request.state.caller, name, file.file, size, expires_s
         )
 
 
@@ -363,11 +365,6 @@ def _read_fields(form: Mapping[str, Any]) -> UploadFields:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise Problem(Kind.INVALID, f"{where}: {first['msg']}", param=where) from None
-
-
-async def _read_chunks(file: UploadFile) -> AsyncIterator[bytes]:
-    while chunk := await file.read(CHUNK_BYTES):
-        yield chunk
 
 
 def _read_parts(file: BinaryIO) -> Iterator[bytes]:
