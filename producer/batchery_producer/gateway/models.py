@@ -9,17 +9,18 @@ import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, GetPydanticSchema
+from pydantic_core import core_schema
 from tokenizers import Encoding, Tokenizer
+from typing_extensions import TypedDict
 
-from batchery.settings import ModelSettings, Settings
+from batchery.settings import ModelSettings
 from batchery_producer.gateway.answers import json_list
-from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.problems import Kind, Problem
 
 #: Items in one message of a request with several: few enough that several devices share a request,
@@ -192,17 +193,11 @@ class PerModel(Generic[T]):
             raise
 
 
-# What `/info` tells
+# What they say
 
-
-#: torch's names of number formats.
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 #: Limits from here on, in tokens, mean no limit: such tokenizers say 1e30.
 NO_LIMIT_TOKENS = 10**9
-
-#: TEI's names of what models do.
-TYPES = {"classification": "classifier", "rerank": "reranker"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,43 +245,6 @@ def read_info(model: ServedModel) -> ModelInfo:
     return ModelInfo(
         {int(number): str(name) for number, name in labels.items()}, min(stated, default=None)
     )
-
-
-def build_info(
-    model: ServedModel, info: ModelInfo, settings: Settings, caller: Caller
-) -> dict[str, Any]:
-    """A model and the limits of requests, in TEI's words."""
-    own = model.settings
-    return {
-        # Where its folder lies is nobody's business.
-        "model_id": Path(own.model).name if Path(own.model).is_absolute() else own.model,
-        "model_sha": own.revision,
-        "model_dtype": DTYPES.get(own.dtype, own.dtype),
-        "served_model_name": model.name,
-        "model_type": _describe_type(model, info),
-        "max_concurrent_requests": caller.max_concurrency,
-        "max_input_length": own.max_length or info.max_tokens or 0,
-        "max_batch_tokens": own.max_batch_tokens or settings.max_batch_tokens or 0,
-        "max_batch_requests": own.max_batch_size or settings.max_batch_size,
-        "max_client_batch_size": caller.max_items,
-        "auto_truncate": own.overflow == "truncate",
-        "tokenization_workers": settings.gateway.processes,
-        "version": version("batchery"),
-        "sha": None,
-        "docker_label": None,
-    }
-
-
-def _describe_type(model: ServedModel, info: ModelInfo) -> dict[str, Any]:
-    if "embedding" in model.kind:
-        pooling = {"embedding": model.settings.pooling, "sparse_embedding": "splade"}
-        return {"embedding": {"pooling": pooling.get(model.kind, "none")}}
-    return {
-        TYPES.get(model.kind, "classifier"): {
-            "id2label": {str(number): name for number, name in info.labels.items()},
-            "label2id": {name: number for number, name in info.labels.items()},
-        }
-    }
 
 
 # Their tokenizers
@@ -399,7 +357,19 @@ def _frame(library: Tokenizer) -> tuple[list[int], list[int]]:
     return whole.ids[: inside[0]], whole.ids[inside[-1] + 1 :]
 
 
-def _describe_tokens(text: str, encoding: Encoding) -> Iterator[dict[str, Any]]:
+class SimpleToken(TypedDict):
+    """One token of a text."""
+
+    id: Annotated[int, Field(ge=0)]
+    text: Annotated[str, Field(description="As it stands in the text; the name of special ones.")]
+    special: bool
+    start: Annotated[
+        int | None, Field(ge=0, description="Its first byte in the text's UTF-8, with the prompt.")
+    ]
+    stop: Annotated[int | None, Field(ge=0, description="The byte behind its last one.")]
+
+
+def _describe_tokens(text: str, encoding: Encoding) -> Iterator[SimpleToken]:
     """The tokens of a text, one by one.
 
     All of them at once would take the garbage collector long, during which no thread runs.
@@ -432,6 +402,11 @@ def bytes_of_chars(text: str) -> NDArray[np.int64]:
 LEAST_NORM = 1e-12
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float32]]
+
+#: A vector in an answer, which the schema has as a list of numbers.
+Numbers = Annotated[
+    Vector, GetPydanticSchema(lambda *_: core_schema.list_schema(core_schema.float_schema()))
+]
 
 
 def numbers(vector: str) -> Vector:

@@ -10,14 +10,15 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import orjson
 from celery import Celery, states, uuid
 from kombu.exceptions import KombuError
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import Store
@@ -59,6 +60,31 @@ class TaskRecord:
     def with_id(self, task_id: str) -> "TaskRecord":
         """The same with another id."""
         return replace(self, id=task_id)
+
+
+class TaskError(TypedDict):
+    """Why a task or an item failed: what its worker raised."""
+
+    type: str
+    message: str
+
+
+class ItemResult(TypedDict):
+    """How an item ended: one of the two."""
+
+    ok: NotRequired[Any]
+    error: NotRequired[TaskError]
+
+
+class TaskState(TypedDict):
+    """How a task is."""
+
+    id: str
+    task: str
+    status: Annotated[str, Field(description="Celery's name of the state, such as `SUCCESS`.")]
+    result: NotRequired[Any]
+    results: NotRequired[Annotated[list[ItemResult], Field(description="Of a task with items.")]]
+    error: NotRequired[TaskError]
 
 
 class TaskRecords:
@@ -108,12 +134,12 @@ class TaskRecords:
         await self.add(revoked)
         return revoked
 
-    async def state(self, record: TaskRecord) -> dict[str, Any]:
+    async def state(self, record: TaskRecord) -> TaskState:
         """As `read_state`, on another thread."""
         return await asyncio.to_thread(self.read_state, record)
 
-    def read_state(self, record: TaskRecord) -> dict[str, Any]:
-        """How a task is: `id`, `task`, `status`, and `result`, `results` or `error`.
+    def read_state(self, record: TaskRecord) -> TaskState:
+        """How a task is.
 
         Raises:
             Problem: Redis is away.
@@ -124,34 +150,35 @@ class TaskRecords:
             # It may wait for longer than the record would be kept, if somebody still asks.
             lifetime_s = self.lifetime_s
             self._store.call(lambda client: client.expire(self._key(record.id), lifetime_s))
-        return {"id": record.id, "task": record.task, **self._describe(record, payload)}
+        state: TaskState = {"id": record.id, "task": record.task, "status": states.PENDING}
+        try:
+            self._describe(state, record, payload)
+        except (KombuError, TypeError, ValueError, RecursionError) as error:
+            message = f"the task succeeded, but its result is no JSON: {error}"
+            state["status"] = states.FAILURE
+            state["error"] = {"type": "UnserialisableResult", "message": message}
+        return state
 
-    def _describe(self, record: TaskRecord, payload: bytes | None) -> dict[str, Any]:
-        meta: Mapping[str, Any] = {}
-        if payload is not None:
-            try:
-                meta = self._store.backend.decode(payload)
-            except (KombuError, ValueError, RecursionError) as error:
-                return _unreadable(error)
+    def _describe(self, state: TaskState, record: TaskRecord, payload: bytes | None) -> None:
+        """Adds status, and `result`, `results` or `error`.
+
+        Raises:
+            Exception: The result is no JSON.
+        """
+        meta = {} if payload is None else self._store.backend.decode(payload)
         status, result = meta.get("status", states.PENDING), meta.get("result")
         if status == states.SUCCESS:
-            value = {"results" if record.count else "result": result}
-            try:
-                if b"null" in to_json(value):
-                    # orjson passes NaN off as null, and JSON knows no infinite numbers.
-                    json.dumps(value, allow_nan=False, default=str)
-            except (TypeError, ValueError, RecursionError) as error:
-                return _unreadable(error)
-            return {"status": status, **value}
-        if status in states.READY_STATES:
+            if b"null" in to_json(result):
+                # orjson passes NaN off as null, and JSON knows no infinite numbers.
+                json.dumps(result, allow_nan=False, default=str)
+            state["results" if record.count else "result"] = result
+        elif status in states.READY_STATES:
             kind, message = describe(result)
-            return {"status": status, "error": {"type": kind, "message": message}}
-        if record.revoked:
-            return {
-                "status": states.REVOKED,
-                "error": {"type": "TaskRevokedError", "message": "revoked"},
-            }
-        return {"status": status}
+            state["error"] = {"type": kind, "message": message}
+        elif record.revoked:
+            status = states.REVOKED
+            state["error"] = {"type": "TaskRevokedError", "message": "revoked"}
+        state["status"] = status
 
     # A request that is sent again
 
@@ -221,14 +248,6 @@ def to_json(value: Any) -> bytes:
     except TypeError:
         # It takes numbers of any length, unlike orjson.
         return json.dumps(value, allow_nan=False).encode()
-
-
-def _unreadable(error: Exception) -> dict[str, Any]:
-    message = f"the task succeeded, but its result is no JSON: {error}"
-    return {
-        "status": states.FAILURE,
-        "error": {"type": "UnserialisableResult", "message": message},
-    }
 
 
 # Waiting for results

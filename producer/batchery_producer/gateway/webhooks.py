@@ -28,7 +28,7 @@ from celery import states
 from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import LOST_S, WEBHOOK, JobQueue, Store
-from batchery_producer.gateway.task_records import TaskRecord, TaskRecords, to_json
+from batchery_producer.gateway.task_records import TaskRecord, TaskRecords, TaskState, to_json
 
 # Where results may be posted to
 
@@ -407,7 +407,7 @@ class Webhooks:
         except Undeliverable as error:
             self._failed(webhook, error)
 
-    def _state(self, record: TaskRecord, wait_s: float) -> dict[str, Any]:
+    def _state(self, record: TaskRecord, wait_s: float) -> TaskState:
         until_s = time.monotonic() + wait_s
         while True:
             state = self._records.read_state(record)

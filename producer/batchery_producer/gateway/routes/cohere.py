@@ -3,12 +3,13 @@
 import math
 import uuid
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import best_first, json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody, Unserved, expected
@@ -63,33 +64,33 @@ class CohereRerankV2Request(CohereRerankRequest):
     model: str
 
 
-class RerankedDocument(BaseModel):
+class RerankedDocument(TypedDict):
     """One document, and how well it fits."""
 
     index: Annotated[int, Field(ge=0, description="Its place in the request.")]
     relevance_score: float
-    document: dict[str, str] | None = None
+    document: NotRequired[dict[str, str]]
 
 
-class ApiVersion(BaseModel):
+class ApiVersion(TypedDict):
     """Version of Cohere's API."""
 
     version: str
 
 
-class BilledUnits(BaseModel):
+class BilledUnits(TypedDict):
     """What Cohere would bill."""
 
     search_units: int
 
 
-class InputTokens(BaseModel):
+class InputTokens(TypedDict):
     """Tokens that were read."""
 
     input_tokens: int
 
 
-class CohereMeta(BaseModel):
+class CohereMeta(TypedDict):
     """What the answer took."""
 
     api_version: ApiVersion
@@ -97,11 +98,11 @@ class CohereMeta(BaseModel):
     tokens: InputTokens
 
 
-class RerankResponse(BaseModel):
+class RerankResponse(TypedDict):
     """The documents, the best first: the fields of Cohere's answer, and of Jina's."""
 
     id: str
-    object: str = "list"
+    object: Literal["list"]
     model: str
     results: list[RerankedDocument]
     meta: CohereMeta
@@ -136,7 +137,7 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
     items = [{"query": body.query, "text": text} for text in texts]
     found = await run_items(request, served, items, {})
     scores = [result["score"] for result in found]
-    results: list[dict[str, Any]] = [
+    results: list[RerankedDocument] = [
         {"index": index, "relevance_score": scores[index]}
         for index in best_first(scores)[: body.top_n]
     ]
@@ -146,20 +147,19 @@ async def reranked(request: Request, body: CohereRerankRequest, api_version: str
             result["document"] = {"text": document} if isinstance(document, str) else document
     tokens = sum(result["tokens"] for result in found)
     units = math.ceil(len(items) / DOCUMENTS_PER_UNIT)
-    return json_response(
-        {
-            "id": str(uuid.uuid4()),
-            "object": "list",
-            "model": served.name,
-            "results": results,
-            "meta": {
-                "api_version": {"version": api_version},
-                "billed_units": {"search_units": units},
-                "tokens": {"input_tokens": tokens},
-            },
-            "usage": {"total_tokens": tokens, "prompt_tokens": tokens},
-        }
-    )
+    content: RerankResponse = {
+        "id": str(uuid.uuid4()),
+        "object": "list",
+        "model": served.name,
+        "results": results,
+        "meta": {
+            "api_version": {"version": api_version},
+            "billed_units": {"search_units": units},
+            "tokens": {"input_tokens": tokens},
+        },
+        "usage": {"total_tokens": tokens, "prompt_tokens": tokens},
+    }
+    return json_response(content)
 
 
 def _text(index: int, document: Document, fields: list[str]) -> str:
@@ -234,7 +234,7 @@ class CohereEmbedV2Request(CohereEmbedRequest):
     max_tokens: Unserved = None
 
 
-class EmbedMeta(BaseModel):
+class EmbedMeta(TypedDict):
     """What the answer took."""
 
     api_version: ApiVersion
@@ -242,7 +242,7 @@ class EmbedMeta(BaseModel):
     tokens: InputTokens
 
 
-class CohereEmbedResponse(BaseModel):
+class CohereEmbedResponse(TypedDict):
     """The vectors; by their types, unless the first version was asked for none."""
 
     response_type: Literal["embeddings_floats", "embeddings_by_type"]
@@ -284,17 +284,18 @@ async def _embed(
     vectors = [result["vector"] for result in results]
     types = body.embedding_types or ["float"]
     is_plain = version == "1" and body.embedding_types is None
-    by_type = {name: [_in_type(name, vector) for vector in vectors] for name in types}
-    tokens = {"input_tokens": sum(result["tokens"] for result in results)}
-    return json_response(
-        {
-            "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
-            "id": str(uuid.uuid4()),
-            "embeddings": by_type["float"] if is_plain else by_type,
-            "texts": texts,
-            "meta": {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens},
-        }
-    )
+    by_type: dict[str, list[Any]] = {
+        name: [_in_type(name, vector) for vector in vectors] for name in types
+    }
+    tokens: InputTokens = {"input_tokens": sum(result["tokens"] for result in results)}
+    content: CohereEmbedResponse = {
+        "response_type": "embeddings_floats" if is_plain else "embeddings_by_type",
+        "id": str(uuid.uuid4()),
+        "embeddings": by_type["float"] if is_plain else by_type,
+        "texts": texts,
+        "meta": {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens},
+    }
+    return json_response(content)
 
 
 def _in_type(name: str, vector: str) -> Any:

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import UploadFile
 from starlette.responses import Response, StreamingResponse
+from typing_extensions import TypedDict
 
 from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
 from batchery_producer.gateway.answers import json_response
@@ -22,12 +23,7 @@ from batchery_producer.gateway.batches.files import (
     get_owner,
 )
 from batchery_producer.gateway.batches.requests import ENDPOINTS
-from batchery_producer.gateway.batches.store import (
-    BATCH_ID,
-    BatchObject,
-    Metadata,
-    ObjectPage,
-)
+from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody, TokenId, Unserved, expected
 from batchery_producer.gateway.inference import (
     build_overflow_keywords,
@@ -35,7 +31,7 @@ from batchery_producer.gateway.inference import (
     embed_items,
     read_items,
 )
-from batchery_producer.gateway.models import ServedModel, numbers
+from batchery_producer.gateway.models import Numbers, ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import get_gateway
 
@@ -132,25 +128,25 @@ class EmbeddingsRequest(RequestBody):
         return found | await choose_prompt(request, model, field, purpose)
 
 
-class EmbeddingObject(BaseModel):
+class EmbeddingObject(TypedDict):
     """One vector."""
 
-    object: Literal["embedding"] = "embedding"
+    object: Literal["embedding"]
     index: int
-    embedding: list[float] | str
+    embedding: Numbers | str
 
 
-class Usage(BaseModel):
+class Usage(TypedDict):
     """Tokens that were read."""
 
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingsResponse(BaseModel):
+class EmbeddingsResponse(TypedDict):
     """The vectors, in the order of the inputs."""
 
-    object: Literal["list"] = "list"
+    object: Literal["list"]
     data: list[EmbeddingObject]
     model: str
     usage: Usage
@@ -168,7 +164,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     keywords = await body.keywords(request, model)
     results = await embed_items(request, model, items, keywords, dimensions)
     tokens = sum(result["tokens"] for result in results)
-    content = {
+    content: EmbeddingsResponse = {
         "object": "list",
         "data": [
             {

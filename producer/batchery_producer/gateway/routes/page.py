@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 from starlette.responses import FileResponse, Response
+from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_of_arguments, json_response
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
@@ -50,7 +51,7 @@ class TryRequest(RequestBody):
     ]
 
 
-class TryResponse(BaseModel):
+class TryResponse(TypedDict):
     """What the model made of it."""
 
     model: str
@@ -87,7 +88,7 @@ async def try_model(request: Request, body: TryRequest) -> Response:
     request.state.caller.check(1, len(item if isinstance(item, str) else json))
     began_s = time.perf_counter()
     (outcome,) = check_all(await run_outcomes(request, model, [item], body.keywords))
-    content = {
+    content: TryResponse = {
         "model": model.name,
         "kind": model.kind,
         "duration_ms": round((time.perf_counter() - began_s) * 1e3, 2),

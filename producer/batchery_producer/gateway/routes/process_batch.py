@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -11,6 +11,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Send
+from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import WHOLE, JsonRoute, RequestBody
@@ -113,7 +114,18 @@ async def _encoded(events: AsyncIterator[Any], *, is_sse: bool) -> AsyncIterator
 DIGITS = 6
 
 
-def labelled(texts: Sequence[str], outcomes: Sequence[Outcome], start: int) -> list[dict[str, Any]]:
+class LabelledText(TypedDict):
+    """One text with its label."""
+
+    text: str
+    sentiment: Annotated[str, Field(description="The likeliest label.")]
+    confidence: float
+    token_count: int
+    processing_order: Annotated[int, Field(description="Place of the text in the request, from 0.")]
+    truncated: Annotated[bool, Field(description="Whether the text lost its end.")]
+
+
+def labelled(texts: Sequence[str], outcomes: Sequence[Outcome], start: int) -> list[LabelledText]:
     """The label of each text.
 
     Args:
@@ -149,7 +161,7 @@ def per_s(count: int, seconds: float) -> float:
     return round(count / seconds, 3) if seconds > 0 else 0.0
 
 
-def held_length(max_length: int, results: Iterable[Mapping[str, Any]]) -> int:
+def held_length(max_length: int, results: Iterable[LabelledText]) -> int:
     """How many tokens were read of a text at most; a text that was cut tells the model's limit.
 
     Args:
@@ -187,18 +199,7 @@ class ProcessBatchRequest(RequestBody):
     model: Annotated[str | None, Field(description="The first classifier if missing.")] = None
 
 
-class LabelledText(BaseModel):
-    """One text with its label."""
-
-    text: str
-    sentiment: Annotated[str, Field(description="The likeliest label.")]
-    confidence: float
-    token_count: int
-    processing_order: Annotated[int, Field(description="Place of the text in the request, from 0.")]
-    truncated: Annotated[bool, Field(description="Whether the text lost its end.")] = False
-
-
-class BatchInfo(BaseModel):
+class BatchInfo(TypedDict):
     """How the texts were computed."""
 
     requested_batch_size: int
@@ -209,7 +210,7 @@ class BatchInfo(BaseModel):
     device: str | None
 
 
-class PerformanceMetrics(BaseModel):
+class PerformanceMetrics(TypedDict):
     """How fast."""
 
     texts_per_second: float
@@ -217,7 +218,7 @@ class PerformanceMetrics(BaseModel):
     total_tokens_processed: int
 
 
-class ProcessBatchResponse(BaseModel):
+class ProcessBatchResponse(TypedDict):
     """All labels, in the order of the texts."""
 
     results: list[LabelledText]
@@ -292,7 +293,7 @@ async def process_batch(request: Request, body: ProcessBatchRequest) -> Response
     batches, count = collect_batches(outcomes), len(outcomes)
     results = labelled(body.texts, outcomes, 0)
     await gateway.batch_counters.count(count, batches)
-    content = {
+    content: ProcessBatchResponse = {
         "results": results,
         "total_texts": count,
         "processing_time": round(took_s, DIGITS),
@@ -394,7 +395,7 @@ class _Run:
             "batch_size": self._wanted.batch_size,
             "estimated_batches": len(self._batches),
         }
-        results: list[dict[str, Any]] = []
+        results: list[LabelledText] = []
         outcomes: list[Outcome] = []
         for number, (texts, running) in enumerate(self._batches, 1):
             yield {

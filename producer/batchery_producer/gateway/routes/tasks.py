@@ -11,7 +11,7 @@ import orjson
 from celery import Celery, states
 from fastapi import APIRouter, Header, Path, Query, Request
 from kombu.exceptions import EncodeError, OperationalError
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
@@ -26,7 +26,7 @@ from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import read_timeout_s, unless_gone
 from batchery_producer.gateway.problems import Kind, Problem, build_problem, redis_problem
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.gateway.task_records import TaskRecord, to_json
+from batchery_producer.gateway.task_records import TaskRecord, TaskState, to_json
 from batchery_producer.gateway.webhooks import resolve_target
 from batchery_producer.publishing.publisher import is_known
 from batchery_producer.results.answers import build_header
@@ -229,31 +229,6 @@ class TaskRequest(RequestBody):
         return RequestedCall(task, self.args, self.kwargs, 0, is_batch=False)
 
 
-class TaskError(BaseModel):
-    """Why a task or an item failed: what its worker raised."""
-
-    type: str
-    message: str
-
-
-class ItemResult(BaseModel):
-    """How an item ended: one of the two."""
-
-    ok: Any = None
-    error: TaskError | None = None
-
-
-class TaskState(BaseModel):
-    """How a task is."""
-
-    id: str
-    task: str
-    status: Annotated[str, Field(description="Celery's name of the state, such as `SUCCESS`.")]
-    result: Any = None
-    results: Annotated[list[ItemResult] | None, Field(description="Of a task with items.")] = None
-    error: TaskError | None = None
-
-
 @router.post(
     "/tasks/{task}",
     response_model=TaskState,
@@ -401,10 +376,10 @@ def _wait_s(request: Request, wanted_s: float | None) -> float:
     return longest_s if wanted_s is None else min(wanted_s, longest_s)
 
 
-def _has_ended(state: dict[str, Any]) -> bool:
+def _has_ended(state: TaskState) -> bool:
     return state["status"] in states.READY_STATES
 
 
-def _answer(state: dict[str, Any], status: int) -> Response:
+def _answer(state: TaskState, status: int) -> Response:
     headers = {"Location": f"/tasks/{state['id']}"} if status == 202 else {}
     return Response(to_json(state), status, headers, media_type="application/json")

@@ -1,12 +1,13 @@
 """Routes that run a model, of Text Embeddings Inference (TEI) and Hugging Face's inference API."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import best_first, json_list, json_response, off_loop
 from batchery_producer.gateway.bodies import (
@@ -111,7 +112,7 @@ class EmbedSparseRequest(PromptRequest):
     inputs: Inputs
 
 
-class SparseValue(BaseModel):
+class SparseValue(TypedDict):
     """One number of a sparse vector."""
 
     index: Annotated[int, Field(ge=0)]
@@ -287,7 +288,7 @@ class PipelineRequest(TeiRequest):
         return {**found, "raw_scores": True} if self.parameters.function_to_apply else found
 
 
-class Prediction(BaseModel):
+class Prediction(TypedDict):
     """One label of a text."""
 
     score: float
@@ -304,12 +305,12 @@ class RerankTextsRequest(ScoreRequest):
     )
 
 
-class Rank(BaseModel):
+class Rank(TypedDict):
     """One text, and how well it fits."""
 
     index: Annotated[int, Field(ge=0, description="Its place in the request.")]
     score: float
-    text: str | None = None
+    text: NotRequired[str]
 
 
 @router.post("/predict", response_model=list[Prediction] | list[list[Prediction]])
@@ -330,7 +331,7 @@ async def pipeline(request: Request, body: PipelineRequest, model: ModelName = N
 
 async def classify_items(
     request: Request, model: ServedModel, items: Sequence[Any], keywords: Mapping[str, Any]
-) -> list[list[dict[str, Any]]]:
+) -> list[list[Prediction]]:
     """The labels of each item, the likeliest first.
 
     Raises:
@@ -369,9 +370,7 @@ async def rerank(request: Request, body: RerankTextsRequest, model: ModelName = 
     items = [{"query": body.query, "text": text} for text in body.texts]
     results = await run_items(request, served, items, body.keywords(served))
     scores = [result["score"] for result in results]
-    ranks: list[dict[str, Any]] = [
-        {"index": index, "score": scores[index]} for index in best_first(scores)
-    ]
+    ranks: list[Rank] = [{"index": index, "score": scores[index]} for index in best_first(scores)]
     if body.return_text:
         for rank in ranks:
             rank["text"] = body.texts[rank["index"]]

@@ -1,22 +1,27 @@
 """What clients of TEI expect of a server with one model: `POST /`, `/info`, and tokens."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Body, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field, ValidationError
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
+from batchery.settings import Settings
 from batchery_producer.gateway.answers import json_response, off_loop
 from batchery_producer.gateway.bodies import JsonRoute, ModelName, TokenId, expected
+from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import check_growth, count_chars, read_items
 from batchery_producer.gateway.models import (
     UNKNOWN,
     ModelInfo,
     ModelTokenizer,
     ServedModel,
-    build_info,
+    SimpleToken,
 )
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.tei import (
@@ -80,32 +85,36 @@ BODIES = [
 ]
 
 
-class PoolingInfo(BaseModel):
+#: torch's names of number formats.
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class PoolingInfo(TypedDict):
     """How token vectors become one."""
 
     pooling: str
 
 
-class LabelInfo(BaseModel):
+class LabelInfo(TypedDict):
     """The labels of a model."""
 
     id2label: dict[str, str]
     label2id: dict[str, Annotated[int, Field(ge=0)]]
 
 
-class EmbeddingType(BaseModel):
+class EmbeddingType(TypedDict):
     """A model of vectors."""
 
     embedding: PoolingInfo
 
 
-class ClassifierType(BaseModel):
+class ClassifierType(TypedDict):
     """A model of labels."""
 
     classifier: LabelInfo
 
 
-class RerankerType(BaseModel):
+class RerankerType(TypedDict):
     """A model that compares."""
 
     reranker: LabelInfo
@@ -114,7 +123,7 @@ class RerankerType(BaseModel):
 Count = Annotated[int, Field(ge=0)]
 
 
-class ServerInfo(BaseModel):
+class ServerInfo(TypedDict):
     """A model and the limits of the server, as TEI tells them."""
 
     model_id: str
@@ -168,6 +177,44 @@ def _way(kind: str, body: Mapping[str, Any]) -> Handler:
     return {**WAYS, **PIPELINES}[kind]
 
 
+def build_info(
+    model: ServedModel, info: ModelInfo, settings: Settings, caller: Caller
+) -> ServerInfo:
+    """A model and the limits of requests, in TEI's words."""
+    own = model.settings
+    return {
+        # Where its folder lies is nobody's business.
+        "model_id": Path(own.model).name if Path(own.model).is_absolute() else own.model,
+        "model_sha": own.revision,
+        "model_dtype": DTYPES.get(own.dtype, own.dtype),
+        "served_model_name": model.name,
+        "model_type": _describe_type(model, info),
+        "max_concurrent_requests": caller.max_concurrency,
+        "max_input_length": own.max_length or info.max_tokens or 0,
+        "max_batch_tokens": own.max_batch_tokens or settings.max_batch_tokens or 0,
+        "max_batch_requests": own.max_batch_size or settings.max_batch_size,
+        "max_client_batch_size": caller.max_items,
+        "auto_truncate": own.overflow == "truncate",
+        "tokenization_workers": settings.gateway.processes,
+        "version": version("batchery"),
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+def _describe_type(
+    model: ServedModel, info: ModelInfo
+) -> EmbeddingType | ClassifierType | RerankerType:
+    if "embedding" in model.kind:
+        pooling = {"embedding": model.settings.pooling, "sparse_embedding": "splade"}
+        return {"embedding": {"pooling": pooling.get(model.kind, "none")}}
+    labels: LabelInfo = {
+        "id2label": {str(number): name for number, name in info.labels.items()},
+        "label2id": {name: number for number, name in info.labels.items()},
+    }
+    return {"reranker": labels} if model.kind == "rerank" else {"classifier": labels}
+
+
 @router.get("/info", response_model=ServerInfo)
 async def info(request: Request, model: ModelName = None) -> Response:
     """The first model, or the named one, and the limits of requests."""
@@ -200,18 +247,6 @@ class TokenizeRequest(TeiRequest):
     prompt_name: Annotated[
         str | None, Field(description="Name of a prompt to put in front of each text.")
     ] = None
-
-
-class SimpleToken(BaseModel):
-    """One token of a text."""
-
-    id: Annotated[int, Field(ge=0)]
-    text: Annotated[str, Field(description="As it stands in the text; the name of special ones.")]
-    special: bool
-    start: Annotated[
-        int | None, Field(ge=0, description="Its first byte in the text's UTF-8, with the prompt.")
-    ] = None
-    stop: Annotated[int | None, Field(ge=0, description="The byte behind its last one.")] = None
 
 
 class DecodeRequest(TeiRequest):

@@ -55,9 +55,10 @@ def test_rate_over_no_time_is_0() -> None:
 
 
 def test_length_that_held_is_that_of_a_text_that_was_cut() -> None:
-    whole = {"token_count": 60, "truncated": False}
+    whole: Any = {"token_count": 60, "truncated": False}
+    cut: Any = {"token_count": 128, "truncated": True}
     assert held_length(512, [whole]) == 512
-    assert held_length(512, [whole, {"token_count": 128, "truncated": True}]) == 128
+    assert held_length(512, [whole, cut]) == 128
 
 
 @pytest.mark.parametrize(
