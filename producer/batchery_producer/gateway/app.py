@@ -9,6 +9,7 @@ from typing import Any
 from celery import Celery
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -44,24 +45,6 @@ from batchery_producer.gateway.running import running
 # The errors of each route in the schema
 
 
-#: What each kind of problem means to a caller.
-MEANINGS = {
-    Kind.INVALID: "The request, or one of its items, is wrong.",
-    Kind.EMPTY: "There is nothing to do.",
-    Kind.TOO_LARGE: "Too many items, characters or bytes.",
-    Kind.HEAD_TOO_LARGE: "Its headers are too large.",
-    Kind.TOO_SLOW: "The body did not come in time.",
-    Kind.NOT_JSON: "The headers say that the body is no JSON, or compressed.",
-    Kind.UNAUTHORIZED: "No key, or a wrong one.",
-    Kind.FORBIDDEN: "This host is not served.",
-    Kind.NOT_FOUND: "There is nothing of this name.",
-    Kind.UNSUPPORTED: "No model can do this.",
-    Kind.OVERLOADED: "Too many requests; come again after `Retry-After`.",
-    Kind.FAILED: "The model failed.",
-    Kind.UNAVAILABLE: "Redis is away.",
-    Kind.TIMEOUT: "No result in time.",
-}
-
 REF = "#/components/schemas/"
 
 
@@ -73,7 +56,7 @@ def describe_errors(schema: dict[str, Any]) -> dict[str, Any]:
     """
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for form in FORMS.values():
-        body = form.schema.model_json_schema(ref_template=REF + "{model}")
+        body = TypeAdapter(form.schema).json_schema(ref_template=REF + "{model}")
         schemas.update(body.pop("$defs", {}))
         schemas[form.schema.__name__] = body
     for path, methods in schema["paths"].items():
@@ -110,8 +93,9 @@ FRAMEWORK_BODY = "HTTPValidationError"
 def list_responses(form: ErrorFormat) -> dict[str, Any]:
     """The errors of an API by their status."""
     meanings = defaultdict(list)
-    for kind, meaning in MEANINGS.items():
-        meanings[form.get_status(kind)].append(meaning)
+    for kind in Kind:
+        if kind.meaning:
+            meanings[form.get_status(kind)].append(kind.meaning)
     content = {"application/json": {"schema": {"$ref": REF + form.schema.__name__}}}
     return {
         str(status): {"description": " ".join(meanings[status]), "content": content}

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from batchery_producer.gateway.problems import STATUS, Kind, Problem, build_problem
+from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.store import Store
 from batchery_producer.results.answers import BatchSummary, Outcome
 
@@ -111,7 +111,7 @@ class Measured:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, is_whole = STATUS[Kind.GONE], False
+        status, is_whole = Kind.GONE.status, False
 
         async def count(message: Message) -> None:
             nonlocal status, is_whole
@@ -128,9 +128,9 @@ class Measured:
             await self._app(scope, receive, count)
             if not is_whole:
                 # The caller has hung up before the end of the answer.
-                status = STATUS[Kind.GONE]
+                status = Kind.GONE.status
         except Exception:
-            status = STATUS[Kind.FAILED]
+            status = Kind.FAILED.status
             raise
         finally:
             in_flight.dec()

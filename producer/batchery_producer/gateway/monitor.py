@@ -107,7 +107,7 @@ def overview(
         age_s: How old it is, in seconds.
     """
     known = now or Survey({}, {})
-    answers = dict(_answers(known))
+    answers = dict(list_answers(known))
     batches = [figures["batches"] for figures in answers.values()]
     return StatusResponse(
         problem=problem or None,
@@ -133,7 +133,7 @@ def list_queues(survey: Survey) -> Iterator[QueueStatus]:
     names = set(survey.queues)
     in_workers: Counter[str] = Counter()
     ages_s: dict[str, list[float]] = {}
-    for _, figures in _answers(survey):
+    for _, figures in list_answers(survey):
         for name, found in figures.get("waiting_by_queue", {}).items():
             in_workers[name] += found["jobs"]
             ages_s.setdefault(name, []).append(found["oldest_s"])
@@ -150,7 +150,7 @@ def list_queues(survey: Survey) -> Iterator[QueueStatus]:
 
 def list_devices(now: Survey, before: Survey | None = None) -> Iterator[DeviceStatus]:
     """The devices of all workers that answered."""
-    for worker, figures in _answers(now):
+    for worker, figures in list_answers(now):
         for name, state in figures["devices"].items():
             seconds, gained = _gained(now, before, worker, name)
             total = state.get("done", {})
@@ -176,12 +176,12 @@ def list_devices(now: Survey, before: Survey | None = None) -> Iterator[DeviceSt
 def count_failures(survey: Survey) -> "Counter[str]":
     """How many jobs and items failed, by class of the error."""
     failed: Counter[str] = Counter()
-    for _, figures in _answers(survey):
+    for _, figures in list_answers(survey):
         failed.update(figures["batches"].get("failures", {}))
     return failed
 
 
-def _answers(survey: Survey) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def list_answers(survey: Survey) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The workers with devices, by name."""
     for worker, figures in sorted(survey.workers.items()):
         if "batches" in figures:
@@ -201,7 +201,7 @@ def _throughput(now: Survey, before: Survey | None) -> ThroughputStatus | None:
     if not rates:
         return None
     tokens_per_s = 0.0
-    for worker, figures in _answers(now):
+    for worker, figures in list_answers(now):
         for device in figures["devices"]:
             seconds, gained = _gained(now, before, worker, device)
             tokens_per_s += _ratio(gained.get("tokens"), seconds) or 0.0

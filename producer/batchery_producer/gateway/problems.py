@@ -4,16 +4,16 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import orjson
 from kombu.exceptions import OperationalError
-from pydantic import BaseModel
 from redis.exceptions import ConnectionError as NoConnection
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as NoAnswer
 from starlette.responses import Response
 from starlette.types import Scope
+from typing_extensions import TypedDict
 
 from batchery.errors import (
     BatchArgumentError,
@@ -36,49 +36,41 @@ AWAY_RETRY_S = 1.0
 
 
 class Kind(StrEnum):
-    """Kinds of problems; each API has its own status and words for them."""
+    """Kinds of problems; each API has its own status and words for some of them.
 
-    INVALID = "invalid"
-    EMPTY = "empty"
-    TOO_LARGE = "too_large"
-    HEAD_TOO_LARGE = "head_too_large"
-    TOO_SLOW = "too_slow"
-    NOT_JSON = "not_json"
-    UNAUTHORIZED = "unauthorized"
-    FORBIDDEN = "forbidden"
-    NOT_FOUND = "not_found"
-    UNSUPPORTED = "unfit"
-    CONFLICT = "conflict"
-    NO_SUCH_METHOD = "no_such_method"
-    OVERLOADED = "overloaded"
-    FAILED = "failed"
-    UNAVAILABLE = "unavailable"
-    TIMEOUT = "timeout"
-    GONE = "gone"
+    Attributes:
+        status: The usual status.
+        meaning: What it means to a caller, for the schema; empty if it stands there elsewhere.
+    """
 
+    status: int
+    meaning: str
 
-#: The usual status of each kind.
-STATUS = {
-    Kind.INVALID: 422,
-    Kind.EMPTY: 422,
-    Kind.TOO_LARGE: 413,
-    Kind.HEAD_TOO_LARGE: 431,
-    Kind.TOO_SLOW: 408,
-    Kind.NOT_JSON: 415,
-    Kind.UNAUTHORIZED: 401,
-    Kind.FORBIDDEN: 403,
-    Kind.NOT_FOUND: 404,
+    def __new__(cls, value: str, status: int, meaning: str = "") -> Self:
+        """Makes a kind of its row below."""
+        kind = str.__new__(cls, value)
+        kind._value_, kind.status, kind.meaning = value, status, meaning
+        return kind
+
+    INVALID = "invalid", 422, "The request, or one of its items, is wrong."
+    EMPTY = "empty", 422, "There is nothing to do."
+    TOO_LARGE = "too_large", 413, "Too many items, characters or bytes."
+    HEAD_TOO_LARGE = "head_too_large", 431, "Its headers are too large."
+    TOO_SLOW = "too_slow", 408, "The body did not come in time."
+    NOT_JSON = "not_json", 415, "The headers say that the body is no JSON, or compressed."
+    UNAUTHORIZED = "unauthorized", 401, "No key, or a wrong one."
+    FORBIDDEN = "forbidden", 403, "This host is not served."
+    NOT_FOUND = "not_found", 404, "There is nothing of this name."
     # No model can do this, though there may be one of the name.
-    Kind.UNSUPPORTED: 404,
-    Kind.CONFLICT: 409,
-    Kind.NO_SUCH_METHOD: 405,
-    Kind.OVERLOADED: 429,
-    Kind.FAILED: 500,
-    Kind.UNAVAILABLE: 503,
-    Kind.TIMEOUT: 504,
+    UNSUPPORTED = "unfit", 404, "No model can do this."
+    CONFLICT = "conflict", 409
+    NO_SUCH_METHOD = "no_such_method", 405
+    OVERLOADED = "overloaded", 429, "Too many requests; come again after `Retry-After`."
+    FAILED = "failed", 500, "The model failed."
+    UNAVAILABLE = "unavailable", 503, "Redis is away."
+    TIMEOUT = "timeout", 504, "No result in time."
     # Nobody reads it; as nginx logs callers who hang up.
-    Kind.GONE: 499,
-}
+    GONE = "gone", 499
 
 
 class Problem(Exception):
@@ -150,14 +142,14 @@ class ErrorFormat(NamedTuple):
 
     status: Mapping[Kind, int]
     body: Callable[[Problem, int], Any]
-    schema: type[BaseModel]
+    schema: type[Any]
 
     def get_status(self, kind: Kind) -> int:
         """The status of a kind."""
-        return self.status.get(kind, STATUS[kind])
+        return self.status.get(kind, kind.status)
 
 
-class OpenAIErrorDetails(BaseModel):
+class OpenAIErrorDetails(TypedDict):
     """What is wrong, as OpenAI tells it."""
 
     message: str
@@ -166,48 +158,45 @@ class OpenAIErrorDetails(BaseModel):
     code: str | None
 
 
-class OpenAIErrorBody(BaseModel):
+class OpenAIErrorBody(TypedDict):
     """An error of OpenAI's routes."""
 
     error: OpenAIErrorDetails
 
 
-class TeiErrorBody(BaseModel):
+class TeiErrorBody(TypedDict):
     """An error of the routes of Text Embeddings Inference."""
 
     error: str
     error_type: Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 
 
-class CohereErrorBody(BaseModel):
+class CohereErrorBody(TypedDict):
     """An error of Cohere's routes."""
 
     message: str
 
 
-class PlainErrorBody(BaseModel):
+class PlainErrorBody(TypedDict):
     """An error of the routes that are our own."""
 
     detail: str
 
 
-def _openai(problem: Problem, status: int) -> Any:
-    if status == 429:
-        kind = "rate_limit_exceeded"
-    else:
-        kind = "invalid_request_error" if status < 500 else "server_error"
+def _build_openai_error(problem: Problem, status: int) -> OpenAIErrorBody:
+    kind = "invalid_request_error" if status < 500 else "server_error"
     return {
         "error": {
             "message": problem.message,
-            "type": kind,
+            "type": "rate_limit_exceeded" if status == 429 else kind,
             "param": problem.param,
             "code": problem.code,
         }
     }
 
 
-#: TEI's names of kinds.
-TEI_TYPES = {
+#: TEI's names of kinds; of all others, it is `Validation`.
+TEI_TYPES: dict[Kind, Literal["Unhealthy", "Backend", "Overloaded", "Empty"]] = {
     Kind.EMPTY: "Empty",
     Kind.OVERLOADED: "Overloaded",
     Kind.FAILED: "Backend",
@@ -217,26 +206,22 @@ TEI_TYPES = {
 }
 
 
-def _tei(problem: Problem, _: int) -> Any:
+def _build_tei_error(problem: Problem, _: int) -> TeiErrorBody:
     return {"error": problem.message, "error_type": TEI_TYPES.get(problem.kind, "Validation")}
 
 
-def _cohere(problem: Problem, _: int) -> Any:
-    return {"message": problem.message}
-
-
-def _plain(problem: Problem, _: int) -> Any:
-    return {"detail": problem.message}
-
-
-OPENAI = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _openai, OpenAIErrorBody)
+OPENAI = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _build_openai_error, OpenAIErrorBody)
 TEI = ErrorFormat(
     {Kind.EMPTY: 400, Kind.UNSUPPORTED: 424, Kind.FAILED: 424, Kind.TIMEOUT: 503},
-    _tei,
+    _build_tei_error,
     TeiErrorBody,
 )
-COHERE = ErrorFormat({Kind.INVALID: 400, Kind.EMPTY: 400}, _cohere, CohereErrorBody)
-PLAIN = ErrorFormat({}, _plain, PlainErrorBody)
+COHERE = ErrorFormat(
+    {Kind.INVALID: 400, Kind.EMPTY: 400},
+    lambda problem, _: CohereErrorBody(message=problem.message),
+    CohereErrorBody,
+)
+PLAIN = ErrorFormat({}, lambda problem, _: PlainErrorBody(detail=problem.message), PlainErrorBody)
 
 #: The form of each path; the longest beginning wins.
 FORMS: dict[str, ErrorFormat] = {
@@ -246,20 +231,8 @@ FORMS: dict[str, ErrorFormat] = {
     "/v1/embed": COHERE,
     "/v1/rerank": COHERE,
     "/v2/": COHERE,
-    **dict.fromkeys(
-        (
-            "/embed",
-            "/predict",
-            "/rerank",
-            "/similarity",
-            "/tokenize",
-            "/decode",
-            "/info",
-            "/health",
-            "/metrics",
-        ),
-        TEI,
-    ),
+    **dict.fromkeys(("/embed", "/predict", "/rerank", "/similarity", "/tokenize"), TEI),
+    **dict.fromkeys(("/decode", "/info", "/health", "/metrics"), TEI),
 }
 
 _LONGEST_FIRST = sorted(FORMS, key=len, reverse=True)

@@ -52,15 +52,6 @@ class TaskRecord:
     count: int = 0
     revoked: bool = False
 
-    @classmethod
-    def new(cls, task: str, caller: str, count: int) -> "TaskRecord":
-        """A record with an id of its own."""
-        return cls(uuid(), task, caller, count)
-
-    def with_id(self, task_id: str) -> "TaskRecord":
-        """The same with another id."""
-        return replace(self, id=task_id)
-
 
 class TaskError(TypedDict):
     """Why a task or an item failed: what its worker raised."""

@@ -1,9 +1,8 @@
 """`/health`, `/status` and `/metrics`: for probes, the page and Prometheus."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 from fastapi import APIRouter, Request
 from prometheus_client import CollectorRegistry
@@ -16,8 +15,10 @@ from batchery.cli.survey import Survey
 from batchery_producer.gateway.metrics import Measurements
 from batchery_producer.gateway.monitor import (
     ClusterSnapshot,
+    DeviceStatus,
     ModelStatus,
     StatusResponse,
+    list_answers,
     list_devices,
     list_queues,
     overview,
@@ -56,18 +57,22 @@ ENCODER = ThreadPoolExecutor(1, "batchery-metrics")
 
 OF_DEVICE = ["worker", "device"]
 
-#: Sums of a device: name in its worker's figures, name here, what it is, and units per unit.
+#: Of a device: name in its worker's sums, name here, what it is, and units per unit.
 DEVICE_SUMS = (
-    ("batches", "batchery_device_batches", "Batches that ran.", 1.0),
-    ("items", "batchery_device_items", "Items that ran.", 1.0),
-    ("tokens", "batchery_device_tokens", "Tokens of these items.", 1.0),
-    (
-        "computed_tokens",
-        "batchery_device_computed_tokens",
-        "Tokens that were computed: with padding.",
-        1.0,
-    ),
-    ("forward_ms", "batchery_device_forward_seconds", "Time in forward passes.", 1e-3),
+    ("batches", "batches", "Batches that ran.", 1.0),
+    ("items", "items", "Items that ran.", 1.0),
+    ("tokens", "tokens", "Tokens of these items.", 1.0),
+    ("computed_tokens", "computed_tokens", "Tokens that were computed: with padding.", 1.0),
+    ("forward_ms", "forward_seconds", "Time in forward passes.", 1e-3),
+)
+
+#: Of a device: name, what it is, and its value, which may be None.
+DEVICE_GAUGES: tuple[tuple[str, str, Callable[[DeviceStatus], float | None]], ...] = (
+    ("ready", "Whether it takes batches.", lambda device: device.state == "ready"),
+    ("batches_in_flight", "Batches that it holds.", lambda device: device.batches_in_flight),
+    ("resident_memory_bytes", "Main memory of its process.", lambda device: device.resident_bytes),
+    ("memory_bytes", "Memory that torch holds of a GPU.", lambda device: device.memory_bytes),
+    ("memory_size_bytes", "All memory of the GPU.", lambda device: device.memory_size_bytes),
 )
 
 
@@ -105,24 +110,28 @@ def of_survey(survey: Survey | None) -> Iterator[Metric]:
     if survey is None:
         return
     yield from _queues(survey)
-    answers = {name: each for name, each in survey.workers.items() if "batches" in each}
+    answers = dict(list_answers(survey))
     yield GaugeMetricFamily("batchery_workers", "Workers that answered.", value=len(answers))
     failures = CounterMetricFamily(
         "batchery_worker_failures", "Failed jobs and items.", labels=["worker", "error"]
     )
-    sums = {
-        name: CounterMetricFamily(metric, text, labels=OF_DEVICE)
-        for name, metric, text, _ in DEVICE_SUMS
-    }
     for worker, figures in answers.items():
         for error, count in figures["batches"].get("failures", {}).items():
             failures.add_metric([worker, error], count)
-        for device, state in figures["devices"].items():
-            for name, _, _, unit in DEVICE_SUMS:
-                sums[name].add_metric([worker, device], state.get("done", {}).get(name, 0) * unit)
     yield failures
-    yield from sums.values()
-    yield from _devices(survey)
+    for name, metric, text, unit in DEVICE_SUMS:
+        family = CounterMetricFamily(f"batchery_device_{metric}", text, labels=OF_DEVICE)
+        for worker, figures in answers.items():
+            for device, state in figures["devices"].items():
+                family.add_metric([worker, device], state.get("done", {}).get(name, 0) * unit)
+        yield family
+    devices = list(list_devices(survey))
+    for metric, text, read in DEVICE_GAUGES:
+        gauge = GaugeMetricFamily(f"batchery_device_{metric}", text, labels=OF_DEVICE)
+        for each in devices:
+            if (value := read(each)) is not None:
+                gauge.add_metric([each.worker, each.name], value)
+        yield gauge
 
 
 def _queues(survey: Survey) -> Iterator[Metric]:
@@ -140,26 +149,3 @@ def _queues(survey: Survey) -> Iterator[Metric]:
     yield oldest
     if survey.dead_letters is not None:
         yield GaugeMetricFamily("batchery_dead_letters", "Dead letters.", value=survey.dead_letters)
-
-
-def _devices(survey: Survey) -> Iterator[Metric]:
-    def gauge(name: str, text: str) -> Any:
-        return GaugeMetricFamily(f"batchery_device_{name}", text, labels=OF_DEVICE)
-
-    ready = gauge("ready", "Whether it takes batches.")
-    in_flight = gauge("batches_in_flight", "Batches that it holds.")
-    resident = gauge("resident_memory_bytes", "Main memory of its process.")
-    held = gauge("memory_bytes", "Memory that torch holds of a GPU.")
-    size = gauge("memory_size_bytes", "All memory of the GPU.")
-    for device in list_devices(survey):
-        labels = [device.worker, device.name]
-        ready.add_metric(labels, device.state == "ready")
-        in_flight.add_metric(labels, device.batches_in_flight)
-        for family, value in (
-            (resident, device.resident_bytes),
-            (held, device.memory_bytes),
-            (size, device.memory_size_bytes),
-        ):
-            if value is not None:
-                family.add_metric(labels, value)
-    yield from (ready, in_flight, resident, held, size)

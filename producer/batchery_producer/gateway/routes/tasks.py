@@ -3,12 +3,12 @@
 import asyncio
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Self
 
 import orjson
-from celery import Celery, states
+from celery import Celery, states, uuid
 from fastapi import APIRouter, Header, Path, Query, Request
 from kombu.exceptions import EncodeError, OperationalError
 from pydantic import ConfigDict, Field, model_validator
@@ -323,13 +323,13 @@ async def _sent(
     """
     gateway, caller = get_gateway(request), request.state.caller
     records = gateway.task_records
-    record = TaskRecord.new(call.task, caller.name, call.count)
+    record = TaskRecord(uuid(), call.task, caller.name, call.count)
     if key is not None:
         task_id, is_new = await records.once(caller.name, key, call.digest(webhook))
         if not is_new:
             found: TaskRecord = await records.find(task_id, caller.name)
             return found
-        record = record.with_id(task_id)
+        record = replace(record, id=task_id)
     try:
         callback = None
         if webhook is not None:

@@ -1,9 +1,9 @@
 """What clients of TEI expect of a server with one model: `POST /`, `/info`, and tokens."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
 from fastapi.exceptions import RequestValidationError
@@ -52,38 +52,24 @@ router = APIRouter(tags=["tei"], route_class=JsonRoute)
 # `POST /` and `/info`
 
 
-class Handler(NamedTuple):
-    """What to do with a body.
-
-    Attributes:
-        form: Its model.
-        run: The route that takes it.
-    """
-
-    form: type[BaseModel]
-    run: Callable[[Request, Any, str | None], Awaitable[Response]]
-
-
-WAYS: Mapping[str, Handler] = {
-    "embedding": Handler(EmbedRequest, embed),
-    "multi_vector_embedding": Handler(EmbedAllRequest, embed_all),
-    "sparse_embedding": Handler(EmbedSparseRequest, embed_sparse),
-    "classification": Handler(PredictRequest, predict),
-    "rerank": Handler(RerankTextsRequest, rerank),
+#: What to do with a body for a model of each kind: its form, and the route that takes it.
+HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] = {
+    "embedding": (EmbedRequest, embed),
+    "multi_vector_embedding": (EmbedAllRequest, embed_all),
+    "sparse_embedding": (EmbedSparseRequest, embed_sparse),
+    "classification": (PredictRequest, predict),
+    "rerank": (RerankTextsRequest, rerank),
+    # Kinds that TEI does not have.
+    "zero_shot": (ZeroShotRequest, zero_shot),
+    "token_classification": (TokenRequest, find_entities),
 }
 
-#: Kinds that TEI does not have.
-PIPELINES: Mapping[str, Handler] = {
-    "zero_shot": Handler(ZeroShotRequest, zero_shot),
-    "token_classification": Handler(TokenRequest, find_entities),
-}
-
-#: Where the schema has what `POST /` takes.
-BODIES = [
-    {"$ref": f"#/components/schemas/{way.form.__name__}"}
-    for way in (*WAYS.values(), Handler(SimilarityRequest, similarity))
-]
-
+#: Forms that the schema has for `POST /`.
+ROOT_FORMS: tuple[type[BaseModel], ...] = (
+    *(EmbedRequest, EmbedAllRequest, EmbedSparseRequest),
+    *(PredictRequest, RerankTextsRequest, SimilarityRequest),
+)
+BODIES = [{"$ref": f"#/components/schemas/{form.__name__}"} for form in ROOT_FORMS]
 
 #: torch's names of number formats.
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -159,22 +145,18 @@ async def root(
     """What the first model does, or the named one: `/embed`, `/predict`, `/rerank` and so on."""
     given = body.get("model")
     name = given if isinstance(given, str) and given else model
-    served = get_gateway(request).models.find(name, None if name else {**WAYS, **PIPELINES})
-    way = _way(served.kind, body)
+    served = get_gateway(request).models.find(name, None if name else HANDLERS)
+    form, run = HANDLERS[served.kind]
+    # The form of a body tells what the kind leaves open.
+    if served.kind == "embedding" and isinstance(body.get("inputs"), dict):
+        form, run = SimilarityRequest, similarity
+    elif served.kind == "classification" and "parameters" in body:
+        form, run = PipelineRequest, pipeline
     try:
-        payload = way.form.model_validate(body)
+        payload = form.model_validate(body)
     except ValidationError as error:
         raise RequestValidationError(error.errors()) from error
-    return await way.run(request, payload, served.name)
-
-
-def _way(kind: str, body: Mapping[str, Any]) -> Handler:
-    """What to do with a body; its form tells what the kind leaves open."""
-    if kind == "embedding" and isinstance(body.get("inputs"), dict):
-        return Handler(SimilarityRequest, similarity)
-    if kind == "classification" and "parameters" in body:
-        return Handler(PipelineRequest, pipeline)
-    return {**WAYS, **PIPELINES}[kind]
+    return await run(request, payload, served.name)
 
 
 def build_info(

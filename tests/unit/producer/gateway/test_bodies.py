@@ -24,7 +24,7 @@ from batchery_producer.gateway.routes.cohere import CohereRerankRequest
 from batchery_producer.gateway.routes.openai import CreateBatchRequest, EmbeddingsRequest
 from batchery_producer.gateway.routes.process_batch import ProcessBatchRequest
 from batchery_producer.gateway.routes.tei import PipelineRequest, PredictRequest, SimilarityRequest
-from batchery_producer.gateway.routes.tei_server import WAYS, DecodeRequest
+from batchery_producer.gateway.routes.tei_server import HANDLERS, DecodeRequest
 
 #: Characters that matter in texts of JSON, and others.
 TEXTS = st.text(st.sampled_from('ab,[]{}:"\\\n\u00e9'), max_size=8)
@@ -135,10 +135,10 @@ def test_every_body_is_of_these_kinds() -> None:
     routes = [each for router in ROUTERS for each in router.routes]
     taking = [each for each in routes if isinstance(each, APIRoute) and each.body_field]
     assert len(taking) > 10
-    models: list[Any] = [way.form for way in WAYS.values()]
+    models: list[Any] = [form for form, _ in HANDLERS.values()]
     for route in taking:
         assert isinstance(route, JsonRoute), route.path
-        # This one chooses among the ways.
+        # This one chooses among the forms.
         if route.path != "/":
             assert route.body_field is not None
             models.append(route.body_field.field_info.annotation)
