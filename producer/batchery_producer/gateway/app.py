@@ -13,9 +13,8 @@ from pydantic import TypeAdapter
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import BaseRoute, Match, Route
 
-from batchery.gateway_settings import GatewaySettings
 from batchery.settings import Settings
 from batchery_producer.gateway.callers import Callers
 from batchery_producer.gateway.guard import Guard, needs_no_key
@@ -132,6 +131,11 @@ ROUTERS = (
 )
 
 
+def list_routes() -> list[BaseRoute]:
+    """All routes; FastAPI's own list has the routers."""
+    return [route for router in ROUTERS for route in router.routes]
+
+
 class Web(FastAPI):
     """The application; its `/openapi.json` has the errors of each route, too."""
 
@@ -183,31 +187,20 @@ def make_app(
     web.add_exception_handler(RequestValidationError, _on_invalid)
     web.add_exception_handler(HTTPException, _on_http)
     web.add_exception_handler(Exception, _on_problem)
-    _wrap(web, settings.gateway, callers, measurements)
-    return web
-
-
-def _wrap(
-    web: FastAPI, settings: GatewaySettings, callers: Callers, measurements: Measurements
-) -> None:
-    """Puts around the routes what every request passes; the innermost first."""
-    web.add_middleware(Guard, callers=callers, settings=settings)
-    if settings.cors_origins:
-        # Outermost: a browser's first request has no key.
+    # What every request passes; the innermost first.
+    web.add_middleware(Guard, callers=callers, settings=settings.gateway)
+    if settings.gateway.cors_origins:
+        # Around the guard: a browser's first request has no key.
         web.add_middleware(
             CORSMiddleware,
-            allow_origins=settings.cors_origins,
+            allow_origins=settings.gateway.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id"],
         )
-    routes = [
-        route.path
-        for router in (web, *ROUTERS)
-        for route in router.routes
-        if isinstance(route, Route)
-    ]
-    web.add_middleware(Measured, measurements=measurements, routes=routes)
+    paths = [each.path for each in (*web.routes, *list_routes()) if isinstance(each, Route)]
+    web.add_middleware(Measured, measurements=measurements, routes=paths)
+    return web
 
 
 async def _on_problem(request: Request, error: Exception) -> Response:
@@ -234,17 +227,6 @@ def invalid(error: Mapping[str, Any]) -> Problem:
     return Problem(Kind.INVALID, f"{where}: {text}" if where else text, param=where or None)
 
 
-def list_methods(request: Request) -> set[str]:
-    """The methods of all routes of a path."""
-    routes = [each for router in ROUTERS for each in router.routes]
-    return {
-        method
-        for route in routes
-        if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
-        for method in route.methods or ()
-    }
-
-
 async def _on_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     kind = FRAMEWORK_KINDS.get(error.status_code, Kind.FAILED)
@@ -256,7 +238,13 @@ async def _on_http(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 405:
         # The framework names the methods of one route alone.
-        headers["Allow"] = ", ".join(sorted(list_methods(request)))
+        methods = {
+            method
+            for route in list_routes()
+            if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE
+            for method in route.methods or ()
+        }
+        headers["Allow"] = ", ".join(sorted(methods))
     return answer(
         path, Problem(kind, texts.get(error.status_code, str(error.detail)), headers=headers)
     )

@@ -111,11 +111,6 @@ class BatchUsage(BaseModel):
     output_tokens_details: dict[str, int] = {"reasoning_tokens": 0}
     total_tokens: int = 0
 
-    @classmethod
-    def of_input(cls, tokens: int) -> "BatchUsage":
-        """Usage of requests whose answers have no tokens."""
-        return cls(input_tokens=tokens, total_tokens=tokens)
-
 
 class BatchObject(BaseModel):
     """A batch."""

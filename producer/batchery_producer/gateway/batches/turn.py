@@ -282,7 +282,7 @@ class BatchTurn:
         tokens = (self._batch.usage or BatchUsage()).input_tokens + ended.tokens
         changes = {
             "request_counts": counts.model_copy(update=counted),
-            "usage": BatchUsage.of_input(tokens),
+            "usage": BatchUsage(input_tokens=tokens, total_tokens=tokens),
         }
         kept = record.with_batch(self._batch.model_copy(update=changes))
         self._save(kept.model_copy(update={"ended_lines": lines}), pieces=pieces)

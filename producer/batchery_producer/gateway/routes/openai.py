@@ -106,8 +106,7 @@ class EmbeddingsRequest(RequestBody):
         Raises:
             Problem: They have two.
         """
-        values = {name: getattr(self, name) for name in fields}
-        said = {name: value for name, value in values.items() if value is not None}
+        said = {name: value for name in fields if (value := getattr(self, name)) is not None}
         if len(set(said.values())) > 1:
             text = f"{' and '.join(said)}: mean the same, and have different values; send one"
             raise Problem(Kind.INVALID, text, param=next(iter(said)))

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, ValidationError
 from starlette.responses import Response
 
 from batchery_producer.gateway import bodies
-from batchery_producer.gateway.app import ROUTERS
+from batchery_producer.gateway.app import list_routes
 from batchery_producer.gateway.bodies import CONTAINER_VALUES, JsonRoute, RequestBody, parse
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.problems import answer as read_answer
@@ -132,7 +132,7 @@ def test_errors_do_not_grow_with_the_body(model: type[RequestBody], form: str, i
 
 
 def test_every_body_is_of_these_kinds() -> None:
-    routes = [each for router in ROUTERS for each in router.routes]
+    routes = list_routes()
     taking = [each for each in routes if isinstance(each, APIRoute) and each.body_field]
     assert len(taking) > 10
     models: list[Any] = [form for form, _ in HANDLERS.values()]

@@ -81,7 +81,7 @@ def test_openai_s_types_read_ours() -> None:
     full = batch().model_copy(
         update={
             "errors": BatchErrors(data=[BatchError(code="a", line=1, message="b", param="c")]),
-            "usage": BatchUsage.of_input(7),
+            "usage": BatchUsage(input_tokens=7, total_tokens=7),
             "request_counts": RequestCounts(total=3, completed=2, failed=1),
             "metadata": {"a": "b"},
             "model": "embed",
