@@ -79,7 +79,7 @@ async def running(
     monitor = Monitor(app, queues, health)
     async with AsyncClient(app) as client:
         await health.look()
-        watching = [asyncio.create_task(health.watch())]
+        watching = asyncio.create_task(health.watch())
         try:
             yield Gateway(
                 app=app,
@@ -100,7 +100,6 @@ async def running(
                 measurements=measurements,
             )
         finally:
-            for each in watching:
-                await stop(each)
+            await stop(watching)
             await monitor.close()
             await asyncio.to_thread(waiter.close)

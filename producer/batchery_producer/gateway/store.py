@@ -8,7 +8,8 @@ that is the timer of what waits for a retry, and the net under a message that wa
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,16 @@ class Store:
         """Calls a function with the Redis client.
 
         Raises:
+            Problem: As `client`.
+        """
+        with self.client() as client:
+            return call(client)
+
+    @contextmanager
+    def client(self) -> Iterator[Any]:
+        """The Redis client.
+
+        Raises:
             Problem: Redis is away, or is not the app's result backend.
         """
         if not self._is_redis:
@@ -57,9 +68,22 @@ class Store:
                 Kind.UNAVAILABLE, "this route needs a Redis as result backend; set result_backend"
             )
         try:
-            return call(self.backend.client)
+            yield self.backend.client
         except redis.RedisError as error:
             raise redis_problem(error) from error
+
+    def take_due(self, key: bytes, maximum: int, again_s: float) -> list[str]:
+        """Members of a sorted set that are due by now, which are due again in so many seconds.
+
+        Raises:
+            Problem: As `client`.
+        """
+        now_s = time.time()
+        with self.client() as client:
+            due = client.zrangebyscore(key, "-inf", now_s, 0, maximum)
+            if due:
+                client.zadd(key, dict.fromkeys(due, now_s + again_s), xx=True)
+        return [each.decode() for each in due]
 
     def script(self, name: str, keys: Sequence[bytes], *arguments: Any) -> Any:
         """Runs one of the gateway's scripts.
@@ -144,13 +168,4 @@ class JobQueue:
         Raises:
             Problem: Redis is away.
         """
-
-        def take(client: Any) -> list[str]:
-            now_s = time.time()
-            due = client.zrangebyscore(self.due_key, "-inf", now_s, 0, MAX_DUE)
-            if due:
-                client.zadd(self.due_key, dict.fromkeys(due, now_s + LOST_S), xx=True)
-            return [each.decode() for each in due]
-
-        found: list[str] = self._store.call(take)
-        return found
+        return self._store.take_due(self.due_key, MAX_DUE, LOST_S)

@@ -331,21 +331,17 @@ class Webhooks:
         self._jobs = jobs
         self._settings = settings
 
-    async def add(self, url: str, record: TaskRecord) -> None:
+    def add(self, url: str, record: TaskRecord) -> None:
         """Keeps a webhook, before its task is sent.
 
         Raises:
             Problem: Redis is away.
         """
-
-        def write(client: Any) -> None:
-            with client.pipeline() as pipe:
-                lifetime_s = self._records.lifetime_s
-                pipe.set(self._key(record.id), Webhook(url, record).packed(), ex=lifetime_s)
-                pipe.zadd(self._jobs.due_key, {_work(record.id): time.time() + LOST_S})
-                pipe.execute()
-
-        await self._store.run(write)
+        packed, lifetime_s = Webhook(url, record).packed(), self._records.lifetime_s
+        with self._store.client() as client, client.pipeline() as pipe:
+            pipe.set(self._key(record.id), packed, ex=lifetime_s)
+            pipe.zadd(self._jobs.due_key, {_work(record.id): time.time() + LOST_S})
+            pipe.execute()
 
     def callback(self, task_id: str, tenant: str | None) -> Any:
         """What the task's worker sends when the task has ended."""
@@ -366,16 +362,11 @@ class Webhooks:
         Raises:
             Problem: Redis is away.
         """
-
-        def look(client: Any) -> list[int]:
-            with client.pipeline(transaction=False) as pipe:
-                for each in task_ids:
-                    pipe.exists(self._store.backend.get_key_for_task(each))
-                    pipe.exists(self._key(each))
-                found: list[int] = pipe.execute()
-            return found
-
-        there = self._store.call(look)
+        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
+            for each in task_ids:
+                pipe.exists(self._store.backend.get_key_for_task(each))
+                pipe.exists(self._key(each))
+            there: list[int] = pipe.execute()
         return [
             task_id
             for task_id, has_result, is_kept in zip(task_ids, there[::2], there[1::2], strict=True)

@@ -396,16 +396,8 @@ class FileStore:
 
     def expired(self) -> list[tuple[str, str]]:
         """Owners and ids of what is to be removed by now; it counts as asked for a minute."""
-
-        def take(client: Any) -> list[bytes]:
-            now_s = time.time()
-            found: list[bytes] = client.zrangebyscore(self.removals_key, "-inf", now_s, 0, PAGE)
-            if found:
-                client.zadd(self.removals_key, dict.fromkeys(found, now_s + ASK_S), xx=True)
-            return found
-
-        places = (each.decode().partition("/") for each in self._store.call(take))
-        return [(owner, id_) for owner, _, id_ in places]
+        due = self._store.take_due(self.removals_key, PAGE, ASK_S)
+        return [(owner, id_) for owner, _, id_ in (each.partition("/") for each in due)]
 
     def get_key(self, owner: str) -> bytes:
         """The key of an owner's files."""

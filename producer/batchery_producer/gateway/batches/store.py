@@ -445,16 +445,13 @@ class BatchStore:
         return [each.batch for each in records], len(found) > limit
 
     def _read(self, ids: Sequence[str]) -> list[BatchRecord]:
-        def read(client: Any) -> list[list[bytes | None]]:
-            with client.pipeline(transaction=False) as pipe:
-                for each in ids:
-                    pipe.hmget(self._key(each), "record", "cancelled_at")
-                found: list[list[bytes | None]] = pipe.execute()
-            return found
-
+        with self._store.client() as client, client.pipeline(transaction=False) as pipe:
+            for each in ids:
+                pipe.hmget(self._key(each), "record", "cancelled_at")
+            found: list[list[bytes | None]] = pipe.execute()
         return [
             _seen(BatchRecord.model_validate_json(text), at)
-            for text, at in self._store.call(read)
+            for text, at in found
             if text is not None
         ]
 
@@ -511,30 +508,22 @@ class BatchStore:
     def close(self, record: BatchRecord) -> None:
         """Tidies up behind a batch that is over."""
         self._files.storage.remove_folder(build_folder_name(record.owner, record.id))
-
-        def forget(client: Any) -> None:
-            with client.pipeline() as pipe:
-                pipe.zrem(self._jobs.due_key, build_work_name(record))
-                pipe.srem(self._store.key("open", record.owner), record.id)
-                pipe.delete(self._pieces_key(record.id))
-                member = f"{record.owner}/{record.id}"
-                pipe.zadd(self._files.removals_key, {member: time.time() + KEPT_S})
-                pipe.execute()
-
-        self._store.call(forget)
+        with self._store.client() as client, client.pipeline() as pipe:
+            pipe.zrem(self._jobs.due_key, build_work_name(record))
+            pipe.srem(self._store.key("open", record.owner), record.id)
+            pipe.delete(self._pieces_key(record.id))
+            member = f"{record.owner}/{record.id}"
+            pipe.zadd(self._files.removals_key, {member: time.time() + KEPT_S})
+            pipe.execute()
 
     def remove(self, owner: str, batch_id: str) -> None:
         """Forgets a batch, and what a late process may have left of it."""
         self._files.storage.remove_folder(build_folder_name(owner, batch_id))
-
-        def forget(client: Any) -> None:
-            with client.pipeline() as pipe:
-                pipe.zrem(self._store.key("batches", owner), batch_id)
-                pipe.delete(self._key(batch_id))
-                pipe.zrem(self._files.removals_key, f"{owner}/{batch_id}")
-                pipe.execute()
-
-        self._store.call(forget)
+        with self._store.client() as client, client.pipeline() as pipe:
+            pipe.zrem(self._store.key("batches", owner), batch_id)
+            pipe.delete(self._key(batch_id))
+            pipe.zrem(self._files.removals_key, f"{owner}/{batch_id}")
+            pipe.execute()
 
     def _key(self, batch_id: str) -> bytes:
         return self._store.key("batch", batch_id)

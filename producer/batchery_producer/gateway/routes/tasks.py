@@ -333,7 +333,7 @@ async def _sent(
     try:
         callback = None
         if webhook is not None:
-            await gateway.webhooks.add(webhook, record)
+            await run_in_threadpool(gateway.webhooks.add, webhook, record)
             callback = gateway.webhooks.callback(record.id, caller.tenant)
         await send_call(
             gateway.app,
