@@ -3,12 +3,12 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Required
 
 import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
-from pydantic import BaseModel, Field, StringConstraints
+from pydantic import BaseModel, Field, StringConstraints, TypeAdapter
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Send
 from typing_extensions import TypedDict
@@ -242,30 +242,28 @@ class BatchStatsResponse(BaseModel):
     max_gpu_memory: Annotated[float | None, Field(description="In GB; null on a CPU.")]
 
 
-class BatchEvent(BaseModel):
+class BatchEvent(TypedDict, total=False):
     """An event of `/process-batch-stream`; which fields it has depends on `status`."""
 
-    status: Literal["started", "processing_batch", "batch_complete", "completed", "error"]
-    total_texts: int | None = None
-    batch_size: int | None = None
-    estimated_batches: int | None = None
-    batch_number: Annotated[int | None, Field(description="From 1.")] = None
-    progress: Annotated[
-        float | None, Field(description="Share of the texts that are done, 0 to 1.")
-    ] = None
-    batch_time: float | None = None
-    texts_per_second: float | None = None
-    partial_results: list[LabelledText] | None = None
-    total_time: float | None = None
-    average_time_per_text: float | None = None
-    final_results: list[LabelledText] | None = None
-    detail: Annotated[str | None, Field(description="What went wrong; the last event.")] = None
-    kind: str | None = None
-    retry_after_s: float | None = None
+    status: Required[Literal["started", "processing_batch", "batch_complete", "completed", "error"]]
+    total_texts: int
+    batch_size: int
+    estimated_batches: int
+    batch_number: Annotated[int, Field(description="From 1.")]
+    progress: Annotated[float, Field(description="Share of the texts that are done, 0 to 1.")]
+    batch_time: float
+    texts_per_second: float
+    partial_results: list[LabelledText]
+    total_time: float
+    average_time_per_text: float
+    final_results: list[LabelledText]
+    detail: Annotated[str, Field(description="What went wrong; the last event.")]
+    kind: str
+    retry_after_s: float
 
 
 #: Its references lead to the models of the answer of `/process-batch`.
-EVENT_SCHEMA = BatchEvent.model_json_schema(ref_template="#/components/schemas/{model}")
+EVENT_SCHEMA = TypeAdapter(BatchEvent).json_schema(ref_template="#/components/schemas/{model}")
 EVENT_SCHEMA.pop("$defs")
 
 SSE_SCHEMA = {
@@ -386,7 +384,7 @@ class _Run:
         for _, ended in self._batches:
             ended.cancel()
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncIterator[BatchEvent]:
         """The events, until the first error."""
         total = len(self._wanted.texts)
         yield {
@@ -432,16 +430,13 @@ class _Run:
         }
 
 
-def _error_event(number: int, error: Exception) -> dict[str, Any]:
+def _error_event(number: int, error: Exception) -> BatchEvent:
     problem = build_problem(error)
-    retry = {} if problem.retry_after_s is None else {"retry_after_s": problem.retry_after_s}
-    return {
-        "status": "error",
-        "batch_number": number,
-        "detail": problem.message,
-        "kind": problem.kind,
-        **retry,
-    }
+    event: BatchEvent = {"status": "error", "batch_number": number}
+    event |= {"detail": problem.message, "kind": problem.kind}
+    if problem.retry_after_s is not None:
+        event["retry_after_s"] = problem.retry_after_s
+    return event
 
 
 def _model_for(request: Request, body: ProcessBatchRequest) -> ServedModel:
