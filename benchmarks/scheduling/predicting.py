@@ -10,8 +10,13 @@ from click.testing import CliRunner
 
 from batchery_worker.cli.simulate import simulate
 from batchery_worker.job import Lane
-from batchery_worker.simulator.outcome import LaneOutcome, SimulatedRun
-from batchery_worker.simulator.report import PERCENTILES, Figures, figures
+from batchery_worker.simulator.outcome import (
+    PERCENTILES,
+    Figures,
+    LaneOutcome,
+    SimulatedRun,
+    figures,
+)
 from batchery_worker.simulator.workload import DEFAULT_SHARES
 from benchmarks.scheduling.learning import Learned
 from benchmarks.scheduling.places import Place

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from batchery_worker.job import Lane
-from batchery_worker.simulator.devices import Fleet, ServiceTime
+from batchery_worker.simulator.engine import Fleet, ServiceTime
 from batchery_worker.simulator.workload import (
     Arrival,
     JobKind,

@@ -15,7 +15,7 @@ import pytest
 
 from apps import shop
 from batchery_worker.job import Lane
-from batchery_worker.simulator.recorded import read_trace
+from batchery_worker.simulator.workload import read_trace
 from conftest import StartWorker
 from support.commands import TIMEOUT_S, run, start
 from support.harness import Worker, wait_for

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from batchery_worker.simulator.plot import OTHERS, OURS
+from batchery_worker.simulator.outcome import OTHERS, OURS
 from benchmarks.scheduling.plots.runs import Figures
 
 #: Colours with a policy, without it, and of a third line. They differ in lightness, too.

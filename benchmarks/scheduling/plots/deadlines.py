@@ -6,9 +6,8 @@ from random import Random
 from typing import Any
 
 from batchery_worker.job import USUAL_LANE
-from batchery_worker.simulator.devices import MS_PER_S
-from batchery_worker.simulator.policy import RealScheduler
-from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival, day_times
+from batchery_worker.simulator.policies import RealScheduler
+from batchery_worker.simulator.workload import DEFAULT_SHARES, MS_PER_S, TASK, Arrival, day_times
 from benchmarks.scheduling.plots.canvas import PALE, THIRD, WITH, WITHOUT
 from benchmarks.scheduling.plots.runs import (
     CAPACITY_PER_S,

@@ -3,9 +3,9 @@
 from typing import Any
 
 from batchery_worker.job import Lane, Limits
-from batchery_worker.simulator.devices import MS_PER_S, Fleet, ServiceTime
-from batchery_worker.simulator.policy import RealScheduler
-from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival, JobKind
+from batchery_worker.simulator.engine import Fleet, ServiceTime
+from batchery_worker.simulator.policies import RealScheduler
+from batchery_worker.simulator.workload import DEFAULT_SHARES, MS_PER_S, TASK, Arrival, JobKind
 from benchmarks.scheduling.plots.canvas import INK, WITH, WITHOUT
 from benchmarks.scheduling.plots.runs import (
     DEVICE,

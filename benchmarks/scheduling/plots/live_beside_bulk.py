@@ -3,7 +3,7 @@
 from typing import Any
 
 from batchery_worker.job import Lane
-from batchery_worker.simulator.policy import RealScheduler
+from batchery_worker.simulator.policies import RealScheduler
 from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival, JobKind
 from benchmarks.scheduling.plots.canvas import WITH, WITHOUT, draw_bars, draw_times_in_ms
 from benchmarks.scheduling.plots.runs import (

@@ -8,11 +8,10 @@ from random import Random
 from typing import Any
 
 from batchery_worker.job import Limits
-from batchery_worker.simulator.devices import MS_PER_S, Fleet, ServiceTime
-from batchery_worker.simulator.engine import Simulation
+from batchery_worker.simulator.engine import Fleet, ServiceTime, Simulation
 from batchery_worker.simulator.outcome import percentile
-from batchery_worker.simulator.policy import RealScheduler, SimulatedBatch
-from batchery_worker.simulator.workload import Arrival, JobKind, arrivals, poisson_times
+from batchery_worker.simulator.policies import RealScheduler, SimulatedBatch
+from batchery_worker.simulator.workload import MS_PER_S, Arrival, JobKind, arrivals, poisson_times
 
 #: Numbers, names and lists of them: what a picture shows, and what JSON can hold.
 Figures = dict[str, Any]

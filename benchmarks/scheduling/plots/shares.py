@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from batchery_worker.job import USUAL_LANE, Lane
-from batchery_worker.simulator.policy import RealScheduler
+from batchery_worker.simulator.policies import RealScheduler
 from batchery_worker.simulator.workload import DEFAULT_SHARES, TASK, Arrival
 from benchmarks.scheduling.plots.canvas import CLASS_COLOURS, INK, draw_bars
 from benchmarks.scheduling.plots.runs import CAPACITY_PER_S, Done, Figures, simulated

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from batchery_worker.job import Lane
-from batchery_worker.simulator.policy import RealScheduler
+from batchery_worker.simulator.policies import RealScheduler
 from batchery_worker.simulator.workload import DEFAULT_SHARES, JobKind, arrivals, day_times
 from benchmarks.scheduling.plots.canvas import THIRD, WITH, WITHOUT
 from benchmarks.scheduling.plots.runs import (

@@ -27,9 +27,7 @@ REDIS_SCHEMES = (
 
 def app_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Gives a command `-A` and `--redis`, which it gets as `app_path` and `redis_url`."""
-    app = click.option(
-        "-A", "--app", "app_path", default=DEFAULT_APP, show_default=True, help="Celery app to use."
-    )
+    app = click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app to use.")
     redis = click.option("--redis", "redis_url", metavar="URL", help="Redis of the default app.")
     return app(redis(command))
 
@@ -41,7 +39,6 @@ def timeout_option(default_s: float, text: str) -> Callable[[Callable[..., Any]]
         "timeout_s",
         type=click.FloatRange(min=0, min_open=True),
         default=default_s,
-        show_default=True,
         metavar="SECONDS",
         help=text,
     )

@@ -105,7 +105,11 @@ def _unavailable(entry: EntryPoint, error: Exception) -> click.Command:
     )
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+#: Of all commands: their options say what they are by default.
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
+
+
+@click.group(cls=CommandGroup, context_settings=CONTEXT)
 @click.version_option(package_name="batchery", prog_name="batchery")
 @click.option("--traceback", is_flag=True, help="Show where an error came from.")
 def main(*, traceback: bool) -> None:

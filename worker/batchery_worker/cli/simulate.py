@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,32 @@ import click
 from rich.console import Console
 
 from batchery.cli.console import write_errors
+from batchery.errors import StartError
 from batchery.settings import Settings
-from batchery_worker.simulator.comparison import (
-    OURS,
-    POLICIES,
-    USUAL_JOBS,
-    USUAL_LOAD,
-    Plan,
-    compared,
+from batchery_worker.job import Limits
+from batchery_worker.simulator.engine import MAX_DEVICES, Fleet, ServiceTime, Simulation
+from batchery_worker.simulator.outcome import Figures, draw_plot, figures, tables
+from batchery_worker.simulator.policies import FixedBatcher, Policy, RealScheduler
+from batchery_worker.simulator.workload import (
+    DEFAULT_SHARES,
+    MS_PER_S,
+    PATIENT,
+    WORKLOADS,
+    Amount,
+    Arrival,
+    Demand,
+    read_trace,
 )
-from batchery_worker.simulator.devices import MAX_DEVICES, MS_PER_S, Fleet, ServiceTime
-from batchery_worker.simulator.plot import draw_plot
-from batchery_worker.simulator.recorded import read_trace
-from batchery_worker.simulator.report import Figures, tables
-from batchery_worker.simulator.workload import DEFAULT_SHARES, WORKLOADS, Amount, Arrival
+
+#: Names of the policies that are the worker's own scheduler: as it is by default, with
+#: `target_latency_ms`, and with that, deadlines and `shed_late`.
+OURS, TARGET, SHEDDING = "ours", "target", "shedding"
+
+#: Jobs of a run that says neither how many nor how long.
+USUAL_JOBS = 20_000
+
+#: Load of a run that names neither load nor rate.
+USUAL_LOAD = 0.8
 
 #: All policies, as an option says it.
 ALL = "all"
@@ -63,6 +77,123 @@ Exit codes:
   2    an option or the trace is wrong
   130  interrupted
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that a comparison needs to know; times in seconds."""
+
+    #: Share of each class, highest class first.
+    shares: Mapping[str, float]
+    #: Name of one of `WORKLOADS`.
+    workload: str = "poisson"
+    #: Recorded jobs instead, in the order of time.
+    trace: Sequence[Arrival] | None = None
+    #: Jobs per second, without a bulk; None where `load` says it.
+    rate_per_s: float | None = None
+    #: The same, as a share of what the devices can do in full batches.
+    load: float = USUAL_LOAD
+    fleet: Fleet = field(default_factory=lambda: Fleet(4))
+    max_batch_size: int = 64
+    max_wait_s: float = 0.0
+    #: Of the policies that wait for a fixed time.
+    timeout_s: float = 0.01
+    target_s: float = 0.1
+    #: After its arrival; None for none.
+    deadline_s: float | None = None
+    items: Amount = field(default_factory=Amount)
+    #: When to stop: after so many jobs, or so many seconds.
+    jobs: int | None = None
+    seconds: float | None = None
+    seed: int = 0
+
+    @property
+    def capacity_per_s(self) -> float:
+        """Items per second that the devices compute in full batches, of all tasks as they come."""
+        items: Counter[str] = Counter()
+        tokens = 0
+        for job in self.trace or ():
+            items[job.task] += job.items
+            tokens += job.tokens
+        mean_tokens = tokens / items.total() if items else 0.0
+        return self.fleet.capacity_per_s(self.max_batch_size, mean_tokens, items)
+
+    @property
+    def jobs_per_s(self) -> float:
+        """The mean rate of a workload, without its bulk."""
+        return self.rate_per_s or self.load * self.capacity_per_s / self.items.mean
+
+    @property
+    def patient(self) -> frozenset[str]:
+        """Classes that have no target."""
+        return frozenset() if self.trace is not None else PATIENT.get(self.workload, frozenset())
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """The jobs, which are the same each time."""
+        jobs, seconds = self.jobs, self.seconds
+        if self.trace is not None:
+            stream = iter(self.trace)
+        else:
+            stream = WORKLOADS[self.workload](self._demand())
+            jobs = USUAL_JOBS if jobs is None and seconds is None else jobs
+        if seconds is not None:
+            stream = takewhile(lambda each: each.time_s < seconds, stream)
+        return islice(stream, jobs)
+
+    def with_deadline(self, arrival: Arrival) -> Arrival:
+        """The same job; its deadline is the target, if it has one and no deadline."""
+        if arrival.deadline_s is not None or arrival.lane.priority_class in self.patient:
+            return arrival
+        return arrival._replace(deadline_s=self.target_s)
+
+    def _demand(self) -> Demand:
+        return Demand(
+            rate_per_s=self.jobs_per_s,
+            capacity_per_s=self.capacity_per_s,
+            seconds=self.seconds or (self.jobs or USUAL_JOBS) / self.jobs_per_s,
+            devices=self.fleet.count,
+            max_batch_size=self.max_batch_size,
+            items=self.items,
+            deadline_s=self.deadline_s,
+            seed=self.seed,
+        )
+
+
+#: Name -> makes the policy, fresh.
+POLICIES: dict[str, Callable[[Plan], Policy]] = {
+    OURS: lambda plan: RealScheduler(plan.shares),
+    TARGET: lambda plan: RealScheduler(plan.shares),
+    SHEDDING: lambda plan: RealScheduler(plan.shares, sheds_late=True),
+    "fixed": lambda plan: FixedBatcher(plan.max_batch_size, plan.timeout_s),
+}
+
+
+def compared(plan: Plan, names: Sequence[str]) -> list[Figures]:
+    """Runs policies on the same jobs.
+
+    Args:
+        plan: What comes, and to which devices.
+        names: Of the policies.
+
+    Returns:
+        The figures of each; see `outcome.figures`.
+
+    Raises:
+        StartError: There are no jobs.
+    """
+    found = []
+    for name in names:
+        target_s = plan.target_s if name in (TARGET, SHEDDING) else None
+        limits = Limits(plan.max_batch_size, plan.max_wait_s, target_s)
+        simulation = Simulation(POLICIES[name](plan), plan.fleet, limits, plan.seed)
+        arrivals = plan.arrivals()
+        if name == SHEDDING:
+            arrivals = map(plan.with_deadline, arrivals)
+        outcome = simulation.run(arrivals)
+        if not outcome.lanes:
+            raise StartError("there are no jobs; give more seconds, or a trace that has some")
+        found.append(figures(name, outcome, plan.shares, plan.target_s, plan.patient))
+    return found
 
 
 class FiniteRange(click.FloatRange):
@@ -117,6 +248,13 @@ def _policies(_: click.Context, __: click.Parameter, value: str) -> Sequence[str
     return names
 
 
+def _number(
+    name: str, default: float, text: str, numbers: FiniteRange = NOT_NEGATIVE
+) -> Callable[[Callable[..., Any]], Any]:
+    """An option that has a number."""
+    return click.option(name, type=numbers, default=default, help=text)
+
+
 @click.command(help=HELP)
 @click.option(
     "--workload", type=click.Choice([*WORKLOADS]), help="Which jobs come.  [default: poisson]"
@@ -137,23 +275,11 @@ def _policies(_: click.Context, __: click.Parameter, value: str) -> Sequence[str
     "--jobs", type=click.IntRange(1, MAX_JOBS), help=f"How many come.  [default: {USUAL_JOBS}]"
 )
 @click.option("--seconds", type=POSITIVE, help="For how long jobs come, in virtual time.")
-@click.option(
-    "--items",
-    type=FiniteRange(1, 10**6),
-    default=1.0,
-    show_default=True,
-    help="Mean number of a job.",
-)
-@click.option(
-    "--spread",
-    type=FiniteRange(0, 5),
-    default=0.0,
-    show_default=True,
-    help="Of the items of a job: sigma of a log-normal law.",
-)
-@click.option("--devices", type=click.IntRange(1, MAX_DEVICES), default=4, show_default=True)
-@click.option("--pass-ms", type=NOT_NEGATIVE, default=10.0, show_default=True, help="Of a pass.")
-@click.option("--item-ms", type=NOT_NEGATIVE, default=0.5, show_default=True, help="Of each item.")
+@_number("--items", 1.0, "Mean number of a job.", FiniteRange(1, 10**6))
+@_number("--spread", 0.0, "Of the items of a job: sigma of a log-normal law.", FiniteRange(0, 5))
+@click.option("--devices", type=click.IntRange(1, MAX_DEVICES), default=4)
+@_number("--pass-ms", 10.0, "Of a pass.")
+@_number("--item-ms", 0.5, "Of each item.")
 @click.option(
     "--cost",
     type=(str, NOT_NEGATIVE, NOT_NEGATIVE),
@@ -161,59 +287,17 @@ def _policies(_: click.Context, __: click.Parameter, value: str) -> Sequence[str
     metavar="TASK PASS_MS ITEM_MS",
     help="The same for one task of the trace; several times for several tasks.",
 )
-@click.option(
-    "--token-ms",
-    type=NOT_NEGATIVE,
-    default=0.0,
-    show_default=True,
-    help="Of each token, where a trace has tokens.",
-)
-@click.option(
-    "--prepare-ms",
-    type=NOT_NEGATIVE,
-    default=0.0,
-    show_default=True,
-    help="From sending a batch until it can run, beside the batch before.",
-)
-@click.option(
-    "--overhead-ms",
-    type=NOT_NEGATIVE,
-    default=0.0,
-    show_default=True,
-    help="Of each job: the way to the worker, which keeps no device busy.",
-)
-@click.option(
-    "--noise",
-    type=FiniteRange(0, 5),
-    default=0.0,
-    show_default=True,
-    help="Of the time of a batch: sigma of a log-normal law.",
-)
-@click.option("--max-batch-size", type=click.IntRange(1, 10**6), default=64, show_default=True)
+@_number("--token-ms", 0.0, "Of each token, where a trace has tokens.")
+@_number("--prepare-ms", 0.0, "From sending a batch until it can run, beside the batch before.")
+@_number("--overhead-ms", 0.0, "Of each job: the way to the worker, which keeps no device busy.")
+@_number("--noise", 0.0, "Of the time of a batch: sigma of a log-normal law.", FiniteRange(0, 5))
+@click.option("--max-batch-size", type=click.IntRange(1, 10**6), default=64)
 @click.option(
     "--micro-batch-size", type=click.IntRange(1), help="Items of a pass; by default a whole batch."
 )
-@click.option(
-    "--max-wait-ms",
-    type=NOT_NEGATIVE,
-    default=0.0,
-    show_default=True,
-    help="How long ours waits for a batch to fill, as in the settings.",
-)
-@click.option(
-    "--timeout-ms",
-    type=NOT_NEGATIVE,
-    default=10.0,
-    show_default=True,
-    help="How long fixed waits for it.",
-)
-@click.option(
-    "--target-ms",
-    type=POSITIVE,
-    default=100.0,
-    show_default=True,
-    help="Wanted latency of a job; target and shedding follow it.",
-)
+@_number("--max-wait-ms", 0.0, "How long ours waits for a batch to fill, as in the settings.")
+@_number("--timeout-ms", 10.0, "How long fixed waits for it.")
+@_number("--target-ms", 100.0, "Wanted latency of a job; target and shedding follow it.", POSITIVE)
 @click.option("--deadline-ms", type=POSITIVE, help="Time after which nobody wants a result.")
 @click.option(
     "--kill",
@@ -232,11 +316,10 @@ def _policies(_: click.Context, __: click.Parameter, value: str) -> Sequence[str
 @click.option(
     "--policies",
     default=f"{OURS},fixed",
-    show_default=True,
     callback=_policies,
     help=f"Separated by commas, or {ALL}.",
 )
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--seed", type=click.IntRange(0), default=0)
 @click.option(
     "--json",
     "json_path",
@@ -304,15 +387,8 @@ def _fleet(options: Mapping[str, Any]) -> Fleet:
         for device, _ in options[name]:
             if device >= count:
                 raise click.UsageError(f"--{name} {device}: the last device is {count - 1}")
-    service = ServiceTime(
-        pass_ms=options["pass_ms"],
-        item_ms=options["item_ms"],
-        token_ms=options["token_ms"],
-        prepare_ms=options["prepare_ms"],
-        overhead_ms=options["overhead_ms"],
-        micro_batch_size=options["micro_batch_size"],
-        noise=options["noise"],
-    )
+    # Its fields are called like the options.
+    service = ServiceTime(**{each.name: options[each.name] for each in fields(ServiceTime)})
     tasks = {
         task: replace(service, pass_ms=pass_ms, item_ms=item_ms)
         for task, pass_ms, item_ms in options["cost"]

@@ -272,7 +272,7 @@ def recommend(cases: Sequence[Case], fits: int | None = None) -> Case:
 
 @click.command(help=HELP)
 @click.argument("name", metavar="MODEL")
-@click.option("-A", "--app", "app_path", default=DEFAULT_APP, show_default=True, help="Celery app.")
+@click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app.")
 @click.option("--device", help="Such as cuda:1; else the first that a worker would use.")
 @click.option(
     "--texts",
@@ -283,7 +283,6 @@ def recommend(cases: Sequence[Case], fits: int | None = None) -> Case:
     "--seconds",
     type=click.FloatRange(min=0, min_open=True),
     default=60.0,
-    show_default=True,
     help="How long to measure; each max_batch_size once at least.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")

@@ -41,21 +41,20 @@ or name a Celery app of your own with -A"""
 
 
 @click.command()
-@click.option("-A", "--app", default=DEFAULT_APP, show_default=True, help="The Celery app.")
+@click.option("-A", "--app", default=DEFAULT_APP, help="The Celery app.")
 @click.option("--redis", "redis_url", metavar="URL", help="A Redis of yours, not a private one.")
 @click.option(
     "--data",
     type=click.Path(file_okay=False, path_type=Path),
     help="Keep the private Redis's data in this directory.",
 )
-@click.option("-l", "--loglevel", default="INFO", show_default=True, help="Of the worker.")
+@click.option("-l", "--loglevel", default="INFO", help="Of the worker.")
 @click.option("-c", "--concurrency", type=click.IntRange(1), help="Of the worker.")
 @click.option("-Q", "--queues", metavar="A,B", help="Queues of the worker; else of all its tasks.")
 @click.option(
     "--flower-port",
     type=click.IntRange(0, 65535),
     default=5555,
-    show_default=True,
     help="Port of Flower on 127.0.0.1, or the next free one.",
 )
 @click.option("--no-flower", is_flag=True, help="Run without Flower.")

@@ -34,7 +34,7 @@ Exit codes:
 
 @click.command(help=HELP)
 @click.argument("names", metavar="[MODEL]...", nargs=-1)
-@click.option("-A", "--app", "app_path", default=DEFAULT_APP, show_default=True, help="Celery app.")
+@click.option("-A", "--app", "app_path", default=DEFAULT_APP, help="Celery app.")
 @click.option("--device", help="Such as cuda:1; else the first that a worker would use.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Not the model's own.")
 @click.option(

@@ -1,1 +1,1 @@
-"""The scheduler in virtual time, beside rival policies. No Redis, no Celery, no torch."""
+"""The scheduler in virtual time, beside a fixed batcher. No Redis, no Celery, no torch."""

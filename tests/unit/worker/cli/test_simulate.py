@@ -9,8 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from batchery import DatasetError, StartError
-from batchery_worker.cli.simulate import MAX_JOBS, simulate
-from batchery_worker.simulator.comparison import POLICIES
+from batchery_worker.cli.simulate import MAX_JOBS, POLICIES, simulate
 from batchery_worker.simulator.workload import WORKLOADS
 
 #: Options that make no sense -> what is told of them.

@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchery_worker.job import Lane, Limits
-from batchery_worker.simulator.devices import Fleet, ServiceTime
-from batchery_worker.simulator.engine import Simulation
+from batchery_worker.simulator.engine import Fleet, ServiceTime, Simulation
 from batchery_worker.simulator.outcome import SimulatedRun
-from batchery_worker.simulator.policy import RealScheduler, SimulatedBatch, SimulatedJob
+from batchery_worker.simulator.policies import RealScheduler, SimulatedBatch, SimulatedJob
 from batchery_worker.simulator.workload import (
     TASK,
     Arrival,

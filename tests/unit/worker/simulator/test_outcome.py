@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery_worker.job import Lane
-from batchery_worker.simulator.devices import Fleet, ServiceTime
+from batchery_worker.simulator.engine import Fleet, ServiceTime
 from batchery_worker.simulator.outcome import LaneOutcome, SimulatedRun, jain, percentile
 
 

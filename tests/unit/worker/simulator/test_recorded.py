@@ -6,8 +6,7 @@ import pytest
 
 from batchery import DatasetError
 from batchery_worker.job import Lane
-from batchery_worker.simulator.recorded import read_trace
-from batchery_worker.simulator.workload import Arrival
+from batchery_worker.simulator.workload import Arrival, read_trace
 
 CLASSES = ("high", "normal", "low")
 

@@ -1,22 +1,23 @@
 """Each rival follows its own rule: small scenarios, with times that are known."""
 
 from collections.abc import Callable, Sequence
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchery_worker.job import BatchKey, Job, Lane, Limits
-from batchery_worker.simulator.devices import Fleet
-from batchery_worker.simulator.engine import Simulation
-from batchery_worker.simulator.policy import SimulatedBatch, SimulatedJob
-from batchery_worker.simulator.rivals import FixedRival, Rival, RivalByTask
+from batchery_worker.simulator.engine import Fleet, Simulation
+from batchery_worker.simulator.policies import FixedBatcher, Policy, SimulatedBatch, SimulatedJob
 from batchery_worker.simulator.workload import Arrival
 from benchmarks.scheduling.rivals import (
     AdaptiveRival,
     AimdRival,
     BentoRival,
+    FixedRival,
     PriorityRival,
+    RivalByTask,
     fitted_line,
 )
 
@@ -24,8 +25,8 @@ CLASSES = ("high", "normal", "low")
 KEY = BatchKey("task")
 
 #: Name -> makes one with batches of up to 8.
-RIVALS: dict[str, Callable[[], Rival]] = {
-    "fixed": lambda: FixedRival(8, 0.01),
+RIVALS: dict[str, Callable[[], Policy]] = {
+    "fixed": lambda: FixedBatcher(8, 0.01),
     "aimd": lambda: AimdRival(8, 0.1),
     "bento": lambda: BentoRival(8, 10.0),
     "adaptive": lambda: AdaptiveRival(8, 0.01, 0.1),
@@ -40,23 +41,23 @@ def job(
     return Job("", BatchKey(task), Limits(8), items, arrived_s, arrival, arrival.lane)
 
 
-def admit(rival: Rival | RivalByTask, *jobs: SimulatedJob) -> None:
+def admit(rival: Policy, *jobs: SimulatedJob) -> None:
     for each in jobs:
         rival.admit(each)
 
 
-def ask(rival: Rival, now_s: float) -> SimulatedBatch | None:
+def ask(rival: Policy, now_s: float) -> SimulatedBatch | None:
     return rival.next_batch(0, False, now_s)
 
 
-def sent(rival: Rival, now_s: float) -> SimulatedBatch:
+def sent(rival: Policy, now_s: float) -> SimulatedBatch:
     batch = ask(rival, now_s)
     assert batch is not None
     return batch
 
 
 def test_fixed_waits_for_its_timeout_even_on_an_idle_device() -> None:
-    rival = FixedRival(8, timeout_s=0.01)
+    rival = FixedBatcher(8, timeout_s=0.01)
     admit(rival, job(1.0), job(1.004))
     assert ask(rival, 1.009) is None
     assert rival.wake_s() == pytest.approx(1.01)
@@ -64,13 +65,13 @@ def test_fixed_waits_for_its_timeout_even_on_an_idle_device() -> None:
 
 
 def test_fixed_does_not_wait_when_it_is_full() -> None:
-    rival = FixedRival(4, timeout_s=0.01)
+    rival = FixedBatcher(4, timeout_s=0.01)
     admit(rival, *[job(1.0)] * 6)
     assert [sent(rival, 1.0).items, ask(rival, 1.0), len(rival)] == [4, None, 2]
 
 
 def test_a_job_that_is_larger_than_a_batch_is_one_by_itself() -> None:
-    rival = FixedRival(4, timeout_s=0.01)
+    rival = FixedBatcher(4, timeout_s=0.01)
     admit(rival, job(items=9), job())
     assert sent(rival, 0.0).items == 9
 
@@ -250,3 +251,17 @@ def test_the_task_whose_job_has_waited_longest_goes_first_if_it_gives_a_batch() 
     batch = rival.next_batch(0, False, 1.5)
     assert batch is not None
     assert batch.alone
+
+
+def test_the_product_s_fixed_batcher_follows_the_rule_of_the_rivals() -> None:
+    random = Random(7)
+    now_s, stream = 0.0, []
+    for _ in range(2000):
+        now_s += random.expovariate(900.0)
+        stream.append(Arrival(now_s, random.choice("ab"), Lane("high"), random.randint(1, 10)))
+
+    def run(policy: Policy) -> tuple[int, float, list[float]]:
+        outcome = Simulation(policy, Fleet(2), Limits(8)).run(stream)
+        return outcome.batches, outcome.end_s, sorted(outcome.lanes[Lane("high")].latencies_s)
+
+    assert run(FixedBatcher(8, 0.01)) == run(RivalByTask(lambda: FixedRival(8, 0.01)))
