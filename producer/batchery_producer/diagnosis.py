@@ -6,14 +6,14 @@ from typing import Any
 
 from celery import Celery
 
-from batchery.cli.registered import (
+from batchery.cli.survey import (
     Registered,
     aliases_in,
     name_tasks,
     parse_registered,
+    queue_depths,
     registered_tasks,
 )
-from batchery.cli.survey import queue_depths
 from batchery.errors import SettingsError
 
 #: Duration of a stall after which the user is told once what the client waits for, in seconds.

@@ -12,8 +12,8 @@ from operator import itemgetter
 from typing import Any
 from uuid import uuid4
 
+from batchery.protocol.figures import RecordedJob
 from batchery.protocol.headers import DIGITS, SENT_AT, read_sent_at
-from batchery.protocol.recorded_job import RecordedJob
 from batchery_worker.job import Job
 
 #: How long a worker records after it was asked, in seconds: then whoever asked is gone.

@@ -11,15 +11,12 @@ from typing import Any
 import click
 from celery.worker.control import inspect_command
 
-from batchery.protocol import recorded_job
-
-#: Name of the remote-control command.
-NAME = "batchery"
+from batchery.protocol.figures import FIGURES, RECORD
 
 NO_DEVICE = {"error": "no batch task is routed to this worker's queues, so it has no device"}
 
 
-@inspect_command(name=NAME)
+@inspect_command(name=FIGURES)
 def figures(state: Any, **_: Any) -> dict[str, Any]:
     """Devices, waiting jobs and batches of a worker."""
     ask = getattr(state.consumer.pool, "figures", None)
@@ -28,7 +25,7 @@ def figures(state: Any, **_: Any) -> dict[str, Any]:
     return {**found, "queues": _queues(state)}
 
 
-@inspect_command(name=recorded_job.COMMAND)
+@inspect_command(name=RECORD)
 def record(
     state: Any, cursors: Mapping[str, Sequence[Any]] | None = None, **_: Any
 ) -> dict[str, Any]:
@@ -49,7 +46,7 @@ def _queues(state: Any) -> list[str]:
     return sorted(queue.name for queue in consumer.queues) if consumer else []
 
 
-@click.command(NAME, short_help="Show what the batches of all workers look like.")
+@click.command(FIGURES, short_help="Show what the batches of all workers look like.")
 @click.option("--once", is_flag=True, help="Show it once and end.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per look.")
 @click.pass_context

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from batchery.cli.app import app_options, check_broker, load_app, timeout_option
 from batchery.cli.console import broker_errors, render
-from batchery.cli.registered import Registered, aliases_in, registered_tasks
+from batchery.cli.survey import Registered, aliases_in, registered_tasks
 
 #: How long workers may take to answer, in seconds.
 ANSWER_TIMEOUT_S = 1.0

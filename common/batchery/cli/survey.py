@@ -1,22 +1,22 @@
-"""The figures of all workers at one moment, and the lengths of their queues."""
+"""What workers say: their tasks, and their figures at one moment; and what waits in queues."""
 
+import difflib
+import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from celery import Celery
 from celery.app.control import flatten_reply
 
 from batchery.cli.console import broker_errors
-from batchery.cli.registered import parse_registered
+from batchery.protocol.figures import FIGURES, WorkerFigures, read_figures
 from batchery.queue_limits import Waiting, find_destination, look_into
 from batchery.settings import LOWEST_PRIORITY
 from batchery.transport.dead_letters import DeadLetters
-
-#: Remote-control command that the workers answer.
-COMMAND = "batchery"
 
 #: How long workers that were found are asked alone, in seconds; then all are looked through again.
 DISCOVERY_S = 5.0
@@ -26,14 +26,26 @@ NOT_INSTALLED = "has batch tasks and runs them one by one: call batchery.install
 #: Figures whose growth per second two surveys give.
 RATES = ("jobs", "items", "batches", "failed_jobs")
 
+#: A task in the answer to `celery inspect registered FIELD ...`: `name [field=value field=value]`.
+ANSWER = re.compile(r"(?P<name>\S+)(?: \[(?P<fields>.*)\])?")
 
-@dataclass(frozen=True, slots=True)
+#: Where one of its fields ends and the next one begins.
+NEXT_FIELD = re.compile(r" (?=\w+=)")
+
+#: Maximum number of tasks that a message names.
+MAX_NAMED = 8
+
+#: Attributes of a task, by task, by worker.
+Registered = Mapping[str, Mapping[str, Mapping[str, str]]]
+
+
+@dataclass(frozen=True)
 class Survey:
     """The answers of one moment.
 
     Attributes:
-        workers: Figures by worker, as from `celery inspect batchery`; `{"error": why}` for a worker
-            that runs no batches.
+        workers: Answers by worker, as from `celery inspect batchery`; `{"error": why}` from a
+            worker that runs no batches.
         queues: Messages that wait in the broker, by name of each queue that a worker consumes, or
             that was asked for.
         dead_letters: Number of dead letters; None if the broker is not a Redis.
@@ -46,28 +58,49 @@ class Survey:
     dead_letters: int | None = None
     oldest_s: Mapping[str, float | None] = field(default_factory=dict)
 
-    def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
-        """The rates of a worker since the survey before, by the worker's own clock.
+    @cached_property
+    def figures(self) -> Mapping[str, WorkerFigures]:
+        """Those of each worker with devices, sorted by name."""
+        read = {name: read_figures(answer) for name, answer in sorted(self.workers.items())}
+        return {name: figures for name, figures in read.items() if figures is not None}
+
+    def problems(self, before: "Survey | None") -> dict[str, str]:
+        """Why there are no figures of a worker, by its name: first of those that answered."""
+        silent = sorted(set(before.workers) - set(self.workers)) if before is not None else []
+        return {
+            name: str(answer.get("error", "answers with something else"))
+            for name, answer in sorted(self.workers.items())
+            if name not in self.figures
+        } | dict.fromkeys(silent, "no answer")
+
+    def since(self, worker: str, before: "Survey | None") -> WorkerFigures | None:
+        """The figures of a worker since the survey before, by the worker's own clock.
 
         Returns:
-            Jobs, items, batches and failed jobs per second, as `jobs_per_s` and so on; None if the
-            worker was not in both surveys, or was restarted between them.
+            None if it was not in both surveys, or was restarted between them.
         """
-        now = self.workers.get(worker, {})
-        then = before.workers.get(worker, {}) if before is not None else {}
-        if "batches" not in now or "batches" not in then:
+        now = self.figures.get(worker)
+        if now is None or before is None:
             return None
-        seconds = now["clock_s"] - then["clock_s"]
-        gained = {name: now["batches"][name] - then["batches"][name] for name in RATES}
-        if seconds <= 0 or min(gained.values()) < 0:
+        return now.since(before.figures.get(worker))
+
+    def rates(self, worker: str, before: "Survey | None") -> dict[str, float] | None:
+        """Jobs, items, batches and failed jobs per second, as `jobs_per_s` and so on.
+
+        Returns:
+            None where `since` has none.
+        """
+        gained = self.since(worker, before)
+        if gained is None:
             return None
-        return {f"{name}_per_s": round(count / seconds, 3) for name, count in gained.items()}
+        counts = {name: getattr(gained.batches, name) for name in RATES}
+        return {f"{name}_per_s": round(n / gained.clock_s, 3) for name, n in counts.items()}
 
     def report(self, before: "Survey | None" = None) -> dict[str, Any]:
         """The survey for JSON: `workers`, each with its `rates`; the other attributes as such."""
         workers = {
             name: {**figures, "rates": self.rates(name, before)}
-            if "batches" in figures
+            if name in self.figures
             else figures
             for name, figures in sorted(self.workers.items())
         }
@@ -91,7 +124,7 @@ class WorkerDirectory:
         self._found_s: float | None = None
         self._installed: Mapping[str, bool] = {}
 
-    def ask(self, timeout_s: float, command: str = COMMAND, **arguments: Any) -> dict[str, Any]:
+    def ask(self, timeout_s: float, command: str = FIGURES, **arguments: Any) -> dict[str, Any]:
         """The answers of each of them, by name; after `DISCOVERY_S` it first looks for others.
 
         Looking for others takes the full time, as nobody knows how many there are.
@@ -120,6 +153,57 @@ class WorkerDirectory:
             command, arguments=arguments, destination=names, reply=True, timeout=timeout_s
         )
         return flatten_reply(replies or [])
+
+
+def registered_tasks(
+    app: Celery, fields: Iterable[str], timeout_s: float, limit: int | None = None
+) -> Registered:
+    """Asks workers for their tasks, without Celery's own.
+
+    Args:
+        app: The app whose broker is asked.
+        fields: Attributes of tasks; an answer has those that are not None, as text.
+        timeout_s: How long answers are collected, in seconds.
+        limit: Number of answers that are enough; None for all workers'.
+    """
+    arguments = {"taskinfoitems": list(fields)}
+    replies = app.control.broadcast(
+        "registered", arguments=arguments, reply=True, timeout=timeout_s, limit=limit
+    )
+    return parse_registered(flatten_reply(replies or []))
+
+
+def parse_registered(answers: Mapping[str, Any]) -> Registered:
+    """Reads each worker's answer; one that is no list of tasks is left out."""
+    return {
+        worker: dict(map(_parse, tasks))
+        for worker, tasks in sorted(answers.items())
+        if isinstance(tasks, list)
+    }
+
+
+def _parse(task: str) -> tuple[str, Mapping[str, str]]:
+    found = ANSWER.fullmatch(task)
+    if found is None:
+        return task, {}
+    pairs = [field.partition("=") for field in NEXT_FIELD.split(found["fields"] or "") if field]
+    return found["name"], {name: value for name, _, value in pairs}
+
+
+def aliases_in(info: Mapping[str, str]) -> list[str]:
+    """The aliases of a model, which its worker spells in one text."""
+    return [alias for alias in info.get("model_aliases", "").split(",") if alias]
+
+
+def name_tasks(name: str, names: Iterable[str]) -> str:
+    """Says which tasks there are, those with a similar name first, for an error's text."""
+    there = sorted(set(names))
+    if not there:
+        return "there are none"
+    near = difflib.get_close_matches(name, there, n=1)
+    question = f"did you mean {near[0]!r}? " if near else ""
+    more = f" and {len(there) - MAX_NAMED} more" if len(there) > MAX_NAMED else ""
+    return f"{question}there are {', '.join(there[:MAX_NAMED])}{more} (see `batchery models`)"
 
 
 def installed_workers(answers: Mapping[str, Any]) -> dict[str, bool]:

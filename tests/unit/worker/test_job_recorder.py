@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batchery.protocol.recorded_job import RecordedJob
+from batchery.protocol.figures import RecordedJob
 from batchery_worker.job import BatchKey, Job, Lane, Limits
 from batchery_worker.job_recorder import LEASE_S, JobRecorder
 from support.patience import patient

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from batchery.protocol.figures import read_figures
 from batchery_worker.ipc.messages import Done
 from batchery_worker.metrics import MAX_REASONS, Metrics
 
@@ -100,3 +101,14 @@ def test_errors_of_ever_new_classes_are_counted_together() -> None:
     failures = metrics.snapshot()["failures"]
     assert len(failures) == MAX_REASONS + 1
     assert failures["others"] == 7
+
+
+def test_who_asks_a_worker_reads_the_figures_that_it_counted() -> None:
+    metrics = Metrics()
+    metrics.batch_done(done(jobs=2, forward_ms=10), "cpu", items=4, waited_ms=30)
+    metrics.job_failed("ValueError")
+    metrics.reused("embed", {"items": 8, "hits": 4, "deduplicated": 2, "computed": 2})
+    answer = {"devices": {}, "clock_s": 1.0, "batches": metrics.snapshot()}
+    figures = read_figures(json.loads(json.dumps(answer)))
+    assert figures is not None
+    assert figures.batches.report() == metrics.snapshot()

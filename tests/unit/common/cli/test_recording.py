@@ -6,7 +6,7 @@ import pytest
 
 from batchery.cli import recording as module
 from batchery.cli.recording import Recording
-from batchery.protocol.recorded_job import RecordedJob
+from batchery.protocol.figures import RecordedJob
 
 
 def job(message: str, time_s: float = 100.0, task: str = "embed", **fields: Any) -> RecordedJob:

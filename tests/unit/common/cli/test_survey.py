@@ -7,7 +7,7 @@ from typing import Any
 from celery import Celery
 from rich.console import Console
 
-from batchery.cli.dashboard import dashboard
+from batchery.cli.stats import dashboard
 from batchery.cli.survey import DISCOVERY_S, Survey, WorkerDirectory, queue_depths
 
 
@@ -19,18 +19,18 @@ def figures(*, clock_s: float, jobs: int, items: int, **batches: Any) -> dict[st
         "oldest_waiting_s": 0.25,
         "queues": ["embed"],
         "batches": {
-            "batches": jobs // 10,
+            "batches": (count := jobs // 10),
             "jobs": jobs,
             "items": items,
             "failed_jobs": 0,
             "device_restarts": 1,
-            "mean_batch_size": 37.0,
-            "mean_waited_ms": 12.0,
-            "mean_forward_ms": 9.0,
-            "mean_prepare_ms": 1.2,
-            "mean_queued_ms": 0.4,
-            "mean_commit_ms": 3.6,
-            "padding_waste": 0.04,
+            "waited_ms": 12.0 * jobs,
+            "forward_ms": 9.0 * count,
+            "prepare_ms": 1.2 * count,
+            "queued_ms": 0.4 * count,
+            "commit_ms": 3.6 * count,
+            "tokens": 96 * items,
+            "computed_tokens": 100 * items,
             "batch_sizes": {"<=1": 2, "<=64": 8},
             **batches,
         },
@@ -101,7 +101,7 @@ def test_tables_show_all_figures_of_a_worker() -> None:
         "ready, pid 7, loaded in 1.5 s, batches in flight: 2",
         "3 jobs, oldest 0.2 s",
         "20.0 jobs/s, 250.0 items/s",
-        "140 jobs, 1,500 items in 14 batches, 37.0 items each",
+        "140 jobs, 1,500 items in 14 batches, 107.1 items each",
         "12.0 ms",
         "9.0 ms",
         "prepare 1.2 ms, between 0.4 ms, commit 3.6 ms",
@@ -160,11 +160,12 @@ def test_costs_of_a_batch_are_shown_for_each_task() -> None:
 
 
 def test_a_worker_before_its_first_batch_shows_dashes() -> None:
-    means = dict.fromkeys(("mean_batch_size", "mean_waited_ms", "mean_forward_ms", "padding_waste"))
-    fresh = figures(clock_s=1.0, jobs=0, items=0, batch_sizes={}, **means)
+    fresh = figures(clock_s=1.0, jobs=0, items=0, batch_sizes={})
     text = drawn(survey(one={**fresh, "oldest_waiting_s": None}))
     assert "no batch yet" in text
     assert "oldest -" in text
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert {"waited -", "forward -", "padding waste -"} <= set(rows)
 
 
 def test_reasons_for_the_tracer_are_shown_with_their_counts() -> None:
@@ -257,3 +258,27 @@ def test_nobody_is_asked_where_nobody_has_batch_tasks() -> None:
     broker.registered = {"stock@h": ["tasks.add"]}
     assert WorkerDirectory(broker).ask(1.0) == {}
     assert broker.asked == [("registered", None)]
+
+
+def test_an_answer_that_nobody_understands_is_named_and_has_no_figures() -> None:
+    now = survey(one=figures(clock_s=1.0, jobs=1, items=1), odd={"batches": "many"})
+    assert now.figures.keys() == {"one"}
+    assert "odd: answers with something else" in drawn(now)
+
+
+def test_figures_of_a_device_since_a_survey_are_those_that_it_gained() -> None:
+    def device(batches: int, items: int) -> dict[str, Any]:
+        done = {"batches": batches, "items": items, "tokens": 30, "computed_tokens": 40}
+        return {"cpu": {"state": "ready", "batches_in_flight": 0, "done": done}}
+
+    before = survey(one={**figures(clock_s=1.0, jobs=1, items=1), "devices": device(2, 10)})
+    now = survey(one={**figures(clock_s=3.0, jobs=1, items=1), "devices": device(4, 40)})
+    gained = now.since("one", before)
+    assert gained is not None
+    assert gained.clock_s == 2.0
+    done = gained.devices["cpu"].done
+    assert (done.items, done.mean_batch_size, done.padding_waste) == (30, 15.0, None)
+    assert now.figures["one"].devices["cpu"].done.padding_waste == 0.25
+    other = survey(one={**figures(clock_s=0.5, jobs=1, items=1), "devices": device(9, 90)})
+    assert now.since("one", other) is not None
+    assert "cpu" not in getattr(now.since("one", other), "devices", {})

@@ -1,7 +1,7 @@
 """The tasks that workers have, as they spell them."""
 
 from batchery.cli.models import ServedTask, draw, served_tasks
-from batchery.cli.registered import name_tasks, parse_registered
+from batchery.cli.survey import name_tasks, parse_registered
 
 ANSWERS = {
     "one@h": [

@@ -1,0 +1,296 @@
+"""What a worker answers over remote control: its figures, and the jobs that it records. Pure.
+
+The worker counts in these classes, and whoever asks reads its answer into them. Ratios are worked
+out here alone.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cache
+from typing import Any, ClassVar, NamedTuple, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+#: Remote-control command that asks for the figures.
+FIGURES = "batchery"
+
+#: The one that asks for the jobs since the last question.
+RECORD = "batchery_record"
+
+#: Digits of what is reported behind the point.
+DIGITS = 3
+
+
+class RecordedJob(NamedTuple):
+    """A job that a worker has admitted."""
+
+    #: When it was sent, in Unix seconds.
+    time_s: float
+    task: str
+    priority_class: str
+    tenant: str
+    items: int
+    #: Until when it should be answered, in seconds from `time_s`; None for no deadline.
+    deadline_s: float | None
+    #: The same each time that its message is delivered.
+    message: str
+
+
+class Ratio:
+    """A part of a whole, as an attribute; None where there is no whole."""
+
+    def __init__(self, part: str, whole: str, digits: int = DIGITS) -> None:
+        """Names of two sums of its owner, and how many digits are behind the point."""
+        self._part, self._whole, self._digits = part, whole, digits
+
+    def __get__(self, sums: Any, owner: type) -> float | None:
+        return divide(getattr(sums, self._part), getattr(sums, self._whole), self._digits)
+
+
+def divide(part: float, whole: float | None, digits: int = DIGITS) -> float | None:
+    """A part of a whole, rounded; None where there is no whole."""
+    return round(part / whole, digits) if whole else None
+
+
+@dataclass(slots=True)
+class BatchSums:
+    """Sums over batches since the worker started."""
+
+    batches: int = 0
+    items: int = 0
+    forward_ms: float = 0.0
+    tokens: int = 0
+    #: With padding.
+    computed_tokens: int = 0
+
+    #: Properties that are reported beside the sums.
+    RATIOS: ClassVar[tuple[str, ...]] = ()
+
+    #: Items per batch.
+    mean_batch_size = Ratio("items", "batches")
+    #: Share of the computed tokens that carried nothing.
+    padding_waste = Ratio("wasted_tokens", "computed_tokens")
+
+    @property
+    def wasted_tokens(self) -> int:
+        """Padding."""
+        return self.computed_tokens - self.tokens
+
+    def since(self, before: Self) -> Self | None:
+        """The sums of the time between two moments; None if the worker was restarted meanwhile."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        gained = {
+            name: value - getattr(before, name)
+            for name, value in values.items()
+            if isinstance(value, int | float)
+        }
+        return replace(self, **gained) if min(gained.values()) >= 0 else None
+
+    def report(self) -> dict[str, Any]:
+        """The sums, and what follows from them; a ratio without a whole is None."""
+        names = (*(each.name for each in fields(self)), *self.RATIOS)
+        report = {name: getattr(self, name) for name in names}
+        return {
+            name: round(value, DIGITS) if isinstance(value, float) else value
+            for name, value in report.items()
+        }
+
+
+@dataclass(slots=True)
+class CacheFigures:
+    """Counts of one task with a cache, since the worker started."""
+
+    items: int = 0
+    #: Items whose result was in Redis.
+    hits: int = 0
+    #: Items that shared the result of an equal item in the same or the previous batch.
+    deduplicated: int = 0
+    computed: int = 0
+    #: Results that this worker evicted because the cache was full.
+    evicted: int = 0
+    #: Number of failed reads and writes, and the last error.
+    errors: int = 0
+    error: str = ""
+    #: Size of the cache when something was last put into it.
+    results: int = 0
+    bytes: int = 0
+
+    #: Share of the items that were not computed.
+    hit_rate = Ratio("saved", "items", 4)
+
+    @property
+    def saved(self) -> int:
+        """Items that were not computed."""
+        return self.hits + self.deduplicated
+
+    def report(self) -> dict[str, Any]:
+        """The counts and their ratio."""
+        return {**asdict(self), "hit_rate": self.hit_rate}
+
+
+@dataclass(slots=True)
+class BatchFigures(BatchSums):
+    """Sums over all batches of a worker; times are those of all batches or jobs together."""
+
+    jobs: int = 0
+    failed_jobs: int = 0
+    #: Items of multi-item jobs that failed; their jobs did not.
+    failed_items: int = 0
+    #: Number of failed jobs and of these items, by class of the error.
+    failures: Counter[str] = field(default_factory=Counter)
+    #: Jobs whose result a device stored itself; Celery's tracer completed the others.
+    committed_jobs: int = 0
+    #: Jobs whose outcome was dropped, because another worker has taken them over.
+    fenced_jobs: int = 0
+    #: Jobs that could not make their deadline, and were not begun.
+    shed_jobs: int = 0
+    device_restarts: int = 0
+    #: From the arrival of jobs to their dispatch.
+    waited_ms: float = 0.0
+    prepare_ms: float = 0.0
+    #: Between the stages of a batch on its device.
+    queued_ms: float = 0.0
+    commit_ms: float = 0.0
+    #: Number of batches by their number of items, rounded up to a power of two: `<=64`.
+    batch_sizes: Counter[str] = field(default_factory=Counter)
+    #: Number of jobs that Celery's tracer completed, by reason.
+    tracer_jobs: Counter[str] = field(default_factory=Counter)
+    #: Counts of the caches, by task.
+    caches: dict[str, CacheFigures] = field(default_factory=dict)
+
+    RATIOS: ClassVar[tuple[str, ...]] = (
+        *("mean_batch_size", "padding_waste", "mean_waited_ms"),
+        *("mean_prepare_ms", "mean_queued_ms", "mean_forward_ms", "mean_commit_ms"),
+    )
+
+    #: Of a job; of a batch and each of its stages.
+    mean_waited_ms = Ratio("waited_ms", "jobs")
+    mean_prepare_ms = Ratio("prepare_ms", "batches")
+    mean_queued_ms = Ratio("queued_ms", "batches")
+    mean_forward_ms = Ratio("forward_ms", "batches")
+    mean_commit_ms = Ratio("commit_ms", "batches")
+
+    def report(self) -> dict[str, Any]:
+        """The same, with the most frequent reasons first."""
+        sizes = sorted(self.batch_sizes, key=lambda each: int(each.removeprefix("<=")))
+        return {
+            **super(BatchFigures, self).report(),
+            "failures": dict(self.failures.most_common()),
+            "batch_sizes": {size: self.batch_sizes[size] for size in sizes},
+            "tracer_jobs": dict(self.tracer_jobs.most_common()),
+            "caches": {task: each.report() for task, each in sorted(self.caches.items())},
+        }
+
+
+@dataclass(slots=True)
+class MemorySnapshot:
+    """A device's memory in bytes; a CPU has none of its own."""
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    peak_bytes: int | None = None
+    total_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class LearnedCosts:
+    """How long a batch of a task has its device, learned from those that ran."""
+
+    item_us: float
+    pass_ms: float
+    batches: int
+    #: Mean share by which they were wrong; None before it is known.
+    error: float | None = None
+
+
+@dataclass(slots=True)
+class ModelSnapshot:
+    """A model on a device; costs are None until they are learned."""
+
+    max_batch_tokens: int
+    chosen_by: str
+    #: How many forward passes failed for want of memory.
+    out_of_memory: int
+    peak_bytes: int | None = None
+    token_us: float = 0.0
+    item_us: float = 0.0
+    pass_ms: float = 0.0
+    #: Items that fill a pass; None if there is no such number.
+    useful_items: int | None = None
+    #: Number of batches from which the costs were learned; None before.
+    fitted_batches: int | None = None
+
+
+@dataclass(slots=True)
+class DeviceSnapshot:
+    """A device of a worker."""
+
+    state: str
+    batches_in_flight: int
+    pid: int | None = None
+    load_s: float = 0.0
+    #: Main memory of its process.
+    resident_kib: int | None = None
+    memory: MemorySnapshot = field(default_factory=MemorySnapshot)
+    models: dict[str, ModelSnapshot] = field(default_factory=dict)
+    done: BatchSums = field(default_factory=BatchSums)
+
+
+@dataclass(slots=True)
+class WaitingJobs:
+    """Jobs of one queue that wait in a worker, and the age of the oldest."""
+
+    jobs: int
+    oldest_s: float
+
+
+@dataclass(slots=True)
+class WorkerFigures:
+    """The answer of a worker with devices."""
+
+    devices: dict[str, DeviceSnapshot]
+    batches: BatchFigures
+    #: On a clock of its own.
+    clock_s: float
+    waiting: int = 0
+    oldest_waiting_s: float | None = None
+    waiting_by_queue: dict[str, WaitingJobs] = field(default_factory=dict)
+    #: By task.
+    costs: dict[str, LearnedCosts] = field(default_factory=dict)
+    #: Names of the queues that it consumes.
+    queues: list[str] = field(default_factory=list)
+
+    def since(self, before: "WorkerFigures | None") -> "WorkerFigures | None":
+        """The figures of the time between two answers, whose length is then `clock_s`.
+
+        Returns:
+            Devices that were not there before are left out. None without an answer before, or if
+            the worker was restarted since.
+        """
+        if before is None or self.clock_s <= before.clock_s:
+            return None
+        batches = self.batches.since(before.batches)
+        if batches is None:
+            return None
+        devices = {
+            name: replace(device, done=done)
+            for name, device in self.devices.items()
+            if (old := before.devices.get(name)) is not None
+            and (done := device.done.since(old.done)) is not None
+        }
+        seconds = self.clock_s - before.clock_s
+        return replace(self, clock_s=seconds, batches=batches, devices=devices)
+
+
+def read_figures(answer: Mapping[str, Any]) -> WorkerFigures | None:
+    """Reads the answer of a worker; None if it has no devices, or answers with something else."""
+    try:
+        return _reader().validate_python(answer)
+    except ValidationError:
+        return None
+
+
+@cache
+def _reader() -> TypeAdapter[WorkerFigures]:
+    return TypeAdapter(WorkerFigures)
