@@ -280,9 +280,7 @@ def _model(model: ModelSnapshot) -> str:
     failed = model.out_of_memory
     peak = f", peak {_mib(model.peak_bytes)}" if model.peak_bytes is not None else ""
     out = f", out of memory {counted(failed, 'time')}" if failed else ""
-    return (
-        f"max_batch_tokens {model.max_batch_tokens:,}, chosen by {model.chosen_by}{out}{peak}"
-    )
+    return f"max_batch_tokens {model.max_batch_tokens:,}, chosen by {model.chosen_by}{out}{peak}"
 
 
 def _cache(cache: CacheFigures) -> str:
@@ -299,7 +297,7 @@ def _costs(model: ModelSnapshot) -> str:
     enough = f"; {model.useful_items:,} items fill one" if model.useful_items else ""
     return (
         f"{model.token_us:,.1f} µs per token, {model.item_us:,.1f} µs per item,"
-        f" {model.pass_ms:,.2f} ms per pass, by {counted(model.fitted_batches, 'batch')}{enough}"
+        f" {model.pass_ms:,.2f} ms per pass, by {counted(model.fitted_batches or 0, 'batch')}{enough}"
     )
 
 

@@ -3,25 +3,20 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from celery import Celery
 from pydantic import BaseModel, Field
 
 from batchery.cli.survey import Survey, WorkerDirectory, survey
 from batchery.errors import StartError
+from batchery.protocol.figures import BatchSums, WorkerFigures, divide
 from batchery_producer.gateway.health import Health, stop
 from batchery_producer.gateway.problems import REDIS_AWAY, Kind, Problem
-
-# Figures of the page; pure
-
-
-#: Sums of a device whose growth gives its present figures.
-SUMS = ("batches", "items", "forward_ms", "tokens", "computed_tokens")
 
 Share = float | None
 
@@ -107,16 +102,15 @@ def overview(
         age_s: How old it is, in seconds.
     """
     known = now or Survey({}, {})
-    answers = dict(list_answers(known))
-    batches = [figures["batches"] for figures in answers.values()]
+    batches = [figures.batches for figures in known.figures.values()]
     return StatusResponse(
         problem=problem or None,
         age_s=round(age_s, 3),
-        workers=len(answers),
-        notes=list(_notes(known, before)),
+        workers=len(batches),
+        notes=[f"{name}: {why}" for name, why in known.problems(before).items()],
         throughput=_throughput(known, before),
-        jobs=sum(each["jobs"] for each in batches),
-        items=sum(each["items"] for each in batches),
+        jobs=sum(each.jobs for each in batches),
+        items=sum(each.items for each in batches),
         queues=list(list_queues(known)),
         devices=list(list_devices(known, before)),
         failures=[
@@ -133,10 +127,10 @@ def list_queues(survey: Survey) -> Iterator[QueueStatus]:
     names = set(survey.queues)
     in_workers: Counter[str] = Counter()
     ages_s: dict[str, list[float]] = {}
-    for _, figures in list_answers(survey):
-        for name, found in figures.get("waiting_by_queue", {}).items():
-            in_workers[name] += found["jobs"]
-            ages_s.setdefault(name, []).append(found["oldest_s"])
+    for figures in survey.figures.values():
+        for name, waiting in figures.waiting_by_queue.items():
+            in_workers[name] += waiting.jobs
+            ages_s.setdefault(name, []).append(waiting.oldest_s)
     for name in sorted(names | set(in_workers) - {""}):
         in_redis_s = survey.oldest_s.get(name)
         ages = ages_s.get(name, []) + ([] if in_redis_s is None else [in_redis_s])
@@ -150,95 +144,53 @@ def list_queues(survey: Survey) -> Iterator[QueueStatus]:
 
 def list_devices(now: Survey, before: Survey | None = None) -> Iterator[DeviceStatus]:
     """The devices of all workers that answered."""
-    for worker, figures in list_answers(now):
-        for name, state in figures["devices"].items():
-            seconds, gained = _gained(now, before, worker, name)
-            total = state.get("done", {})
-            memory = state.get("memory") or {}
-            resident_kib = state.get("resident_kib")
+    for worker, figures in now.figures.items():
+        gained = now.since(worker, before)
+        for name, device in figures.devices.items():
+            lately = gained.devices.get(name) if gained is not None else None
+            done = lately.done if lately is not None else BatchSums()
+            seconds = gained.clock_s if gained is not None and lately is not None else None
+            resident_kib = device.resident_kib
             yield DeviceStatus(
                 worker=worker,
                 name=name,
-                state=state["state"],
-                batches_in_flight=state["batches_in_flight"],
-                items_per_s=_ratio(gained.get("items"), seconds),
-                busy=_busy(gained, seconds),
-                batch_size=_ratio(gained.get("items"), gained.get("batches")),
-                mean_batch_size=_ratio(total.get("items"), total.get("batches")),
-                padding_waste=_waste(gained),
-                mean_padding_waste=_waste(total),
+                state=device.state,
+                batches_in_flight=device.batches_in_flight,
+                items_per_s=divide(done.items, seconds),
+                # A pass that began before the first survey counts as a whole.
+                busy=min(1.0, round(done.forward_ms / 1e3 / seconds, 3)) if seconds else None,
+                batch_size=done.mean_batch_size,
+                mean_batch_size=device.done.mean_batch_size,
+                padding_waste=done.padding_waste,
+                mean_padding_waste=device.done.padding_waste,
                 resident_bytes=None if resident_kib is None else resident_kib * 1024,
-                memory_bytes=memory.get("reserved_bytes"),
-                memory_size_bytes=memory.get("total_bytes"),
+                memory_bytes=device.memory.reserved_bytes,
+                memory_size_bytes=device.memory.total_bytes,
             )
 
 
 def count_failures(survey: Survey) -> "Counter[str]":
     """How many jobs and items failed, by class of the error."""
     failed: Counter[str] = Counter()
-    for _, figures in list_answers(survey):
-        failed.update(figures["batches"].get("failures", {}))
+    for figures in survey.figures.values():
+        failed.update(figures.batches.failures)
     return failed
 
 
-def list_answers(survey: Survey) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The workers with devices, by name."""
-    for worker, figures in sorted(survey.workers.items()):
-        if "batches" in figures:
-            yield worker, figures
-
-
-def _notes(now: Survey, before: Survey | None) -> Iterator[str]:
-    for worker, figures in sorted(now.workers.items()):
-        if "batches" not in figures:
-            yield f"{worker}: {figures.get('error', 'answers with something else')}"
-    for worker in sorted(set(before.workers if before else ()) - set(now.workers)):
-        yield f"{worker}: no answer"
-
-
 def _throughput(now: Survey, before: Survey | None) -> ThroughputStatus | None:
-    rates = [rates for worker in now.workers if (rates := now.rates(worker, before)) is not None]
-    if not rates:
+    gained = [each for name in now.figures if (each := now.since(name, before)) is not None]
+    if not gained:
         return None
-    tokens_per_s = 0.0
-    for worker, figures in list_answers(now):
-        for device in figures["devices"]:
-            seconds, gained = _gained(now, before, worker, device)
-            tokens_per_s += _ratio(gained.get("tokens"), seconds) or 0.0
     return ThroughputStatus(
-        items_per_s=round(sum(each["items_per_s"] for each in rates), 3),
-        jobs_per_s=round(sum(each["jobs_per_s"] for each in rates), 3),
-        tokens_per_s=round(tokens_per_s, 3),
+        items_per_s=_rate([(each.batches.items, each.clock_s) for each in gained]),
+        jobs_per_s=_rate([(each.batches.jobs, each.clock_s) for each in gained]),
+        tokens_per_s=_rate([(each.batches.tokens, each.clock_s) for each in gained]),
     )
 
 
-def _gained(
-    now: Survey, before: Survey | None, worker: str, device: str
-) -> tuple[float | None, dict[str, float]]:
-    """By how much a device's sums have grown, and in how many seconds; None for a new worker."""
-    new = now.workers[worker]
-    old = before.workers.get(worker, {}) if before is not None else {}
-    new_sums = new["devices"][device].get("done")
-    old_sums = old.get("devices", {}).get(device, {}).get("done")
-    if new_sums is None or old_sums is None or new["clock_s"] <= old["clock_s"]:
-        return None, {}
-    gained = {name: new_sums[name] - old_sums[name] for name in SUMS}
-    # A worker that was restarted under the same name has smaller ones.
-    return (new["clock_s"] - old["clock_s"], gained) if min(gained.values()) >= 0 else (None, {})
-
-
-def _ratio(part: float | None, whole: float | None) -> float | None:
-    return round(part / whole, 3) if part is not None and whole else None
-
-
-def _busy(gained: Mapping[str, float], seconds: float | None) -> Share:
-    # A pass that began before the first survey counts as a whole.
-    return min(1.0, round(gained["forward_ms"] / 1e3 / seconds, 3)) if seconds else None
-
-
-def _waste(sums: Mapping[str, float]) -> Share:
-    computed = sums.get("computed_tokens")
-    return round(1 - sums["tokens"] / computed, 3) if computed else None
+def _rate(counts: Iterable[tuple[int, float]]) -> float:
+    """Of all workers together, each by its own clock."""
+    return round(sum(count / seconds for count, seconds in counts), 3)
 
 
 # The devices of a queue
@@ -263,25 +215,26 @@ class DeviceFigures(NamedTuple):
     peak_bytes: int | None = None
 
 
-def read_figures(workers: Mapping[str, Mapping[str, Any]], queue: str) -> DeviceFigures:
-    """Reads the figures of all workers.
+def find_devices(workers: Mapping[str, WorkerFigures], queue: str) -> DeviceFigures:
+    """Finds the devices that serve a queue.
 
     Args:
-        workers: By name, as from `celery inspect batchery`.
+        workers: Those with devices, by name.
         queue: Workers that do not consume it are left out.
     """
     ready = [
         (name, device)
         for worker in workers.values()
-        if queue in worker.get("queues", ())
-        for name, device in worker.get("devices", {}).items()
-        if device.get("state") == "ready"
+        if queue in worker.queues
+        for name, device in worker.devices.items()
+        if device.state == "ready"
     ]
-    memory = [device["memory"] for _, device in ready if device.get("memory")]
+    allocated = [n for _, each in ready if (n := each.memory.allocated_bytes) is not None]
+    peak = [n for _, each in ready if (n := each.memory.peak_bytes) is not None]
     return DeviceFigures(
         tuple(sorted({name for name, _ in ready})),
-        sum(each["allocated_bytes"] for each in memory) if memory else None,
-        sum(each["peak_bytes"] for each in memory) if memory else None,
+        sum(allocated) if allocated else None,
+        sum(peak) if peak else None,
     )
 
 
@@ -375,8 +328,8 @@ class Monitor:
     def _is_silent(self) -> bool:
         return self._health is not None and self._health.is_silent
 
-    async def workers(self) -> Mapping[str, Mapping[str, Any]]:
-        """What each worker says, as from `celery inspect batchery`.
+    async def workers(self) -> Mapping[str, WorkerFigures]:
+        """The figures of each worker with devices.
 
         Raises:
             Problem: Redis is away.
@@ -384,7 +337,7 @@ class Monitor:
         look = await self.latest()
         if look.now is None:
             raise Problem(Kind.UNAVAILABLE, look.problem, retry_after_s=INTERVAL_S)
-        return look.now.workers
+        return look.now.figures
 
     async def close(self) -> None:
         """Stops the surveys."""

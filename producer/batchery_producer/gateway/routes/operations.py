@@ -18,7 +18,6 @@ from batchery_producer.gateway.monitor import (
     DeviceStatus,
     ModelStatus,
     StatusResponse,
-    list_answers,
     list_devices,
     list_queues,
     overview,
@@ -110,20 +109,20 @@ def of_survey(survey: Survey | None) -> Iterator[Metric]:
     if survey is None:
         return
     yield from _queues(survey)
-    answers = dict(list_answers(survey))
+    answers = survey.figures
     yield GaugeMetricFamily("batchery_workers", "Workers that answered.", value=len(answers))
     failures = CounterMetricFamily(
         "batchery_worker_failures", "Failed jobs and items.", labels=["worker", "error"]
     )
     for worker, figures in answers.items():
-        for error, count in figures["batches"].get("failures", {}).items():
+        for error, count in figures.batches.failures.items():
             failures.add_metric([worker, error], count)
     yield failures
     for name, metric, text, unit in DEVICE_SUMS:
         family = CounterMetricFamily(f"batchery_device_{metric}", text, labels=OF_DEVICE)
         for worker, figures in answers.items():
-            for device, state in figures["devices"].items():
-                family.add_metric([worker, device], state.get("done", {}).get(name, 0) * unit)
+            for device, state in figures.devices.items():
+                family.add_metric([worker, device], getattr(state.done, name) * unit)
         yield family
     devices = list(list_devices(survey))
     for metric, text, read in DEVICE_GAUGES:

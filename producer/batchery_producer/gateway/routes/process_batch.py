@@ -17,7 +17,7 @@ from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import WHOLE, JsonRoute, RequestBody
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
-from batchery_producer.gateway.monitor import DeviceFigures, in_gb, read_figures
+from batchery_producer.gateway.monitor import DeviceFigures, find_devices, in_gb
 from batchery_producer.gateway.problems import Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.results.answers import BatchSummary, Outcome
@@ -321,7 +321,7 @@ async def batch_stats(request: Request) -> BatchStatsResponse:
     devices = (
         DeviceFigures()
         if model is None
-        else read_figures(await gateway.monitor.workers(), model.queue)
+        else find_devices(await gateway.monitor.workers(), model.queue)
     )
     return BatchStatsResponse(
         total_requests=totals.requests,
@@ -468,5 +468,5 @@ async def _gpu_memory(
 ) -> float | None:
     if all(batch.device.startswith("cpu") for batch in batches):
         return None
-    devices = read_figures(await get_gateway(request).monitor.workers(), model.queue)
+    devices = find_devices(await get_gateway(request).monitor.workers(), model.queue)
     return in_gb(devices.allocated_bytes)
