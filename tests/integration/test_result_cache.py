@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from batchery_worker.cache.store import (
+from batchery_worker.ipc.commit_context import CachePolicy
+from batchery_worker.result_cache import (
     CHECKSUM_BYTES,
     FAILURE_PAUSE_S,
     MAX_RESULTS_PER_COMMAND,
     OVERHEAD_BYTES,
     ResultCache,
 )
-from batchery_worker.ipc.commit_context import CachePolicy
 from support.harness import wait_for
 from support.own_redis import OwnRedis
 

@@ -10,7 +10,7 @@ from celery import Celery, chain
 from celery.exceptions import TaskRevokedError
 
 from batchery import DeviceDied
-from batchery_worker.cache.store import OVERHEAD_BYTES
+from batchery_worker.result_cache import OVERHEAD_BYTES
 from conftest import StartWorker
 from support.cached_jobs import TIMEOUT_S, answers, computed, send
 from support.harness import Worker, unsettled, wait_for

@@ -61,7 +61,7 @@ class Metrics(BatchFigures):
 
         Args:
             task: Its name.
-            reused: The device's figures, see `cache/single_flight.py`.
+            reused: The device's figures, see `result_cache.py`.
         """
         cache = self.caches.setdefault(task, CacheFigures())
         for name, value in reused.items():

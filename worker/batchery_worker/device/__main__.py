@@ -27,8 +27,6 @@ from batchery.errors import BatcheryError
 from batchery.execution.batch import prepare
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
-from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
-from batchery_worker.cache.store import ResultCache
 from batchery_worker.commit.committer import RedisCommitter
 from batchery_worker.commit.server import broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
@@ -59,6 +57,7 @@ from batchery_worker.ipc.messages import (
     load_message,
 )
 from batchery_worker.memory import Memory
+from batchery_worker.result_cache import DedupedBatch, ResultCache, SingleFlight
 
 logger = logging.getLogger("batchery.device")
 

@@ -9,10 +9,10 @@ from typing import Any
 from celery.utils.saferepr import saferepr
 
 from batchery.protocol import multi_item
-from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
 from batchery_worker.ipc.messages import Done, Work, batch_info, encode_outcome, sendable
 from batchery_worker.ipc.values import Encoded, encoded, joined
+from batchery_worker.result_cache import DedupedBatch, SingleFlight
 
 
 @dataclass(slots=True)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from batchery import Model
-from batchery_worker.cache.single_flight import DedupedBatch
 from batchery_worker.device import __main__ as device_module
 from batchery_worker.device.__main__ import Device, Prepared
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.messages import Began, Work, load_reply
 from batchery_worker.memory import Memory
+from batchery_worker.result_cache import DedupedBatch
 
 
 class Launched(Model):

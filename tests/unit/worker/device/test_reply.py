@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed
-from batchery_worker.cache.single_flight import DedupedBatch, SingleFlight
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome
 from batchery_worker.device.reply import Computed, answer, format_result
 from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
 from batchery_worker.ipc.messages import Work, decode_outcome
 from batchery_worker.ipc.values import Encoded, plain_json
+from batchery_worker.result_cache import DedupedBatch, SingleFlight
 
 backend = Celery("answers", broker="memory://", set_as_current=False).backend
 JOBS = [("t1", ["a"], False), ("t2", ["b", "c"], True), ("t3", ["d"], False)]

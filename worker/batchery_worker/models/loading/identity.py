@@ -1,13 +1,14 @@
 """What the results of a built-in model depend on: the model, and how it is run."""
 
+import hashlib
 import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from batchery.settings import ModelSettings
-from batchery_worker.cache.keys import folder_digest
 from batchery_worker.models.loading.source import ModelSource
+from batchery_worker.result_cache import DIGEST_BYTES
 
 #: Settings that never change a result: where the model is, and how its jobs are batched and cached.
 NEUTRAL = {
@@ -16,6 +17,9 @@ NEUTRAL = {
     *("target_latency_ms", "small_batch_threshold"),
     *("cache", "cache_ttl_s", "cache_max_bytes"),
 }
+
+#: Suffixes of weights that are never loaded, and may have many gigabytes.
+NEVER_LOADED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite"}
 
 #: Packages whose versions may change a result.
 PACKAGES = ("batchery", "torch", "transformers", "tokenizers")
@@ -48,6 +52,27 @@ def identity(settings: ModelSettings, source: ModelSource, run: dict[str, str], 
         "versions": {name: version(name) for name in packages},
     }
     return json.dumps(known, sort_keys=True)
+
+
+def folder_digest(folder: Path) -> str:
+    """A digest of a model's files, which changes with every byte.
+
+    It reads all files, about a second per gigabyte, except hidden ones and weights that are never
+    loaded.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    whole = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        hidden = any(part.startswith(".") for part in name.parts)
+        if hidden or path.suffix in NEVER_LOADED or not path.is_file():
+            continue
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "blake2b").hexdigest()
+        whole.update(f"{name.as_posix()}\0{content}\n".encode("utf-8", "surrogateescape"))
+    return whole.hexdigest()
 
 
 def _snapshot(source: ModelSource) -> Path:

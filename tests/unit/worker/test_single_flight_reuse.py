@@ -8,11 +8,11 @@ import pytest
 
 from batchery import Model
 from batchery.errors import ModelLoadError
-from batchery_worker.cache.single_flight import SingleFlight
 from batchery_worker.device.loading import build_identity
 from batchery_worker.ipc.commit_context import CachePolicy
 from batchery_worker.ipc.messages import Work
 from batchery_worker.ipc.values import Encoded
+from batchery_worker.result_cache import SingleFlight
 
 
 class Store:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed, Ignore, RetryAfter
-from batchery_worker.cache.single_flight import DedupedBatch
 from batchery_worker.ipc.values import Encoded
+from batchery_worker.result_cache import DedupedBatch
 
 #: Lower case is computed; `x...` fails as often as its number says; `-` has no name.
 ITEMS = st.lists(st.sampled_from(["a", "b", "c", "x1", "x2", "x9", "-"]), max_size=12)

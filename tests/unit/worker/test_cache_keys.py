@@ -2,14 +2,13 @@
 
 import json
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.cache.keys import canonical, digests, folder_digest
+from batchery_worker.result_cache import canonical, digests
 
 VERSION = ("embed", "1", "")
 
@@ -108,35 +107,3 @@ def test_end_of_one_part_cannot_look_like_the_start_of_the_next(
     one = digests(VERSION, {"k": a}, [b])
     other = digests(VERSION, {"k": c}, [d])
     assert (one == other) == ((a, b) == (c, d))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "model"
-    (made / "1_Pooling").mkdir(parents=True)
-    (made / "config.json").write_text("{}")
-    (made / "model.safetensors").write_bytes(b"weights")
-    (made / "1_Pooling" / "config.json").write_text("{}")
-    return made
-
-
-def test_copy_of_a_folder_has_the_same_digest(folder: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    folder.rename(copy)
-    before = folder_digest(copy)
-    (copy / ".git").mkdir()
-    (copy / ".git" / "HEAD").write_text("main")
-    (copy / "pytorch_model.bin").write_bytes(b"never loaded")
-    assert folder_digest(copy) == before
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "1_Pooling/config.json"])
-def test_folder_digest_changes_with_every_byte(folder: Path, name: str) -> None:
-    before = folder_digest(folder)
-    content = (folder / name).read_bytes()
-    (folder / name).write_bytes(content[:-1] + b"?")
-    assert folder_digest(folder) != before
-    (folder / name).write_bytes(content)
-    assert folder_digest(folder) == before
-    (folder / name).rename(folder / "other.json")
-    assert folder_digest(folder) != before

@@ -1,1 +1,0 @@
-"""The result cache: equal items are computed once, within a batch and across batches."""
