@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import redis
 
-from batchery.cli.redis_check import check_redis, masked
+from batchery.cli.app import check_redis, masked
 from batchery.errors import RedisUnavailable
 from batchery_worker.devstack.guarded_process import GuardedProcess
 from batchery_worker.devstack.redis_server import EmbeddedRedis, find_redis_server, free_port

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import redis
 
-from batchery.cli.redis_check import connect
+from batchery.cli.app import connect
 from batchery.errors import RedisUnavailable
 from batchery_worker.devstack import redis_server
 from batchery_worker.devstack.redis_server import EmbeddedRedis, find_redis_server

@@ -14,8 +14,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from batchery.cli.app import check_broker
-from batchery.cli.redis_check import TIMEOUT_S
+from batchery.cli.app import TIMEOUT_S, check_broker
 from batchery.errors import StartError
 from batchery.transport.channel import LeasingChannel
 from batchery.transport.live_workers import LiveWorkers, RegisteredWorker

@@ -23,6 +23,7 @@ from rich.table import Table
 
 from batchery.cli.main import one_line_errors
 from batchery.errors import StartError
+from batchery.protocol.figures import BatchFigures, read_figures
 from batchery.results import to_numpy
 from batchery_worker.cli.tune import paragraphs
 from batchery_worker.devstack.stack import Stack
@@ -41,6 +42,9 @@ MODELS = {"embed": MODEL, "embed_one": {**MODEL, "max_batch_size": 1}}
 #: Maximum difference between vectors of batches and of single texts: rounding, and no more.
 TOLERANCE = 1e-5
 
+#: Rows of the table.
+TITLES = ("jobs/s", "mean batch", "padding waste", "waited in the worker", "forward, per text")
+
 #: Timeout of one answer, in seconds.
 ANSWER_S = 60
 
@@ -50,10 +54,7 @@ class Run:
     """Figures of one run over all texts."""
 
     jobs_per_s: float
-    mean_batch_size: float
-    padding_waste: float
-    mean_waited_ms: float
-    forward_ms_per_text: float
+    batches: BatchFigures
     vectors: NDArray[np.float32]
 
 
@@ -74,30 +75,18 @@ def run(folder: Path, task: str, texts: Path, stack: Stack, client: Celery) -> R
     """Submits all texts to one task; measures the producer's rate and the worker's batches."""
     before = batches(client, stack)
     jobs_per_s, vectors = submit(folder, task, texts, stack)
-    after = batches(client, stack)
-
-    def gained(name: str) -> float:
-        return float(after[name]) - float(before[name])
-
-    def total(name: str, count: str) -> float:
-        return float((after[name] or 0) * after[count] - (before[name] or 0) * before[count])
-
-    computed = gained("computed_tokens")
-    return Run(
-        jobs_per_s=jobs_per_s,
-        mean_batch_size=gained("items") / gained("batches"),
-        padding_waste=1 - gained("tokens") / computed if computed else 0.0,
-        mean_waited_ms=total("mean_waited_ms", "jobs") / gained("jobs"),
-        forward_ms_per_text=total("mean_forward_ms", "batches") / gained("items"),
-        vectors=vectors,
-    )
+    done = batches(client, stack).since(before)
+    assert done is not None  # The worker was not restarted.
+    return Run(jobs_per_s, done, vectors)
 
 
-def batches(client: Celery, stack: Stack) -> dict[str, Any]:
-    """The worker's batch statistics so far."""
-    stats: Any = client.control.inspect([stack.worker_name], timeout=ANSWER_S, limit=1).stats()
-    figures: dict[str, Any] = stats[stack.worker_name]["pool"]["batches"]
-    return figures
+def batches(client: Celery, stack: Stack) -> BatchFigures:
+    """The worker's batches so far."""
+    inspect = client.control.inspect([stack.worker_name], timeout=ANSWER_S, limit=1)
+    answer: Any = inspect.stats()
+    figures = read_figures(answer[stack.worker_name]["pool"])
+    assert figures is not None  # It has a device.
+    return figures.batches
 
 
 def answer(client: Celery, question: str, texts: Sequence[str], run: Run) -> tuple[str, float]:
@@ -108,18 +97,23 @@ def answer(client: Celery, question: str, texts: Sequence[str], run: Run) -> tup
     return texts[best], float(nearness[best])
 
 
+def cells(run: Run) -> Sequence[str]:
+    """The figures of a run, as `TITLES` names them."""
+    done = run.batches
+    return (
+        f"{run.jobs_per_s:,.0f}",
+        f"{done.mean_batch_size:.1f}",
+        f"{done.padding_waste or 0.0:.1%}",
+        f"{done.mean_waited_ms:,.0f} ms",
+        f"{done.forward_ms / done.items:.2f} ms",
+    )
+
+
 def table(batched: Run, single: Run) -> Table:
     """Both runs side by side."""
     rows = Table("", "in batches", "one by one", title="The same texts, the same worker")
-    for title, name, spelled in (
-        ("jobs/s", "jobs_per_s", "{:,.0f}"),
-        ("mean batch", "mean_batch_size", "{:.1f}"),
-        ("padding waste", "padding_waste", "{:.1%}"),
-        ("waited in the worker", "mean_waited_ms", "{:,.0f} ms"),
-        ("forward, per text", "forward_ms_per_text", "{:.2f} ms"),
-    ):
-        values = (spelled.format(getattr(each, name)) for each in (batched, single))
-        rows.add_row(title, *values)
+    for row in zip(TITLES, cells(batched), cells(single), strict=True):
+        rows.add_row(*row)
     return rows
 
 

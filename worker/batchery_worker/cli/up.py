@@ -1,12 +1,15 @@
 """`batchery up`: Redis, a worker, Flower and the HTTP gateway in one terminal."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import signal
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -15,16 +18,17 @@ from rich.console import Console
 from rich.text import Text
 
 from batchery.announcement import Announcement, announce
-from batchery.cli.app import DEFAULT_APP
+from batchery.cli.app import DEFAULT_APP, masked
 from batchery.cli.console import Interrupt
-from batchery.cli.redis_check import masked
-from batchery.errors import SettingsError
-from batchery.settings import Settings
-from batchery_worker.devstack.hub_check import check_hub
+from batchery.errors import ModelLoadError, SettingsError
+from batchery.settings import ModelSettings, Settings
 from batchery_worker.devstack.stack import Stack
 
 #: Colours of the prefixes.
 STYLES = {"redis": "red", "worker": "green", "flower": "magenta", "gateway": "blue", "up": "bold"}
+
+#: How long the hub may take to answer, in seconds; its own client tries for minutes.
+HUB_TIMEOUT_S = 5.0
 
 #: How long nothing must be printed before pinned lines are shown again, in seconds.
 QUIET_S = 0.5
@@ -137,6 +141,54 @@ def check_models(settings: Settings) -> None:
     if not settings.models:
         raise SettingsError(NO_MODELS)
     check_hub(settings.models)
+
+
+def check_hub(models: Mapping[str, ModelSettings]) -> None:
+    """Makes sure that models which are not on this machine can be downloaded.
+
+    Raises:
+        ModelLoadError: One is not here, and the hub does not answer, or must not be asked.
+    """
+    missing = [name for name, model in models.items() if not _is_here(model)]
+    if not missing or importlib.util.find_spec("huggingface_hub") is None:
+        return
+    from huggingface_hub import constants
+
+    why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_silent(constants.ENDPOINT)
+    if why:
+        first = missing[0]
+        raise ModelLoadError(
+            f"model {first!r}: {models[first].model} is not on this machine, and the hub at"
+            f" {constants.ENDPOINT} does not answer: {why}; name a local folder, or a mirror in"
+            " HF_ENDPOINT"
+        )
+
+
+def _is_here(model: ModelSettings) -> bool:
+    if (
+        Path(model.model).expanduser().exists()
+        or importlib.util.find_spec("huggingface_hub") is None
+    ):
+        return True
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    except HFValidationError:
+        return True  # It is no id of the hub: the worker names what is wrong with it.
+    return isinstance(found, str)
+
+
+def _why_silent(endpoint: str) -> str:
+    """Why the hub does not answer; empty if it does, whatever it says."""
+    try:
+        urllib.request.urlopen(endpoint, timeout=HUB_TIMEOUT_S).close()
+    except urllib.error.HTTPError as error:
+        error.close()
+    except OSError as error:
+        return str(getattr(error, "reason", error))
+    return ""
 
 
 class LinePrinter:

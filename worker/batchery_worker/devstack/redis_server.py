@@ -17,7 +17,7 @@ from typing import Self
 
 from redis.exceptions import BusyLoadingError, RedisError
 
-from batchery.cli.redis_check import connect
+from batchery.cli.app import connect
 from batchery.errors import RedisUnavailable
 from batchery_worker.devstack.guarded_process import GuardedProcess
 

@@ -4,7 +4,6 @@ import errno
 import importlib.util
 import json
 import os
-import re
 import secrets
 import signal
 import socket
@@ -22,8 +21,8 @@ from kombu import Connection
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
-from batchery.cli.app import DEFAULT_APP
-from batchery.cli.redis_check import check_redis
+from batchery.cli.app import DEFAULT_APP, check_redis
+from batchery.cli.survey import parse_registered
 from batchery.errors import RedisUnavailable, StartError
 from batchery.valkey import redis_url as as_redis
 from batchery_worker.devstack.guarded_process import GuardedProcess
@@ -37,9 +36,6 @@ WORKER_TIMEOUT_S = 5.0
 
 #: The same while it starts, when it is asked repeatedly.
 PING_TIMEOUT_S = 1.0
-
-#: A task in the answer to `inspect registered queue model_queue`.
-REGISTERED = re.compile(r"(?P<name>\S+)(?: \[.*queue=(?P<queue>.+)\])?")
 
 #: How long a worker or Flower may take to end in an emergency, in seconds; then it is killed.
 #: An orderly stop has no limit: the worker finishes what it runs.
@@ -137,9 +133,11 @@ class RemoteWorker:
 
     def tasks(self) -> dict[str, str | None]:
         """The queue of each of its tasks, by name; None for a task that names no queue."""
-        answer = self._ask("registered", "queue", "model_queue") or []
-        found = (REGISTERED.fullmatch(task) for task in answer)
-        return {match["name"]: match["queue"] for match in found if match}
+        answer = parse_registered({self._name: self._ask("registered", "queue", "model_queue")})
+        return {
+            name: info.get("model_queue", info.get("queue"))
+            for name, info in answer.get(self._name, {}).items()
+        }
 
     def queues(self) -> list[str]:
         """Names of the queues that it consumes, sorted."""
