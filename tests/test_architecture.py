@@ -35,7 +35,6 @@ UNWANTED = {
 HEAVY_MODULES = (
     "batchery_worker.device.",
     "batchery_worker.models.",
-    "batchery_worker.cli.demo.",
     "batchery_producer.gateway.",
 )
 

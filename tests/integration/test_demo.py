@@ -5,15 +5,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from batchery_worker.cli.demo import QUESTIONS
+import pytest
+
+from batchery import StartError
+from benchmarks import demo
 from support.patience import patient
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_demo_answers_questions_and_shows_what_the_batches_looked_like(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "batchery_worker.cli.demo", "--limit", "120"],
+        [sys.executable, "-W", "ignore", "-m", "benchmarks.demo", "--limit", "120"],
         cwd=tmp_path,
-        env={**os.environ, "COLUMNS": "120"},
+        env={**os.environ, "COLUMNS": "120", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=patient(150),
@@ -22,6 +27,20 @@ def test_the_demo_answers_questions_and_shows_what_the_batches_looked_like(tmp_p
     # Who wins on so few texts is chance; exit code 1 with that reason is fine.
     lost = done.returncode == 1 and "batches did not win" in done.stderr
     assert done.returncode == 0 or lost, done.stderr
-    for words in (*QUESTIONS, "jobs/s", "mean batch", "padding waste", "waited", "forward"):
+    for words in (*demo.QUESTIONS, "jobs/s", "mean batch", "padding waste", "waited", "forward"):
         assert words in done.stdout
     assert "Flower saw every job: http://127.0.0.1:" in done.stdout
+
+
+def test_demo_that_cannot_start_ends_with_code_2_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(**_: object) -> None:
+        raise StartError("no redis-server")
+
+    monkeypatch.setattr(demo, "Stack", refuse)
+    monkeypatch.setattr("sys.argv", ["demo"])
+    with pytest.raises(SystemExit) as ended:
+        demo.main()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "batchery: error: no redis-server\n"
