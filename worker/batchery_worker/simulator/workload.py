@@ -87,8 +87,6 @@ class JobKind:
     #: Lane -> how often its jobs come; only the ratios matter.
     lanes: Mapping[Lane, float] = field(default_factory=lambda: {USUAL_LANE: 1.0})
     items: Amount = Amount()
-    #: Of each item; None where they do not matter.
-    tokens: Amount | None = None
     deadline_s: float | None = None
     task: str = TASK
 
@@ -101,8 +99,7 @@ def arrivals(times_s: Iterator[float], kind: JobKind, random: Random) -> Iterato
     for time_s in times_s:
         lane = lanes[bisect(bounds, random.random() * total)] if bounds else lanes[0]
         items = kind.items.draw(random)
-        tokens = kind.tokens.draw(random) * items if kind.tokens else 0
-        yield Arrival(time_s, kind.task, lane, items, tokens, kind.deadline_s)
+        yield Arrival(time_s, kind.task, lane, items, deadline_s=kind.deadline_s)
 
 
 def together(*streams: Iterator[Arrival]) -> Iterator[Arrival]:
@@ -173,13 +170,12 @@ class Demand:
     devices: int = 1
     max_batch_size: int = 64
     items: Amount = Amount()
-    tokens: Amount | None = None
     deadline_s: float | None = None
     seed: int = 0
 
     def kind(self, lanes: Mapping[Lane, float]) -> JobKind:
         """Jobs of these lanes."""
-        return JobKind(lanes, self.items, self.tokens, self.deadline_s)
+        return JobKind(lanes, self.items, self.deadline_s)
 
 
 #: Share of each class that there is by default, highest class first: the workloads are made for
@@ -218,7 +214,7 @@ def _bulk(demand: Demand) -> Iterator[Arrival]:
     items = min(BULK_ITEMS, demand.max_batch_size)
     head = BULK_HEAD_BATCHES * demand.devices * math.ceil(demand.max_batch_size / items)
     # A bulk has no deadline, and a generator of its own: live jobs are the same without it.
-    bulk = JobKind({BULK: 1.0}, Amount(items), demand.tokens)
+    bulk = JobKind({BULK: 1.0}, Amount(items))
     times_s = steady_times(demand.capacity_per_s / items, head)
     return together(live, arrivals(times_s, bulk, Random(demand.seed + 1)))
 

@@ -78,11 +78,6 @@ def test_amounts_have_their_mean_and_are_at_least_one(sigma: float) -> None:
     assert (len(set(found)) > 1) == (sigma > 0)
 
 
-def test_tokens_are_those_of_all_items() -> None:
-    kind = JobKind(items=Amount(3.0), tokens=Amount(100.0))
-    assert next(arrivals(iter([0.0]), kind, Random(0))).tokens == 300
-
-
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_a_workload_is_in_order_and_the_same_for_the_same_seed(name: str) -> None:
     found = list(islice(WORKLOADS[name](DEMAND), 5000))
