@@ -4,7 +4,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -86,26 +86,26 @@ class Plan:
     #: Share of each class, highest class first.
     shares: Mapping[str, float]
     #: Name of one of `WORKLOADS`.
-    workload: str = "poisson"
+    workload: str
     #: Recorded jobs instead, in the order of time.
-    trace: Sequence[Arrival] | None = None
+    trace: Sequence[Arrival] | None
     #: Jobs per second, without a bulk; None where `load` says it.
-    rate_per_s: float | None = None
+    rate_per_s: float | None
     #: The same, as a share of what the devices can do in full batches.
-    load: float = USUAL_LOAD
-    fleet: Fleet = field(default_factory=lambda: Fleet(4))
-    max_batch_size: int = 64
-    max_wait_s: float = 0.0
+    load: float
+    fleet: Fleet
+    max_batch_size: int
+    max_wait_s: float
     #: Of the policies that wait for a fixed time.
-    timeout_s: float = 0.01
-    target_s: float = 0.1
+    timeout_s: float
+    target_s: float
     #: After its arrival; None for none.
-    deadline_s: float | None = None
-    items: Amount = field(default_factory=Amount)
+    deadline_s: float | None
+    items: Amount
     #: When to stop: after so many jobs, or so many seconds.
-    jobs: int | None = None
-    seconds: float | None = None
-    seed: int = 0
+    jobs: int | None
+    seconds: float | None
+    seed: int
 
     @property
     def capacity_per_s(self) -> float:
