@@ -295,9 +295,10 @@ def _cache(cache: CacheFigures) -> str:
 def _costs(model: ModelSnapshot) -> str:
     """What a forward pass costs, learned from the batches that ran."""
     enough = f"; {model.useful_items:,} items fill one" if model.useful_items else ""
+    fitted = counted(model.fitted_batches or 0, "batch")
     return (
         f"{model.token_us:,.1f} µs per token, {model.item_us:,.1f} µs per item,"
-        f" {model.pass_ms:,.2f} ms per pass, by {counted(model.fitted_batches or 0, 'batch')}{enough}"
+        f" {model.pass_ms:,.2f} ms per pass, by {fitted}{enough}"
     )
 
 
