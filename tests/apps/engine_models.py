@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from batchery import Failed, InvalidItem, Model
+from batchery import DeviceDied, Failed, InvalidItem, Model
+from batchery_worker.memory import Memory
 
 
 class TwoPartsError(Exception):
@@ -19,6 +20,10 @@ class TwoPartsError(Exception):
 
 #: How long an item computes that is killed before, in seconds: then a test that failed can end.
 HOLD_S = 60
+
+
+def _refuse(_: Memory) -> None:
+    raise DeviceDied("the CUDA context of cuda:0 has ended: device-side assert")
 
 
 class Obedient(Model):
@@ -48,6 +53,9 @@ class Obedient(Model):
             return Failed(TwoPartsError(7, "seven"))
         if item == "a function":
             return lambda: None
+        if item == "context":
+            Memory.wait = _refuse  # type: ignore[assignment, method-assign]
+            raise RuntimeError("device-side assert")
         if item == "hold":
             end_s = time.monotonic() + HOLD_S
             while time.monotonic() < end_s:  # Holds the interpreter lock of its own process.

@@ -119,6 +119,13 @@ def test_full_batches_are_sent_before_their_turn_and_answered_in_order() -> None
         ]
 
 
+def test_batches_larger_than_the_pipe_go_both_ways_at_once() -> None:
+    items = [str(each) * 500_000 for each in range(1, 9)]
+    with Engine(Obedient(), device="cpu", process=True, max_batch_size=2) as engine:
+        futures = [engine.submit(each) for each in items * 2]
+        assert [each.result(60) for each in futures] == [2 * each for each in items * 2]
+
+
 def test_a_process_that_died_between_batches_is_replaced_and_nobody_notices(
     engine: Engine,
 ) -> None:
@@ -137,6 +144,17 @@ def test_the_item_that_kills_the_process_fails_and_its_batch_mates_do_not(
     assert str(results[1]) == "Obedient: its device process died: killed by signal 9"
     assert engine.call(6) == 12
     assert "the next batch starts another one" in caplog.text
+
+
+def test_the_item_that_ends_the_context_of_a_device_fails_alone_and_the_engine_goes_on(
+    engine: Engine,
+) -> None:
+    """A CUDA context that an error has ended computes nothing any more; a new process has one."""
+    results = engine.options(return_exceptions=True).call([1, "context", 3])
+    assert [results[0], results[2]] == [2, 6]
+    assert isinstance(results[1], DeviceDied)
+    assert str(results[1]) == "Obedient: its device process died: exit code 70"
+    assert engine.call(6) == 12
 
 
 def kill_when_it_computes(pid: int) -> None:

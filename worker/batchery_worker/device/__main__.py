@@ -7,9 +7,12 @@ looks whether an urgent batch has come, and runs it first. The process ends with
 with any of its threads. The parent runs again what the process had not answered.
 """
 
+import ctypes
 import logging
 import os
+import pickle
 import queue
+import signal
 import socket
 import sys
 import threading
@@ -17,13 +20,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
 from celery import Celery, signals
 
-from batchery.errors import BatcheryError
+from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
@@ -32,6 +35,7 @@ from batchery_worker.commit.server import broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
 from batchery_worker.device.intake import Intake
 from batchery_worker.device.loading import (
+    EngineModel,
     build_identity,
     check_device,
     find_memory,
@@ -42,17 +46,18 @@ from batchery_worker.device.loading import (
 from batchery_worker.device.log_forwarding import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.device.reply import Computed, answer
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.device.signals import leave_signals_to_parent
 from batchery_worker.device.started import StartedStates
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import (
     Began,
+    Done,
     NotReady,
     Ready,
     Reply,
     ResultsWait,
     Setup,
     Work,
+    dump_outcomes,
     dump_reply,
     load_message,
 )
@@ -136,6 +141,9 @@ class Device:
             self._app = app
         self._memory = find_memory(setup.device, setup.memory_fraction)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
+        self._committer = RedisCommitter(
+            self._app.backend, partial(broker_client, self._app), self._report_waiting
+        )
         self._started = StartedStates(self._app)
         if app is None:
             # Celery's own pools send it in each process: apps open clients and profilers here.
@@ -159,9 +167,6 @@ class Device:
 
     def run(self) -> None:
         """Works until the process is told to leave, which ends it at once."""
-        self._committer = RedisCommitter(
-            self._app.backend, partial(broker_client, self._app), self._report_waiting
-        )
         for stage in (self._intake.run, self._commit):
             threading.Thread(target=_or_die, args=(stage,), daemon=True).start()
         loop = EventLoop()
@@ -235,15 +240,16 @@ class Device:
         started_s = time.perf_counter()
         done = Computed(work, prepare_ms=batch.prepare_ms, computed_s=started_s)
         done.queued_ms = (started_s - batch.prepared_s) * 1e3
-        try:
-            task = find_task(self._app, work.task)
-            if served is None and isinstance(task, ModelTask):
-                # The model of a queue that this worker consumes only since it started.
-                served = self._serve(task)
-                items, deduped = self._choose(work, served)
-        except BatcheryError as error:
-            done.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
-            return done
+        if served is None:
+            try:
+                task = find_task(self._app, work.task)
+                if isinstance(task, ModelTask):
+                    # The model of a queue that this worker consumes only since it started.
+                    served = self._serve(task)
+                    items, deduped = self._choose(work, served)
+            except BatcheryError as error:
+                done.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
+                return done
         started_s = time.perf_counter()
         interrupted_s = 0.0
 
@@ -331,6 +337,59 @@ class Device:
         return {name: served.figures() for name, served in self._served.items()}
 
 
+class EngineDevice(Device):
+    """Serves the model of an `Engine`, which gets the objects that it returns; stores nothing."""
+
+    def start(self, setup: Setup, app: Celery | None = None) -> Ready:  # noqa: ARG002 (has none)
+        """Loads the model and warms it up.
+
+        Args:
+            setup: From the parent.
+            app: None.
+
+        Raises:
+            BatcheryError: Says in one line what is missing.
+        """
+        started_s = time.monotonic()
+        assert setup.model is not None
+        sys.path[:] = list(setup.sys_path)
+        try:
+            model: EngineModel = pickle.loads(setup.model)
+        except Exception as error:
+            raise ModelLoadError(
+                f"model {setup.device!r}: its device process cannot read it:"
+                f" {type(error).__name__}: {error}; define its class in a module that can be"
+                " imported"
+            ) from error
+        self._memory, self._served[model.name] = model.serve()
+        self._reuse = SingleFlight(ResultCache(None))  # No batch has a policy for it.
+        return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
+
+    def _prepare(self, frame: bytes) -> Prepared:
+        work: Work = load_message(frame)
+        served = self._served[work.task]
+        started_s = time.perf_counter()
+        try:
+            items, keywords = pickle.loads(cast(bytes, work.jobs[0][1]))
+        except Exception as error:  # noqa: BLE001 - whatever the code of the items raises
+            text = (
+                f"the device process cannot read it: {type(error).__name__}: {error};"
+                " define its class in a module that can be imported"
+            )
+            # One outcome, however many items there are: the parent sends halves of them.
+            items = [Failed(InvalidItem(text))]
+        else:
+            work = replace(work, keywords=keywords)
+            items = prepare(served.model, items, keywords)
+        prepared_s = time.perf_counter()
+        return Prepared(work, items, served, None, (prepared_s - started_s) * 1e3, prepared_s)
+
+    def _answer(self, batch: Computed) -> None:
+        outcomes = ("", (dump_outcomes(batch.outcomes),))
+        tokens = batch.tokens, batch.computed_tokens
+        self.tell(Done(batch.work.id, [outcomes], batch.forward_ms, *tokens, figures=batch.figures))
+
+
 def _nothing() -> None:
     """Stands in for what need not be done."""
 
@@ -351,7 +410,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         descriptor: Of a socket to the parent.
         log_descriptor: Of another one, for what is logged; None writes that to standard error.
     """
-    leave_signals_to_parent()
+    _leave_signals_to_parent()
     end = socket.socket(fileno=descriptor)
     # A parent on green threads has made it non-blocking.
     end.setblocking(True)
@@ -359,15 +418,31 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         setup: Setup = load_message(read_frame(end))
     except EOFError:
         return
-    device = Device(end)
+    device = Device(end) if setup.model is None else EngineDevice(end)
     handler: logging.Handler = logging.StreamHandler()
     if log_descriptor is not None:
         log = socket.socket(fileno=log_descriptor)
         log.setblocking(True)
-        handler = ForwardingHandler(setup.device, log, lambda: device.current)
+        # The batches of an engine have no tasks that lines could name.
+        handler = ForwardingHandler(
+            setup.device, log, lambda: device.current if setup.model is None else None
+        )
     forward_logs(handler, setup.log_levels)
     if begin(device, setup):
         _or_die(device.run)
+
+
+def _leave_signals_to_parent() -> None:
+    """Ctrl-C reaches the whole process group, but the parent decides when to end.
+
+    On Linux this process dies with the thread that has started it, so that thread must live on.
+    """
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+        signal.signal(each, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # If the parent dies while a forward pass holds the interpreter, the kernel ends us.
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:
@@ -383,9 +458,10 @@ def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:
         ready = device.start(setup, app)
     except Exception as error:
         logger.debug("start failed", exc_info=True)
-        known = isinstance(error, BatcheryError)
-        text = str(error) if known else f"{setup.app}: {type(error).__name__}: {error}"
-        name = type(error).__name__ if known else "AppNotImportable"
+        name, text = type(error).__name__, str(error)
+        if not isinstance(error, BatcheryError):
+            text = f"{setup.app or setup.device}: {name}: {error}"
+            name = "AppNotImportable" if setup.model is None else "ModelLoadError"
         device.tell(NotReady(name, text))
         return False
     device.tell(ready)

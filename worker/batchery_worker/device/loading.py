@@ -6,8 +6,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from celery import Celery
 
@@ -17,7 +18,8 @@ from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.ipc.messages import Setup
+from batchery_worker.device_pool.discovery import choose
+from batchery_worker.ipc.messages import Setup, Work
 from batchery_worker.memory import Memory
 
 logger = logging.getLogger("batchery.device")
@@ -65,6 +67,45 @@ def serve_model(
     before_bytes = memory.allocated_bytes()
     model = _load(name, make_model, device, gives_json=gives_json)
     return LoadedModel(name, model, device, memory, memory.allocated_bytes() - before_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineModel:
+    """A model of an engine, to be loaded, and its limits; can be pickled if its maker can.
+
+    Attributes:
+        name: Its name in errors.
+        make_model: Makes the model, not loaded.
+        devices: The first one is taken; `auto` is the first CUDA device, or the CPU.
+        max_batch_size: Maximum items of a forward pass.
+        max_batch_tokens: Maximum tokens of a forward pass, with padding; by device if None.
+        memory_fraction: Share of a CUDA device's memory that may be used.
+    """
+
+    name: str
+    make_model: Callable[[], Model]
+    devices: Literal["auto"] | Sequence[str]
+    max_batch_size: int
+    max_batch_tokens: int | None
+    memory_fraction: float
+
+    def serve(self) -> tuple[Memory, LoadedModel]:
+        """Loads the model and warms it up, on this thread's device; returns its memory, too.
+
+        Raises:
+            ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
+            DeviceUnavailable: The device does not exist.
+        """
+        device = choose(self.devices)[0]
+        check_device(device)
+        memory = find_memory(device, self.memory_fraction)
+        return memory, serve_model(self.name, self.make_model, device, memory, gives_json=False)
+
+    def work(self, number: int, keywords: Mapping[str, Any], content: bytes = b"") -> Work:
+        """A batch as `LoadedModel` knows it; `content` has items and keywords, if they travel."""
+        jobs = [("", content, False)] if content else ()
+        limits = self.max_batch_size, self.max_batch_tokens
+        return Work(number, self.name, keywords, jobs, *limits)
 
 
 def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json: bool) -> Model:

@@ -9,12 +9,9 @@ import socket
 import subprocess
 import threading
 from contextlib import closing, suppress
-from functools import partial
 
 from celery import Celery
 
-from batchery_worker.commit.committer import RedisCommitter
-from batchery_worker.commit.server import broker_client
 from batchery_worker.device.__main__ import Device, begin
 from batchery_worker.device.functions import EventLoop, close_connections
 from batchery_worker.ipc.framing import read_frame
@@ -33,9 +30,6 @@ class SequentialDevice(Device):
             EOFError: It is closed.
             OSError: It was closed before a batch was answered.
         """
-        self._committer = RedisCommitter(
-            self._app.backend, partial(broker_client, self._app), self._report_waiting
-        )
         with closing(EventLoop()) as loop:
             while True:
                 batch = self._prepare(read_frame(self._end))

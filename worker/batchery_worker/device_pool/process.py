@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -274,6 +274,11 @@ class DeviceProcess:
             self.reported = getattr(reply, "figures", None) or self.reported
         return replies
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process that was started has ended."""
+        return self._process is not None and self._process.poll() is not None
+
     def leave(self) -> None:
         """Tells the process to leave; the end of its pipe says when it is gone."""
         self.state = State.LEAVING
@@ -303,18 +308,25 @@ class DeviceProcess:
             self.link.close()
             self.link = None
 
-    def stop(self, *, kill_at_once: bool) -> None:
-        """Waits for the end of the process; kills it if it takes too long."""
+    def stop(self, *, kill_at_once: bool) -> str:
+        """Waits for the end of the process; kills it if it takes too long.
+
+        Returns:
+            How it ended, for people; empty if there was none.
+        """
         self.dismiss()
         process, self._process = self._process, None
+        ending = ""
         if process is not None:
             try:
-                process.wait(0.0 if kill_at_once else LEAVE_TIMEOUT_S)
+                code = process.wait(0.0 if kill_at_once else LEAVE_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                process.wait()
+                code = process.wait()
+            ending = describe_ending(code)
         for each in self._dying:
             each.wait()
+        return ending
 
 
 def start_process(end: socket.socket) -> Process:
@@ -326,32 +338,20 @@ def start_process(end: socket.socket) -> Process:
     with end:
         log, their_log = socket.socketpair()
         with their_log:
+            ends = (end.fileno(), their_log.fileno())
             try:
-                ends = (end.fileno(), their_log.fileno())
-                process = start_interpreter("batchery_worker.device", ends)
+                # Never a fork, which CUDA does not survive.
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "batchery_worker.device", *map(str, ends)],
+                    env={**_environment(), **os.environ},
+                    pass_fds=ends,
+                    stdin=subprocess.DEVNULL,
+                )
             except OSError:
                 log.close()
                 raise
     follow_log(log)
     return process
-
-
-def start_interpreter(module: str, ends: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Runs a module in a fresh interpreter; never in a fork, which CUDA does not survive.
-
-    Args:
-        module: Its import path. Its arguments are the descriptors.
-        ends: Descriptors that it inherits.
-
-    Raises:
-        OSError: The system cannot start another process.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, ends)],
-        env={**_environment(), **os.environ},
-        pass_fds=ends,
-        stdin=subprocess.DEVNULL,
-    )
 
 
 def describe_ending(code: int) -> str:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from time import monotonic
 from typing import Any
 
-import batchery.errors
-from batchery.errors import ModelLoadError, StartError, counted
+from batchery.errors import ModelLoadError, counted
 from batchery_worker.device_pool.process import (
     LEAVE_TIMEOUT_S,
     DeviceProcess,
@@ -110,8 +109,7 @@ class DeviceSupervisor:
             hub.run_once()
             interrupted()
             for refusal in self._refusals.values():
-                error = getattr(batchery.errors, refusal.error, StartError)
-                raise error(refusal.text)
+                raise refusal.exception()
             dead = [each.name for each in self.devices if each.failed_starts >= MAX_FIRST_STARTS]
             if dead:
                 raise ModelLoadError(

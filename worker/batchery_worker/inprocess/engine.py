@@ -10,9 +10,10 @@ from batchery.errors import BatchArgumentError, SettingsError
 from batchery.installer import KINDS
 from batchery.model import Model
 from batchery.settings import DEVICE_NAME, ModelSettings, Settings
+from batchery_worker.device.loading import EngineModel
 from batchery_worker.inprocess.batch_loop import BatchLoop
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
-from batchery_worker.inprocess.local_device import EngineDevice, EngineModel, LocalDevice
+from batchery_worker.inprocess.local_device import LocalDevice
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names
 from batchery_worker.inprocess.spawned_device import SpawnedDevice
 
@@ -128,7 +129,7 @@ class Engine(EngineCall):
             or settings.max_batch_tokens,
             settings.memory_fraction,
         )
-        self._device: EngineDevice = (
+        self._device: SpawnedDevice | LocalDevice = (
             SpawnedDevice(served, settings.device_start_timeout_s)
             if process
             else LocalDevice(served)

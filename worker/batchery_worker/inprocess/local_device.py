@@ -3,45 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any
 
 from batchery.errors import DeviceDied
 from batchery.execution.batch import prepare
-from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.tracebacks import with_frames
-from batchery_worker.device.loading import check_device, find_memory, serve_model
+from batchery_worker.device.loading import EngineModel
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.device_pool.discovery import choose
-from batchery_worker.ipc.messages import Work
 
 #: Says which batch comes next, if that is known: its items and its keywords.
 LookAhead = Callable[[], tuple[list[Any], Mapping[str, Any]] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineModel:
-    """A model to be loaded, and the limits of its passes; can be pickled if its maker can.
-
-    Attributes:
-        name: Its name in errors.
-        make_model: Makes the model, not loaded.
-        devices: The first one is taken; `auto` is the first CUDA device, or the CPU.
-        max_batch_size: Maximum items of a forward pass.
-        max_batch_tokens: Maximum tokens of a forward pass, with padding; by device if None.
-        memory_fraction: Share of a CUDA device's memory that may be used.
-    """
-
-    name: str
-    make_model: Callable[[], Model]
-    devices: Literal["auto"] | Sequence[str]
-    max_batch_size: int
-    max_batch_tokens: int | None
-    memory_fraction: float
-
-    def work(self, number: int, keywords: Mapping[str, Any]) -> Work:
-        """A batch as `LoadedModel` knows it; the items travel beside it."""
-        return Work(number, self.name, keywords, (), self.max_batch_size, self.max_batch_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +31,16 @@ class BatchAnswer:
     computed_tokens: int
 
 
-class EngineDevice(Protocol):
-    """Where an engine computes; used by the thread of its batches."""
+class LocalDevice:
+    """Computes on the calling thread, always the same one: CUDA knows a device per thread."""
+
+    def __init__(self, model: EngineModel) -> None:
+        self._model = model
+        self._served: LoadedModel | None = None
+        #: Why it computes nothing any more, until it is closed; empty while it does.
+        self.problem = ""
+        #: The batch that comes next: its items as they were given, and prepared.
+        self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
 
     def load(self) -> None:
         """Loads the model and warms it up.
@@ -69,40 +49,7 @@ class EngineDevice(Protocol):
             ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
             DeviceUnavailable: The device does not exist.
         """
-
-    def run(
-        self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead
-    ) -> BatchAnswer:
-        """Computes one batch, and prepares the next one meanwhile where that is possible."""
-
-    @property
-    def problem(self) -> str:
-        """Why it computes nothing any more, until it is closed; empty while it does."""
-
-    def figures(self) -> dict[str, Any]:
-        """What `batchery stats` would show of the model; nothing before it is loaded."""
-
-    def close(self) -> None:
-        """Frees the model."""
-
-
-class LocalDevice:
-    """Computes on the calling thread, always the same one: CUDA knows a device per thread."""
-
-    def __init__(self, model: EngineModel) -> None:
-        self._model = model
-        self._served: LoadedModel | None = None
-        self.problem = ""
-        #: The batch that comes next: its items as they were given, and prepared.
-        self._ahead: tuple[Sequence[Any], Mapping[str, Any], list[Any]] | None = None
-
-    def load(self) -> None:
-        """Loads the model and warms it up."""
-        model = self._model
-        device = choose(model.devices)[0]
-        check_device(device)
-        memory = find_memory(device, model.memory_fraction)
-        self._served = serve_model(model.name, model.make_model, device, memory, gives_json=False)
+        _, self._served = self._model.serve()
 
     def run(
         self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead

@@ -1,36 +1,20 @@
-"""The device process of an engine, seen from the engine."""
+"""The device process of an engine, seen from the engine: a worker's, for one model."""
 
 import logging
-import socket
-import subprocess
+import pickle
 import sys
 from collections.abc import Mapping, Sequence
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
+from time import monotonic
 from typing import Any
 
 from batchery.errors import BatcheryError, DeviceDied, ModelLoadError
-from batchery.fork_gate import fork_gate
 from batchery.outcomes import Failed
-from batchery_worker.device_pool.log_reading import follow_log
-from batchery_worker.device_pool.process import LEAVE_TIMEOUT_S, describe_ending, start_interpreter
+from batchery_worker.device.loading import EngineModel
+from batchery_worker.device_pool.process import DeviceProcess, start_process
 from batchery_worker.device_pool.startup import levels_of_loggers
-from batchery_worker.inprocess.engine_messages import (
-    BatchReply,
-    EngineSetup,
-    Loaded,
-    NotLoaded,
-    NotRead,
-    SentBatch,
-    dump,
-    load,
-)
-from batchery_worker.inprocess.local_device import (
-    BatchAnswer,
-    EngineModel,
-    LookAhead,
-    is_same,
-    show_origin,
-)
-from batchery_worker.ipc.framing import read_frame, write_frame
+from batchery_worker.inprocess.local_device import BatchAnswer, LookAhead, is_same, show_origin
+from batchery_worker.ipc.messages import Done, NotReady, Reply, Setup, dump_message
 
 logger = logging.getLogger("batchery.device")
 
@@ -50,17 +34,19 @@ class SpawnedDevice:
         """
         self._model = model
         self._start_timeout_s = start_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._end: socket.socket
-        self._figures: Mapping[str, Any] = {}
+        self._device: DeviceProcess | None = None
+        self._selector: DefaultSelector
         self._number = 0
         #: The batch that was sent before its turn: its items, its keywords, its number.
         self._ahead: tuple[Sequence[Any], Mapping[str, Any], int] | None = None
+        #: Answers that were read before their turn, by number.
+        self._answers: dict[int, Done] = {}
 
     @property
     def pid(self) -> int | None:
         """Id of the process; None if there is none."""
-        return None if self._process is None else self._process.pid
+        device = self._device
+        return None if device is None else device.pid
 
     def load(self) -> None:
         """Starts the process, which loads the model.
@@ -70,28 +56,34 @@ class SpawnedDevice:
                 long.
             DeviceUnavailable: The device does not exist.
         """
-        setup = EngineSetup(self._model.name, sys.path, levels_of_loggers(), self._pickled())
-        self._spawn()
+        name = f"model {self._model.name!r}: "
+        setup = Setup(
+            self._model.name, sys.path, "", (), (), levels_of_loggers(), model=self._pickled()
+        )
+        device = DeviceProcess(setup, start_process)
         try:
-            self._end.settimeout(self._start_timeout_s)
-            write_frame(self._end, dump(setup))
-            ready: Loaded | NotLoaded = load(read_frame(self._end))
-            self._end.settimeout(None)
+            device.spawn()
+        except OSError as error:
+            text = f"{name}its device process cannot be started: {error}"
+            raise ModelLoadError(text) from error
+        assert device.link is not None
+        self._device, self._selector = device, DefaultSelector()
+        self._selector.register(device.link.reader, EVENT_READ)
+        try:
+            [ready] = self._receive(device, monotonic() + self._start_timeout_s)
         except TimeoutError:
-            self._stop(0.0)
+            self._stop(kill_at_once=True)
             raise ModelLoadError(
-                f"model {self._model.name!r}: its device process was not ready within"
+                f"{name}its device process was not ready within"
                 f" {self._start_timeout_s:g} s (setting device_start_timeout_s)"
             ) from None
-        except (EOFError, OSError):
-            ending = self._stop(LEAVE_TIMEOUT_S)
-            raise ModelLoadError(
-                f"model {self._model.name!r}: its device process died while it loaded: {ending}"
-            ) from None
-        if isinstance(ready, NotLoaded):
-            self._stop(LEAVE_TIMEOUT_S)
-            raise ready.error
-        self._figures = ready.figures
+        except EOFError:
+            ending = self._stop()
+            text = f"{name}its device process died while it loaded: {ending}"
+            raise ModelLoadError(text) from None
+        if isinstance(ready, NotReady):
+            self._stop()
+            raise ready.exception()
 
     def run(
         self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead
@@ -115,70 +107,53 @@ class SpawnedDevice:
         self, items: Sequence[Any], keywords: Mapping[str, Any], look_ahead: LookAhead
     ) -> BatchAnswer:
         try:
-            self._revive()
+            device = self._revived()
         except BatcheryError as error:
             # Not raised: halves of the batch would try it again.
             return BatchAnswer([Failed(error) for _ in items], 0, 0)
-        frame = None
         number, self._ahead = self._number_ahead(items, keywords), None
         if number is None:
-            number = self._number = self._number + 1
-            frame = _request(number, items, keywords)
+            self._answers.clear()
+            number = self._send(device, items, keywords)
+        self._send_ahead(device, look_ahead)
         try:
-            if frame is not None:
-                write_frame(self._end, frame)
-            self._send_ahead(look_ahead)
-            reply = self._receive(number)
-        except (EOFError, OSError):
+            while number not in self._answers:
+                for reply in self._receive(device):
+                    # Those before it are of batches that nobody wanted any more.
+                    if isinstance(reply, Done) and reply.id >= number:
+                        self._answers[reply.id] = reply
+        except EOFError:
             raise self._died() from None
-        self._figures = reply.figures
-        for each in reply.answer.outcomes:
-            show_origin(each)
-        return reply.answer
+        return _read_answer(self._answers.pop(number), len(items))
 
     def figures(self) -> dict[str, Any]:
         """What `batchery stats` would show of the model, as the process told last."""
-        return dict(self._figures)
+        device = self._device
+        models = {} if device is None else device.reported.get("models", {})
+        return dict(models.get(self._model.name, {}))
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is not None:
-            self._stop(LEAVE_TIMEOUT_S)
+        if self._device is not None:
+            self._stop()
 
     def _pickled(self) -> bytes:
         try:
-            return dump(self._model)
+            return pickle.dumps(self._model, protocol=pickle.HIGHEST_PROTOCOL)
         except Exception as error:
             raise ModelLoadError(
                 f"model {self._model.name!r}: it cannot be pickled for its device process"
                 f" ({error}); load in `load` what cannot be pickled"
             ) from error
 
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        log, their_log = socket.socketpair()
-        try:
-            with theirs, their_log:
-                self._process = start_interpreter(
-                    "batchery_worker.inprocess.device_main", (theirs.fileno(), their_log.fileno())
-                )
-        except OSError as error:
-            ours.close()
-            log.close()
-            raise ModelLoadError(
-                f"model {self._model.name!r}: its device process cannot be started: {error}"
-            ) from error
-        follow_log(log)
-        self._end = ours
-        # A fork that held it open would keep the process alive when this one dies.
-        fork_gate.keep_private(ours)
-
-    def _revive(self) -> None:
-        """Makes sure that there is a process: it may have died since, and nothing was lost then."""
-        if self._process is not None and self._process.poll() is not None:
+    def _revived(self) -> DeviceProcess:
+        """The process; it may have died since, and nothing was lost then."""
+        if self._device is not None and self._device.has_ended:
             self._died()
-        if self._process is None:
+        if self._device is None:
             self.load()
+        assert self._device is not None
+        return self._device
 
     def _number_ahead(self, items: Sequence[Any], keywords: Mapping[str, Any]) -> int | None:
         """The number of these items if they were sent; the answer to any others is dropped."""
@@ -187,46 +162,66 @@ class SpawnedDevice:
         sent, same_keywords, number = self._ahead
         return number if keywords == same_keywords and is_same(items, sent) else None
 
-    def _send_ahead(self, look_ahead: LookAhead) -> None:
+    def _send(
+        self, device: DeviceProcess, items: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> int:
+        """Sends a batch, as much as the pipe takes; returns its number."""
+        content = pickle.dumps((list(items), keywords), protocol=pickle.HIGHEST_PROTOCOL)
+        self._number += 1
+        assert device.link is not None
+        device.link.send(dump_message(self._model.work(self._number, {}, content)))
+        return self._number
+
+    def _send_ahead(self, device: DeviceProcess, look_ahead: LookAhead) -> None:
         following = look_ahead()
         if following is None:
             return
-        self._number += 1
         try:
-            frame = _request(self._number, *following)
+            self._ahead = (*following, self._send(device, *following))
         except Exception:  # noqa: BLE001 - at its turn it fails by itself
             return
-        write_frame(self._end, frame)
-        self._ahead = (*following, self._number)
 
-    def _receive(self, number: int) -> BatchReply:
-        """Reads answers until that of a batch."""
+    def _receive(self, device: DeviceProcess, deadline_s: float | None = None) -> list[Reply]:
+        """Waits for messages; meanwhile the pipe takes what was not written yet.
+
+        Raises:
+            EOFError: The process is dead.
+            TimeoutError: There was none before the deadline.
+        """
+        assert device.link is not None
         while True:
-            reply: BatchReply | NotRead = load(read_frame(self._end))
-            if reply.number != number:
-                continue
-            if isinstance(reply, NotRead):
-                raise reply.error
-            return reply
+            events = EVENT_READ if device.link.flush() else EVENT_READ | EVENT_WRITE
+            self._selector.modify(device.link.reader, events)
+            left_s = None if deadline_s is None else deadline_s - monotonic()
+            if not self._selector.select(left_s):
+                raise TimeoutError
+            if replies := device.receive():
+                return replies
 
     def _died(self) -> DeviceDied:
         """Cleans up after the process."""
-        ending = self._stop(LEAVE_TIMEOUT_S)
-        text = f"{self._model.name}: its device process died: {ending}"
+        text = f"{self._model.name}: its device process died: {self._stop()}"
         logger.warning("%s; the next batch starts another one", text)
         return DeviceDied(text)
 
-    def _stop(self, timeout_s: float) -> str:
-        """Ends the process, by force after a timeout; returns how it ended."""
-        process, self._process, self._ahead, self._figures = self._process, None, None, {}
-        assert process is not None
-        self._end.close()
-        try:
-            return describe_ending(process.wait(timeout_s))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            return describe_ending(process.wait())
+    def _stop(self, *, kill_at_once: bool = False) -> str:
+        """Ends the process, by force if need be; returns how it ended."""
+        device, self._device, self._ahead = self._device, None, None
+        assert device is not None
+        self._answers.clear()
+        self._selector.close()
+        return device.stop(kill_at_once=kill_at_once)
 
 
-def _request(number: int, items: Sequence[Any], keywords: Mapping[str, Any]) -> bytes:
-    return dump(SentBatch(number, dump((list(items), keywords))))
+def _read_answer(done: Done, items: int) -> BatchAnswer:
+    """Reads what became of so many items.
+
+    Raises:
+        InvalidItem: The process could not read them; halves show which one it is.
+    """
+    outcomes: list[Any] = pickle.loads(done.jobs[0][1][0])
+    if len(outcomes) < items:
+        raise outcomes[0].exception
+    for each in outcomes:
+        show_origin(each)
+    return BatchAnswer(outcomes, done.tokens, done.computed_tokens)

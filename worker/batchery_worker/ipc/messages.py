@@ -8,14 +8,15 @@ carries only plain data, so no result of a model can make the main process impor
 import marshal
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from billiard.einfo import RemoteTraceback  # type: ignore[attr-defined]
 from celery.canvas import Signature
 from kombu.utils import json
 
-from batchery.errors import UnserialisableResult
+import batchery.errors
+from batchery.errors import ItemFailed, StartError, UnserialisableResult
 from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol.multi_item import Form
@@ -47,6 +48,9 @@ class Setup:
     log_levels: Mapping[str, int]
     #: Share of the device's memory that it may use.
     memory_fraction: float = 1.0
+    #: For an engine: its `EngineModel`, pickled by itself, as it may take the modules of
+    #: `sys_path`. Then there is no app, and `device` is the name of the model.
+    model: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,9 @@ class Work:
     id: int
     task: str
     keywords: Mapping[str, Any]
-    #: Of each job: task id, items, and whether it is a multi-item job, and of which form.
+    #: Of each job: task id, items, and whether it is a multi-item job, and of which form. An engine
+    #: has one job a batch; items and keywords are pickled by themselves, as their classes may be
+    #: unknown to the device.
     jobs: Sequence[tuple[str, Sequence[Any], Form]]
     max_batch_size: int
     max_batch_tokens: int | None
@@ -90,6 +96,11 @@ class NotReady:
     error: str
     text: str
 
+    def exception(self) -> StartError:
+        """The error that the device raised."""
+        error: StartError = getattr(batchery.errors, self.error, StartError)(self.text)
+        return error
+
 
 @dataclass(frozen=True, slots=True)
 class ResultsWait:
@@ -112,7 +123,7 @@ class Done:
     id: int
     #: Of each job: its status; then, for the tracer, the outcome, encoded by `encode_outcome`. Of a
     #: committed job, the text of its result, if anybody reads it, and the outcome, if something
-    #: listens.
+    #: listens. For an engine: the outcomes of all items, written by `dump_outcomes`.
     jobs: Sequence[tuple[str, tuple[Any, ...]]]
     forward_ms: float
     #: Tokens of the items, and tokens that were computed; 0 if the task counts none.
@@ -172,6 +183,38 @@ def load_reply(frame: bytes) -> Reply:
     kind, fields = marshal.loads(frame)
     reply: Reply = _REPLIES[kind](*fields)
     return reply
+
+
+def dump_outcomes(outcomes: Sequence[Any]) -> bytes:
+    """Pickles outcomes for an engine; those that cannot be pickled become failures that say so."""
+    outcomes = [_sendable_failure(each) if isinstance(each, Failed) else each for each in outcomes]
+    try:
+        return pickle.dumps(outcomes, protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception:  # noqa: BLE001 - whatever the values' own code raises
+        return pickle.dumps(list(map(_sendable_value, outcomes)), protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _sendable_failure(failed: Failed) -> Failed:
+    if _why_stuck(failed) is None:
+        return failed
+    error = failed.exception
+    return replace(failed, error=ItemFailed(f"{type(error).__name__}: {error}"))
+
+
+def _sendable_value(outcome: Any) -> Any:
+    if (error := _why_stuck(outcome)) is None:
+        return outcome
+    text = f"the result is a {type(outcome).__name__} that cannot be pickled ({error})"
+    return Failed(UnserialisableResult(text))
+
+
+def _why_stuck(value: Any) -> Exception | None:
+    """What a value raises on its way: some exceptions can be pickled, and not read."""
+    try:
+        pickle.loads(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+    except Exception as error:  # noqa: BLE001 - as above
+        return error
+    return None
 
 
 def encode_outcome(outcome: Any, backend: Any) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from batchery import (
     SettingsError,
     register,
 )
-from batchery_worker.inprocess import local_device
+from batchery_worker.device import loading
 from batchery_worker.memory import Memory
 from batchery_worker.models import EmbeddingModel
 from support.gate import batcher_threads
@@ -447,7 +447,7 @@ def test_an_engine_whose_device_is_dead_closes_and_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, model = DeadContext(), Doubling()
-    monkeypatch.setattr(local_device, "find_memory", lambda *_: memory)
+    monkeypatch.setattr(loading, "find_memory", lambda *_: memory)
     with Engine(model, device="cpu") as engine:
         assert engine.call([1, 2]) == [2, 4]
         memory.is_dead = True
