@@ -4,13 +4,12 @@ Neither numpy nor torch is loaded before an item needs it.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from batchery.errors import BatchArgumentError, DeviceUnavailable, InvalidItem
-from batchery_worker.inprocess.outputs import Unstacker, is_tensor
+from batchery.errors import BatchArgumentError, DeviceUnavailable, InvalidItem, WrongLength
 
 if TYPE_CHECKING:
     from batchery_worker.models.hardware.transfers import HostToDevice
@@ -62,9 +61,6 @@ class Collator:
     - Several of them, in a tuple or a dict, also in one another. Each item gets a tuple or a dict
       of its rows.
     - A list with one outcome per item, as from any batch function: a value, or `Failed`.
-    - A list of two or more arrays, each with the items in its first dimension, is taken for a
-      tuple, unless the function has answered with a list of outcomes before. While that is open,
-      and there are as many items as arrays, the batch is run in halves. A tuple is clearer.
 
     A row is a view of the answer, unless it is less than half of the memory behind the answer.
     Then it is a copy, so that a result that is kept for long does not keep its whole batch.
@@ -112,7 +108,7 @@ class Collator:
             self._fill[mask] = 0
         self._device = device
         self._to_device: HostToDevice | None = None
-        self._unstacker = Unstacker(trim)
+        self._trim = trim
         self._spelled = lru_cache(MAX_SPELLED_KEYS)(self._encode)
 
     @property
@@ -194,10 +190,10 @@ class Collator:
             name: Name of the function in errors.
 
         Raises:
-            WrongLength: An output has not one row per item; or it is to be cut back, and its second
-                dimension is not the tokens of the longest item.
+            WrongLength: An output has not one row per item; or several are in a list; or one is to
+                be cut back, and its second dimension is not the tokens of the longest item.
         """
-        return self._unstacker.rows(answer, lengths, name)
+        return _outcomes(answer, lengths, name, self._trim)
 
     def _encode(self, signature: Signature) -> str:
         """The key of items; checks that their features can hold what they are padded with."""
@@ -335,3 +331,90 @@ def _host_to_device(name: str) -> "HostToDevice":
     if device.type == "cuda" and not torch.cuda.is_available():
         raise DeviceUnavailable(f"device={name!r}: torch finds no CUDA device")
     return HostToDevice(device)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a torch tensor; then torch is loaded."""
+    torch = sys.modules.get("torch")
+    # While another thread imports torch, it has no tensors yet.
+    return torch is not None and isinstance(value, getattr(torch, "Tensor", ()))
+
+
+def _outcomes(answer: Any, lengths: Sequence[int], name: str, trim: bool) -> Any:
+    """One outcome per item; what is no array, tuple or dict is returned as it is."""
+    if isinstance(answer, tuple | Mapping) or _is_array(answer):
+        return _rows(answer, lengths, f"{name}: the output", trim)
+    count, items = len(answer) if isinstance(answer, list) else 0, len(lengths)
+    if 1 < count != items and all(
+        _is_array(each) and each.shape[:1] == (items,) for each in answer
+    ):
+        raise WrongLength(
+            f"{name} returned a list of {count} arrays for {items} items, and a list has one"
+            " outcome per item; return a tuple, where there are several outputs"
+        )
+    return answer
+
+
+def _rows(output: Any, lengths: Sequence[int], where: str, trim: bool) -> list[Any]:
+    if isinstance(output, Mapping):
+        columns = _columns(output.items(), lengths, where, trim)
+        return [dict(zip(output, row, strict=True)) for row in zip(*columns, strict=True)]
+    if isinstance(output, tuple | list):
+        columns = _columns(enumerate(output), lengths, where, trim)
+        return list(zip(*columns, strict=True))
+    if not _is_array(output):
+        raise WrongLength(
+            f"{where} is of the type {type(output).__name__}; give an array with one row per"
+            " item, or a list with one outcome per item"
+        )
+    return _rows_of_array(output, lengths, where, trim)
+
+
+def _columns(
+    outputs: Iterable[tuple[Any, Any]], lengths: Sequence[int], where: str, trim: bool
+) -> list[list[Any]]:
+    """The rows of each output."""
+    columns = [_rows(each, lengths, f"{where}[{name!r}]", trim) for name, each in outputs]
+    if not columns:
+        raise WrongLength(f"{where} is empty; give arrays with one row per item")
+    return columns
+
+
+def _rows_of_array(output: Any, lengths: Sequence[int], where: str, trim: bool) -> list[Any]:
+    shape = tuple(output.shape)
+    items = len(lengths)
+    if shape[:1] != (items,):
+        raise WrongLength(
+            f"{where} has {f'{shape[0]} rows' if shape else 'no dimension'} for {items} items;"
+            " its first dimension must be the items"
+        )
+    if trim and shape[1:2] != (max(lengths),):
+        raise WrongLength(
+            f"{where} has the shape {list(shape)}; its second dimension must be the"
+            f" {max(lengths)} tokens of the longest item, as trim=True cuts it back"
+        )
+    # For tensors it takes less than half as long as an index for each row.
+    rows = output.unbind(0) if is_tensor(output) else list(output)
+    if trim:
+        rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    return _owned(rows, output)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array of any library."""
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def _owned(rows: Iterable[Any], output: Any) -> list[Any]:
+    """Copies the rows that would keep more than twice their own memory."""
+    if is_tensor(output):
+        held_bytes = output.untyped_storage().nbytes()
+        return [row if 2 * row.nbytes >= held_bytes else row.clone() for row in rows]
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(output, numpy.ndarray) or output.ndim == 1:
+        return list(rows)  # What one dimension holds are scalars or objects, and no views.
+    base: Any = output
+    while isinstance(base, numpy.ndarray) and base.base is not None:
+        base = base.base
+    held_bytes = getattr(base, "nbytes", output.nbytes)
+    return [row if 2 * row.nbytes >= held_bytes else row.copy() for row in rows]
