@@ -28,8 +28,8 @@ from batchery_worker.models.embedding import EmbeddingModel
 from batchery_worker.models.forward import attention
 from batchery_worker.models.forward.packed import Packed
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
-from batchery_worker.models.loading.tokenizer import Prepared
 from batchery_worker.models.text_model import Outputs
+from batchery_worker.models.tokenizer import Prepared
 from benchmarks.hardware import hardware
 
 LAYERS = (6, 12, 24)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from batchery_worker.device.loading import find_memory
 from batchery_worker.models.embedding import EmbeddingModel
+from batchery_worker.models.forward import RandomTexts
 from batchery_worker.models.forward.cuda_graphs import (
     Capture,
     Fixed,
@@ -19,8 +20,7 @@ from batchery_worker.models.forward.cuda_graphs import (
     Values,
     shapes,
 )
-from batchery_worker.models.forward.probe_texts import RandomTexts
-from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.tokenizer import Prepared
 from benchmarks.engine.models import VOCABULARY
 from benchmarks.gpu_check.check import Check
 from benchmarks.gpu_check.passes import texts

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from batchery_worker.models.embedding import EmbeddingModel
-from batchery_worker.models.forward.probe_texts import RandomTexts
-from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.forward import RandomTexts
+from batchery_worker.models.tokenizer import Prepared
 from benchmarks.engine.models import VOCABULARY
 from benchmarks.gpu_check.check import Check
 

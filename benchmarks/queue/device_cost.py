@@ -25,9 +25,16 @@ from rich.console import Console
 
 from batchery_worker.device.reply import format_result
 from batchery_worker.devstack.redis_server import EmbeddedRedis
-from batchery_worker.ipc.commit_context import CommitContext
 from batchery_worker.ipc.framing import read_frame, write_frame
-from batchery_worker.ipc.messages import Done, Ready, Setup, Work, dump_message, load_reply
+from batchery_worker.ipc.messages import (
+    CommitContext,
+    Done,
+    Ready,
+    Setup,
+    Work,
+    dump_message,
+    load_reply,
+)
 from batchery_worker.models.embedding import encoded_results
 from benchmarks.hardware import hardware
 from benchmarks.venvs import ROOT

@@ -12,7 +12,7 @@ from batchery_worker.device.loading import find_memory
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Work
 from batchery_worker.memory import Memory
-from batchery_worker.models.hardware.cuda_memory import CudaMemory
+from batchery_worker.models.hardware.devices import CudaMemory
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import RedisCollector, collector_for
 from batchery_producer.retry import RetryPolicy
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
-from batchery_worker.ipc.commit_context import CommitContext
+from batchery_worker.ipc.messages import CommitContext
 from support.harness import Worker, wait_for
 from support.own_redis import OwnRedis
 from support.publishing import bulk_app

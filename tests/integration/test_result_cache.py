@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from batchery_worker.ipc.commit_context import CachePolicy
+from batchery_worker.ipc.messages import CachePolicy
 from batchery_worker.result_cache import (
     CHECKSUM_BYTES,
     FAILURE_PAUSE_S,

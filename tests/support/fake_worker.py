@@ -19,7 +19,7 @@ from batchery.task import BatchTask
 from batchery.transport.leases import Deaths
 from batchery.transport.redis_schema import Keys
 from batchery_worker.completion.ordinary import OrdinaryThreads
-from batchery_worker.device_pool.discovery import choose
+from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.messages import Work
 from batchery_worker.pool import HybridPool
 from batchery_worker.request import BatchRequest
@@ -103,7 +103,9 @@ class FakeWorker:
         self._tags = itertools.count(1)
         tasks = [task for task in app.tasks.values() if isinstance(task, BatchTask)]
         settings = get_installation(app).settings
-        self.pool = HybridPool(OrdinaryThreads(2, app=app), app, tasks, choose(settings.devices))
+        self.pool = HybridPool(
+            OrdinaryThreads(2, app=app), app, tasks, choose_devices(settings.devices)
+        )
         self.pool.start()
         self.pool.register_with_event_loop(loop)
         self.loop.settle()

@@ -33,8 +33,8 @@ from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.completion.ordinary import OrdinaryThreads, wait_here, wait_in_children
 from batchery_worker.consumer import refuse_what_raises
-from batchery_worker.device_pool.discovery import choose
 from batchery_worker.device_pool.process import resident_kib
+from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.dispatch.dead_letters import fail_callers
 from batchery_worker.events import use_batch_events
 from batchery_worker.late_binding import Backlog, LateBinding, ProcessBacklog, QueueKinds
@@ -103,7 +103,7 @@ class BatchStep(_Step):  # type: ignore[misc]
         for task in tasks:
             check_is_accepted(worker.app, task)
         report_broker_away(worker.app)
-        devices = choose(settings.devices)
+        devices = choose_devices(settings.devices)
         _add_devices(worker, tasks, devices)
         jobs = prefetch_jobs(tasks, settings, len(devices))
         _widen_prefetch(worker, jobs, len(settings.classes))

@@ -23,8 +23,7 @@ from typing import Any, TypeVar
 
 from batchery.execution.bisect_failures import NON_VALUES
 from batchery.protocol.completion_stream import backend_prefix
-from batchery_worker.ipc.commit_context import CachePolicy
-from batchery_worker.ipc.messages import Work
+from batchery_worker.ipc.messages import CachePolicy, Work
 from batchery_worker.ipc.values import Encoded, encoded, is_plain
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from batchery.model import Model
 from batchery.task import ModelTask
 from batchery_worker.batching.planner import PASS_TOKENS, plan
 from batchery_worker.device.loading import find_memory, load_model, sample_items, sample_keywords
-from batchery_worker.device_pool.discovery import choose
+from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.memory import Memory
 
 #: The grid. A batch of one shows what batching is worth.
@@ -300,7 +300,7 @@ def tune(
     """Runs the command; see `HELP`."""
     app = load_app(app_path)
     task = _model_task(app, name)
-    device = device or choose(get_installation(app).settings.devices)[0]
+    device = device or choose_devices(get_installation(app).settings.devices)[0]
     lines = [line.strip() for line in texts or () if line.strip()]
     report = tuned(
         task, device, lines or paragraphs(), seconds, lambda line: click.echo(line, err=True)

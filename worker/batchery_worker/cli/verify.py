@@ -10,7 +10,7 @@ from batchery.cli.app import DEFAULT_APP, load_app
 from batchery.errors import SettingsError
 from batchery.installation import get_installation
 from batchery.settings import ModelSettings, Settings
-from batchery_worker.device_pool.discovery import choose
+from batchery_worker.device_pool.startup import choose_devices
 
 if TYPE_CHECKING:
     from batchery_worker.models.verification import VerificationReport
@@ -59,7 +59,7 @@ def verify(
     settings = get_installation(app).settings
     models = _chosen(settings, names)
     lines = [line.strip() for line in texts or () if line.strip()]
-    device = device or choose(settings.devices)[0]
+    device = device or choose_devices(settings.devices)[0]
     # torch takes seconds to import: other commands must not pay for it.
     from batchery_worker.models import verification
 

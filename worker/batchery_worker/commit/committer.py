@@ -20,7 +20,7 @@ import redis
 from batchery.protocol.completion_stream import expires_s, stream_key
 from batchery_worker.commit.server import RetryingRedis, get_database
 from batchery_worker.commit.stored_form import encode_fields
-from batchery_worker.ipc.commit_context import CommitContext, JobCommit
+from batchery_worker.ipc.messages import CommitContext, JobCommit
 from batchery_worker.ipc.values import plain_json
 
 logger = logging.getLogger("batchery.device")

@@ -16,7 +16,7 @@ from batchery.task import BatchTask
 from batchery_worker.commit import sentry
 from batchery_worker.commit.listeners import Listeners
 from batchery_worker.commit.stored_form import ALWAYS_STORED, only_celery_stores, stored_fields
-from batchery_worker.ipc.commit_context import CommitContext, JobCommit
+from batchery_worker.ipc.messages import CommitContext, JobCommit
 from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store

@@ -43,11 +43,11 @@ from batchery_worker.device.loading import (
     import_app,
     serve_model,
 )
-from batchery_worker.device.log_forwarding import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.device.reply import Computed, answer
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
 from batchery_worker.ipc.framing import read_frame, write_frame
+from batchery_worker.ipc.logs import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.ipc.messages import (
     Began,
     Done,

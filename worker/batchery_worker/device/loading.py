@@ -18,7 +18,7 @@ from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.device.served_model import LoadedModel
-from batchery_worker.device_pool.discovery import choose
+from batchery_worker.device_pool.startup import choose_devices
 from batchery_worker.ipc.messages import Setup, Work
 from batchery_worker.memory import Memory
 
@@ -96,7 +96,7 @@ class EngineModel:
             ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
             DeviceUnavailable: The device does not exist.
         """
-        device = choose(self.devices)[0]
+        device = choose_devices(self.devices)[0]
         check_device(device)
         memory = find_memory(device, self.memory_fraction)
         return memory, serve_model(self.name, self.make_model, device, memory, gives_json=False)
@@ -243,6 +243,6 @@ def find_memory(device: str, fraction: float = 1.0) -> Memory:
     if not device.startswith("cuda") or not _is_torch_device(device):
         return Memory()
     # It imports torch, and a worker on a CPU may have none.
-    from batchery_worker.models.hardware.cuda_memory import CudaMemory
+    from batchery_worker.models.hardware.devices import CudaMemory
 
     return CudaMemory(device, fraction)

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from batchery.execution.batch import Limit, compute, first_passes
+from batchery.execution.batch import Limit, Lookahead, compute, first_passes
 from batchery.execution.bisect_failures import NON_VALUES
-from batchery.execution.lookahead import Lookahead
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery_worker.batching.cost_model import CostModel, Costs

@@ -15,8 +15,7 @@ from typing import Any
 from batchery.errors import BatchArgumentError, BatcherClosed, QueueFull
 from batchery.execution.bisect_failures import as_exception
 from batchery_worker.inprocess.batch_loop import BatcherStats, BatchLoop
-from batchery_worker.inprocess.calls import Call, LoopCall, ThreadCall
-from batchery_worker.inprocess.space import Space, limited
+from batchery_worker.inprocess.calls import Call, LoopCall, Space, ThreadCall, limited
 from batchery_worker.job import Lane
 
 #: Put behind the last call.

@@ -7,12 +7,15 @@ carries only plain data, so no result of a model can make the main process impor
 
 import marshal
 import pickle
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from billiard.einfo import RemoteTraceback  # type: ignore[attr-defined]
 from celery.canvas import Signature
+from celery.utils.serialization import create_exception_cls
 from kombu.utils import json
 
 import batchery.errors
@@ -21,8 +24,6 @@ from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol.multi_item import Form
 from batchery.tracebacks import Frame, collect_frames, with_frames
-from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
-from batchery_worker.ipc.exceptions import SpelledException, encode_exception, read_exception
 from batchery_worker.ipc.values import Encoded, is_plain
 
 #: Maximum number of exceptions of which each is the cause of the one before.
@@ -30,6 +31,52 @@ MAX_CHAINED = 5
 
 #: Headers that the function does not see: it has their values already, or has no use for them.
 _UNSEEN = {"args", "kwargs", "argsrepr", "kwargsrepr", "properties", "lang", "task"}
+
+#: The context of one job: token of its lease; how long it waited, in ms; further fields of the
+#: stored result, None if no result is stored. None for a job that needs the tracer.
+JobCommit = tuple[str, float, Mapping[str, Any] | None] | None
+
+#: Maximum size of an exception's attribute, as marshal writes it; larger ones stay behind.
+MAX_ATTRIBUTE_BYTES = 2**16
+
+#: An exception: as the result backend stores it, in JSON; module and name of its class and of those
+#: above it, up to `Exception`; and its attributes.
+SpelledException = tuple[str, Sequence[tuple[str, str]], dict[str, Any]]
+
+
+class CachePolicy(NamedTuple):
+    """How a device caches the results of a task."""
+
+    #: Version of the results: the option `cache` of the task.
+    version: str
+    #: How long a result is kept, in seconds.
+    ttl_s: float
+    #: Maximum number of bytes of all results of the task.
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitContext:
+    """The context of a batch. Each job has a plain tuple, because it is pickled."""
+
+    #: Id by which this worker holds leases.
+    worker: str
+    #: ZSET of all workers, in the broker's database.
+    workers_key: str
+    #: HASH of this worker's leases, in the broker's database.
+    lease_key: str
+    #: Number of the broker's database.
+    broker_db: int
+    jobs: Sequence[JobCommit]
+    #: Maximum length of a result's text in events and the log, in characters; None if nobody reads
+    #: it.
+    text_chars: int | None = None
+    #: Whether the main process needs the results, because something listens to successes.
+    is_listened: bool = False
+    #: Name of a completion stream -> index of each job that asks for it.
+    completion_streams: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    #: Index of a job -> how long its result is kept, in seconds; only of jobs that say it.
+    keep_s: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,3 +400,63 @@ def batch_info(
         "forward_ms": round(forward_ms, 3),
         "device": device,
     }
+
+
+def encode_exception(error: BaseException, backend: Any) -> SpelledException:
+    """Spells an exception as data that marshal writes."""
+    kinds = [each for each in type(error).__mro__ if issubclass(each, BaseException)]
+    return (
+        json.dumps(backend.prepare_exception(error, "json")),
+        [(each.__module__, each.__qualname__) for each in kinds],
+        {name: value for name, value in vars(error).items() if _is_small(value)},
+    )
+
+
+def read_exception(spelled: SpelledException, backend: Any) -> Exception:
+    """Makes the exception that `encode_exception` was given.
+
+    It looks for the class among the modules that are loaded and imports nothing: an error of torch
+    must not bring torch in. Hooks, `autoretry_for` and `throws` see the class. If that is unknown
+    here, as is one that a function defines, or cannot be made, they see one of its name below the
+    nearest that can.
+    """
+    content, kinds, attributes = spelled
+    stored = json.loads(content)
+    error: Exception = backend.exception_to_python(stored)
+    if type(error) is not _find_exception(*kinds[0]):
+        # Its `__init__` takes other arguments than `args`, or there is no such class here.
+        made = _make_exception(kinds, stored["exc_message"])
+        error = error if made is None else made
+    vars(error).update(attributes)
+    return error
+
+
+def _make_exception(kinds: Sequence[tuple[str, str]], args: Sequence[Any]) -> Exception | None:
+    """Makes an exception without calling `__init__`."""
+    module, name = kinds[0]
+    for each in kinds:
+        kind = _find_exception(*each)
+        if kind is None:
+            continue
+        with suppress(Exception):
+            if each != kinds[0]:
+                kind = create_exception_cls(name, module, parent=kind)
+            made: Exception = kind.__new__(kind, *args)
+            made.args = tuple(args)
+            return made
+    return None
+
+
+def _find_exception(module: str, name: str) -> Any:
+    """A class of exceptions; None if there is none of that name in the modules that are loaded."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else None
+
+
+def _is_small(value: Any) -> bool:
+    try:
+        return is_plain(value) and len(marshal.dumps(value)) <= MAX_ATTRIBUTE_BYTES
+    except ValueError:  # It is nested more deeply than marshal takes.
+        return False

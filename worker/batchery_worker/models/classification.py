@@ -8,11 +8,10 @@ from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
 from batchery_worker.models.forward import Forward
-from batchery_worker.models.items import check_fields
-from batchery_worker.models.keywords import ClassificationKeywords, read_keywords
-from batchery_worker.models.loading.source import ModelSource
-from batchery_worker.models.loading.tokenizer import Cut, Input, Prepared
+from batchery_worker.models.inputs import ClassificationKeywords, check_fields, read_keywords
+from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, TextModel, check_head
+from batchery_worker.models.tokenizer import Cut, Input, Prepared
 
 
 class ClassificationModel(TextModel):

@@ -16,12 +16,11 @@ from transformers import AutoModel
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.forward import Forward
-from batchery_worker.models.keywords import EmbeddingKeywords, read_keywords
-from batchery_worker.models.loading.pooling_config import read_pooling_config
-from batchery_worker.models.loading.source import ModelSource
-from batchery_worker.models.loading.tokenizer import Prepared
-from batchery_worker.models.prompted_model import PromptedModel
-from batchery_worker.models.text_model import Outputs
+from batchery_worker.models.inputs import EmbeddingKeywords, read_keywords
+from batchery_worker.models.saved_modules import read_pooling_config
+from batchery_worker.models.source import ModelSource
+from batchery_worker.models.text_model import Outputs, PromptedModel
+from batchery_worker.models.tokenizer import Prepared
 
 logger = logging.getLogger(__name__)
 

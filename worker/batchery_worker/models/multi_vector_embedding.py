@@ -13,13 +13,11 @@ from batchery.errors import ModelLoadError
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.embedding import NUMPY, number_lists, of_length_1
 from batchery_worker.models.forward import Forward
-from batchery_worker.models.keywords import MultiVectorKeywords, read_keywords
-from batchery_worker.models.loading.pooling_config import read_prompts
-from batchery_worker.models.loading.projection import read_projection
-from batchery_worker.models.loading.source import ModelSource
-from batchery_worker.models.loading.tokenizer import Prepared
-from batchery_worker.models.prompted_model import PromptedModel
-from batchery_worker.models.text_model import Outputs
+from batchery_worker.models.inputs import MultiVectorKeywords, read_keywords
+from batchery_worker.models.saved_modules import read_projection, read_prompts
+from batchery_worker.models.source import ModelSource
+from batchery_worker.models.text_model import Outputs, PromptedModel
+from batchery_worker.models.tokenizer import Prepared
 
 logger = logging.getLogger(__name__)
 

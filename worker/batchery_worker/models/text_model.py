@@ -15,7 +15,7 @@ from batchery.errors import InvalidItem, ModelLoadError, StartError
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.forward import Forward
+from batchery_worker.models.forward import Forward, RandomTexts
 from batchery_worker.models.forward.cuda_graphs import (
     Capture,
     Graphed,
@@ -24,20 +24,15 @@ from batchery_worker.models.forward.cuda_graphs import (
     captured,
     shapes,
 )
-from batchery_worker.models.forward.masks import mask_forms
-from batchery_worker.models.forward.padded import Padded
-from batchery_worker.models.forward.probe_texts import RandomTexts
+from batchery_worker.models.forward.padded import Padded, mask_forms
 from batchery_worker.models.forward.selection import TOLERANCE, Candidate, choose
 from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
-from batchery_worker.models.items import check_text, check_token_ids
-from batchery_worker.models.keywords import TextKeywords
-from batchery_worker.models.loading.identity import identity
-from batchery_worker.models.loading.limits import longest_text, padding_position
-from batchery_worker.models.loading.source import ModelSource, quiet, reason
-from batchery_worker.models.loading.tokenizer import (
+from batchery_worker.models.inputs import PromptKeywords, TextKeywords, check_text, check_token_ids
+from batchery_worker.models.source import ModelSource, identity, quiet, reason
+from batchery_worker.models.tokenizer import (
     Cut,
     Input,
     Prepared,
@@ -45,6 +40,8 @@ from batchery_worker.models.loading.tokenizer import (
     TokenIds,
     Truncated,
     load_tokenizer,
+    longest_text,
+    padding_position,
 )
 
 logger = logging.getLogger(__name__)
@@ -449,3 +446,60 @@ def check_head(source: ModelSource, missing: Sequence[str], name: str, task: str
             f"model {source.name!r}: its checkpoint has no trained {name}"
             f" ({', '.join(missing[:2])}); name a model that was fine-tuned for {task}"
         )
+
+
+class PromptedModel(TextModel):
+    """A model whose jobs may choose a prompt by its name.
+
+    Prompts come from the settings and from the model's own files; the settings win.
+    """
+
+    prompts: Mapping[str, str]
+    default_prompt: str | None
+
+    def _keep_encoder(self, source: ModelSource, missing: Sequence[str]) -> None:
+        """Leaves of a model what makes vectors of tokens.
+
+        Raises:
+            ModelLoadError: Some of its weights are missing.
+        """
+        # The pooler follows the token vectors. It is not used, and often missing.
+        lost = [key for key in missing if "pooler" not in key.split(".")]
+        if lost:
+            raise ModelLoadError(
+                f"model {source.name!r}: its checkpoint lacks {len(lost)} of its weights"
+                f" ({', '.join(lost[:2])}); the weights are of another model than config.json"
+            )
+        if self.model.config.is_encoder_decoder:
+            self.model = self.model.get_encoder()
+
+    def _take_prompts(
+        self, source: ModelSource, prompts: Mapping[str, str], default: str | None
+    ) -> None:
+        """Keeps the prompts of the model's files, and those of the settings.
+
+        Raises:
+            ModelLoadError: The default prompt is none of them.
+        """
+        self.prompts = {**prompts, **self.settings.prompts}
+        self.default_prompt = self.settings.default_prompt or default
+        if self.default_prompt is not None and self.default_prompt not in self.prompts:
+            raise ModelLoadError(
+                f"model {source.name!r}: default_prompt = {self.default_prompt!r}, but there"
+                f" {_are(self.prompts)}"
+            )
+
+    def _check_prompt(self, options: PromptKeywords) -> None:
+        """Raises InvalidItem if there is no such prompt."""
+        if options.prompt is not None and options.prompt not in self.prompts:
+            raise InvalidItem(
+                f"keyword prompt = {options.prompt!r:.80}: there {_are(self.prompts)}"
+            )
+
+    def _prompt(self, options: Any) -> str:
+        name = self.default_prompt if options.prompt is None else options.prompt
+        return "" if name is None else self.prompts[name]
+
+
+def _are(prompts: Mapping[str, str]) -> str:
+    return f"are {', '.join(sorted(prompts))}" if prompts else "are no prompts"

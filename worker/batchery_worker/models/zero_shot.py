@@ -10,11 +10,10 @@ from transformers import AutoModelForSequenceClassification
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
 from batchery_worker.models.forward import Forward
-from batchery_worker.models.items import check_text
-from batchery_worker.models.keywords import ZeroShotKeywords, read_keywords
-from batchery_worker.models.loading.source import ModelSource
-from batchery_worker.models.loading.tokenizer import Input, Prepared, TokenIds, Truncated
+from batchery_worker.models.inputs import ZeroShotKeywords, check_text, read_keywords
+from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, TextModel, check_head
+from batchery_worker.models.tokenizer import Input, Prepared, TokenIds, Truncated
 
 #: What stands for the label in a template.
 PLACE = "{}"

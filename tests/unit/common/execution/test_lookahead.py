@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from celery.exceptions import SoftTimeLimitExceeded
 
-from batchery.execution.batch import compute
-from batchery.execution.lookahead import Lookahead
+from batchery.execution.batch import Lookahead, compute
 from batchery.model import Model
 from batchery.outcomes import Failed
 

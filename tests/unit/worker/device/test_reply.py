@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from batchery import Failed
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome
 from batchery_worker.device.reply import Computed, answer, format_result
-from batchery_worker.ipc.commit_context import CachePolicy, CommitContext
-from batchery_worker.ipc.messages import Work, decode_outcome
+from batchery_worker.ipc.messages import CachePolicy, CommitContext, Work, decode_outcome
 from batchery_worker.ipc.values import Encoded, plain_json
 from batchery_worker.result_cache import DedupedBatch, SingleFlight
 

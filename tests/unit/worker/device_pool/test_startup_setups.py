@@ -10,8 +10,7 @@ from celery import Celery
 
 from batchery import AppNotImportable, BatchTask, Model, Settings, install, register
 from batchery.task import ModelTask
-from batchery_worker.device_pool.discovery import choose
-from batchery_worker.device_pool.startup import device_setups
+from batchery_worker.device_pool.startup import choose_devices, device_setups
 
 
 @pytest.fixture
@@ -56,8 +55,8 @@ def test_an_app_nobody_can_import_is_refused() -> None:
 
 
 def test_devices_of_the_setting_are_used() -> None:
-    assert choose(["cuda", "mps", "cpu"]) == ["cuda:0", "mps", "cpu"]
-    assert choose("auto")
+    assert choose_devices(["cuda", "mps", "cpu"]) == ["cuda:0", "mps", "cpu"]
+    assert choose_devices("auto")
 
 
 def test_a_device_is_told_how_much_memory_it_may_use(app: Celery) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast, pipeline
 
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.results import TokenClassification
-from batchery_worker.models.entities import Word, find_entities
+from batchery_worker.models.token_classification import Word, find_entities
 from batchery_worker.models.verification import verify
 from support.tiny_models import CORPUS, Build, Copy, Load, run
 

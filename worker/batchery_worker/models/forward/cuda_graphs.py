@@ -9,11 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from batchery_worker.models.forward import Forward
+from batchery_worker.models.forward import Forward, RandomTexts, size, worst_difference
 from batchery_worker.models.forward.padded import Padded
-from batchery_worker.models.forward.probe_texts import RandomTexts, size, worst_difference
-from batchery_worker.models.loading.source import reason
-from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.source import reason
+from batchery_worker.models.tokenizer import Prepared
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,26 @@ from batchery_worker.models.forward.attention import (
     row_of_texts,
     row_of_this_pass,
 )
-from batchery_worker.models.forward.pooling import pool_row
 from batchery_worker.models.hardware.transfers import HostToDevice
-from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.tokenizer import Prepared
+
+
+def pool_row(hidden: Tensor, starts: Tensor, lengths: Tensor, how: str) -> Tensor:
+    """Pools texts that follow each other in one row, in float32.
+
+    Args:
+        hidden: Token vectors, (T, D), of any float dtype.
+        starts: Where each text begins, in tokens, (B,).
+        lengths: Tokens of each text, (B,), at least 1; T together.
+        how: `mean` of all tokens, `cls` for the first, `last` for the last.
+
+    Returns:
+        (B, D), float32.
+    """
+    if how == "mean":
+        # Without `unsafe` it checks the lengths, and the host waits for the device.
+        return torch.segment_reduce(hidden.float(), "mean", lengths=lengths, unsafe=True)
+    return hidden[starts if how == "cls" else starts + lengths - 1].float()
 
 
 class Packed:

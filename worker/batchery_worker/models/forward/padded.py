@@ -1,6 +1,9 @@
-"""The forward pass that suits any model: a row for each text, padded to the longest."""
+"""The forward pass that suits any model: a row for each text, padded to the longest.
 
-from collections.abc import Mapping, Sequence
+The host must not wait for the device in a pass, so it is tried which masks a model takes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,16 +11,45 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchery_worker.models.forward.pooling import pool
+from batchery_worker.models.forward import Forward, RandomTexts, worst_difference
 from batchery_worker.models.hardware.transfers import HostToDevice
-from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.tokenizer import Prepared
+
+#: Lengths of the texts of the check, in tokens, where the longest is at most so long.
+LENGTHS = (48, 5, 1, 31)
+
+#: What the config of a model with sliding windows calls them. A window would be lost with a mask
+#: that is ready, and only a text that is longer than the window would show it.
+WINDOWS = ("sliding_window", "local_attention", "attention_window", "attention_chunk_size")
+
+
+def pool(hidden: Tensor, mask: Tensor, how: str) -> Tensor:
+    """Pools in float32, wherever the padding is.
+
+    Args:
+        hidden: Token vectors, (B, L, D), of any float dtype.
+        mask: 1 for a token and 0 for padding, (B, L); at least one token in every row.
+        how: `mean` of all tokens, `cls` for the first, `last` for the last.
+
+    Returns:
+        (B, D), float32.
+    """
+    if how == "mean":
+        weights = mask.unsqueeze(-1).to(torch.float32)
+        # Padding may hold NaN, which a weight of 0 would not remove.
+        kept = hidden.float().masked_fill(weights == 0, 0.0)
+        return kept.sum(dim=1) / weights.sum(dim=1)
+    # argmax finds the first maximum: the first token, or the last one in the flipped mask.
+    last = mask.shape[1] - 1 - mask.flip(1).argmax(dim=1)
+    place = mask.argmax(dim=1) if how == "cls" else last
+    return hidden[torch.arange(len(hidden), device=hidden.device), place].float()
 
 
 class MaskForms(NamedTuple):
     """Which masks a model takes besides one of the tokens, (B, L).
 
     From that one, transformers makes its own on the device, and looks there whether it masks
-    anything: the host waits for all passes before. `masks.py` finds out what a model takes.
+    anything: the host waits for all passes before. `mask_forms` finds out what a model takes.
 
     Attributes:
         none: No mask, where nothing is padded.
@@ -146,3 +178,46 @@ class Padded:
             places < lengths if self._side == "right" else places >= longest - lengths
         )
         return mask
+
+
+def mask_forms(
+    model: Any,
+    padded: Padded,
+    values: Callable[[Forward, Sequence[Prepared]], Sequence[Tensor]],
+    texts: RandomTexts,
+    max_length: int | None,
+    tolerance: float,
+) -> MaskForms:
+    """Finds out which masks give the same results as the model's own.
+
+    Args:
+        model: Loaded.
+        padded: Its padded forward pass, with no such mask yet.
+        values: What the model's kind makes of each text of a batch.
+        texts: Makes the texts of the check.
+        max_length: Maximum length of a text in tokens; None if unlimited.
+        tolerance: Maximum difference of the results, relative to their size.
+    """
+    config = model.config
+    lengths = [min(length, max_length or length) for length in LENGTHS]
+    uneven, even = texts(lengths), texts([lengths[0]] * 2)
+
+    def is_same(masks: MaskForms, batch: Sequence[Prepared]) -> bool:
+        changed = padded.with_masks(masks)
+        try:
+            for results in (Padded.tokens, values):
+                difference = worst_difference(results(changed, batch), results(padded, batch))
+                if not difference <= tolerance:
+                    return False
+        except Exception:  # noqa: BLE001 (the code of any model)
+            return False
+        return True
+
+    with torch.inference_mode():
+        ready = config._attn_implementation == "sdpa" and not any(
+            getattr(config, name, None) for name in WINDOWS
+        )
+        return MaskForms(
+            none=is_same(MaskForms(none=True), even),
+            ready=ready and is_same(MaskForms(ready=True), uneven),
+        )

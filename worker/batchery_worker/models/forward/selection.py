@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from batchery.errors import ModelLoadError
-from batchery_worker.models.forward import Forward
+from batchery_worker.models.forward import Forward, RandomTexts, worst_difference
 from batchery_worker.models.forward.attention import HALF, NotPackable, varlen_kernel
 from batchery_worker.models.forward.packed import Packed
 from batchery_worker.models.forward.padded import Padded
-from batchery_worker.models.forward.probe_texts import RandomTexts, worst_difference
-from batchery_worker.models.loading.source import reason
-from batchery_worker.models.loading.tokenizer import Prepared
+from batchery_worker.models.source import reason
+from batchery_worker.models.tokenizer import Prepared
 
 #: Lengths of the texts of the check, in tokens: neighbours of one length, a single token, and texts
 #: longer than the usual local attention, whose errors short texts would not show. Together they are

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from batchery.settings import ModelSettings
+from batchery_worker.models.forward import RandomTexts
 from batchery_worker.models.forward import cuda_graphs as capture_module
 from batchery_worker.models.forward.cuda_graphs import (
     MAX_TIME_SHARE,
@@ -22,7 +23,6 @@ from batchery_worker.models.forward.cuda_graphs import (
     Shape,
     shapes,
 )
-from batchery_worker.models.forward.probe_texts import RandomTexts
 from support import fake_cuda
 from support.tiny_models import ARCHITECTURES, Build, Load, run
 

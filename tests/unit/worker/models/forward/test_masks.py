@@ -7,9 +7,8 @@ import pytest
 import torch
 import transformers
 
-from batchery_worker.models.forward.masks import mask_forms
-from batchery_worker.models.forward.padded import MaskForms, Padded
-from batchery_worker.models.forward.probe_texts import RandomTexts
+from batchery_worker.models.forward import RandomTexts
+from batchery_worker.models.forward.padded import MaskForms, Padded, mask_forms
 from support.tiny_models import ARCHITECTURES, Build, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.

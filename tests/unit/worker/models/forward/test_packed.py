@@ -10,10 +10,9 @@ import torch
 from batchery.errors import ModelLoadError
 from batchery.settings import ModelSettings
 from batchery_worker.models import EmbeddingModel
-from batchery_worker.models.forward import attention, selection
+from batchery_worker.models.forward import RandomTexts, attention, selection, worst_difference
 from batchery_worker.models.forward.attention import Row, row_of_texts
 from batchery_worker.models.forward.packed import Packed
-from batchery_worker.models.forward.probe_texts import RandomTexts, worst_difference
 from support.tiny_models import Build, Load, run
 
 #: Greatest difference of any number of a unit vector in fp32: the sums run in another order.

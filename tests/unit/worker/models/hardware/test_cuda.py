@@ -7,8 +7,7 @@ import torch
 
 from batchery.settings import ModelSettings
 from batchery_worker.models import EmbeddingModel, verification
-from batchery_worker.models.hardware.cuda_memory import CudaMemory
-from batchery_worker.models.hardware.devices import settle_cuda
+from batchery_worker.models.hardware.devices import CudaMemory, settle_cuda
 from batchery_worker.models.hardware.transfers import PendingCopy
 from batchery_worker.models.text_model import Outputs
 

@@ -1,4 +1,4 @@
-"""From texts to tokens, a whole batch at once, with little work per text."""
+"""From texts to tokens, a whole batch at once, with little work per text; how long one may be."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -7,17 +7,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import nn
 from transformers import AutoTokenizer
 from transformers.tokenization_utils_base import TruncationStrategy
 from transformers.utils.generic import PaddingStrategy
 
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
-from batchery_worker.models.loading.source import ModelSource, reason
-from batchery_worker.models.loading.special_tokens import SpecialTokens
+from batchery.settings import ModelSettings
+from batchery_worker.models.source import ModelSource, reason
 
 #: One tokenized text: a row per model input, token ids first, (I, L) int64.
 Prepared = NDArray[np.int64]
+
+
+#: Limits from here on, in tokens, mean no limit: such tokenizers say 1e30.
+NO_LIMIT_TOKENS = 10**9
 
 
 class Truncated(np.ndarray[Any, np.dtype[np.int64]]):
@@ -104,6 +109,71 @@ PROBES = (
     "[CLS] <s> </s> [PAD] <|endoftext|> [MASK]",
     " ",
 )
+
+
+class SpecialTokens:
+    """The special tokens around one text, or around two.
+
+    They are found by tokenizing short texts with and without them: tokenizers have no other way in
+    common of saying so.
+
+    Attributes:
+        is_known: Whether the tokens of a text stand together among the special ones.
+    """
+
+    def __init__(self, tokenizer: Any, names: Sequence[str], probes: Sequence[str]) -> None:
+        """Finds out.
+
+        Args:
+            tokenizer: Of transformers.
+            names: Inputs of the model, token ids first.
+            probes: As many texts as there will be: short ones, that differ.
+        """
+        whole = tokenizer(*([each] for each in probes))
+        self._columns = [list(whole[name][0]) for name in names]
+        #: Begin and end of each probe among all tokens.
+        self._spans: list[tuple[int, int]] = []
+        at = 0
+        for probe in probes:
+            bare = list(tokenizer([probe], add_special_tokens=False)["input_ids"][0])
+            at = _position(bare, self._columns[0], at)
+            self._spans.append((at, at + len(bare)))
+            at += len(bare)
+        self.is_known = all(0 <= start < end for start, end in self._spans)
+
+    def __len__(self) -> int:
+        """How many special tokens there are."""
+        return len(self._columns[0]) - sum(end - start for start, end in self._spans)
+
+    def around(self, *texts: Sequence[int]) -> NDArray[np.int64]:
+        """Puts them around tokens.
+
+        Args:
+            texts: The tokens of each text; as many as there were probes.
+
+        Returns:
+            A row per input of the model, (I, L) int64.
+        """
+        rows: list[list[int]] = [[] for _ in self._columns]
+        at = 0
+        for text, (start, end) in zip(texts, self._spans, strict=True):
+            for place, (row, column) in enumerate(zip(rows, self._columns, strict=True)):
+                row += column[at:start]
+                # All tokens of a text have the same type.
+                row += text if place == 0 else [column[start]] * len(text)
+            at = end
+        for row, column in zip(rows, self._columns, strict=True):
+            row += column[at:]
+        return np.array(rows, dtype=np.int64)
+
+
+def _position(part: Sequence[int], whole: Sequence[int], start: int) -> int:
+    """Where a part begins, not before `start`; below 0 if nowhere."""
+    if part and start >= 0:
+        for place in range(start, len(whole) - len(part) + 1):
+            if whole[place : place + len(part)] == part:
+                return place
+    return -1 - len(part)
 
 
 class TextTokenizer:
@@ -345,3 +415,57 @@ def load_tokenizer(source: ModelSource) -> Any:
             f" none of {', '.join(files)} is there"
         )
     return tokenizer
+
+
+def longest_text(
+    settings: ModelSettings, source: ModelSource, tokenizer: Any, model: Any
+) -> int | None:
+    """The maximum length of a text in tokens, special tokens included; None if unlimited.
+
+    The setting decides. If it is unset, the minimum of the model's positions, its tokenizer's limit
+    and sentence-transformers' `sentence_bert_config.json` holds.
+
+    Raises:
+        ModelLoadError: The setting exceeds the model's positions, or leaves room for special tokens
+            only.
+    """
+    positions = _positions(model)
+    if settings.max_length is not None:
+        special = tokenizer.num_special_tokens_to_add()
+        if positions is not None and settings.max_length > positions:
+            raise ModelLoadError(
+                f"model {source.name!r}: max_length = {settings.max_length}, but the model takes"
+                f" at most {positions} tokens"
+            )
+        if settings.max_length <= special:
+            raise ModelLoadError(
+                f"model {source.name!r}: max_length = {settings.max_length} leaves no room for text"
+                f" besides {special} special tokens"
+            )
+        return settings.max_length
+    sentence = source.json("sentence_bert_config.json") or {}
+    stated = [positions, sentence.get("max_seq_length"), tokenizer.model_max_length]
+    return min((int(each) for each in stated if each and each < NO_LIMIT_TOKENS), default=None)
+
+
+def _positions(model: Any) -> int | None:
+    """The number of positions of the model."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    # XLNet and its like say -1: their positions are relative.
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    padding = padding_position(model)
+    return positions if padding is None else positions - padding - 1
+
+
+def padding_position(model: nn.Module) -> int | None:
+    """The position of padding; the texts of RoBERTa's family start behind it.
+
+    Returns:
+        None if texts start at position 0, as in most models.
+    """
+    for name, module in model.named_modules():
+        is_table = name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+        if is_table and module.padding_idx is not None:
+            return int(module.padding_idx)
+    return None

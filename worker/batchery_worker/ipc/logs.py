@@ -18,7 +18,8 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.utils.log import get_logger
 
-from batchery_worker.ipc.framing import write_frame
+from batchery.fork_gate import fork_gate
+from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.messages import Work
 from batchery_worker.ipc.values import is_plain
 
@@ -34,6 +35,8 @@ WRITE_TIMEOUT_S = 1.0
 
 #: Attributes of a record that are sent in another form, or not at all.
 _REPLACED = {"args", "exc_info", "message", "msg", "processName"}
+
+logger = logging.getLogger("batchery.pool")
 
 
 class ForwardingHandler(logging.Handler):
@@ -131,3 +134,39 @@ def redirect_prints(app: Celery) -> None:
 
 def _plain(value: Any) -> Any:
     return value if is_plain(value) else repr(value)
+
+
+def follow_log(end: socket.socket) -> None:
+    """Handles a device's records until its process ends; returns at once.
+
+    A thread does it: the event loop stands still while Celery waits for a broker that is away, and
+    lines about that are wanted then.
+    """
+    fork_gate.keep_private(end)
+    threading.Thread(target=_follow, args=(end,), daemon=True, name="batchery-log").start()
+
+
+def _follow(end: socket.socket) -> None:
+    with end:
+        while True:
+            try:
+                frame = read_frame(end)
+            except (EOFError, OSError):
+                return
+            with fork_gate.working():
+                try:
+                    handle_record(frame)
+                except Exception:
+                    logger.exception("a line of a device cannot be logged")
+
+
+def handle_record(frame: bytes) -> None:
+    """Gives a record to this process's handlers.
+
+    Args:
+        frame: The attributes of a `logging.LogRecord`, as marshal writes them.
+    """
+    record = logging.makeLogRecord(marshal.loads(frame))
+    target = logging.getLogger(record.name)
+    if target.isEnabledFor(record.levelno):
+        target.handle(record)

@@ -8,7 +8,7 @@ import pytest
 from celery import Celery
 from pydantic import TypeAdapter, ValidationError
 
-from batchery_worker.ipc.exceptions import MAX_ATTRIBUTE_BYTES, encode_exception, read_exception
+from batchery_worker.ipc.messages import MAX_ATTRIBUTE_BYTES, encode_exception, read_exception
 
 BACKEND: Any = Celery("nobody", backend="cache+memory://", set_as_current=False).backend
 

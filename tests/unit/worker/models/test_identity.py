@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batchery_worker.models.loading.identity import NEUTRAL, folder_digest
+from batchery_worker.models.source import NEUTRAL, folder_digest
 from support.tiny_models import Build, Copy, Load
 
 NEUTRAL_SETTINGS: dict[str, Any] = {

@@ -9,7 +9,7 @@ import transformers
 from batchery.errors import InvalidItem
 from batchery.outcomes import Failed
 from batchery_worker.models import EmbeddingModel
-from batchery_worker.models.loading.tokenizer import PROBES, Cut, TextTokenizer, TokenIds, Truncated
+from batchery_worker.models.tokenizer import PROBES, Cut, TextTokenizer, TokenIds, Truncated
 from support.tiny_models import Build, Load, make_tokenizer
 
 TEXTS = ["the cat", "rain", "a dog barked at nine cats in the old garden", "ships carry tea"]

@@ -1,1 +1,0 @@
-"""From a folder or a hub id to weights, tokenizer, limits and pooling."""
