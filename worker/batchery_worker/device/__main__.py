@@ -9,6 +9,7 @@ with any of its threads. The parent runs again what the process had not answered
 
 import ctypes
 import logging
+import math
 import os
 import pickle
 import queue
@@ -110,9 +111,9 @@ class Device:
         self._given = self._answered = 0
         #: Id of the batch that is being committed.
         self._committing = 0
-        #: What the parent was last told of the models, and when.
-        self._told: dict[str, Any] = {}
-        self._told_s = 0.0
+        #: What was last reported of the models, and when.
+        self._reported: dict[str, Any] = {}
+        self._reported_s = -math.inf
         self._app: Celery
         self._committer: RedisCommitter
         self._name = "cpu"
@@ -279,12 +280,12 @@ class Device:
         done.deduped = deduped
         done.computed_s = time.perf_counter()
         done.forward_ms = (done.computed_s - started_s - interrupted_s) * 1e3
-        done.figures = self._news()
+        done.figures = self._figures()
         return done
 
     def _run_function(self, task: BatchTask, work: Work, *parts: Any) -> list[Any]:
         outcomes = run_batch(task, work, self._name, *parts)
-        if any(isinstance(outcome, Failed) for outcome in outcomes):
+        if Failed in map(type, outcomes):
             # As for models: where the context of the device is dead, this ends the process.
             self._memory.wait()
         return outcomes
@@ -323,18 +324,14 @@ class Device:
             self._served[task.name] = served
         return self._served[task.name]
 
-    def _news(self) -> dict[str, Any] | None:
-        """Figures for the parent; None if it heard them a moment ago."""
-        if self._models() == self._told and time.monotonic() - self._told_s < REPORT_S:
+    def _figures(self) -> dict[str, Any] | None:
+        """Figures for the parent; None if it got the same a moment ago."""
+        models = {name: served.figures() for name, served in self._served.items()}
+        now_s = time.monotonic()
+        if models == self._reported and now_s - self._reported_s < REPORT_S:
             return None
-        return self._figures()
-
-    def _figures(self) -> dict[str, Any]:
-        self._told, self._told_s = self._models(), time.monotonic()
-        return {"models": self._told, "memory": self._memory.figures()}
-
-    def _models(self) -> dict[str, Any]:
-        return {name: served.figures() for name, served in self._served.items()}
+        self._reported, self._reported_s = models, now_s
+        return {"models": models, "memory": self._memory.figures()}
 
 
 class EngineDevice(Device):

@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -91,13 +91,17 @@ def run_batch(
 @contextmanager
 def _around(task: BatchTask, work: Work, device: str, start: int, part: range) -> Iterator[None]:
     view = _view(task, work, device, range(start + part.start, start + part.stop))
-    # The limit is entered last: it may be raised anywhere inside, and the stacks must be popped.
-    with (
-        bind_request(task, view),
-        _fresh_connections(task.app),
-        soft_time_limit(work.soft_time_limit_s),
-    ):
-        yield
+    # Django keeps its connections as long as between two web requests.
+    database = _find_database(task.app)
+    if database is not None:
+        database.close_old_connections()
+    try:
+        # The limit comes last: it may be raised anywhere inside, and the stacks must be popped.
+        with bind_request(task, view), soft_time_limit(work.soft_time_limit_s):
+            yield
+    finally:
+        if database is not None:
+            database.close_old_connections()
 
 
 def _view(task: BatchTask, work: Work, device: str, part: range) -> BatchContext:
@@ -130,20 +134,6 @@ def _unseen(name: str) -> Sequence[JobContext]:
     )
 
 
-@contextmanager
-def _fresh_connections(app: Celery) -> Iterator[None]:
-    """Django's database connections, kept as long as Django keeps them between two web requests."""
-    database = _find_database(app)
-    if database is None:
-        yield
-        return
-    database.close_old_connections()
-    try:
-        yield
-    finally:
-        database.close_old_connections()
-
-
 def close_connections(app: Celery) -> None:
     """Closes this thread's connections to Django's databases."""
     database = _find_database(app)
@@ -151,6 +141,7 @@ def close_connections(app: Celery) -> None:
         database.connections.close_all()
 
 
+@lru_cache(maxsize=1)
 def _find_database(app: Celery) -> Any:
     """The module `django.db`, where the app is that of a Django project; else None."""
     # That Django is imported says nothing: other libraries import it wherever it is installed.

@@ -126,8 +126,7 @@ class Work:
     urgent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(NamedTuple):
     """The device has loaded and warmed up its models."""
 
     pid: int
@@ -136,8 +135,7 @@ class Ready:
     figures: Mapping[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class NotReady:
+class NotReady(NamedTuple):
     """The device cannot start; its process ends after this message."""
 
     error: str
@@ -149,22 +147,19 @@ class NotReady:
         return error
 
 
-@dataclass(frozen=True, slots=True)
-class ResultsWait:
+class ResultsWait(NamedTuple):
     """A batch is computed, and its results wait for a Redis that is away."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Began:
+class Began(NamedTuple):
     """An urgent batch has begun; what ran before goes on after it."""
 
     id: int
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(NamedTuple):
     """A batch that a device has finished."""
 
     id: int
@@ -221,7 +216,7 @@ def load_context(context: bytes) -> dict[str, Any]:
 
 def dump_reply(reply: Reply) -> bytes:
     """Encodes a message from a device."""
-    fields = tuple(getattr(reply, name) for name in reply.__slots__)
+    fields: tuple[Any, ...] = tuple(reply)
     return marshal.dumps((type(reply).__name__, fields))
 
 
