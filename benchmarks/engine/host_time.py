@@ -77,7 +77,7 @@ def row(layers: int, count: int, repeats: int) -> dict[str, Any]:
         bare_us = cost_us(lambda: model.model(**inputs), repeats // 5)
         # From here on, the layers take no time.
         packed._model = lambda **_: SimpleNamespace(last_hidden_state=hidden)
-        passed_us = cost_us(lambda: packed.vectors(batch, "mean"), repeats)
+        passed_us = cost_us(lambda: packed.values(batch, "mean"), repeats)
         whole_us = cost_us(lambda: model.forward(batch), repeats)
     values = torch.randn(count, WIDTH)
     results_us = cost_us(lambda: results(model, values, batch), repeats)

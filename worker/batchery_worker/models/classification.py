@@ -7,8 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
-from batchery_worker.models.forward import Forward
-from batchery_worker.models.inputs import ClassificationKeywords, check_fields, read_keywords
+from batchery_worker.models.inputs import ClassificationKeywords, check_fields
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, TextModel, check_head
 from batchery_worker.models.tokenizer import Cut, Input, Prepared
@@ -28,6 +27,10 @@ class ClassificationModel(TextModel):
     """
 
     auto_class = AutoModelForSequenceClassification
+
+    keywords = ClassificationKeywords
+
+    reading = "logits"
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         check_head(source, missing, "classification head", "classification")
@@ -49,9 +52,6 @@ class ClassificationModel(TextModel):
                 f" {len(self.labels)} labels; it is not a text classification model"
             )
 
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> ClassificationKeywords:
-        return read_keywords(ClassificationKeywords, keywords)
-
     def _cut(self, options: Any) -> Cut:
         return super()._cut(options)._replace(max_length=options.max_length)
 
@@ -70,9 +70,6 @@ class ClassificationModel(TextModel):
             return logits if raw else self._scores(logits)
 
         return self._outputs(compute, batch)
-
-    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        return forward.logits(batch)
 
     def _scores(self, logits: Tensor) -> Tensor:
         if self.multi_label:

@@ -3,7 +3,7 @@
 import base64
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import orjson
@@ -15,8 +15,8 @@ from transformers import AutoModel
 
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery_worker.ipc.values import Encoded
-from batchery_worker.models.forward import Forward
-from batchery_worker.models.inputs import EmbeddingKeywords, read_keywords
+from batchery_worker.models.forward import Reading
+from batchery_worker.models.inputs import EmbeddingKeywords
 from batchery_worker.models.saved_modules import read_pooling_config
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, PromptedModel
@@ -67,6 +67,8 @@ class EmbeddingModel(PromptedModel):
 
     auto_class = AutoModel
 
+    keywords = EmbeddingKeywords
+
     # Tolerances are for numbers up to 1.
     sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
 
@@ -74,9 +76,10 @@ class EmbeddingModel(PromptedModel):
         self._keep_encoder(source, missing)
         config = read_pooling_config(source, self.settings.pooling)
         self._take_prompts(source, config.prompts, config.default_prompt)
-        self.pooling = config.pooling or ("last" if _is_decoder(self.model) else "mean")
+        pooling = config.pooling or ("last" if _is_decoder(self.model) else "mean")
+        self.reading = cast(Reading, pooling)
         where = "its files or settings" if config.pooling else "its architecture, a guess"
-        logger.info("model %s: pooling is %s, from %s", source.name, self.pooling, where)
+        logger.info("model %s: pooling is %s, from %s", source.name, pooling, where)
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:
         self.dimensions = outputs.pending.wait().shape[1]
@@ -87,8 +90,7 @@ class EmbeddingModel(PromptedModel):
             )
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> EmbeddingKeywords:
-        options = read_keywords(EmbeddingKeywords, keywords)
-        self._check_prompt(options)
+        options: EmbeddingKeywords = super()._read_keywords(keywords)
         if options.dimensions is not None and options.dimensions > self.dimensions:
             raise InvalidItem(
                 f"keyword dimensions = {options.dimensions}: the model's vectors have"
@@ -109,9 +111,6 @@ class EmbeddingModel(PromptedModel):
             return of_length_1(vectors) if scale else vectors
 
         return self._outputs(compute, batch)
-
-    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        return forward.vectors(batch, self.pooling)
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

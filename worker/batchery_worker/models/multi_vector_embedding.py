@@ -13,7 +13,7 @@ from batchery.errors import ModelLoadError
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.embedding import NUMPY, number_lists, of_length_1
 from batchery_worker.models.forward import Forward
-from batchery_worker.models.inputs import MultiVectorKeywords, read_keywords
+from batchery_worker.models.inputs import MultiVectorKeywords
 from batchery_worker.models.saved_modules import read_projection, read_prompts
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, PromptedModel
@@ -37,6 +37,10 @@ class MultiVectorEmbeddingModel(PromptedModel):
 
     per_token = True
 
+    keywords = MultiVectorKeywords
+
+    reading = "token_vectors"
+
     # Tolerances are for numbers up to 1.
     sample_keywords: ClassVar[Mapping[str, Any]] = {"normalize": True}
 
@@ -52,11 +56,6 @@ class MultiVectorEmbeddingModel(PromptedModel):
         if values.dim() != 2:
             raise ModelLoadError(f"model {source.name!r}: gives no vector per token")
 
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> MultiVectorKeywords:
-        options = read_keywords(MultiVectorKeywords, keywords)
-        self._check_prompt(options)
-        return options
-
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model; values are vectors, (T, D) float32, in batch order."""
         normalize = self._read_keywords(keywords).normalize
@@ -69,7 +68,7 @@ class MultiVectorEmbeddingModel(PromptedModel):
         return self._outputs(compute, batch)
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        projected: Tensor = self._projection(forward.token_vectors(batch))
+        projected: Tensor = self._projection(super()._values(forward, batch))
         return projected
 
     def _results(

@@ -7,8 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import ModelLoadError
-from batchery_worker.models.forward import Forward
-from batchery_worker.models.inputs import RerankKeywords, check_fields, read_keywords
+from batchery_worker.models.inputs import RerankKeywords, check_fields
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, TextModel, check_head
 from batchery_worker.models.tokenizer import Input, Prepared
@@ -26,6 +25,10 @@ class RerankModel(TextModel):
 
     auto_class = AutoModelForSequenceClassification
 
+    keywords = RerankKeywords
+
+    reading = "logits"
+
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         labels = self.model.config.num_labels
         if labels != 1:
@@ -41,9 +44,6 @@ class RerankModel(TextModel):
             raise ModelLoadError(
                 f"model {source.name!r}: gives {tuple(shape)} scores; it is not a reranker"
             )
-
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> RerankKeywords:
-        return read_keywords(RerankKeywords, keywords)
 
     def sample_item(self, text: str) -> dict[str, str]:
         """An item that has this text, to check, warm up or measure the model with."""
@@ -62,9 +62,6 @@ class RerankModel(TextModel):
             return logits if raw else logits.sigmoid()
 
         return self._outputs(compute, batch)
-
-    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        return forward.logits(batch)
 
     def _results(
         self,

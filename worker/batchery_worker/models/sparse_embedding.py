@@ -13,7 +13,7 @@ from batchery.errors import ModelLoadError
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.embedding import NUMPY, number_lists
 from batchery_worker.models.forward import Forward
-from batchery_worker.models.inputs import SparseEmbeddingKeywords, read_keywords
+from batchery_worker.models.inputs import SparseEmbeddingKeywords
 from batchery_worker.models.saved_modules import read_prompts
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, PromptedModel, check_head
@@ -32,6 +32,10 @@ class SparseEmbeddingModel(PromptedModel):
 
     auto_class = AutoModelForMaskedLM
 
+    keywords = SparseEmbeddingKeywords
+
+    reading = "max_logits"
+
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         check_head(source, missing, "masked language model", "sparse embeddings")
         self._take_prompts(source, *read_prompts(source))
@@ -43,11 +47,6 @@ class SparseEmbeddingModel(PromptedModel):
                 f"model {source.name!r}: gives {tuple(shape)} numbers; it is no masked language"
                 " model"
             )
-
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> SparseEmbeddingKeywords:
-        options = read_keywords(SparseEmbeddingKeywords, keywords)
-        self._check_prompt(options)
-        return options
 
     def forward(self, batch: Sequence[Prepared], **keywords: Any) -> Outputs:
         """Runs the model; values are weights, (B, C) float32, for C tokens of the vocabulary."""
@@ -64,7 +63,7 @@ class SparseEmbeddingModel(PromptedModel):
 
     def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
         # It grows with the logit, so that of the largest is the largest.
-        return forward.max_logits(batch).relu().log1p()
+        return super()._values(forward, batch).relu().log1p()
 
     def _results(
         self,

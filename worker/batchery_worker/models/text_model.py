@@ -15,7 +15,7 @@ from batchery.errors import InvalidItem, ModelLoadError, StartError
 from batchery.model import Model
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.forward import Forward, RandomTexts
+from batchery_worker.models.forward import Forward, RandomTexts, Reading
 from batchery_worker.models.forward.cuda_graphs import (
     Capture,
     Graphed,
@@ -30,7 +30,13 @@ from batchery_worker.models.hardware.cpu_streams import CpuStreams, PendingPass
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize, weights_bytes
 from batchery_worker.models.hardware.transfers import DeviceToHost, PendingCopy
-from batchery_worker.models.inputs import PromptKeywords, TextKeywords, check_text, check_token_ids
+from batchery_worker.models.inputs import (
+    PromptKeywords,
+    TextKeywords,
+    check_text,
+    check_token_ids,
+    read_keywords,
+)
 from batchery_worker.models.source import ModelSource, identity, quiet, reason
 from batchery_worker.models.tokenizer import (
     Cut,
@@ -76,6 +82,12 @@ class TextModel(Model):
 
     #: The `Auto...` class of transformers that loads it.
     auto_class: ClassVar[Any]
+
+    #: The keywords that a job of it may have.
+    keywords: ClassVar[type[TextKeywords]]
+
+    #: What it reads of a forward pass.
+    reading: Reading
 
     #: Whether values have a row per token; otherwise they have one per text.
     per_token: ClassVar[bool] = False
@@ -263,7 +275,7 @@ class TextModel(Model):
         Returns:
             One row per text, or, if `per_token`, per token; in batch order.
         """
-        raise NotImplementedError
+        return forward.values(batch, self.reading)
 
     def _values_by_text(self, forward: Forward, batch: Sequence[Prepared]) -> Sequence[Tensor]:
         lengths = [prepared.shape[1] for prepared in batch]
@@ -278,9 +290,9 @@ class TextModel(Model):
         """
         return torch.split(values, list(lengths)) if self.per_token else values.unbind()
 
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> TextKeywords:
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> Any:
         """Reads and checks the keywords of a batch. Raises InvalidItem."""
-        raise NotImplementedError
+        return read_keywords(self.keywords, keywords)
 
     def _prompt(self, options: Any) -> str:  # noqa: ARG002 (for kinds with prompts)
         """What goes in front of each text."""
@@ -489,12 +501,13 @@ class PromptedModel(TextModel):
                 f" {_are(self.prompts)}"
             )
 
-    def _check_prompt(self, options: PromptKeywords) -> None:
-        """Raises InvalidItem if there is no such prompt."""
+    def _read_keywords(self, keywords: Mapping[str, Any]) -> Any:
+        options: PromptKeywords = super()._read_keywords(keywords)
         if options.prompt is not None and options.prompt not in self.prompts:
             raise InvalidItem(
                 f"keyword prompt = {options.prompt!r:.80}: there {_are(self.prompts)}"
             )
+        return options
 
     def _prompt(self, options: Any) -> str:
         name = self.default_prompt if options.prompt is None else options.prompt

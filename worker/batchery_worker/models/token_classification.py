@@ -10,11 +10,10 @@ from transformers import AutoModelForTokenClassification
 
 from batchery.errors import ModelLoadError
 from batchery.outcomes import Failed
-from batchery_worker.models.forward import Forward
-from batchery_worker.models.inputs import TokenClassificationKeywords, check_text, read_keywords
+from batchery_worker.models.inputs import TokenClassificationKeywords, check_text
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, TextModel, check_head
-from batchery_worker.models.tokenizer import Located, Prepared
+from batchery_worker.models.tokenizer import Located
 
 #: The label of what is no entity.
 OUTSIDE = "O"
@@ -162,6 +161,10 @@ class TokenClassificationModel(TextModel):
 
     per_token = True
 
+    keywords = TokenClassificationKeywords
+
+    reading = "token_logits"
+
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         check_head(source, missing, "token classification head", "token classification")
         if not self.tokenizer.is_fast:
@@ -184,9 +187,6 @@ class TokenClassificationModel(TextModel):
                 " token classification model"
             )
 
-    def _read_keywords(self, keywords: Mapping[str, Any]) -> TokenClassificationKeywords:
-        return read_keywords(TokenClassificationKeywords, keywords)
-
     def _input(self, item: Any, prompt: str) -> str:  # noqa: ARG002 (there are no prompts)
         return check_text("text", item, self.settings.max_chars)
 
@@ -207,9 +207,6 @@ class TokenClassificationModel(TextModel):
         """Runs the model; values are probabilities, (T, C) float32, in batch order."""
         tokens = [located.tokens for located in batch]
         return self._outputs(lambda: self._values(self._pass, tokens).softmax(dim=-1), batch)
-
-    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        return forward.token_logits(batch)
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

@@ -9,8 +9,7 @@ from transformers import AutoModelForSequenceClassification
 
 from batchery.errors import InvalidItem, ModelLoadError
 from batchery.outcomes import Failed
-from batchery_worker.models.forward import Forward
-from batchery_worker.models.inputs import ZeroShotKeywords, check_text, read_keywords
+from batchery_worker.models.inputs import ZeroShotKeywords, check_text
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, TextModel, check_head
 from batchery_worker.models.tokenizer import Input, Prepared, TokenIds, Truncated
@@ -35,6 +34,10 @@ class ZeroShotModel(TextModel):
 
     auto_class = AutoModelForSequenceClassification
 
+    keywords = ZeroShotKeywords
+
+    reading = "logits"
+
     sample_keywords: ClassVar[Mapping[str, Any]] = {"labels": ["one", "another"]}
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
@@ -53,7 +56,7 @@ class ZeroShotModel(TextModel):
             )
 
     def _read_keywords(self, keywords: Mapping[str, Any]) -> ZeroShotKeywords:
-        options = read_keywords(ZeroShotKeywords, keywords)
+        options: ZeroShotKeywords = super()._read_keywords(keywords)
         if len(set(options.labels)) < len(options.labels):
             raise InvalidItem("keyword labels: two of them are the same")
         if options.hypothesis_template.count(PLACE) != 1:
@@ -120,9 +123,6 @@ class ZeroShotModel(TextModel):
             return entailment.softmax(dim=-1)
 
         return self._outputs(compute, batch)
-
-    def _values(self, forward: Forward, batch: Sequence[Prepared]) -> Tensor:
-        return forward.logits(batch)
 
     def _results(
         self, values: Tensor, outputs: Outputs, keywords: Mapping[str, Any]

@@ -85,7 +85,7 @@ def test_a_batch_gives_each_text_the_vector_it_has_alone(
 
 
 def test_minilm_is_pooled_and_limited_as_its_own_files_say(minilm: EmbeddingModel) -> None:
-    assert (minilm.pooling, minilm.max_length, minilm.dimensions) == ("mean", 256, 384)
+    assert (minilm.reading, minilm.max_length, minilm.dimensions) == ("mean", 256, 384)
 
 
 @pytest.mark.parametrize(("architecture", "pooling"), [("bert", "mean"), ("llama", "last")])
@@ -95,7 +95,7 @@ def test_pooling_follows_the_architecture_where_no_file_says(
     build: Build,
     embedder: Load,
 ) -> None:
-    assert embedder(build(architecture)).pooling == pooling
+    assert embedder(build(architecture)).reading == pooling
 
 
 @pytest.mark.parametrize(

@@ -41,18 +41,18 @@ def test_pooling_is_read_in_its_old_and_its_new_spelling(
 ) -> None:
     write(folder, "modules.json", MODULES)
     write(folder, "1_Pooling/config.json", config)
-    assert embedder(folder).pooling == pooling
+    assert embedder(folder).reading == pooling
 
 
 def test_the_setting_outranks_the_files(folder: Path, embedder: Load) -> None:
     write(folder, "1_Pooling/config.json", {"pooling_mode": "max"})
-    assert embedder(folder, pooling="cls").pooling == "cls"
+    assert embedder(folder, pooling="cls").reading == "cls"
 
 
 def test_the_pooling_module_may_be_in_another_folder(folder: Path, embedder: Load) -> None:
     write(folder, "modules.json", [{**MODULES[1], "path": "pool"}])
     write(folder, "pool/config.json", {"pooling_mode": "cls"})
-    assert embedder(folder).pooling == "cls"
+    assert embedder(folder).reading == "cls"
 
 
 @pytest.mark.parametrize(

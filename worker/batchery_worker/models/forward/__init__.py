@@ -1,13 +1,22 @@
 """What all forward passes have in common, and the random texts that they are checked with."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from batchery_worker.models.tokenizer import Prepared
+
+#: What is read of a pass, all float32 and in batch order.
+#: A row per text, (B, ...): token vectors pooled, by their `mean`, the first (`cls`) or the `last`;
+#: what the head says (`logits`); and the largest of what it says of the tokens (`max_logits`).
+#: A row per token, (T, ...): what the head says of each (`token_logits`), and their vectors.
+Reading = Literal["mean", "cls", "last", "logits", "max_logits", "token_logits", "token_vectors"]
+
+#: Those that pool token vectors.
+POOLINGS = ("mean", "cls", "last")
 
 
 class Forward(Protocol):
@@ -21,20 +30,8 @@ class Forward(Protocol):
     name: str
     pads: bool
 
-    def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
-        """Pooled token vectors, (B, D) float32, in batch order."""
-
-    def logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """What the model's head says, (B, C) float32, in batch order."""
-
-    def max_logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """The largest of what the model's head says of the tokens, (B, C) float32."""
-
-    def token_logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """What the model's head says of each token, (T, C) float32, in batch order."""
-
-    def token_vectors(self, batch: Sequence[Prepared]) -> Tensor:
-        """Vectors of all tokens, (T, D) float32, in batch order."""
+    def values(self, batch: Sequence[Prepared], reading: Reading) -> Tensor:
+        """Runs the model on a batch; returns what is read of its output."""
 
 
 class RandomTexts:

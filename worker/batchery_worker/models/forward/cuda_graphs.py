@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from batchery_worker.models.forward import Forward, RandomTexts, size, worst_difference
+from batchery_worker.models.forward import Forward, RandomTexts, Reading, size, worst_difference
 from batchery_worker.models.forward.padded import Padded
 from batchery_worker.models.source import reason
 from batchery_worker.models.tokenizer import Prepared
@@ -182,33 +182,13 @@ class Graphed:
         self.name = f"{forward.name}, small passes by CUDA graphs"
         self.pads = forward.pads
 
-    def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
-        """Pooled token vectors, (B, D) float32, in batch order."""
-        graph = self._fitting(batch)
-        return self._forward.vectors(batch, pooling) if graph is None else graph.run(batch)
-
-    def logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """What the model's head says, (B, C) float32, in batch order."""
-        graph = self._fitting(batch)
-        return self._forward.logits(batch) if graph is None else graph.run(batch)
-
-    def max_logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """The largest of what the model's head says of the tokens, (B, C) float32."""
-        graph = self._fitting(batch)
-        return self._forward.max_logits(batch) if graph is None else graph.run(batch)
-
-    def token_logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """What the model's head says of each token, (T, C) float32, in batch order."""
-        return self._forward.token_logits(batch)
-
-    def token_vectors(self, batch: Sequence[Prepared]) -> Tensor:
-        """Vectors of all tokens, (T, D) float32, in batch order."""
-        return self._forward.token_vectors(batch)
-
-    def _fitting(self, batch: Sequence[Prepared]) -> Runs | None:
+    def values(self, batch: Sequence[Prepared], reading: Reading) -> Tensor:
+        """Runs the model on a batch; returns what is read of its output, as it was captured."""
         longest = max(prepared.shape[1] for prepared in batch)
         shape = rounded(len(batch), longest, self._graphs)
-        return None if shape is None else self._graphs[shape]
+        if shape is None:
+            return self._forward.values(batch, reading)
+        return self._graphs[shape].run(batch)
 
 
 class Capture:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from batchery_worker.models.forward import POOLINGS, Reading
 from batchery_worker.models.forward.attention import (
     NAME,
     Row,
@@ -84,45 +85,22 @@ class Packed:
         #: Maximum difference that the check of `selection.py` has found.
         self.worst = 0.0
 
-    def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
-        """Pooled token vectors, (B, D) float32, in batch order."""
+    def values(self, batch: Sequence[Prepared], reading: Reading) -> Tensor:
+        """Runs the model on a batch; returns what is read of its output."""
         with self._row(batch) as (inputs, starts, lengths):
-            hidden = self._model(**inputs).last_hidden_state
-        return pool_row(hidden[0], starts, lengths, pooling)
-
-    def logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """What the model's head says, (B, C) float32, in batch order.
-
-        Heads read the first token of each row. So the output of the last layer is replaced by the
-        first tokens of the texts, as if each text had a row.
-        """
-        with self._row(batch) as (inputs, starts, _):
-            self._watch_encoder()
-            row = row_of_this_pass()
-            assert row is not None
-            row.starts = starts
-            logits: Tensor = self._model(**inputs).logits
+            if reading == "logits":
+                self._keep_first_tokens(starts)
+            output = self._model(**inputs)
+        if reading in POOLINGS:
+            return pool_row(output.last_hidden_state[0], starts, lengths, reading)
+        if reading == "token_vectors":
+            return cast(Tensor, output.last_hidden_state[0].float())
+        logits: Tensor = output.logits if reading == "logits" else output.logits[0]
+        if reading == "max_logits":
+            texts = torch.split(logits, [prepared.shape[1] for prepared in batch])
+            # `segment_reduce` takes a CPU four times as long.
+            logits = torch.stack([text.amax(dim=0) for text in texts])
         return logits.float()
-
-    def max_logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """The largest of what the model's head says of the tokens, (B, C) float32."""
-        with self._row(batch) as (inputs, _, _):
-            logits: Tensor = self._model(**inputs).logits[0]
-        texts = torch.split(logits, [prepared.shape[1] for prepared in batch])
-        # `segment_reduce` takes a CPU four times as long.
-        return torch.stack([text.amax(dim=0) for text in texts]).float()
-
-    def token_logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """What the model's head says of each token, (T, C) float32, in batch order."""
-        with self._row(batch) as (inputs, _, _):
-            logits: Tensor = self._model(**inputs).logits[0]
-        return logits.float()
-
-    def token_vectors(self, batch: Sequence[Prepared]) -> Tensor:
-        """Vectors of all tokens, (T, D) float32, in batch order."""
-        with self._row(batch) as (inputs, _, _):
-            hidden: Tensor = self._model(**inputs).last_hidden_state[0]
-        return hidden.float()
 
     def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:
         """Vectors of the tokens of each text, (L, D) each, before any head, in batch order."""
@@ -139,12 +117,19 @@ class Packed:
         register()
         self._model.set_attn_implementation(NAME)
 
-    def _watch_encoder(self) -> None:
+    def _keep_first_tokens(self, starts: Tensor) -> None:
+        """Gives the model's head what it reads: the first token of each text, as if in its own row.
+
+        They replace the output of the last layer.
+        """
         if not self._is_watched:
             base = self._model.base_model
             # A pooler comes behind the encoder and is part of the head.
             getattr(base, "encoder", base).register_forward_hook(_first_tokens)
             self._is_watched = True
+        row = row_of_this_pass()
+        assert row is not None
+        row.starts = starts
 
     @contextmanager
     def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from batchery_worker.models.forward import Forward, RandomTexts, worst_difference
+from batchery_worker.models.forward import POOLINGS, Forward, RandomTexts, Reading, worst_difference
 from batchery_worker.models.hardware.transfers import HostToDevice
 from batchery_worker.models.tokenizer import Prepared
 
@@ -104,32 +104,20 @@ class Padded:
             masks=masks,
         )
 
-    def vectors(self, batch: Sequence[Prepared], pooling: str) -> Tensor:
-        """Pooled token vectors, (B, D) float32, in batch order."""
+    def values(self, batch: Sequence[Prepared], reading: Reading) -> Tensor:
+        """Runs the model on a batch; returns what is read of its output."""
         inputs, mask = self._inputs(batch)
-        return pool(self._model(**inputs).last_hidden_state, mask, pooling)
-
-    def logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """What the model's head says, (B, C) float32, in batch order."""
-        inputs, _ = self._inputs(batch)
-        logits: Tensor = self._model(**inputs).logits
+        output = self._model(**inputs)
+        if reading in POOLINGS:
+            return pool(output.last_hidden_state, mask, reading)
+        if reading == "token_vectors":
+            return self._without_padding(output.last_hidden_state, batch)
+        logits: Tensor = output.logits
+        if reading == "token_logits":
+            return self._without_padding(logits, batch)
+        if reading == "max_logits":
+            logits = logits.masked_fill_(mask.unsqueeze(-1) == 0, -torch.inf).amax(dim=1)
         return logits.float()
-
-    def max_logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """The largest of what the model's head says of the tokens, (B, C) float32."""
-        inputs, mask = self._inputs(batch)
-        logits: Tensor = self._model(**inputs).logits
-        return logits.masked_fill_(mask.unsqueeze(-1) == 0, -torch.inf).amax(dim=1).float()
-
-    def token_logits(self, batch: Sequence[Prepared]) -> Tensor:
-        """What the model's head says of each token, (T, C) float32, in batch order."""
-        inputs, _ = self._inputs(batch)
-        return self._without_padding(self._model(**inputs).logits, batch)
-
-    def token_vectors(self, batch: Sequence[Prepared]) -> Tensor:
-        """Vectors of all tokens, (T, D) float32, in batch order."""
-        inputs, _ = self._inputs(batch)
-        return self._without_padding(self._model(**inputs).last_hidden_state, batch)
 
     def tokens(self, batch: Sequence[Prepared]) -> list[Tensor]:
         """Vectors of the tokens of each text, (L, D) each, before any head, in batch order."""

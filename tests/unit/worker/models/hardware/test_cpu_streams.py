@@ -165,15 +165,15 @@ def test_pass_without_memory_is_halved(
     model = embedder(build("bert"), cpu_streams=2)
     prepared = prepare(model, texts * 4, {})
     expected, _, _ = compute(model, prepared, {}, lambda lengths: plan(lengths, 500, 2))
-    vectors = model._pass.vectors
+    usual = model._pass.values
 
-    def tight(batch: list[object], pooling: str) -> Tensor:
+    def tight(batch: list[object], reading: str) -> Tensor:
         if len(batch) > 2:
             raise MemoryError
-        values: Tensor = vectors(batch, pooling)
+        values: Tensor = usual(batch, reading)
         return values
 
-    monkeypatch.setattr(model._pass, "vectors", tight)
+    monkeypatch.setattr(model._pass, "values", tight)
     found, _, _ = compute(model, prepared, {}, lambda lengths: plan(lengths, 500, 8))
     assert not [each for each in found if isinstance(each, Failed)]
     for one, other in zip(found, expected, strict=True):
