@@ -7,7 +7,6 @@ looks whether an urgent batch has come, and runs it first. The process ends with
 with any of its threads. The parent runs again what the process had not answered.
 """
 
-import ctypes
 import logging
 import math
 import os
@@ -47,6 +46,7 @@ from batchery_worker.device.loading import (
 from batchery_worker.device.reply import Computed, answer
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
+from batchery_worker.devstack.guarded_process import die_with_parent
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.ipc.messages import (
@@ -436,10 +436,8 @@ def _leave_signals_to_parent() -> None:
     """
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(each, signal.SIG_IGN)
-    if sys.platform == "linux":
-        # If the parent dies while a forward pass holds the interpreter, the kernel ends us.
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    # The end of the pipe says so, too, but not while a forward pass holds the interpreter.
+    die_with_parent()
 
 
 def begin(device: Device, setup: Setup, app: Celery | None = None) -> bool:

@@ -178,6 +178,12 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
+def die_with_parent() -> None:
+    """Has Linux kill this process when the thread that has started it ends, however it does."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _guard(grace_s: float, remove: str, command: list[str]) -> int:
     """Runs a process until it or its owner ends; returns its exit code."""
     # Handlers rather than SIG_IGN, which the process would inherit. The lifeline alone decides.
@@ -194,20 +200,14 @@ def _guard(grace_s: float, remove: str, command: list[str]) -> int:
 
 
 def _run(lifeline: socket.socket, grace_s: float, command: list[str]) -> int:
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def die_with_guard() -> None:
-        # If the guard is killed as well, nobody else is left to end the process.
-        if libc is not None:
-            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
     # Descriptors stay open, because those that the guard has inherited are meant for the process.
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         close_fds=False,
         start_new_session=True,
-        preexec_fn=die_with_guard,  # noqa: PLW1509 (there are no threads yet)
+        # If the guard is killed as well, nobody else is left to end the process.
+        preexec_fn=die_with_parent,  # noqa: PLW1509 (there are no threads yet)
     )
     with contextlib.suppress(OSError):
         lifeline.send(str(process.pid).encode())

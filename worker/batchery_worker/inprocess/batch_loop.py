@@ -131,26 +131,18 @@ class BatchLoop:
     def admit(self, call: Call) -> None:
         """Takes a call in; its items wait for their turn."""
         arrived_s, deadline_s = call.sent_s, call.sent_s + call.deadline_s
-        if call.keys is not None:
-            self._admit_each(call, call.keys, deadline_s)
-            return
-        key = BatchKey(self.name, call.key, (None, None))
+        made: dict[str | None, BatchKey] = {}
         for index in range(len(call.items)):
-            self._scheduler.admit(
-                Job("", key, self._limits, 1, arrived_s, (call, index), call.lane, deadline_s)
-            )
-
-    def _admit_each(self, call: Call, keys: Sequence[str | None], deadline_s: float) -> None:
-        """Takes items in that have keys of their own; those without a key were refused."""
-        made: dict[str, BatchKey] = {}
-        for index, own in enumerate(keys):
+            # Items may have keys of their own; those without a key were refused.
+            own = "" if call.keys is None else call.keys[index]
             if own is None:
                 continue
             key = made.get(own)
             if key is None:
-                key = made[own] = BatchKey(self.name, f"{call.key} {own}", (None, None))
+                text = f"{call.key} {own}" if own else call.key
+                key = made[own] = BatchKey(self.name, text, (None, None))
             self._scheduler.admit(
-                Job("", key, self._limits, 1, call.sent_s, (call, index), call.lane, deadline_s)
+                Job("", key, self._limits, 1, arrived_s, (call, index), call.lane, deadline_s)
             )
 
     @property

@@ -13,9 +13,8 @@ from batchery.settings import DEVICE_NAME, ModelSettings, Settings
 from batchery_worker.device.loading import EngineModel
 from batchery_worker.inprocess.batch_loop import BatchLoop
 from batchery_worker.inprocess.batcher import BatchedCall, make_thread
-from batchery_worker.inprocess.local_device import LocalDevice
+from batchery_worker.inprocess.engine_device import LocalDevice, SpawnedDevice
 from batchery_worker.inprocess.options import BatcherOptions, CallOptions, check_names
-from batchery_worker.inprocess.spawned_device import SpawnedDevice
 
 #: Settings that a model may have of its own, and that an engine's keywords outrank.
 BATCH_SETTINGS = ("max_batch_size", "max_wait_ms", "target_latency_ms", "small_batch_threshold")

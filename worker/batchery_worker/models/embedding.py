@@ -17,7 +17,7 @@ from batchery.errors import InvalidItem, ModelLoadError
 from batchery_worker.ipc.values import Encoded
 from batchery_worker.models.forward import Reading
 from batchery_worker.models.inputs import EmbeddingKeywords
-from batchery_worker.models.saved_modules import read_pooling_config
+from batchery_worker.models.saved_modules import read_pooling, read_prompts
 from batchery_worker.models.source import ModelSource
 from batchery_worker.models.text_model import Outputs, PromptedModel
 from batchery_worker.models.tokenizer import Prepared
@@ -74,11 +74,12 @@ class EmbeddingModel(PromptedModel):
 
     def _finish_load(self, source: ModelSource, missing: Sequence[str]) -> None:
         self._keep_encoder(source, missing)
-        config = read_pooling_config(source, self.settings.pooling)
-        self._take_prompts(source, config.prompts, config.default_prompt)
-        pooling = config.pooling or ("last" if _is_decoder(self.model) else "mean")
+        setting = self.settings.pooling
+        known = read_pooling(source) if setting == "auto" else setting
+        self._take_prompts(source, *read_prompts(source))
+        pooling = known or ("last" if _is_decoder(self.model) else "mean")
         self.reading = cast(Reading, pooling)
-        where = "its files or settings" if config.pooling else "its architecture, a guess"
+        where = "its files or settings" if known else "its architecture, a guess"
         logger.info("model %s: pooling is %s, from %s", source.name, pooling, where)
 
     def _check_trial(self, source: ModelSource, outputs: Outputs) -> None:

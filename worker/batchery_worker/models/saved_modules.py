@@ -4,7 +4,6 @@ sentence-transformers, PyLate and ColBERT save them beside the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -50,40 +49,6 @@ OTHER_MODULES = {"Transformer", "Normalize", "MultiVectorMask"}
 COLBERT_WEIGHT = "linear.weight"
 
 
-@dataclass(frozen=True)
-class PoolingConfig:
-    """What the files beside a model say.
-
-    Attributes:
-        pooling: `mean`, `cls` or `last`; None where they do not say.
-        prompts: Texts to put in front, by name.
-        default_prompt: Name of the prompt for texts that come without one.
-    """
-
-    pooling: str | None = None
-    prompts: Mapping[str, str] = field(default_factory=dict)
-    default_prompt: str | None = None
-
-
-def read_pooling_config(source: ModelSource, pooling: str) -> PoolingConfig:
-    """Reads the pooling config of a model; an empty one where the model has none.
-
-    Args:
-        source: The model.
-        pooling: The setting. The files decide only if it is `auto`.
-
-    Raises:
-        ModelLoadError: The files ask for something that is not built in. Vectors made without it
-            would look right and be wrong.
-    """
-    prompts, default_prompt = read_prompts(source)
-    return PoolingConfig(
-        pooling=_pooling(source) if pooling == "auto" else pooling,
-        prompts=prompts,
-        default_prompt=default_prompt,
-    )
-
-
 def read_prompts(source: ModelSource) -> tuple[Mapping[str, str], str | None]:
     """Reads the prompts of a model.
 
@@ -101,7 +66,13 @@ def read_prompts(source: ModelSource) -> tuple[Mapping[str, str], str | None]:
     return prefixes | (general.get("prompts") or {}), general.get("default_prompt_name")
 
 
-def _pooling(source: ModelSource) -> str | None:
+def read_pooling(source: ModelSource) -> str | None:
+    """Reads the pooling of a model: `mean`, `cls` or `last`; None where its files do not say.
+
+    Raises:
+        ModelLoadError: They ask for something that is not built in. Vectors made without it would
+            look right and be wrong.
+    """
     modules: Sequence[Mapping[str, Any]] = source.json("modules.json") or ()
     kinds = {module["type"].rpartition(".")[2]: module["path"] for module in modules}
     unknown = sorted(set(kinds) - KNOWN_MODULES)
