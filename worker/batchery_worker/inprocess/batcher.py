@@ -28,6 +28,12 @@ R = TypeVar("R")
 #: What the function returns: one outcome per item.
 Outcomes = Iterable[R | Failed]
 
+#: Takes items and keywords; plain or `async def`.
+Function = Callable[Concatenate[list[T], ...], Outcomes[R] | Awaitable[Outcomes[R]]]
+
+#: The same for a method, which takes its owner first.
+Method = Callable[Concatenate[Any, list[T], ...], Outcomes[R] | Awaitable[Outcomes[R]]]
+
 USUAL_CALL = CallOptions()
 
 #: Options of `batched` that are arguments of `Collator`.
@@ -367,43 +373,17 @@ class _Decorator(Protocol):
     """Decorates a function, or a method; plain or `async def`."""
 
     @overload
-    def __call__(
-        self, function: Callable[Concatenate[list[T], ...], Outcomes[R]], /
-    ) -> BatchedFunction[T, R]: ...
+    def __call__(self, function: Function[T, R], /) -> BatchedFunction[T, R]: ...
     @overload
-    def __call__(
-        self, function: Callable[Concatenate[list[T], ...], Awaitable[Outcomes[R]]], /
-    ) -> BatchedFunction[T, R]: ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[Any, list[T], ...], Outcomes[R]], /
-    ) -> BatchedFunction[T, R]: ...
-    @overload
-    def __call__(
-        self, function: Callable[Concatenate[Any, list[T], ...], Awaitable[Outcomes[R]]], /
-    ) -> BatchedFunction[T, R]: ...
+    def __call__(self, function: Method[T, R], /) -> BatchedFunction[T, R]: ...
     @overload
     def __call__(self, function: Callable[..., Any], /) -> BatchedFunction[Any, Any]: ...
 
 
 @overload
-def batched(
-    function: Callable[Concatenate[list[T], ...], Outcomes[R]], /, **options: Any
-) -> BatchedFunction[T, R]: ...
+def batched(function: Function[T, R], /, **options: Any) -> BatchedFunction[T, R]: ...
 @overload
-def batched(
-    function: Callable[Concatenate[list[T], ...], Awaitable[Outcomes[R]]], /, **options: Any
-) -> BatchedFunction[T, R]: ...
-@overload
-def batched(
-    function: Callable[Concatenate[Any, list[T], ...], Outcomes[R]], /, **options: Any
-) -> BatchedFunction[T, R]: ...
-@overload
-def batched(
-    function: Callable[Concatenate[Any, list[T], ...], Awaitable[Outcomes[R]]],
-    /,
-    **options: Any,
-) -> BatchedFunction[T, R]: ...
+def batched(function: Method[T, R], /, **options: Any) -> BatchedFunction[T, R]: ...
 @overload
 def batched(function: Callable[..., Any], /, **options: Any) -> BatchedFunction[Any, Any]: ...
 @overload
