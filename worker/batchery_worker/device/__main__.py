@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -43,7 +43,7 @@ from batchery_worker.device.loading import (
     import_app,
     serve_model,
 )
-from batchery_worker.device.reply import Computed, answer
+from batchery_worker.device.reply import DeviceBatch, answer
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
 from batchery_worker.devstack.guarded_process import die_with_parent
@@ -78,20 +78,6 @@ LONG_MS = 2.0
 EX_SOFTWARE = 70
 
 
-@dataclass(slots=True)
-class Prepared:
-    """A batch between two threads."""
-
-    work: Work
-    #: The items that have to be computed.
-    items: list[Any]
-    served: LoadedModel | None
-    deduped: DedupedBatch | None
-    prepare_ms: float
-    #: When it was prepared, on the clock of `time.perf_counter`.
-    prepared_s: float
-
-
 class Device:
     """Runs batches on one device until its parent closes the pipe."""
 
@@ -104,8 +90,8 @@ class Device:
         #: How long the last batch of each task took.
         self._lasted_ms: dict[str, float] = {}
         #: Batches that the main thread has taken in, in the order in which they run.
-        self._ahead: deque[Prepared] = deque()
-        self._computed: queue.SimpleQueue[Computed] = queue.SimpleQueue()
+        self._ahead: deque[DeviceBatch] = deque()
+        self._computed: queue.SimpleQueue[DeviceBatch] = queue.SimpleQueue()
         self._served: dict[str, LoadedModel] = {}
         #: Number of batches given to the commit thread, and answered by it; one thread writes each.
         self._given = self._answered = 0
@@ -186,7 +172,7 @@ class Device:
                 self._computed.put(computed)
 
     @cached_property
-    def _intake(self) -> Intake[Prepared]:
+    def _intake(self) -> Intake[DeviceBatch]:
         return Intake(self._end, self._prepare)
 
     def _look_ahead(self) -> None:
@@ -210,7 +196,7 @@ class Device:
             self._computed.put(computed)
             self._look_ahead()
 
-    def _prepare(self, frame: bytes) -> Prepared:
+    def _prepare(self, frame: bytes) -> DeviceBatch:
         """Makes a batch of a message; on either of two threads, never on both at once."""
         work: Work = load_message(frame)
         started_s = time.perf_counter()
@@ -220,7 +206,7 @@ class Device:
         self._started.store(work)
         prepared_s = time.perf_counter()
         prepare_ms = (prepared_s - started_s) * 1e3
-        return Prepared(work, items, served, deduped, prepare_ms, prepared_s)
+        return DeviceBatch(work, items, served, deduped, prepare_ms, prepared_s)
 
     def _choose(
         self, work: Work, served: LoadedModel | None
@@ -234,13 +220,12 @@ class Device:
             items = prepare(served.model, items, work.keywords)
         return items, deduped
 
-    def _forward(self, batch: Prepared, resolve: Callable[[Any], Any]) -> Computed:
+    def _forward(self, batch: DeviceBatch, resolve: Callable[[Any], Any]) -> DeviceBatch:
         work, items, served, deduped = batch.work, batch.items, batch.served, batch.deduped
         if work.urgent:
             self.tell(Began(work.id))
         started_s = time.perf_counter()
-        done = Computed(work, prepare_ms=batch.prepare_ms, computed_s=started_s)
-        done.queued_ms = (started_s - batch.prepared_s) * 1e3
+        batch.queued_ms, batch.ended_s = (started_s - batch.ended_s) * 1e3, started_s
         if served is None:
             try:
                 task = find_task(self._app, work.task)
@@ -249,8 +234,9 @@ class Device:
                     served = self._serve(task)
                     items, deduped = self._choose(work, served)
             except BatcheryError as error:
-                done.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
-                return done
+                batch.outcomes = [Failed(error) for _, part, _ in work.jobs for _ in part]
+                batch.deduped = None
+                return batch
         started_s = time.perf_counter()
         interrupted_s = 0.0
 
@@ -270,18 +256,18 @@ class Device:
             outcomes, tokens, computed_tokens = served.compute(
                 part, work, limit, start_next, run_urgent
             )
-            done.tokens += tokens
-            done.computed_tokens += computed_tokens
+            batch.tokens += tokens
+            batch.computed_tokens += computed_tokens
             return outcomes
 
         self.current = work
-        done.outcomes = self._reuse.run(deduped, items, run)
+        batch.outcomes = self._reuse.run(deduped, items, run)
         self.current = None
-        done.deduped = deduped
-        done.computed_s = time.perf_counter()
-        done.forward_ms = (done.computed_s - started_s - interrupted_s) * 1e3
-        done.figures = self._figures()
-        return done
+        batch.deduped = deduped
+        batch.ended_s = time.perf_counter()
+        batch.forward_ms = (batch.ended_s - started_s - interrupted_s) * 1e3
+        batch.figures = self._figures()
+        return batch
 
     def _run_function(self, task: BatchTask, work: Work, *parts: Any) -> list[Any]:
         outcomes = run_batch(task, work, self._name, *parts)
@@ -306,9 +292,9 @@ class Device:
             self._answer(self._computed.get())
             self._answered += 1
 
-    def _answer(self, batch: Computed) -> None:
+    def _answer(self, batch: DeviceBatch) -> None:
         self._committing = batch.work.id
-        batch.queued_ms += (time.perf_counter() - batch.computed_s) * 1e3
+        batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
         done = answer(batch, self._name, self._committer, self._app.backend, self._reuse)
         self.tell(done)
 
@@ -362,7 +348,7 @@ class EngineDevice(Device):
         self._reuse = SingleFlight(ResultCache(None))  # No batch has a policy for it.
         return Ready(os.getpid(), time.monotonic() - started_s, self._figures())
 
-    def _prepare(self, frame: bytes) -> Prepared:
+    def _prepare(self, frame: bytes) -> DeviceBatch:
         work: Work = load_message(frame)
         served = self._served[work.task]
         started_s = time.perf_counter()
@@ -379,9 +365,9 @@ class EngineDevice(Device):
             work = replace(work, keywords=keywords)
             items = prepare(served.model, items, keywords)
         prepared_s = time.perf_counter()
-        return Prepared(work, items, served, None, (prepared_s - started_s) * 1e3, prepared_s)
+        return DeviceBatch(work, items, served, None, (prepared_s - started_s) * 1e3, prepared_s)
 
-    def _answer(self, batch: Computed) -> None:
+    def _answer(self, batch: DeviceBatch) -> None:
         outcomes = ("", (dump_outcomes(batch.outcomes),))
         tokens = batch.tokens, batch.computed_tokens
         self.tell(Done(batch.work.id, [outcomes], batch.forward_ms, *tokens, figures=batch.figures))

@@ -10,34 +10,39 @@ from celery.utils.saferepr import saferepr
 
 from batchery.protocol import multi_item
 from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
+from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Done, Work, batch_info, encode_outcome, sendable
 from batchery_worker.ipc.values import Encoded, encoded, joined
 from batchery_worker.result_cache import DedupedBatch, SingleFlight
 
 
 @dataclass(slots=True)
-class Computed:
-    """A batch whose outcomes are known."""
+class DeviceBatch:
+    """A batch on its way through the threads of a device."""
 
     work: Work
-    #: One outcome per item.
+    #: The items that have to be computed, prepared.
+    items: list[Any]
+    #: Its model; None for a function, or if the model is not loaded yet.
+    served: LoadedModel | None = None
+    #: Which items share a result; None if each item is computed.
+    deduped: DedupedBatch | None = None
+    prepare_ms: float = 0.0
+    #: When its last stage ended, on the clock of `time.perf_counter`.
+    ended_s: float = 0.0
+    #: One outcome per item, once it is computed.
     outcomes: Sequence[Any] = ()
     forward_ms: float = 0.0
     tokens: int = 0
     computed_tokens: int = 0
-    prepare_ms: float = 0.0
     #: How long it has waited for threads so far.
     queued_ms: float = 0.0
-    #: When it was computed, on the clock of `time.perf_counter`.
-    computed_s: float = 0.0
     #: See `Done`.
     figures: Mapping[str, Any] | None = None
-    #: Which items share a result; None if each item was computed.
-    deduped: DedupedBatch | None = None
 
 
 def answer(
-    batch: Computed,
+    batch: DeviceBatch,
     device: str,
     committer: Committer,
     backend: Any,
@@ -152,7 +157,7 @@ def _head(value: Any, count: int) -> Any:
     return value[:count] if type(value) is list else value
 
 
-def _by_job(batch: Computed) -> Iterator[Any]:
+def _by_job(batch: DeviceBatch) -> Iterator[Any]:
     """Groups the outcomes of the items by the jobs that carried them."""
     start = 0
     for _, items, form in batch.work.jobs:

@@ -8,7 +8,8 @@ import pytest
 
 from batchery import Model
 from batchery_worker.device import __main__ as device_module
-from batchery_worker.device.__main__ import Device, Prepared
+from batchery_worker.device.__main__ import Device
+from batchery_worker.device.reply import DeviceBatch
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.messages import Began, Work, load_reply
@@ -60,13 +61,13 @@ def model() -> Launched:
 
 def batch(
     model: Model, items: list[int], deduped: Any = None, size: int = 2, *, urgent: bool = False
-) -> Prepared:
+) -> DeviceBatch:
     jobs = [(str(each), [each], False) for each in items]
     work = Work(1, "launched", {}, jobs, size, None, urgent=urgent)
-    return Prepared(work, items, LoadedModel("launched", model, "cpu", Memory()), deduped, 0.0, 0.0)
+    return DeviceBatch(work, items, LoadedModel("launched", model, "cpu", Memory()), deduped)
 
 
-def forward(device: Any, batch: Prepared) -> list[Any]:
+def forward(device: Any, batch: DeviceBatch) -> list[Any]:
     outcomes: list[Any] = device._forward(batch, None).outcomes
     return outcomes
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from batchery import Failed
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome
-from batchery_worker.device.reply import Computed, answer, format_result
+from batchery_worker.device.reply import DeviceBatch, answer, format_result
 from batchery_worker.ipc.messages import CachePolicy, CommitContext, Work, decode_outcome
 from batchery_worker.ipc.values import Encoded, plain_json
 from batchery_worker.result_cache import DedupedBatch, SingleFlight
@@ -33,9 +33,18 @@ class Judge:
         return self.statuses
 
 
-def computed(context: CommitContext | None, *outcomes: Any) -> Computed:
+def computed(context: CommitContext | None, *outcomes: Any) -> DeviceBatch:
     work = Work(5, "task", {}, JOBS, 8, None, commit=context)
-    return Computed(work, outcomes, 1.5, 8, 10, prepare_ms=0.5, queued_ms=0.25)
+    return DeviceBatch(
+        work,
+        [],
+        prepare_ms=0.5,
+        outcomes=outcomes,
+        forward_ms=1.5,
+        tokens=8,
+        computed_tokens=10,
+        queued_ms=0.25,
+    )
 
 
 def context(text_chars: int | None = None) -> CommitContext:
@@ -126,7 +135,7 @@ class Memory:
         return {}
 
 
-def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> Computed:
+def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> DeviceBatch:
     """A batch of `a`, packed `a` and `b`, and `d`: each outcome computed, or found."""
     items = ["a", "a", "b", "d"]
     jobs = [("t1", ["a"], False), ("t2", ["a", "b"], True), ("t3", ["d"], False)]
@@ -135,7 +144,7 @@ def deduplicated(outcomes: Mapping[str, Any], found: Mapping[bytes, bytes]) -> C
     deduped = DedupedBatch([item.encode() for item in items], found)
     chosen = [items[place] for place in deduped.positions]
     computed = deduped.run(chosen, {}, lambda part: [outcomes[item] for item in part])
-    return Computed(work, computed, deduped=deduped)
+    return DeviceBatch(work, [], deduped=deduped, outcomes=computed)
 
 
 def test_a_value_of_several_jobs_is_encoded_once_and_kept() -> None:
@@ -186,7 +195,7 @@ def test_plain_values_are_one_list_whoever_encoded_them(values: list[Any], data:
         Encoded(plain_json(value)) if data.draw(st.booleans()) else value for value in values
     ]
     work = Work(5, "task", {}, [("t1", values, "values")], 8, None)
-    done = answer(Computed(work, outcomes), "cpu", Judge(), backend)
+    done = answer(DeviceBatch(work, [], outcomes=outcomes), "cpu", Judge(), backend)
     [(_, spelled)] = done.jobs
     assert decode_outcome(spelled, backend) == values
     assert done.failed_items is None
@@ -195,7 +204,7 @@ def test_plain_values_are_one_list_whoever_encoded_them(values: list[Any], data:
 def test_first_failure_is_that_of_a_job_of_plain_values() -> None:
     work = Work(5, "task", {}, [("t1", [1, 2, 3], "values")], 8, None)
     outcomes = [Encoded(b"1"), Failed(LookupError("b")), Failed("later")]
-    done = answer(Computed(work, outcomes), "cpu", Judge(), backend)
+    done = answer(DeviceBatch(work, [], outcomes=outcomes), "cpu", Judge(), backend)
     [(_, spelled)] = done.jobs
     failed = decode_outcome(spelled, backend)
     assert (type(failed.exception), str(failed.exception)) == (LookupError, "b")
