@@ -11,7 +11,7 @@ from celery.app.defaults import DEFAULTS
 from batchery.errors import StartError
 from batchery.installation import get_installation, remember
 from batchery.model import Model
-from batchery.settings import ModelSettings
+from batchery.settings import TASK_OPTIONS, ModelSettings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
 from batchery.valkey import accept_valkey_urls
@@ -142,13 +142,7 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         queue=settings.queue,
         model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
-        max_batch_size=settings.max_batch_size,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_wait_ms=settings.max_wait_ms,
-        target_latency_ms=settings.target_latency_ms,
-        small_batch_threshold=settings.small_batch_threshold,
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
-        cache_ttl_s=settings.cache_ttl_s,
-        cache_max_bytes=settings.cache_max_bytes,
+        **{name: getattr(settings, name) for name in TASK_OPTIONS},
     )

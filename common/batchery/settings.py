@@ -92,6 +92,14 @@ def nearest_name(name: str, names: Iterable[str]) -> str:
     return f", the nearest is {nearest[0]}" if nearest else ""
 
 
+#: Settings of a model that are options of its task, by the same name: limits of its batches, and of
+#: what is kept of their results.
+TASK_OPTIONS = (
+    *("max_batch_size", "max_batch_tokens", "max_wait_ms", "target_latency_ms"),
+    *("small_batch_threshold", "cache_ttl_s", "cache_max_bytes"),
+)
+
+
 class ModelSettings(BaseModel):
     """One model, which becomes a Celery task with its own queue."""
 

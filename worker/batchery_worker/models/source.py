@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging as transformers_logging
 
 from batchery.errors import ModelLoadError
-from batchery.settings import ModelSettings
+from batchery.settings import TASK_OPTIONS, ModelSettings
 from batchery_worker.result_cache import DIGEST_BYTES
 
 #: Model ids of the hub. Any other name must be a folder.
@@ -27,12 +27,7 @@ MAX_REASON_CHARS = 400
 
 
 #: Settings that never change a result: where the model is, and how its jobs are batched and cached.
-NEUTRAL = {
-    *("model", "revision", "queue"),
-    *("max_batch_size", "max_batch_tokens", "max_wait_ms"),
-    *("target_latency_ms", "small_batch_threshold"),
-    *("cache", "cache_ttl_s", "cache_max_bytes"),
-}
+NEUTRAL = {"model", "revision", "queue", "cache", *TASK_OPTIONS}
 
 #: Suffixes of weights that are never loaded, and may have many gigabytes.
 NEVER_LOADED = {".bin", ".gguf", ".h5", ".msgpack", ".onnx", ".ot", ".pt", ".pth", ".tflite"}
