@@ -19,8 +19,7 @@ from batchery_producer.publishing.connection import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.publishing.template import OutgoingJob
 from batchery_producer.results.answers import Answer
-from batchery_producer.results.collector import collector_for
-from batchery_producer.results.polling import Collector
+from batchery_producer.results.collector import Collector, collector_for
 from batchery_producer.retry import Interrupted, RetryPolicy
 
 #: Maximum number of jobs that are sent before revoked jobs are handled.
@@ -151,7 +150,7 @@ class Session:
                 self._publisher(group[0]).send([call.job for call in group], group[0].headers)
             except Interrupted:
                 return
-            except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
+            except Exception as error:
                 self._send_alone(group, error)
             self._unsent.difference_update(ids)
 
@@ -166,7 +165,7 @@ class Session:
                 try:
                     self._publisher(call).send([call.job], call.headers)
                     problem = None
-                except Exception as own:  # noqa: BLE001 - as above
+                except Exception as own:
                     problem = own
             if problem is not None:
                 self._forget([call.job.id])
@@ -230,7 +229,7 @@ class Session:
             answers.extend(self._collector.collect(WAIT_S))
         except Interrupted:
             pass
-        except Exception as error:  # noqa: BLE001 - the callers get it
+        except Exception as error:
             lost = list(self._in_flight)
             self._forget(lost)
             self._failed(lost, error)

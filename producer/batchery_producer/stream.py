@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from batchery_producer.diagnosis import StallDetector
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, build_header
-from batchery_producer.results.polling import Collector
+from batchery_producer.results.collector import Collector
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from celery import Celery
 
-from batchery_producer.results.collector import collector_for
-from batchery_producer.results.polling import Collector
+from batchery_producer.results.collector import Collector, collector_for
 from batchery_producer.retry import Interrupted, RetryPolicy
 
 logger = logging.getLogger(__name__)
@@ -104,7 +103,7 @@ class ResultWaiter:
                         self._loop.call_soon_threadsafe(self._settle, task_id)
             except Interrupted:
                 continue
-            except Exception as error:  # noqa: BLE001 - this thread must go on
+            except Exception as error:
                 logger.warning("results cannot be read, trying again: %s", error)
                 time.sleep(ERROR_PAUSE_S)
         self._collector.close()
