@@ -15,7 +15,7 @@ from celery import Celery
 from kombu.utils import json
 
 from batchery.errors import BatcheryError
-from batchery_producer.publishing.connection import BrokerConnection
+from batchery_producer.publishing.broker import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.publishing.template import OutgoingJob
 from batchery_producer.results.answers import Answer

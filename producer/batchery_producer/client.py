@@ -16,7 +16,7 @@ from batchery.errors import BatcheryError, NoResult
 from batchery.protocol.headers import with_tenant
 from batchery.valkey import redis_url
 from batchery_producer.diagnosis import explain_stall
-from batchery_producer.publishing.connection import BrokerConnection
+from batchery_producer.publishing.broker import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher, is_known
 from batchery_producer.publishing.template import uuids
 from batchery_producer.results.answers import Answer, Outcome, check_per_job, read_outcomes

@@ -13,8 +13,13 @@ from batchery.errors import BatchArgumentError, PublishError, QueueFull, Setting
 from batchery.installation import get_queue_limits
 from batchery.protocol.headers import sent_now
 from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
-from batchery_producer.publishing.connection import BrokerConnection
-from batchery_producer.publishing.redis_push import Command, Room, send_as_celery_does, split
+from batchery_producer.publishing.broker import (
+    BrokerConnection,
+    Command,
+    Room,
+    send_as_celery_does,
+    split,
+)
 from batchery_producer.publishing.template import (
     ITEM,
     OutgoingJob,

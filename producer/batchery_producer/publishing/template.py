@@ -23,7 +23,7 @@ from kombu.utils import json as kombu_json
 from batchery.task import BatchTask
 from batchery.tracing import current_tracing
 from batchery.transport.codec import writes_kombus_json
-from batchery_producer.publishing.redis_push import Command
+from batchery_producer.publishing.broker import Command
 
 #: A receiver of these may look at each message, and change it.
 SIGNALS = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
@@ -150,7 +150,7 @@ def build_template(app: Celery, task_id: str, text: str) -> Template | None:
     if given == format_item(ITEM):
         headers["argsrepr"] = slots["repr"]
     else:
-        format_item = lambda _: given  # noqa: E731 (the caller set one for all jobs)
+        format_item = lambda _: given
     text = kombu_json.dumps(message).replace("%", "%%")
     # Replaced with the quotation marks, as ids and texts may need escapes.
     text = text.replace(f'"{task_id}"', "%(id)s").replace(f'"{slots["repr"]}"', "%(repr)s")

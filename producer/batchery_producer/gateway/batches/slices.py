@@ -13,7 +13,7 @@ from batchery_producer.files.records import Broken
 from batchery_producer.gateway.batches.lines import REJECTED, BatchLines, Line, get_jobs
 from batchery_producer.gateway.batches.records import BatchRecord
 from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.publishing.connection import REVOKE_CHUNK
+from batchery_producer.publishing.broker import REVOKE_CHUNK
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import build_header
 from batchery_producer.results.collector import collector_for
