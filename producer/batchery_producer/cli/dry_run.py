@@ -10,14 +10,13 @@ from pathlib import Path
 
 from celery import Celery
 
-from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.dataset import Dataset, begin_reading
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.run.api import start_run
 from batchery_producer.run.loop import FileRun
 from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
-from batchery_producer.run.reader import begin_reading
 from batchery_producer.run.report import Report
 from batchery_producer.run.summary import Ending, Summary, duration
 

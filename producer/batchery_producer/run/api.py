@@ -8,12 +8,11 @@ from typing import Any
 from celery import Celery
 
 from batchery.errors import DatasetError
-from batchery_producer.files.dataset import Dataset
+from batchery_producer.files.dataset import Dataset, begin_reading
 from batchery_producer.files.journal import FinishedLines, Journal
 from batchery_producer.run.loop import FileRun
 from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import Output
-from batchery_producer.run.reader import begin_reading
 from batchery_producer.run.report import Report
 from batchery_producer.run.summary import Ending, Summary
 

@@ -17,11 +17,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from batchery.errors import DatasetError
-from batchery_producer.files.columnar import write_arrow, write_parquet
-from batchery_producer.files.compression import READ_ONLY, bare_name, compression_of_name
-from batchery_producer.files.extras import extra
-from batchery_producer.files.jsonl import encoded, read_lines
-from batchery_producer.files.source import EXTENSIONS, Remote
+from batchery_producer.files.journal import encoded, read_lines
+from batchery_producer.files.rows import write_arrow, write_parquet
+from batchery_producer.files.source import (
+    EXTENSIONS,
+    READ_ONLY,
+    Remote,
+    bare_name,
+    compression_of_name,
+    extra,
+)
 
 Entry = Mapping[str, Any]
 Entries = Callable[[], Iterable[Entry]]

@@ -11,6 +11,7 @@ from celery import Celery
 from batchery.cli.app import check_backend, check_broker
 from batchery.errors import BatcheryError, SettingsError
 from batchery_producer.diagnosis import check_workers, explain_stall, find_task
+from batchery_producer.files.dataset import Feed
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.openai_batch import INVALID_LINE, in_form
 from batchery_producer.files.records import Broken, Record
@@ -20,7 +21,6 @@ from batchery_producer.results.collector import collector_for
 from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
 from batchery_producer.run.options import SubmitOptions
 from batchery_producer.run.output import RunOutput
-from batchery_producer.run.reader import Feed
 from batchery_producer.run.report import Figures
 from batchery_producer.run.resume import InFlightRecovery
 from batchery_producer.run.summary import Ending, Snapshot, Summary

@@ -5,13 +5,11 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from batchery.errors import DatasetError
-from batchery_producer.files.compression import bare_name
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import FinishedLines, Journal
-from batchery_producer.files.jsonl import JsonLines, TooLong
+from batchery_producer.files.journal import FinishedLines, Journal, JsonLines, TooLong
 from batchery_producer.files.openai_batch import OpenAIFormat
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.files.source import STANDARD_STREAM, is_url
+from batchery_producer.files.source import STANDARD_STREAM, bare_name, is_url
 from batchery_producer.run.finalize import OF_LINES, OF_RESULTS, Final, check_extension
 
 #: The journal's name is that of the output with this suffix.

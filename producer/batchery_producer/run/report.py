@@ -14,8 +14,7 @@ from typing import Any
 
 from batchery.errors import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.extras import extra
-from batchery_producer.files.source import STANDARD_STREAM
+from batchery_producer.files.source import STANDARD_STREAM, extra
 from batchery_producer.run.output import check_output_path, check_path, is_same
 from batchery_producer.run.summary import Summary, duration
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import orjson
 
-from batchery_producer.files.journal import Journal
-from batchery_producer.files.jsonl import encoded
+from batchery_producer.files.journal import Journal, encoded
 from batchery_producer.files.openai_batch import EXPIRED, OpenAIFormat, RequestPicker, in_form
 from batchery_producer.files.records import Broken, Record, SeenIds
 from batchery_producer.files.rows import JsonRows, Lines
