@@ -150,7 +150,7 @@ class Session:
                 self._publisher(group[0]).send([call.job for call in group], group[0].headers)
             except Interrupted:
                 return
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
                 self._send_alone(group, error)
             self._unsent.difference_update(ids)
 
@@ -165,7 +165,7 @@ class Session:
                 try:
                     self._publisher(call).send([call.job], call.headers)
                     problem = None
-                except Exception as own:
+                except Exception as own:  # noqa: BLE001 - as above
                     problem = own
             if problem is not None:
                 self._forget([call.job.id])
@@ -229,7 +229,7 @@ class Session:
             answers.extend(self._collector.collect(WAIT_S))
         except Interrupted:
             pass
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the callers get it
             lost = list(self._in_flight)
             self._forget(lost)
             self._failed(lost, error)

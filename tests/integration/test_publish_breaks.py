@@ -10,7 +10,7 @@ import redis
 from celery import Celery, uuid
 
 from batchery import BrokerRefused, QueueFull
-from batchery_producer.publishing import redis_push
+from batchery_producer.publishing import broker
 from batchery_producer.publishing.publisher import CHUNK_JOBS, Publisher
 from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
 from batchery_worker.devstack.redis_server import free_port
@@ -56,14 +56,14 @@ def lose_answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def lose(count: int) -> None:
         losing = LostAnswers(None, count)
-        use = redis_push.Pusher.use
+        use = broker.Pusher.use
 
         def use_losing(self: Any, channel: Any) -> None:
             use(self, channel)
             losing._script = self._script
             self._script = losing
 
-        monkeypatch.setattr(redis_push.Pusher, "use", use_losing)
+        monkeypatch.setattr(broker.Pusher, "use", use_losing)
 
     return lose
 
@@ -219,7 +219,7 @@ def test_a_marker_of_a_publisher_that_was_killed_expires(app: Celery, bare: Any)
     publisher = Publisher(app, "same")
     publisher.send(jobs(1))
     (marker,) = bare.keys("batchery:publisher:*")
-    assert 0 < bare.ttl(marker) <= redis_push.MARKER_S
+    assert 0 < bare.ttl(marker) <= broker.MARKER_S
     publisher.close()
     assert not bare.keys("batchery:*")
 

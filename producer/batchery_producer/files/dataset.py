@@ -147,7 +147,7 @@ class Dataset:
         self,
         names: str | Path | Sequence[str | Path],
         *,
-        format: str | None = None,
+        format: str | None = None,  # noqa: A002 (what every tool calls it)
         field: str | None = None,
         id_field: str | None = None,
         delimiter: str | None = None,
@@ -460,7 +460,7 @@ class Feed(Generic[T]):
             if isinstance(entries, Generator):
                 # Closed here, because what the generator has open belongs to this thread.
                 entries.close()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 (raised again where it is taken)
             self._error = error
         finally:
             self._ended.set()

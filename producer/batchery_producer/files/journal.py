@@ -82,7 +82,7 @@ class JsonLines:
         with _naming_errors(self.name):
             self._open()
         end = 0
-        for entry, end in read_lines(self.path):
+        for entry, end in read_lines(self.path):  # noqa: B007 (the last one is used)
             yield entry
         with _naming_errors(self.name):
             self._cut(end)

@@ -229,7 +229,7 @@ class Remote(NamedTuple):
             raise DatasetError(
                 f"{url}: its package is missing: pip install {package} ({error})"
             ) from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (each filesystem has errors of its own)
             raise DatasetError(f"{url}: cannot be reached: {error}") from None
 
     @contextmanager
@@ -245,7 +245,7 @@ class Remote(NamedTuple):
             raise
         except FileNotFoundError:
             raise DatasetError(f"{url}: there is no such file") from None
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (as above)
             raise DatasetError(f"{url}: cannot be reached: {error}") from None
 
 

@@ -150,7 +150,7 @@ def build_template(app: Celery, task_id: str, text: str) -> Template | None:
     if given == format_item(ITEM):
         headers["argsrepr"] = slots["repr"]
     else:
-        format_item = lambda _: given
+        format_item = lambda _: given  # noqa: E731 (the caller set one for all jobs)
     text = kombu_json.dumps(message).replace("%", "%%")
     # Replaced with the quotation marks, as ids and texts may need escapes.
     text = text.replace(f'"{task_id}"', "%(id)s").replace(f'"{slots["repr"]}"', "%(repr)s")

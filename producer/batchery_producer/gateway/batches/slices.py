@@ -18,8 +18,8 @@ from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import build_header
 from batchery_producer.results.collector import collector_for
 from batchery_producer.retry import RetryPolicy
+from batchery_producer.run.file_run import InFlightRecovery
 from batchery_producer.run.options import SubmitOptions
-from batchery_producer.run.resume import InFlightRecovery
 
 #: Slices in flight at once: while one is awaited, the next one is in the queue already.
 AHEAD = 2

@@ -103,7 +103,7 @@ class ResultWaiter:
                         self._loop.call_soon_threadsafe(self._settle, task_id)
             except Interrupted:
                 continue
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - this thread must go on
                 logger.warning("results cannot be read, trying again: %s", error)
                 time.sleep(ERROR_PAUSE_S)
         self._collector.close()

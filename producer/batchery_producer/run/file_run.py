@@ -1,30 +1,53 @@
-"""A run: submits the rows of a dataset through a window, and writes down what comes back."""
+"""A run of `submit_file`: rows become jobs, and what comes back is written down.
 
+A run that goes on with an earlier one looks first for jobs that are still in flight. A job moves
+one way only: from its queue to a worker, then to a result. A search in this order finds every job;
+it may find a job twice that moves meanwhile.
+"""
+
+import json
+import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from celery import Celery
+import redis
+from celery import Celery, states
+from celery.backends.redis import RedisBackend
+from celery.result import AsyncResult
+from celery.utils.functional import chunks
+from kombu.exceptions import OperationalError
+from kombu.transport import redis as kombu_redis
 
 from batchery.cli.app import check_backend, check_broker
-from batchery.errors import BatcheryError, SettingsError
+from batchery.errors import BatcheryError, DatasetError, SettingsError
+from batchery.transport.redis_schema import Keys
 from batchery_producer.diagnosis import check_workers, explain_stall, find_task
-from batchery_producer.files.dataset import Feed
-from batchery_producer.files.journal import Journal
+from batchery_producer.files.dataset import Dataset, Feed, begin_reading
+from batchery_producer.files.journal import FinishedLines, Journal
 from batchery_producer.files.openai_batch import INVALID_LINE, in_form
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, joined
 from batchery_producer.results.collector import collector_for
 from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
-from batchery_producer.run.options import SubmitOptions
-from batchery_producer.run.output import RunOutput
-from batchery_producer.run.report import Figures
-from batchery_producer.run.resume import InFlightRecovery
-from batchery_producer.run.summary import Ending, Snapshot, Summary
+from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
+from batchery_producer.run.output import Output, RunOutput
+from batchery_producer.run.report import Figures, Report
 from batchery_producer.stream import NewJob, Stream, Window
+
+#: Number of messages that are read from Redis at a time.
+CHUNK = 256
+
+#: How long workers may take to name their active jobs, in seconds.
+ASK_S = 1.0
+
+#: Errors after which to retry.
+ERRORS = (redis.ConnectionError, redis.TimeoutError, OSError, OperationalError)
 
 #: Time over which the current rate is measured, in seconds: a shorter one jumps with every batch, a
 #: longer one hides changes.
@@ -35,6 +58,114 @@ SAMPLE_S = 0.5
 
 #: Error type of jobs whose result is too long for a line of the output.
 RESULT_TOO_LARGE = "ResultTooLarge"
+
+
+class InFlightRecovery:
+    """Determines which jobs must be sent again."""
+
+    def __init__(
+        self,
+        app: Celery,
+        queue: str,
+        pattern: "re.Pattern[bytes]",
+        max_in_flight: int,
+        retries: RetryPolicy,
+    ) -> None:
+        """Prepares; the first call of `missing` looks for jobs that have no result yet.
+
+        Args:
+            app: App whose broker and backend to search.
+            queue: Queue to which the jobs were sent.
+            pattern: Matches the ids of the run in a message.
+            max_in_flight: Maximum number of the run's jobs that can have been in flight.
+            retries: How long to retry when Redis is away.
+        """
+        self._app = app
+        self._queue = queue
+        self._pattern = pattern
+        self._max_in_flight = max_in_flight
+        self._missing_in_a_row = 0
+        self._retries = retries
+        self._in_flight: set[str] | None = None
+
+    def missing(self, task_ids: Sequence[str]) -> list[str]:
+        """Jobs out of some, the oldest first, that are neither in flight nor ended.
+
+        A run sends its jobs in the order of the input. So when as many jobs in a row are missing as
+        can have been in flight, none of the following was sent, and this stops searching.
+
+        Raises:
+            Interrupted: The caller asked to stop.
+            GaveUp: Redis stays away.
+        """
+        if self._missing_in_a_row >= self._max_in_flight:
+            return list(task_ids)
+        if self._in_flight is None:
+            self._in_flight = self._retries.call(
+                lambda: set(_find_in_flight(self._app, self._queue, self._pattern)), ERRORS
+            )
+        absent = [task_id for task_id in task_ids if task_id not in self._in_flight]
+        ended = self._retries.call(lambda: set(_ended(self._app, absent)), ERRORS)
+        missing = [task_id for task_id in absent if task_id not in ended]
+        self._missing_in_a_row = (
+            self._missing_in_a_row + len(missing) if missing == list(task_ids) else 0
+        )
+        return missing
+
+
+def _find_in_flight(app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Iterator[str]:
+    with app.connection_for_read() as connection:
+        channel: Any = connection.default_channel
+        if not isinstance(channel, kombu_redis.Channel):
+            # The queues of other brokers cannot be searched, so their jobs are sent again.
+            return
+        for message in _messages(channel, queue):
+            yield from (found.decode() for found in pattern.findall(message))
+    # Jobs of ordinary tasks are in no list of Redis while they run.
+    active = app.control.inspect(timeout=ASK_S).active() or {}
+    yield from (
+        found.decode()
+        for jobs in active.values()
+        for found in pattern.findall(json.dumps([each.get("id") for each in jobs]).encode())
+    )
+
+
+def _messages(channel: Any, queue: str) -> Iterator[bytes]:
+    """Messages in the queue, then those of workers: Batchery's leases, and Celery's unacked."""
+    # kombu's own client would add its key prefix to some keys only.
+    client = redis.Redis(connection_pool=channel.pool)
+    prefix = channel.global_keyprefix
+    for step in channel.priority_steps:
+        yield from _waiting(client, prefix + channel._q_for_pri(queue, step))
+    keys = Keys(prefix)
+    held = [keys.lease(_text(worker)) for worker in client.zrange(keys.workers, 0, -1)]
+    for key in (*held, prefix + channel.unacked_key):
+        for _, value in client.hscan_iter(key, count=CHUNK):
+            yield value
+
+
+def _waiting(client: Any, key: str) -> Iterator[bytes]:
+    """Messages, the newest first, so that none is skipped while the oldest leave."""
+    start = 0
+    while messages := client.lrange(key, start, start + CHUNK - 1):
+        yield from messages
+        start += len(messages)
+
+
+def _ended(app: Celery, task_ids: Iterable[str]) -> Iterator[str]:
+    backend: Any = app.backend
+    if not isinstance(backend, RedisBackend):
+        yield from (each for each in task_ids if AsyncResult(each, app=app).ready())
+        return
+    for some in chunks(iter(task_ids), CHUNK):
+        stored = backend.client.mget([backend.get_key_for_task(each) for each in some])
+        for task_id, value in zip(some, stored, strict=True):
+            if value is not None and backend.decode(value).get("status") in states.READY_STATES:
+                yield task_id
+
+
+def _text(name: Any) -> str:
+    return name.decode() if isinstance(name, bytes) else str(name)
 
 
 class Rate:
@@ -290,3 +421,111 @@ class FileRun:
             self._figures.batch_sizes.mean,
             {kind.name: kind.count for kind in self._figures.kinds},
         )
+
+
+def submit_file(
+    source: str | Path | Sequence[str | Path],
+    task: str | None,
+    output: str | Path,
+    *,
+    app: Celery,
+    options: SubmitOptions | None = None,
+    **changes: Any,
+) -> Summary:
+    """Submits every row of a file as a job, and writes every result to another file.
+
+    Memory does not grow with the input. Redis may restart during the run; a job whose message Redis
+    loses never ends, and `timeout_s` limits the wait for it. Jobs are sent at least once.
+
+    Args:
+        source: Files, URLs, patterns such as `data/*.jsonl`, or `-` for standard input; as for
+            `Dataset`.
+        task: Name of the task, or alias of a model; None for OpenAI's batch files, whose model
+            names it.
+        output: Gets one line per result, in the order of completion; `-` is standard output. A
+            URL gets them at the end.
+        app: App to which jobs are sent and in which results are stored.
+        options: All other options.
+        changes: Single options, which override those in `options`: `submit_file(..., limit=10)`.
+
+    Returns:
+        Counts, and how the run ended.
+
+    Raises:
+        DatasetError: Input or output cannot be used, or the output can no longer be written.
+        RedisUnavailable: No Redis answers at one of the app's URLs.
+        StartError: No other broker answers.
+        SettingsError: The app stores no results or does not allow the queue, or there are workers
+            and none of them has the task.
+        TypeError: An option is unknown.
+        ValueError: The window is less than 1.
+    """
+    options = replace(options or SubmitOptions(), **changes)
+    dataset = Dataset(source, **options.reading)
+    files = Output(dataset, output, **options.writing)
+    report = Report(options.report, dataset, output, options.errors) if options.report else None
+    run = start_run(app, dataset, task, options)
+    settings = {
+        "kwargs": dict(options.keywords or {}),
+        **dataset.settings,
+        "ordered": options.ordered,
+    }
+    rows = begin_reading(dataset, options.stop)
+    if rows is None:
+        return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, run.queue, "interrupted")
+    options.began(dataset.description)
+    with files:
+        journal = files.open(Journal.of(dataset.sources, run.task, settings, options.window))
+        summary = run.run(
+            files.missing(rows),
+            files,
+            journal,
+            total=lambda: _less(dataset.total, len(files.done)),
+            figures=report.figures if report else None,
+        )
+    results, errors = files.names
+    summary = replace(_with_earlier(summary, files.done), results=results, errors=errors)
+    if report:
+        report.write(run.task, summary)
+    return summary
+
+
+def start_run(app: Celery, dataset: Dataset, task: str | None, options: SubmitOptions) -> FileRun:
+    """The run of a dataset, by the named task or by that of the model of its requests.
+
+    Raises:
+        DatasetError: There is neither.
+        BatcheryError: Jobs cannot be sent; as `FileRun` does.
+    """
+    run = FileRun(app, choose_task(dataset, task), options)
+    if task is None:
+        dataset.is_own_name = run.task.__eq__
+    return run
+
+
+def choose_task(dataset: Dataset, task: str | None) -> str:
+    """The named task, or the model of OpenAI's requests.
+
+    Raises:
+        DatasetError: There is neither.
+    """
+    if task is not None:
+        return task
+    if not dataset.model:
+        raise DatasetError(
+            f"{dataset.name}: no task; name one with --task. Only requests of OpenAI's batch API"
+            " name their model themselves"
+        )
+    return dataset.model
+
+
+def _less(total: int | None, done: int) -> int | None:
+    return None if total is None else max(total - done, 0)
+
+
+def _with_earlier(summary: Summary, done: FinishedLines) -> Summary:
+    """Adds the rows of an earlier process, as the exit code is that of the whole output."""
+    ending = summary.ending
+    if ending is Ending.SUCCEEDED and done.failed:
+        ending = Ending.SOME_FAILED
+    return replace(summary, ending=ending, before=len(done))
