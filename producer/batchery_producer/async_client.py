@@ -16,8 +16,9 @@ from typing import Any, Self
 
 from celery import Celery, uuid
 
-from batchery.errors import NoResult
+from batchery.errors import GaveUp, NoResult
 from batchery.protocol.headers import deadline_header, with_tenant
+from batchery.retry import AWAY_S
 from batchery.tracing import trace_headers
 from batchery_producer.async_session import PendingSend, Session
 from batchery_producer.client import close_app, make_app
@@ -29,7 +30,6 @@ from batchery_producer.results.answers import (
     check_per_job,
     read_outcomes,
 )
-from batchery_producer.retry import AWAY_S, GaveUp
 from batchery_producer.stream import Window
 
 #: Items in flight.

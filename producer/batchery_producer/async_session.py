@@ -15,12 +15,12 @@ from celery import Celery
 from kombu.utils import json
 
 from batchery.errors import BatcheryError
+from batchery.retry import Interrupted, RetryPolicy
 from batchery_producer.publishing.broker import BrokerConnection
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.publishing.template import OutgoingJob
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import Collector, collector_for
-from batchery_producer.retry import Interrupted, RetryPolicy
 
 #: Maximum number of jobs that are sent before revoked jobs are handled.
 SEND_JOBS = 1000

@@ -11,12 +11,12 @@ from celery.backends.redis import RedisBackend
 from celery.result import AsyncResult, ResultSet
 from kombu.exceptions import OperationalError
 
-from batchery.errors import BatcheryError
+from batchery.errors import BatcheryError, GaveUp
+from batchery.retry import RetryPolicy
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.publishing.template import uuids
 from batchery_producer.results.answers import Answer
 from batchery_producer.results.collector import RedisCollector
-from batchery_producer.retry import GaveUp, RetryPolicy
 from batchery_producer.stream import WAIT_S, Stream, Window
 
 #: How long the broker or the backend may be away, in seconds; short, because a caller waits.

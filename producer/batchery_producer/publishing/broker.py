@@ -17,34 +17,13 @@ from kombu import Connection, exceptions
 from kombu.transport import redis as kombu_redis
 
 from batchery.errors import BrokerRefused
+from batchery.retry import REFUSAL_MEANINGS, RetryPolicy, find_refusal
 from batchery.settings import LOWEST_PRIORITY
-from batchery_producer.retry import RetryPolicy
 
 PUSH_LUA = Path(__file__).parent / "lua" / "push.lua"
 
 #: How long Redis remembers a chunk, in seconds: longer than any client retries.
 MARKER_S = 600
-
-#: Redis's words for a refusal -> their meaning, and what to do. In Redis 6.2, an error inside a
-#: script has the word in the middle of its message.
-REFUSALS = {
-    "OOM": "has no memory left; let workers empty its queues, or raise maxmemory",
-    "READONLY": "is a replica; name the primary, or wait for the failover",
-    "MISCONF": "cannot write to its disk; make room there",
-    "MASTERDOWN": "is a replica that has lost its primary; wait for the failover",
-    "BUSY": "is busy with a script that does not end; SCRIPT KILL ends it",
-    "NOREPLICAS": "has too few replicas for a write",
-    "NOPERM": "does not allow this user to push jobs; allow EVALSHA, and its keys",
-    "WRONGTYPE": "has a value under this key that is not a queue; name another queue",
-}
-
-#: Errors for which redis-py has a class; their text lacks the word.
-CLASSES = {
-    redis.exceptions.OutOfMemoryError: "OOM",
-    redis.exceptions.ReadOnlyError: "READONLY",
-    redis.exceptions.NoPermissionError: "NOPERM",
-    redis.exceptions.MasterDownError: "MASTERDOWN",
-}
 
 T = TypeVar("T")
 
@@ -220,14 +199,10 @@ class Pusher:
 
 def refused(error: BaseException, queue: str) -> BrokerRefused | None:
     """An error that explains Redis's refusal; None if the error is no refusal."""
-    if not isinstance(error, redis.ResponseError):
+    word = find_refusal(error) if isinstance(error, redis.ResponseError) else None
+    if word is None:
         return None
-    words = {word for kind, word in CLASSES.items() if isinstance(error, kind)}
-    words.update(str(error).replace("-", " ").split())
-    for word, meaning in REFUSALS.items():
-        if word in words:
-            return BrokerRefused(f"queue {queue!r}: Redis {meaning} ({error})")
-    return None
+    return BrokerRefused(f"queue {queue!r}: Redis {REFUSAL_MEANINGS[word]} ({error})")
 
 
 class BrokerConnection:

@@ -13,6 +13,7 @@ from batchery.errors import BatchArgumentError, PublishError, QueueFull, Setting
 from batchery.installation import get_queue_limits
 from batchery.protocol.headers import sent_now
 from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
+from batchery.retry import RetryPolicy
 from batchery_producer.publishing.broker import (
     BrokerConnection,
     Command,
@@ -27,7 +28,6 @@ from batchery_producer.publishing.template import (
     needs_celery,
     sent_events,
 )
-from batchery_producer.retry import RetryPolicy
 
 #: Limits of `retry_after_s`, in seconds: a worker takes a few milliseconds for a batch, and a
 #: caller wants to know within some seconds that no job is taken.

@@ -29,8 +29,8 @@ from kombu.utils import json
 from batchery.errors import SettingsError
 from batchery.protocol.completion_stream import FIELD, read_ids, stream_key
 from batchery.protocol.headers import HEADER, VERSION
+from batchery.retry import REFUSALS, RetryPolicy
 from batchery_producer.results.answers import Answer, BatchSummary, read_answer
-from batchery_producer.retry import RetryPolicy
 
 #: Limits of the interval between two polls, in seconds: the delay of a single job's result, and how
 #: often a display has something new to show.
@@ -249,10 +249,7 @@ class RedisCollector(Collector):
             names = {"socket_timeout", "socket_connect_timeout"} & set(backend.connparams)
             limits = dict.fromkeys(names, timeout_s)
             self._client = backend._create_client(**{**backend.connparams, **limits})
-        self._errors: tuple[type[BaseException], ...] = (
-            *self._backend.connection_errors,
-            redis.exceptions.ReadOnlyError,
-        )
+        self._errors: tuple[type[BaseException], ...] = (*backend.connection_errors, *REFUSALS)
         #: Name of the reply stream, in the headers of jobs.
         self._name = uuid()
         self._key = stream_key(backend, self._name)

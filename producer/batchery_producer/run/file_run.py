@@ -24,7 +24,8 @@ from kombu.exceptions import OperationalError
 from kombu.transport import redis as kombu_redis
 
 from batchery.cli.app import check_backend, check_broker
-from batchery.errors import BatcheryError, DatasetError, SettingsError
+from batchery.errors import BatcheryError, DatasetError, GaveUp, SettingsError
+from batchery.retry import Interrupted, RetryPolicy
 from batchery.transport.redis_schema import Keys
 from batchery_producer.diagnosis import check_workers, explain_stall, find_task
 from batchery_producer.files.dataset import Dataset, Feed, begin_reading
@@ -34,7 +35,6 @@ from batchery_producer.files.records import Broken, Record
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, joined
 from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
 from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.run.output import Output, RunOutput
 from batchery_producer.run.report import Figures, Report

@@ -9,6 +9,7 @@ from typing import Any
 from celery import Celery
 from celery.utils.functional import chunks
 
+from batchery.retry import RetryPolicy
 from batchery_producer.files.records import Broken
 from batchery_producer.gateway.batches.lines import REJECTED, BatchLines, Line, get_jobs
 from batchery_producer.gateway.batches.records import BatchRecord
@@ -17,7 +18,6 @@ from batchery_producer.publishing.broker import REVOKE_CHUNK
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import build_header
 from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import RetryPolicy
 from batchery_producer.run.file_run import InFlightRecovery
 from batchery_producer.run.options import SubmitOptions
 

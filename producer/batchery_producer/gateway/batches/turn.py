@@ -17,6 +17,7 @@ from typing import Any
 from celery import Celery
 
 from batchery.errors import DatasetError
+from batchery.retry import RetryPolicy
 from batchery_producer.files.records import Broken
 from batchery_producer.gateway.batches.files import FILE_NOT_FOUND, FileStore, output_file
 from batchery_producer.gateway.batches.lines import BatchLines
@@ -36,7 +37,6 @@ from batchery_producer.gateway.batches.store import BatchStore, Piece, Turn, bui
 from batchery_producer.gateway.batches.validation import ENDPOINTS, validated
 from batchery_producer.gateway.models.served_models import ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
 

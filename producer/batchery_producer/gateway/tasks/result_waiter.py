@@ -9,8 +9,8 @@ from typing import Any
 
 from celery import Celery
 
+from batchery.retry import Interrupted, RetryPolicy
 from batchery_producer.results.collector import Collector, collector_for
-from batchery_producer.retry import Interrupted, RetryPolicy
 
 logger = logging.getLogger(__name__)
 

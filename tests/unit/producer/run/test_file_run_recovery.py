@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from celery import Celery, states
 
+from batchery.retry import RetryPolicy
 from batchery_producer.files.journal import Journal
-from batchery_producer.retry import RetryPolicy
 from batchery_producer.run import file_run
 from batchery_producer.run.file_run import InFlightRecovery
 
