@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from batchery.cli import recording as module
-from batchery.cli.recording import Recording
+from batchery.cli import record as module
+from batchery.cli.record import Recording
 from batchery.protocol.recorded_job import RecordedJob
 
 
