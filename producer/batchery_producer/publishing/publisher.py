@@ -8,6 +8,7 @@ from typing import Any, Self
 from celery import Celery, uuid
 from celery.exceptions import QueueNotFound
 from celery.utils.functional import chunks
+from kombu.exceptions import EncodeError
 
 from batchery.errors import BatchArgumentError, PublishError, QueueFull, SettingsError
 from batchery.installation import get_queue_limits
@@ -25,6 +26,7 @@ from batchery_producer.publishing.template import (
     ITEM,
     OutgoingJob,
     build_template,
+    encode_item,
     needs_celery,
     sent_events,
 )
@@ -245,7 +247,8 @@ class Publisher:
         recording = self._broker.recording
         if recording is None:
             return None
-        if needs_celery(self._app, self._task) is None:
+        # A lone job is not worth a template.
+        if len(jobs) > 1 and needs_celery(self._app, self._task) is None:
             job = OutgoingJob(uuid(), ITEM)
             with recording() as commands:
                 self._send(job, options)
@@ -306,7 +309,11 @@ class Publisher:
 
     def _send(self, job: OutgoingJob, options: Mapping[str, Any]) -> None:
         producer = self._broker.producer
-        send_as_celery_does(self._app, self._task, job, self._keywords, producer, options)
+        try:
+            send_as_celery_does(self._app, self._task, job, self._keywords, producer, options)
+        except EncodeError:
+            encode_item(job.item)
+            raise
 
 
 def _parts(messages: Iterable[str]) -> Iterator[list[str]]:

@@ -12,7 +12,7 @@ On other backends, the collector polls each job by Celery's own `AsyncResult`.
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -132,6 +132,11 @@ class Collector(ABC):
     @abstractmethod
     def headers(self) -> Mapping[str, Any]:
         """Headers that the jobs' messages must have."""
+
+    @property
+    def awaited(self) -> KeysView[str]:
+        """The jobs that have not ended, oldest first."""
+        return self._awaited.keys()
 
     def expect(self, task_ids: Iterable[str]) -> None:
         """Awaits jobs; to be called before they are sent."""

@@ -100,20 +100,20 @@ class FakeCollector(Collector):
     headers: Mapping[str, Any] = {HEADER: {"v": VERSION, "reply": "here"}}
 
     def __init__(self) -> None:
-        self.awaited: list[str] = []
+        self.waiting: list[str] = []
         self.waits_s: list[float] = []
         self.forgotten: list[str] = []
 
     def expect(self, task_ids: Iterable[str]) -> None:
-        self.awaited += task_ids
+        self.waiting += task_ids
 
     def drop(self, task_ids: Iterable[str]) -> None:
         raise NotImplementedError
 
     def collect(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
         self.waits_s.append(wait_s)
-        while self.awaited and not wait_s:
-            task_id = self.awaited.pop(0)
+        while self.waiting and not wait_s:
+            task_id = self.waiting.pop(0)
             yield task_id, Answer(task_id)
 
     def poll_all(self) -> Iterator[tuple[str, Answer]]:
