@@ -151,7 +151,6 @@ class Stream(Generic[V]):
         *,
         missing: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
         keep_results: bool = False,
-        flush_s: float = FLUSH_S,
         timeout_s: float | None = None,
         explain: Callable[[], str] = lambda: "",
         notice: Callable[[str], None] = logger.warning,
@@ -165,7 +164,6 @@ class Stream(Generic[V]):
             publisher: Sends the jobs of the source.
             missing: Says which jobs must be sent; the others are in flight already.
             keep_results: Leave results in the backend, until they expire.
-            flush_s: How often a flush is due, in seconds.
             timeout_s: How long no job may end before the stream is stalled, in seconds.
             explain: Says why no results may come.
             notice: Gets a line for the user when no results came for a while.
@@ -177,7 +175,6 @@ class Stream(Generic[V]):
         self._stall = StallDetector(explain, notice, timeout_s)
         self._missing = missing
         self._keep_results = keep_results
-        self._flush_s = flush_s
         self._discarded: list[str] = []
         self._unsent: set[str] = set()
         self._flushed_s = time.monotonic()
@@ -219,7 +216,7 @@ class Stream(Generic[V]):
     @property
     def flush_is_due(self) -> bool:
         """Whether the last flush was long enough ago."""
-        return time.monotonic() - self._flushed_s >= self._flush_s
+        return time.monotonic() - self._flushed_s >= FLUSH_S
 
     def flush(self) -> None:
         """Removes discarded results from the backend; the caller must have stored them by now."""

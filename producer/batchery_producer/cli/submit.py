@@ -26,7 +26,7 @@ from batchery_producer.files.dataset import Dataset, begin_reading
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.files.source import FORMATS, STANDARD_STREAM
-from batchery_producer.run.file_run import FileRun, start_run, submit_file
+from batchery_producer.run.file_run import FileRun, submit_file
 from batchery_producer.run.options import WINDOW, Ending, Snapshot, SubmitOptions, Summary, duration
 from batchery_producer.run.output import Output
 from batchery_producer.run.report import Report
@@ -210,7 +210,7 @@ def try_file(
         keywords=options.keywords,
         stop=lambda: stop() or time.monotonic() > end_s,
     )
-    run = start_run(app, dataset, task, probe_options)
+    run = FileRun(app, dataset, task, probe_options)
     all_rows = begin_reading(dataset, stop) or ()
     first, rows, shown = _read(itertools.takewhile(lambda _: not stop(), all_rows), dataset)
     end_s = time.monotonic() + PROBE_S
@@ -246,7 +246,7 @@ def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
         Output(dataset, Path(folder, "probe.jsonl")) as files,
     ):
         files.open(journal)
-        return run.run(rows, files, journal)
+        return run.run(rows, files)
 
 
 def describe_dry_run(run: DryRun, name: str) -> str:

@@ -9,7 +9,7 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +29,14 @@ from batchery.retry import Interrupted, RetryPolicy
 from batchery.transport.redis_schema import Keys
 from batchery_producer.diagnosis import check_workers, explain_stall, find_task
 from batchery_producer.files.dataset import Dataset, Feed, begin_reading
-from batchery_producer.files.journal import FinishedLines, Journal
+from batchery_producer.files.journal import Journal
 from batchery_producer.files.openai_batch import INVALID_LINE, in_form
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.publishing.publisher import Publisher
 from batchery_producer.results.answers import Answer, joined
 from batchery_producer.results.collector import collector_for
 from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
-from batchery_producer.run.output import Output, RunOutput
+from batchery_producer.run.output import Output
 from batchery_producer.run.report import Figures, Report
 from batchery_producer.stream import NewJob, Stream, Window
 
@@ -198,31 +198,35 @@ class FileRun:
     """Submits the rows of a dataset, once."""
 
     def __init__(
-        self, app: Celery, task: str, options: SubmitOptions, *, is_certain: bool = False
+        self, app: Celery, dataset: Dataset, task: str | None, options: SubmitOptions
     ) -> None:
         """Checks that jobs can be sent, that a worker has the task, and that results come back.
 
         Args:
             app: App to which jobs are sent and in which results are stored.
-            task: Name of the task, or alias of a model.
+            dataset: The input.
+            task: Name of the task, or alias of a model; None for the model of OpenAI's requests.
             options: Those for reading and writing files do not matter here.
-            is_certain: Whether the task has this name, and a worker for it may come yet: then
-                workers are not asked, which may take seconds.
 
         Raises:
+            DatasetError: There is no task, and the input names no model.
             RedisUnavailable: No Redis answers at one of the app's URLs.
             StartError: No other broker answers.
             SettingsError: The app or the task stores no results, the app does not allow the queue,
                 or there are workers and none of them has the task.
             ValueError: The window is less than 1.
         """
+        name = choose_task(dataset, task)
         self._window = Window[str, Record, Answer](options.window)
         check_backend(app)
-        if getattr(app.tasks.get(task), "ignore_result", False):
-            raise SettingsError(f"task {task!r} ignores its results, so none would come back")
+        if getattr(app.tasks.get(name), "ignore_result", False):
+            raise SettingsError(f"task {name!r} ignores its results, so none would come back")
         check_broker(app)
-        self.task = task if is_certain else find_task(app, task, options.queue)
+        self.task = find_task(app, name, options.queue)
+        if task is None:
+            dataset.is_own_name = self.task.__eq__
         self._app = app
+        self._dataset = dataset
         self._options = options
         self._retries = RetryPolicy(options.stop)
         self._collector = collector_for(app, self._retries)
@@ -235,37 +239,30 @@ class FileRun:
             persistent=True,
             **options.sending,
         )
-        if not is_certain:
-            check_workers(app, self.task, self._publisher.queue)
+        self.queue = self._publisher.queue
+        check_workers(app, self.task, self.queue)
 
     def run(
-        self,
-        rows: Iterable[Record | Broken],
-        output: RunOutput,
-        journal: Journal,
-        *,
-        total: Callable[[], int | None] = lambda: None,
-        figures: Figures | None = None,
+        self, rows: Iterable[Record | Broken], output: Output, figures: Figures | None = None
     ) -> Summary:
         """Sends rows and writes their results, to the end of the input or until the run is stopped.
 
         Args:
             rows: Rows to send.
             output: The output, which is open.
-            journal: Journal of the run.
-            total: Returns the number of lines of the input, or None.
             figures: Collects figures for the report.
 
         Raises:
             DatasetError: The input is unusable, or the output can no longer be written. Results
                 that were written stay.
         """
-        queue, options = self._publisher.queue, self._options
+        assert output.journal is not None
+        options, journal = self._options, output.journal
         recovery = InFlightRecovery(
-            self._app, queue, journal.pattern, journal.window, self._retries
+            self._app, self.queue, journal.pattern, journal.window, self._retries
         )
         self._missing = recovery.missing if output.is_resumed else list
-        self._output, self._journal, self._total = output, journal, total
+        self._output, self._journal = output, journal
         self._figures = figures or Figures()
         self._submitted = self._succeeded = self._failed = 0
         self._first_failure = self._stopped_by = ""
@@ -279,17 +276,32 @@ class FileRun:
             self._publisher,
             missing=self._to_be_sent,
             keep_results=options.keep_results,
-            flush_s=options.flush_s,
             timeout_s=options.timeout_s,
-            explain=lambda: explain_stall(self._app, self.task, queue),
+            explain=lambda: explain_stall(self._app, self.task, self.queue),
             notice=options.notice,
         )
         with closing(self._collector), self._publisher, closing(self._feed):
-            summary = self._run()
-            output.finish(complete=self._feed.exhausted and not summary.in_flight)
-        return summary
+            ending, message = self._run()
+            seconds = self._elapsed_s()
+            output.finish(complete=self._feed.exhausted and not self._window)
+        if ending is Ending.SUCCEEDED and (self._failed or output.done.failed):
+            ending = Ending.SOME_FAILED
+        return Summary(
+            ending,
+            self._submitted,
+            self._succeeded,
+            self._failed,
+            len(self._window),
+            seconds,
+            self.queue,
+            message,
+            len(output.done),
+            *output.names,
+            self._first_failure,
+        )
 
-    def _run(self) -> Summary:
+    def _run(self) -> tuple[Ending, str]:
+        """How the run ended, and why if early."""
         ending, message = Ending.SUCCEEDED, ""
         try:
             while not self._stream.is_done:
@@ -306,19 +318,7 @@ class FileRun:
             with suppress(GaveUp, Interrupted):
                 self._flush()
         self._options.progress(self._snapshot())
-        if ending is Ending.SUCCEEDED and self._failed:
-            ending = Ending.SOME_FAILED
-        return Summary(
-            ending,
-            self._submitted,
-            self._succeeded,
-            self._failed,
-            len(self._window),
-            self._elapsed_s(),
-            self._publisher.queue,
-            message,
-            first_failure=self._first_failure,
-        )
+        return ending, message
 
     def _step(self) -> None:
         if self._options.stop():
@@ -329,16 +329,6 @@ class FileRun:
             raise Stopped(self._stopped_by)
         if over := self._stream.stalled():
             raise GaveUp(over)
-
-    @property
-    def queue(self) -> str:
-        """Name of the queue to which jobs are sent."""
-        return self._publisher.queue
-
-    @property
-    def in_flight(self) -> Sequence[str]:
-        """Ids of the jobs that were sent and have not ended."""
-        return self._window.in_flight
 
     @property
     def exhausted(self) -> bool:
@@ -410,6 +400,9 @@ class FileRun:
     def _snapshot(self) -> Snapshot:
         now_s = time.monotonic()
         done = self._succeeded + self._failed
+        total = self._dataset.total
+        if total is not None:
+            total = max(total - len(self._output.done), 0)
         return Snapshot(
             self._submitted,
             self._succeeded,
@@ -417,7 +410,7 @@ class FileRun:
             len(self._window),
             now_s - self._began_s,
             self._rate.per_second(now_s, done),
-            self._total(),
+            total,
             self._figures.batch_sizes.mean,
             {kind.name: kind.count for kind in self._figures.kinds},
         )
@@ -464,7 +457,7 @@ def submit_file(
     dataset = Dataset(source, **options.reading)
     files = Output(dataset, output, **options.writing)
     report = Report(options.report, dataset, output, options.errors) if options.report else None
-    run = start_run(app, dataset, task, options)
+    run = FileRun(app, dataset, task, options)
     settings = {
         "kwargs": dict(options.keywords or {}),
         **dataset.settings,
@@ -475,32 +468,11 @@ def submit_file(
         return Summary(Ending.INTERRUPTED, 0, 0, 0, 0, 0.0, run.queue, "interrupted")
     options.began(dataset.description)
     with files:
-        journal = files.open(Journal.of(dataset.sources, run.task, settings, options.window))
-        summary = run.run(
-            files.missing(rows),
-            files,
-            journal,
-            total=lambda: _less(dataset.total, len(files.done)),
-            figures=report.figures if report else None,
-        )
-    results, errors = files.names
-    summary = replace(_with_earlier(summary, files.done), results=results, errors=errors)
+        files.open(Journal.of(dataset.sources, run.task, settings, options.window))
+        summary = run.run(files.missing(rows), files, report.figures if report else None)
     if report:
         report.write(run.task, summary)
     return summary
-
-
-def start_run(app: Celery, dataset: Dataset, task: str | None, options: SubmitOptions) -> FileRun:
-    """The run of a dataset, by the named task or by that of the model of its requests.
-
-    Raises:
-        DatasetError: There is neither.
-        BatcheryError: Jobs cannot be sent; as `FileRun` does.
-    """
-    run = FileRun(app, choose_task(dataset, task), options)
-    if task is None:
-        dataset.is_own_name = run.task.__eq__
-    return run
 
 
 def choose_task(dataset: Dataset, task: str | None) -> str:
@@ -517,15 +489,3 @@ def choose_task(dataset: Dataset, task: str | None) -> str:
             " name their model themselves"
         )
     return dataset.model
-
-
-def _less(total: int | None, done: int) -> int | None:
-    return None if total is None else max(total - done, 0)
-
-
-def _with_earlier(summary: Summary, done: FinishedLines) -> Summary:
-    """Adds the rows of an earlier process, as the exit code is that of the whole output."""
-    ending = summary.ending
-    if ending is Ending.SUCCEEDED and done.failed:
-        ending = Ending.SOME_FAILED
-    return replace(summary, ending=ending, before=len(done))

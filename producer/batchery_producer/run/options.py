@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from batchery.protocol.headers import with_tenant
-from batchery_producer.stream import FLUSH_S
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +127,6 @@ class SubmitOptions:
         keep_results: Leave results in the backend, too, until they expire.
         window: Maximum number of jobs in flight.
         expires_s: Jobs that no worker has begun by then, in seconds, fail as revoked.
-        flush_s: How often results are written and then removed from the backend, in seconds.
         timeout_s: Give up when no result has come for so long, in seconds; by default never.
         report: Gets figures and plots of the run when it has ended, as one HTML page.
         progress: Called several times a second, on the caller's thread.
@@ -157,7 +155,6 @@ class SubmitOptions:
     keep_results: bool = False
     window: int = WINDOW
     expires_s: float | None = None
-    flush_s: float = FLUSH_S
     timeout_s: float | None = None
     report: str | Path | None = None
     progress: Callable[[Snapshot], None] = lambda _: None

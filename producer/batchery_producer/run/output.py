@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, Self, cast
+from typing import Any, BinaryIO, Self, cast
 
 from batchery.errors import DatasetError
 from batchery_producer.files.dataset import Dataset
@@ -307,35 +307,6 @@ def is_same(one: Path | None, other: Path | None) -> bool:
 
 def _first_there(paths: Iterable[Path | None]) -> str:
     return next((str(path) for path in paths if path is not None and path.exists()), "")
-
-
-class RunOutput(Protocol):
-    """Where a run writes what comes back.
-
-    Attributes:
-        is_resumed: Whether jobs of an earlier process may be in flight.
-    """
-
-    is_resumed: bool
-
-    def result(self, row: Record, result: Any) -> str | None:
-        """Adds the result of a job.
-
-        Returns:
-            None; or why the result cannot be written.
-        """
-
-    def failure(self, row: Record | Broken, type_: str, message: str) -> None:
-        """Adds a job that failed, or a line that could not become a job."""
-
-    def line_name(self, row: Record | Broken) -> str:
-        """Names a line of the input in messages."""
-
-    def flush(self) -> None:
-        """Writes what was added: then the backend forgets it."""
-
-    def finish(self, *, complete: bool) -> None:
-        """Ends the output; `complete` says whether every row is done."""
 
 
 class Output:
