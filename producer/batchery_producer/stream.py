@@ -146,8 +146,8 @@ class Stream(Generic[V]):
         self,
         collector: Collector,
         window: Window[str, V, Answer],
-        source: JobSource[V] | None = None,
-        publisher: Publisher | None = None,
+        source: JobSource[V],
+        publisher: Publisher,
         *,
         missing: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
         keep_results: bool = False,
@@ -160,7 +160,7 @@ class Stream(Generic[V]):
         Args:
             collector: Fetches results.
             window: Limits the jobs in flight.
-            source: Gives jobs; None if all of them are in the window.
+            source: Gives jobs.
             publisher: Sends the jobs of the source.
             missing: Says which jobs must be sent; the others are in flight already.
             keep_results: Leave results in the backend, until they expire.
@@ -182,11 +182,7 @@ class Stream(Generic[V]):
     @property
     def is_done(self) -> bool:
         """Whether every job has ended, and none will follow."""
-        return self._is_exhausted and not self.window
-
-    @property
-    def _is_exhausted(self) -> bool:
-        return self._source is None or self._source.exhausted
+        return self._source.exhausted and not self.window
 
     @property
     def sent(self) -> Sequence[str]:
@@ -231,12 +227,12 @@ class Stream(Generic[V]):
     def _wait_s(self, maximum_s: float) -> float:
         if not self.window:
             return 0.0
-        waits_for_input = self.window.to_send and not self._is_exhausted
+        waits_for_input = self.window.to_send and not self._source.exhausted
         return min(SLOW_INPUT_S, maximum_s) if waits_for_input else maximum_s
 
     def _send(self) -> int:
         count = self.window.to_send
-        if not count or self._source is None or self._source.exhausted:
+        if not count or self._source.exhausted:
             return 0
         # With no job in flight, there is nothing but the input to wait for.
         jobs = self._source.take(count, 0.0 if self.window else WAIT_S)
@@ -251,7 +247,6 @@ class Stream(Generic[V]):
         missing = [by_id[task_id] for task_id in self._missing(list(by_id))]
         self._unsent = {job.id for job in missing}
         for count, group in groupby(missing, key=lambda job: job.item_count):
-            assert self._publisher is not None
             headers = build_header(count, self.collector.headers)
             some, before = [(job.id, job.item) for job in group], self._publisher.sent
             try:
