@@ -36,35 +36,20 @@ def ids(bare: Any, key: str = "celery") -> list[str]:
     return [json.loads(raw)["headers"]["id"] for raw in reversed(bare.lrange(key, 0, -1))]
 
 
-class LostAnswers:
-    """A script whose first answers never arrive."""
-
-    def __init__(self, script: Any, count: int) -> None:
-        self._script = script
-        self.left = count
-
-    def __call__(self, **words: Any) -> Any:
-        answer = self._script(**words)
-        if self.left:
-            self.left -= 1
-            raise redis.ConnectionError("Connection closed by server.")
-        return answer
-
-
 @pytest.fixture
 def lose_answers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the next answers to pushes never arrive, whatever connection they come by."""
 
     def lose(count: int) -> None:
-        losing = LostAnswers(None, count)
-        use = broker.Pusher.use
+        push, left = broker.BrokerConnection.push, iter(range(count))
 
-        def use_losing(self: Any, channel: Any) -> None:
-            use(self, channel)
-            losing._script = self._script
-            self._script = losing
+        def push_and_lose(self: Any, *words: Any) -> Any:
+            answer = push(self, *words)
+            if next(left, None) is not None:
+                raise redis.ConnectionError("Connection closed by server.")
+            return answer
 
-        monkeypatch.setattr(broker.Pusher, "use", use_losing)
+        monkeypatch.setattr(broker.BrokerConnection, "push", push_and_lose)
 
     return lose
 
