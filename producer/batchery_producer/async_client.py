@@ -142,10 +142,10 @@ class PendingSend(NamedTuple):
     headers: Mapping[str, Any]
     job: OutgoingJob
 
-    @property
-    def kind(self) -> str:
-        """Key of the publisher that sends it. Headers go with each message."""
-        return _dump([self.terms.task, self.keywords, repr(self.terms.options)])
+    def build_key(self, headers: Mapping[str, Any] | None = None) -> str:
+        """Key of the jobs that one publisher sends; with headers, of those that go together."""
+        key = [self.terms.task, self.keywords, repr(self.terms.options), headers]
+        return json.dumps(key, sort_keys=True, default=repr)
 
 
 class Session:
@@ -307,23 +307,23 @@ class Session:
         self._broker.close()
 
     def _send_some(self, calls: Sequence[PendingSend]) -> None:
-        groups: dict[tuple[str, str], list[PendingSend]] = {}
+        groups: dict[str, list[PendingSend]] = {}
         for call in calls:
-            groups.setdefault((call.kind, _dump(call.headers)), []).append(call)
-        for (kind, _), group in groups.items():
+            groups.setdefault(call.build_key(call.headers), []).append(call)
+        for group in groups.values():
             ids = [call.job.id for call in group]
             try:
                 self.collector.expect(ids)
                 with self._wake:
                     self._wake.notify_all()
-                self._publisher(kind, group[0]).send([each.job for each in group], group[0].headers)
+                self._publisher(group[0]).send([each.job for each in group], group[0].headers)
             except Interrupted:
                 return
             except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
-                self._send_alone(kind, group, error)
+                self._send_alone(group, error)
             self._unsent.difference_update(ids)
 
-    def _send_alone(self, kind: str, group: Sequence[PendingSend], error: Exception) -> None:
+    def _send_alone(self, group: Sequence[PendingSend], error: Exception) -> None:
         """Sends jobs one by one after a failure, which a single job may have caused.
 
         Jobs that were sent before the failure are sent again, under the same id.
@@ -332,14 +332,16 @@ class Session:
             problem: Exception | None = error
             if len(group) > 1 and not isinstance(error, BatcheryError):
                 try:
-                    self._publisher(kind, call).send([call.job], call.headers)
+                    self._publisher(call).send([call.job], call.headers)
                     problem = None
                 except Exception as own:  # noqa: BLE001 - as above
                     problem = own
             if problem is not None:
                 self._give_up([call.job.id], problem)
 
-    def _publisher(self, kind: str, call: PendingSend) -> Publisher:
+    def _publisher(self, call: PendingSend) -> Publisher:
+        # Headers go with each message: that of a deadline never comes twice.
+        kind = call.build_key()
         if kind not in self._publishers:
             if len(self._publishers) >= PUBLISHERS:
                 self._publishers.pop(next(iter(self._publishers)))
@@ -552,7 +554,3 @@ async def _each(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Any]
     else:
         for item in items:
             yield item
-
-
-def _dump(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=repr)
