@@ -26,19 +26,19 @@ from batchery.errors import BatcheryError, GaveUp, NoResult
 from batchery.protocol.headers import deadline_header, with_tenant
 from batchery.retry import AWAY_S, Interrupted, RetryPolicy
 from batchery.tracing import trace_headers
-from batchery_producer.client import close_app, make_app
-from batchery_producer.publishing.broker import BrokerConnection
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.publishing.template import OutgoingJob
-from batchery_producer.results.answers import (
+from batchery_producer.answers import (
     Answer,
     Outcome,
     build_header,
     check_per_job,
     read_outcomes,
 )
-from batchery_producer.results.collector import Collector, collector_for
+from batchery_producer.broker import BrokerConnection
+from batchery_producer.client import close_app, make_app
+from batchery_producer.collector import Collector, collector_for
+from batchery_producer.publisher import Publisher
 from batchery_producer.stream import WAIT_S, Window
+from batchery_producer.template import OutgoingJob
 
 #: Items in flight.
 WINDOW = 1024

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from batchery_producer.answers import Answer, build_header
+from batchery_producer.collector import Collector
 from batchery_producer.diagnosis import StallDetector
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer, build_header
-from batchery_producer.results.collector import Collector
+from batchery_producer.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 

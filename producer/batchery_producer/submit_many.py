@@ -13,11 +13,11 @@ from kombu.exceptions import OperationalError
 
 from batchery.errors import BatcheryError, GaveUp
 from batchery.retry import RetryPolicy
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.publishing.template import uuids
-from batchery_producer.results.answers import Answer
-from batchery_producer.results.collector import RedisCollector
+from batchery_producer.answers import Answer
+from batchery_producer.collector import RedisCollector
+from batchery_producer.publisher import Publisher
 from batchery_producer.stream import WAIT_S
+from batchery_producer.template import uuids
 
 #: How long the broker or the backend may be away, in seconds; short, because a caller waits.
 AWAY_S = 10.0

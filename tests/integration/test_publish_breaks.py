@@ -12,8 +12,8 @@ from celery import Celery, uuid
 from batchery import BrokerRefused, QueueFull
 from batchery.errors import GaveUp
 from batchery.retry import Interrupted, RetryPolicy
-from batchery_producer.publishing import broker
-from batchery_producer.publishing.publisher import CHUNK_JOBS, Publisher
+from batchery_producer import broker
+from batchery_producer.publisher import CHUNK_JOBS, Publisher
 from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
 from support.own_redis import OwnRedis

@@ -6,13 +6,13 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from batchery_producer.answers import Outcome
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models.served_models import ServedModel
 from batchery_producer.gateway.monitoring.absence import Absence
 from batchery_producer.gateway.monitoring.measurements import Measurements
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
-from batchery_producer.results.answers import Outcome
 
 T = TypeVar("T")
 

@@ -27,14 +27,14 @@ from batchery.cli.app import check_backend, check_broker
 from batchery.errors import BatcheryError, DatasetError, GaveUp, SettingsError
 from batchery.retry import Interrupted, RetryPolicy
 from batchery.transport.redis_schema import Keys
+from batchery_producer.answers import Answer, joined
+from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import check_workers, explain_stall, find_task
 from batchery_producer.files.dataset import Dataset, Feed, begin_reading
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.openai_batch import INVALID_LINE, in_form
 from batchery_producer.files.records import Broken, Record
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer, joined
-from batchery_producer.results.collector import collector_for
+from batchery_producer.publisher import Publisher
 from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
 from batchery_producer.run.output import Output
 from batchery_producer.run.report import Figures, Report

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery.protocol.headers import HEADER, VERSION
+from batchery_producer.answers import Answer
 from batchery_producer.client import ItemSource
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer
-from batchery_producer.results.collector import Collector
+from batchery_producer.collector import Collector
+from batchery_producer.publisher import Publisher
 from batchery_producer.stream import SEND_JOBS, NewJob, Stream, Window
 
 Numbers = Window[str, int, str]

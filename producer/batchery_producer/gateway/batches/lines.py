@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from batchery_producer.answers import Answer, joined
 from batchery_producer.files.journal import Journal, encoded
 from batchery_producer.files.openai_batch import EXPIRED, OpenAIFormat, RequestPicker, in_form
 from batchery_producer.files.records import Broken, Record, SeenIds
@@ -16,7 +17,6 @@ from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import ITEMS_PER_JOB
 from batchery_producer.gateway.models.vectors import numbers
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.results.answers import Answer, joined
 
 #: For requests that are not done when the time of their batch is over.
 NO_TIME = "the request was not done within the completion window of the batch"

@@ -10,14 +10,14 @@ from celery import Celery
 from celery.utils.functional import chunks
 
 from batchery.retry import RetryPolicy
+from batchery_producer.answers import build_header
+from batchery_producer.broker import REVOKE_CHUNK
+from batchery_producer.collector import collector_for
 from batchery_producer.files.records import Broken
 from batchery_producer.gateway.batches.lines import REJECTED, BatchLines, Line, get_jobs
 from batchery_producer.gateway.batches.records import BatchRecord
 from batchery_producer.gateway.models.served_models import ServedModel
-from batchery_producer.publishing.broker import REVOKE_CHUNK
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import build_header
-from batchery_producer.results.collector import collector_for
+from batchery_producer.publisher import Publisher
 from batchery_producer.run.file_run import InFlightRecovery
 from batchery_producer.run.options import SubmitOptions
 

@@ -4,9 +4,9 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from batchery_producer.answers import BatchSummary
 from batchery_producer.gateway.problems import Problem
 from batchery_producer.gateway.store import Store
-from batchery_producer.results.answers import BatchSummary
 
 
 class BatchTotals(NamedTuple):

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from batchery_producer.answers import Outcome
 from batchery_producer.gateway.problems import STATUS, Kind, build_problem
-from batchery_producer.results.answers import Outcome
 
 #: Label of all paths that are no route: else whoever asks for many makes as many series.
 OTHER_ROUTE = "other"

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import BaseModel, Field, StringConstraints
 from starlette.responses import Response, StreamingResponse
 
+from batchery_producer.answers import BatchSummary, Outcome
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.event_stream import EventStream, Format, format_for
 from batchery_producer.gateway.inference import check_all
@@ -27,7 +28,6 @@ from batchery_producer.gateway.routes.text_batches import (
     list_devices,
     per_s,
 )
-from batchery_producer.results.answers import BatchSummary, Outcome
 
 router = APIRouter(tags=["texts in, labels out"], route_class=JsonRoute)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from batchery_producer.results.answers import BatchSummary, Outcome
+from batchery_producer.answers import BatchSummary, Outcome
 
 #: Digits after the point of times and rates.
 DIGITS = 6

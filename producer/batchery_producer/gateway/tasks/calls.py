@@ -15,11 +15,11 @@ from batchery.errors import BatchArgumentError
 from batchery.protocol.headers import with_tenant
 from batchery.task import BatchTask
 from batchery.tracing import trace_headers
+from batchery_producer.answers import build_header
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.json_lists import json_of_arguments
 from batchery_producer.gateway.problems import Kind, Problem, build_problem, redis_problem
-from batchery_producer.publishing.publisher import is_known
-from batchery_producer.results.answers import build_header
+from batchery_producer.publisher import is_known
 
 
 @dataclass(frozen=True, slots=True)

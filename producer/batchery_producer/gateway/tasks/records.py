@@ -11,9 +11,9 @@ import orjson
 from celery import states, uuid
 from kombu.exceptions import KombuError
 
+from batchery_producer.answers import describe
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import Store
-from batchery_producer.results.answers import describe
 
 #: How long sending may take, in seconds; then a repeated request sends the task again.
 SENDING_S = 30

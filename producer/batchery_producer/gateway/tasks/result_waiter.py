@@ -10,7 +10,7 @@ from typing import Any
 from celery import Celery
 
 from batchery.retry import Interrupted, RetryPolicy
-from batchery_producer.results.collector import Collector, collector_for
+from batchery_producer.collector import Collector, collector_for
 
 logger = logging.getLogger(__name__)
 

@@ -1,3 +1,4 @@
+from batchery_producer.answers import BatchSummary, Outcome
 from batchery_producer.gateway.routes.text_batches import (
     collect_batches,
     cut,
@@ -6,7 +7,6 @@ from batchery_producer.gateway.routes.text_batches import (
     list_devices,
     per_s,
 )
-from batchery_producer.results.answers import BatchSummary, Outcome
 
 FIRST = BatchSummary("b1", 2, 1.5, "cuda:1")
 SECOND = BatchSummary("b2", 1, 1.5, "cuda:0")

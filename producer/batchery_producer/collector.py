@@ -30,7 +30,7 @@ from batchery.errors import SettingsError
 from batchery.protocol.completion_stream import FIELD, read_ids, stream_key
 from batchery.protocol.headers import HEADER, VERSION
 from batchery.retry import REFUSALS, RetryPolicy
-from batchery_producer.results.answers import Answer, BatchSummary, read_answer
+from batchery_producer.answers import Answer, BatchSummary, read_answer
 
 #: Limits of the interval between two polls, in seconds: the delay of a single job's result, and how
 #: often a display has something new to show.

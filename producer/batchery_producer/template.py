@@ -23,7 +23,7 @@ from kombu.utils import json as kombu_json
 from batchery.task import BatchTask
 from batchery.tracing import current_tracing
 from batchery.transport.codec import writes_kombus_json
-from batchery_producer.publishing.broker import Command
+from batchery_producer.broker import Command
 
 #: A receiver of these may look at each message, and change it.
 SIGNALS = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)

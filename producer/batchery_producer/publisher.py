@@ -16,12 +16,12 @@ from batchery.installation import get_queue_limits
 from batchery.protocol.headers import sent_now
 from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
 from batchery.retry import RetryPolicy
-from batchery_producer.publishing.broker import (
+from batchery_producer.broker import (
     BrokerConnection,
     Command,
     Room,
 )
-from batchery_producer.publishing.template import (
+from batchery_producer.template import (
     ITEM,
     OutgoingJob,
     build_template,
