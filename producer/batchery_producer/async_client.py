@@ -157,7 +157,7 @@ class Session:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._futures: dict[str, asyncio.Future[Answer]] = {}
         self._cancelled: list[str] = []
-        self._is_notifying = False
+        self._gathered: list[PendingSend] = []
         self._wake = threading.Condition()
         self._calls: deque[PendingSend] = deque()
         self._unsent: set[str] = set()
@@ -201,11 +201,10 @@ class Session:
         future: asyncio.Future[Answer] = loop.create_future()
         self._futures[task_id] = future
         self._unsent.add(task_id)
-        self._calls.append(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item)))
-        if not self._is_notifying:
+        if not self._gathered:
             # Calls of the same turn of the event loop are sent together.
-            self._is_notifying = True
             loop.call_soon(self._notify)
+        self._gathered.append(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item)))
         try:
             async with asyncio.timeout(terms.timeout_s):
                 return await future
@@ -246,14 +245,15 @@ class Session:
             await asyncio.to_thread(thread.join)
 
     def _notify(self) -> None:
-        self._is_notifying = False
         if not self._threads and not self._ended:
             for target in (self._send_all, self._collect_all):
                 thread = threading.Thread(target=target, name="batchery-session", daemon=True)
                 self._threads.append(thread)
                 thread.start()
         with self._wake:
+            self._calls.extend(self._gathered)
             self._wake.notify_all()
+        self._gathered.clear()
 
     def _cancel(self, task_id: str) -> None:
         if not self._cancelled:
