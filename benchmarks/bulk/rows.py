@@ -14,10 +14,10 @@ from celery import group
 from celery.result import AsyncResult, ResultSet
 from redis import Redis
 
+from batchery.retry import RetryPolicy
 from batchery_producer import AsyncClient, Client, Publisher
-from batchery_producer.publishing.template import uuids
-from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import RetryPolicy
+from batchery_producer.collector import collector_for
+from batchery_producer.template import uuids
 from benchmarks.peers.celery_stock import app, noop
 from benchmarks.peers.peer import URL, report
 

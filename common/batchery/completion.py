@@ -1,18 +1,160 @@
-"""The context in which a thread completes one job by Celery's own tracer.
+"""The context in which a thread completes one job by Celery's own tracer, and its outbox.
 
 A worker sets it around the tracer. The task takes the outcome from it that a device has computed.
 The result backend takes the facts of the batch, and holds the result back. The transport publishes
 each message once. Every command waits while Redis is away, until the deadline.
+
+Celery's tracer first publishes callbacks, the next step of a chain, and retries. Then it stores the
+result and acknowledges. If a worker is killed in between, the job runs again, and would publish
+again. The outbox prevents that in one of two ways. It holds everything back, and all of it is
+written in one step with the acknowledgement. Or it publishes each message together with a dedupe
+key, under the tag of the job's own message; the acknowledgement removes the dedupe keys.
 """
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
-from batchery.outbox import Outbox
+from kombu.utils.json import dumps
+
+from batchery.redis_scripts import ScriptCall
 from batchery.retry import RetryDeadline
+
+
+class LeaseHolder(Protocol):
+    """A worker that holds leases."""
+
+    @property
+    def lease_key(self) -> str:
+        """HASH of its leases; a fenced worker gets another one."""
+
+
+class PublishingChannel(Protocol):
+    """A channel that can publish a message with a dedupe key."""
+
+    def publish_once(self, outbox: "Outbox", key: str, message: Mapping[str, Any]) -> None:
+        """Puts a message into the queue of a key, unless its dedupe key is there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldMessage:
+    """A message that an outbox holds back."""
+
+    channel: PublishingChannel
+    #: Key of the queue, or of one of its priority steps.
+    queue_key: str
+    message: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """The message as it stands in a queue."""
+        return str(dumps(self.message))
+
+
+class Outbox:
+    """What the completion of one job publishes and stores."""
+
+    def __init__(
+        self,
+        publish_tag: str,
+        known: Mapping[str, Any],
+        lease: tuple[LeaseHolder, str] | None = None,
+        *,
+        task_id: str = "",
+    ) -> None:
+        """Holds nothing back yet: messages are published at once, and results are stored.
+
+        Args:
+            publish_tag: Tag of the job's message. All deliveries of a message have the same tag; a
+                job that is submitted once more gets another one.
+            known: The job's id, and what follows the job: callbacks, chain, chord. A message whose
+                id occurs here keeps that id when the job runs again.
+            lease: Holder and token of the job's lease. Nothing is published without the lease; None
+                if the lease is on another server than the one that the messages go to.
+            task_id: Id of the job, whose result may be held back.
+        """
+        self.publish_tag = publish_tag
+        self.lease = lease
+        self.task_id = task_id
+        self._known = known
+        self._bodies: Counter[str] = Counter()
+        self._dedupe_keys: dict[str, str] = {}
+        #: Whether Redis has dedupe keys of this job.
+        self.has_dedupe_keys = False
+        #: Whether messages and the result are held back.
+        self.holds = False
+        self.messages: list[HeldMessage] = []
+        #: The result in its stored form; empty if none is held back.
+        self.result: bytes | str = b""
+        #: In how many seconds it expires; 0 for never.
+        self.expires_s = 0
+        self._store: Callable[[], None] | None = None
+        #: Calls of Celery's script that counts parts of chords.
+        self.part_calls: list[ScriptCall] = []
+        self._counts: list[Callable[[], None]] = []
+
+    def hold_result(self, result: bytes | str, expires_s: int, store: Callable[[], None]) -> None:
+        """Holds back a result in its stored form; `store` stores it in Celery's own way."""
+        self.result, self.expires_s, self._store = result, expires_s, store
+
+    def hold_part(self, count: Callable[[], None]) -> None:
+        """Holds back a part of a chord; `count` counts it in Celery's own way.
+
+        That sends the body after the last part. The script's call goes into `part_calls`.
+        """
+        self._counts.append(count)
+
+    def holds_result(self, task_id: str) -> bool:
+        """Whether the result of a job must be held back."""
+        return self.holds and task_id == self.task_id
+
+    def publish(self, held: HeldMessage) -> None:
+        """Publishes a message, or holds it back."""
+        if self.holds:
+            self.messages.append(held)
+        else:
+            held.channel.publish_once(self, held.queue_key, held.message)
+
+    def replay(self) -> None:
+        """Writes now what was held back: messages, each with a dedupe key, result, chord parts."""
+        self.holds = False
+        for held in self.messages:
+            self.publish(held)
+        if self._store is not None:
+            self._store()
+        for count in self._counts:
+            count()
+
+    def dedupe_key(self, message: Mapping[str, Any]) -> str:
+        """Names a message: the same name when the job runs again, a name that no other message has.
+
+        Args:
+            message: In the form that kombu puts into a queue. Kombu keeps its id if it tries again.
+        """
+        headers = message.get("headers") or {}
+        task_id = str(headers.get("id"))
+        if task_id not in self._dedupe_keys:
+            self._dedupe_keys[task_id] = self._name(task_id, headers, message.get("body"))
+        return self._dedupe_keys[task_id]
+
+    def _name(self, task_id: str, headers: Mapping[str, Any], body: Any) -> str:
+        if task_id in self._known_ids:
+            return f"id {task_id} {headers.get('task')} {headers.get('retries')}"
+        # A callback, for instance, gets a new id in each run, so its body names it. Two callbacks
+        # may be equal, so equal ones are counted.
+        name = f"body {headers.get('task')} {hashlib.sha256(str(body).encode()).hexdigest()}"
+        self._bodies[name] += 1
+        return f"{name} {self._bodies[name]}"
+
+    @cached_property
+    def _known_ids(self) -> str:
+        return json.dumps(self._known, default=str)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ BatcheryError
 │   └── BrokerRefused           the broker is full, read-only, or forbids it
 ├── BatcherClosed               a batcher takes no calls any more; also a RuntimeError
 ├── NoResult                    no result has come for as long as the caller waits
+├── GaveUp                      Redis stays away
 ├── BatchArgumentError          a call that is not `task(item, **keywords)`; also a TypeError
 └── ItemError                   why one job failed; stored as its result, raised by `get()`
     ├── InvalidItem             the item breaks a limit or has the wrong type; also a ValueError
@@ -89,6 +90,10 @@ class BatcherClosed(BatcheryError, RuntimeError):
 
 class NoResult(BatcheryError):
     """No result came for as long as the caller waits; the text says what the queue is doing."""
+
+
+class GaveUp(BatcheryError):
+    """Redis stays away, so jobs cannot be sent or their results cannot be read."""
 
 
 class BatchArgumentError(BatcheryError, TypeError):

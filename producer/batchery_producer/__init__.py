@@ -9,14 +9,13 @@ for vector in embed.map(texts, per_job=64):
 ```
 """
 
+from batchery.errors import GaveUp
+from batchery_producer.answers import Outcome
 from batchery_producer.async_client import AsyncClient, AsyncTask
 from batchery_producer.client import Client, Progress, TaskClient
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Outcome
-from batchery_producer.retry import GaveUp
-from batchery_producer.run.api import submit_file
-from batchery_producer.run.options import SubmitOptions
-from batchery_producer.run.summary import Ending, Snapshot, Summary
+from batchery_producer.publisher import Publisher
+from batchery_producer.run.file_run import submit_file
+from batchery_producer.run.options import Ending, Snapshot, SubmitOptions, Summary
 
 __all__ = [
     "AsyncClient",

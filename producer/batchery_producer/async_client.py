@@ -1,7 +1,13 @@
-"""The client for `asyncio`: `await task(item)`, thousands at once, on one connection each way."""
+"""The client for `asyncio`: `await task(item)`, thousands at once, on one connection each way.
+
+A session has two threads for all callers. One sends the jobs that gathered while it was sending, so
+that a thousand calls at once become a few chunks. The other one waits for results.
+"""
 
 import asyncio
 import math
+import threading
+from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
@@ -11,32 +17,45 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
-from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from celery import Celery, uuid
+from kombu.utils import json
 
-from batchery.errors import NoResult
+from batchery.errors import BatcheryError, GaveUp, NoResult
 from batchery.protocol.headers import deadline_header, with_tenant
+from batchery.retry import AWAY_S, Interrupted, RetryPolicy
 from batchery.tracing import trace_headers
-from batchery_producer.async_session import PendingSend, Session
-from batchery_producer.client import close_app, make_app
-from batchery_producer.publishing.template import OutgoingJob
-from batchery_producer.results.answers import (
+from batchery_producer.answers import (
     Answer,
     Outcome,
     build_header,
     check_per_job,
     read_outcomes,
 )
-from batchery_producer.retry import AWAY_S, GaveUp
-from batchery_producer.stream import Window
+from batchery_producer.broker import BrokerConnection
+from batchery_producer.client import close_app, make_app
+from batchery_producer.collector import Collector, collector_for
+from batchery_producer.publisher import Publisher
+from batchery_producer.stream import WAIT_S, Window
+from batchery_producer.template import OutgoingJob
 
 #: Items in flight.
 WINDOW = 1024
 
 #: How long cancelled calls are gathered before one message revokes them, in seconds.
 GATHER_S = 0.02
+
+#: Maximum number of jobs that are sent before revoked jobs are handled.
+SEND_JOBS = 1000
+
+#: How long one command to Redis may take, in seconds, before its connection is replaced; and those
+#: at the end, whose answer nobody awaits.
+COMMAND_S = 10.0
+LAST_COMMAND_S = 1.0
+
+#: Number of publishers that are kept: one for each task with its keywords and options.
+PUBLISHERS = 64
 
 
 class AsyncClient:
@@ -51,14 +70,7 @@ class AsyncClient:
         """
         self._owns_app = isinstance(app, str)
         self.app = make_app(app)
-        # The session has threads of its own.
-        self._session = Session(
-            self.app, partial(self._call_soon, self._settle), partial(self._call_soon, self._fail)
-        )
-        self._futures: dict[str, asyncio.Future[Answer]] = {}
-        self._cancelled: list[str] = []
-        self._calls: list[PendingSend] = []
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session = Session(self.app)
 
     async def __aenter__(self) -> Self:
         return self
@@ -94,62 +106,115 @@ class AsyncClient:
             BatchArgumentError: The deadline is no number above 0.
         """
         deadline_header(deadline_s)
-        return AsyncTask(self, name, timeout_s, deadline_s, with_tenant(options, tenant))
+        options = with_tenant(options, tenant)
+        # No worker may be there to be told of a cancelled call.
+        expires = {} if timeout_s is None else {"expires": timeout_s}
+        # After that nobody asks for the result any more.
+        keep_s = None if timeout_s is None else math.ceil(timeout_s + AWAY_S)
+        call = Terms(name, {"wait_s": 0, **expires, **options}, deadline_s, timeout_s, keep_s)
+        return AsyncTask(self._session, call, Terms(name, options, deadline_s))
 
     async def close(self) -> None:
         """Revokes jobs that no worker has begun, and closes all connections."""
-        for future in list(self._futures.values()):
-            future.cancel()
-        await asyncio.to_thread(self._session.close)
+        await self._session.close()
         if self._owns_app:
             close_app(self.app)
 
+
+class Terms(NamedTuple):
+    """What calls of a task have in common."""
+
+    task: str
+    #: Of a `Publisher`.
+    options: Mapping[str, Any]
+    deadline_s: float | None = None
+    #: How long a caller waits, and how long its result is kept if this client does not fetch it, in
+    #: seconds; None for ever.
+    timeout_s: float | None = None
+    keep_s: int | None = None
+
+
+class PendingSend(NamedTuple):
+    """A job to be sent."""
+
+    terms: Terms
+    keywords: Mapping[str, Any]
+    headers: Mapping[str, Any]
+    job: OutgoingJob
+
+    def build_key(self, headers: Mapping[str, Any] | None = None) -> str:
+        """Key of the jobs that one publisher sends; with headers, of those that go together."""
+        key = [self.terms.task, self.keywords, repr(self.terms.options), headers]
+        return json.dumps(key, sort_keys=True, default=repr)
+
+
+class Session:
+    """Sends and awaits the jobs of many coroutines; starts its threads with the first call."""
+
+    def __init__(self, app: Celery) -> None:
+        """Prepares."""
+        self.app = app
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._futures: dict[str, asyncio.Future[Answer]] = {}
+        self._cancelled: list[str] = []
+        self._gathered: list[PendingSend] = []
+        self._wake = threading.Condition()
+        self._calls: deque[PendingSend] = deque()
+        self._unsent: set[str] = set()
+        self._revoked: set[str] = set()
+        self._ended = False
+        self._threads: list[threading.Thread] = []
+        self._retries = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
+        sending = RetryPolicy(lambda: self._ended, command_s=COMMAND_S)
+        self._broker = BrokerConnection(app, sending, persistent=True)
+        self._publishers: dict[str, Publisher] = {}
+        self._collector: Collector | None = None
+
+    @property
+    def collector(self) -> Collector:
+        """Awaits the jobs in flight."""
+        if self._collector is None:
+            self._collector = collector_for(self.app, self._retries, forgets_dropped=True)
+        return self._collector
+
+    # The event loop
+
     async def call(
-        self,
-        task: str,
-        item: Any,
-        count: int,
-        keywords: Mapping[str, Any],
-        options: Mapping[str, Any],
-        deadline_s: float | None = None,
-        keep_s: int | None = None,
-        timeout_s: float | None = None,
+        self, terms: Terms, item: Any, count: int, keywords: Mapping[str, Any]
     ) -> Answer:
         """Sends one job and waits for its end; a cancellation revokes the job.
 
-        The item of a multi-item job is a list of `count` items; 0 means that it is one item. The
-        result expires in `keep_s` seconds if this client does not fetch it.
+        The item of a multi-item job is a list of `count` items; 0 means that it is one item.
 
         Raises:
-            NoResult: The job did not end within `timeout_s`.
+            NoResult: The job did not end in time.
             GaveUp: Neither did it, and Redis is away.
         """
+        # The trace of this call, as jobs are sent from elsewhere.
+        headers = {
+            **trace_headers(),
+            **deadline_header(terms.deadline_s),
+            **build_header(count, self.collector.headers, terms.keep_s),
+        }
         loop = self._loop = asyncio.get_running_loop()
         task_id = uuid()
         future: asyncio.Future[Answer] = loop.create_future()
         self._futures[task_id] = future
-        # The trace of this call, as jobs are sent from elsewhere.
-        headers = {
-            **trace_headers(),
-            **deadline_header(deadline_s),
-            **build_header(count, self._session.headers, keep_s),
-        }
-        if not self._calls:
+        self._unsent.add(task_id)
+        if not self._gathered:
             # Calls of the same turn of the event loop are sent together.
-            loop.call_soon(self._flush)
-        self._calls.append(
-            PendingSend(task, keywords, options, headers, OutgoingJob(task_id, item))
-        )
+            loop.call_soon(self._notify)
+        self._gathered.append(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item)))
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(terms.timeout_s):
                 return await future
         except TimeoutError:
             self._cancel(task_id)
-            self.check_redis(task, timeout_s)
-            is_sent = self._session.has_sent(task_id)
+            self.check_redis(terms.task, terms.timeout_s)
+            is_sent = task_id not in self._unsent
             problem = "no result" if is_sent else "not sent"
             raise NoResult(
-                f"{task}: {problem} within {timeout_s:g} s, so its job is"
+                f"{terms.task}: {problem} within {terms.timeout_s:g} s, so its job is"
                 f" {'revoked' if is_sent else 'dropped'}; see `batchery stats`"
             ) from None
         except asyncio.CancelledError:
@@ -164,15 +229,31 @@ class AsyncClient:
         Raises:
             GaveUp: It does not.
         """
-        if self._session.is_away:
+        if self._broker.retries.is_away or self._retries.is_away:
             raise GaveUp(
                 f"{task}: nothing within {waited_s:g} s, as Redis does not answer;"
                 " this program's log says why"
             ) from None
 
-    def _flush(self) -> None:
-        calls, self._calls = self._calls, []
-        self._session.send([call for call in calls if call.job.id in self._futures])
+    async def close(self) -> None:
+        """Revokes jobs that no worker has begun, and ends the threads and their connections."""
+        for future in list(self._futures.values()):
+            future.cancel()
+        self._ended = True
+        self._notify()
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+
+    def _notify(self) -> None:
+        if not self._threads and not self._ended:
+            for target in (self._send_all, self._collect_all):
+                thread = threading.Thread(target=target, name="batchery-session", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        with self._wake:
+            self._calls.extend(self._gathered)
+            self._wake.notify_all()
+        self._gathered.clear()
 
     def _cancel(self, task_id: str) -> None:
         if not self._cancelled:
@@ -180,48 +261,134 @@ class AsyncClient:
         self._cancelled.append(task_id)
 
     def _revoke(self) -> None:
-        cancelled, self._cancelled = self._cancelled, []
-        self._session.revoke(cancelled)
+        with self._wake:
+            self._revoked.update(self._cancelled)
+        self._cancelled.clear()
+        self._notify()
 
-    def _call_soon(self, function: Any, *args: Any) -> None:
-        assert self._loop is not None
-        with suppress(RuntimeError):  # The event loop is closed, so no call waits.
-            self._loop.call_soon_threadsafe(function, *args)
-
-    def _settle(self, answers: Sequence[tuple[str, Answer]]) -> None:
+    def _settle(self, answers: Sequence[tuple[str, Answer | Exception]]) -> None:
         for task_id, answer in answers:
             future = self._futures.get(task_id)
-            if future is not None and not future.done():
+            if future is None or future.done():
+                continue
+            if isinstance(answer, Exception):
+                future.set_exception(answer)
+            else:
                 future.set_result(answer)
 
-    def _fail(self, task_ids: Sequence[str], error: Exception) -> None:
-        for task_id in task_ids:
-            future = self._futures.get(task_id)
-            if future is not None and not future.done():
-                future.set_exception(error)
+    # Both threads
+
+    def _settle_soon(self, answers: Sequence[tuple[str, Answer | Exception]]) -> None:
+        """Hands answers, or why there are none, to the event loop."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # The event loop is closed, so no call waits.
+            self._loop.call_soon_threadsafe(self._settle, answers)
+
+    def _give_up(self, task_ids: Sequence[str], error: Exception) -> None:
+        self.collector.drop(task_ids)
+        self._settle_soon([(task_id, error) for task_id in task_ids])
+
+    # The sending thread
+
+    def _send_all(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._ended or self._calls or self._revoked)
+                revoked, self._revoked = self._revoked, set()
+                some = [self._calls.popleft() for _ in range(min(SEND_JOBS, len(self._calls)))]
+            if self._ended:
+                break
+            # Nobody waits for the others any more.
+            self._send_some([call for call in some if call.job.id in self._futures])
+            self._unsent -= revoked
+            self._revoke_some(revoked)
+        self._broker.retries = RetryPolicy(away_s=0, command_s=LAST_COMMAND_S)
+        self._revoke_some({*self.collector.awaited, *revoked})
+        self._broker.close()
+
+    def _send_some(self, calls: Sequence[PendingSend]) -> None:
+        groups: dict[str, list[PendingSend]] = {}
+        for call in calls:
+            groups.setdefault(call.build_key(call.headers), []).append(call)
+        for group in groups.values():
+            ids = [call.job.id for call in group]
+            try:
+                self.collector.expect(ids)
+                with self._wake:
+                    self._wake.notify_all()
+                self._publisher(group[0]).send([each.job for each in group], group[0].headers)
+            except Interrupted:
+                return
+            except Exception as error:  # noqa: BLE001 - the callers get it, whatever it is
+                self._send_alone(group, error)
+            self._unsent.difference_update(ids)
+
+    def _send_alone(self, group: Sequence[PendingSend], error: Exception) -> None:
+        """Sends jobs one by one after a failure, which a single job may have caused.
+
+        Jobs that were sent before the failure are sent again, under the same id.
+        """
+        for call in group[getattr(error, "sent", 0) :]:  # A full queue may have accepted some.
+            problem: Exception | None = error
+            if len(group) > 1 and not isinstance(error, BatcheryError):
+                try:
+                    self._publisher(call).send([call.job], call.headers)
+                    problem = None
+                except Exception as own:  # noqa: BLE001 - as above
+                    problem = own
+            if problem is not None:
+                self._give_up([call.job.id], problem)
+
+    def _publisher(self, call: PendingSend) -> Publisher:
+        # Headers go with each message: that of a deadline never comes twice.
+        kind = call.build_key()
+        if kind not in self._publishers:
+            if len(self._publishers) >= PUBLISHERS:
+                self._publishers.pop(next(iter(self._publishers)))
+            terms, broker = call.terms, self._broker
+            self._publishers[kind] = Publisher(
+                self.app, terms.task, keywords=call.keywords, broker=broker, **terms.options
+            )
+        return self._publishers[kind]
+
+    def _revoke_some(self, task_ids: set[str]) -> None:
+        begun = [each for each in task_ids if each in self.collector.awaited]
+        self.collector.drop(begun)
+        with suppress(Exception):  # This thread must go on, and no caller waits for the answer.
+            self._broker.revoke(begun)
+
+    # The collecting thread
+
+    def _collect_all(self) -> None:
+        while not self._ended:
+            with self._wake:
+                self._wake.wait_for(lambda: self._ended or self.collector.awaited)
+            if not self._ended:
+                self._collect_some()
+        self.collector.close()
+
+    def _collect_some(self) -> None:
+        answers: list[tuple[str, Answer]] = []
+        try:
+            answers.extend(self.collector.collect(WAIT_S))
+        except Interrupted:
+            pass
+        except Exception as error:  # noqa: BLE001 - the callers get it
+            self._give_up(list(self.collector.awaited), error)
+        if answers:
+            self._settle_soon(answers)
+            with suppress(Exception):  # This thread must go on, and results expire.
+                self.collector.forget([task_id for task_id, _ in answers])
 
 
 class AsyncTask:
     """A task that coroutines call."""
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        name: str,
-        timeout_s: float | None,
-        deadline_s: float | None,
-        options: Mapping[str, Any],
-    ) -> None:
-        self._client = client
-        self.name = name
-        self._timeout_s = timeout_s
-        self._deadline_s = deadline_s
-        self._options = dict(options)
-        # No worker may be there to be told of a cancelled call.
-        expires = {} if timeout_s is None else {"expires": timeout_s}
-        self._call_options = {"wait_s": 0, **expires, **options}
-        # After that nobody asks for the result any more.
-        self._keep_s = None if timeout_s is None else math.ceil(timeout_s + AWAY_S)
+    def __init__(self, session: Session, call: Terms, stream: Terms) -> None:
+        self._session = session
+        self.name = call.task
+        #: Of a call that waits, and of the jobs of `as_completed`.
+        self._call, self._stream = call, stream
 
     async def __call__(self, item: Any, **keywords: Any) -> Any:
         """The result of one item. Cancelling the call revokes its job.
@@ -232,17 +399,7 @@ class AsyncTask:
             QueueFull: The queue had no space for the job.
             Exception: What the worker raised, or why the job could not be sent.
         """
-        answer = await self._client.call(
-            self.name,
-            item,
-            0,
-            keywords,
-            self._call_options,
-            self._deadline_s,
-            self._keep_s,
-            self._timeout_s,
-        )
-        (outcome,) = read_outcomes(answer, range(1), False, self._client.app.backend)
+        (outcome,) = await self._outcomes([item], range(1), False, keywords, self._call)
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
@@ -270,9 +427,7 @@ class AsyncTask:
                 range(start, min(start + size, len(items))),
                 size > 1,
                 known,
-                self._call_options,
-                self._keep_s,
-                self._timeout_s,
+                self._call,
             )
             for start in starts
         ]
@@ -345,9 +500,7 @@ class AsyncTask:
                         break
                     indexes = range(start, start + len(argument))
                     start = indexes.stop
-                    call = self._outcomes(
-                        argument, indexes, size > 0, keywords or {}, self._options
-                    )
+                    call = self._outcomes(argument, indexes, size > 0, keywords or {}, self._stream)
                     task = asyncio.create_task(call)
                     task.add_done_callback(ended.put_nowait)
                     running.add({task: None})
@@ -356,7 +509,7 @@ class AsyncTask:
                         async with asyncio.timeout(timeout_s):
                             done = await ended.get()
                     except TimeoutError:
-                        self._client.check_redis(self.name, timeout_s)
+                        self._session.check_redis(self.name, timeout_s)
                         raise NoResult(
                             f"no result for {timeout_s:g} s; see `celery inspect batchery`"
                         ) from None
@@ -373,15 +526,11 @@ class AsyncTask:
         indexes: range,
         are_many: bool,
         keywords: Mapping[str, Any],
-        options: Mapping[str, Any],
-        keep_s: int | None = None,
-        timeout_s: float | None = None,
+        terms: Terms,
     ) -> list[Outcome]:
         item, count = (argument, len(argument)) if are_many else (argument[0], 0)
-        answer = await self._client.call(
-            self.name, item, count, keywords, options, self._deadline_s, keep_s, timeout_s
-        )
-        return read_outcomes(answer, indexes, are_many, self._client.app.backend)
+        answer = await self._session.call(terms, item, count, keywords)
+        return read_outcomes(answer, indexes, are_many, self._session.app.backend)
 
 
 async def _arguments(

@@ -14,15 +14,15 @@ from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
 from batchery.protocol.headers import with_tenant
+from batchery.retry import RetryPolicy
 from batchery.valkey import given_redis_url
+from batchery_producer.answers import Answer, Outcome, check_per_job, read_outcomes
+from batchery_producer.broker import BrokerConnection
+from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import explain_stall
-from batchery_producer.publishing.connection import BrokerConnection
-from batchery_producer.publishing.publisher import Publisher, is_known
-from batchery_producer.publishing.template import uuids
-from batchery_producer.results.answers import Answer, Outcome, check_per_job, read_outcomes
-from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import RetryPolicy
+from batchery_producer.publisher import Publisher, is_known
 from batchery_producer.stream import NewJob, Stream, Window
+from batchery_producer.template import uuids
 
 #: Items in flight: some batches for each of several devices, and still little memory.
 WINDOW = 8192

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from batchery_producer.answers import Answer, build_header
+from batchery_producer.collector import Collector
 from batchery_producer.diagnosis import StallDetector
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer, build_header
-from batchery_producer.results.polling import Collector
+from batchery_producer.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
@@ -146,12 +146,11 @@ class Stream(Generic[V]):
         self,
         collector: Collector,
         window: Window[str, V, Answer],
-        source: JobSource[V] | None = None,
-        publisher: Publisher | None = None,
+        source: JobSource[V],
+        publisher: Publisher,
         *,
         missing: Callable[[Sequence[str]], Sequence[str]] = lambda task_ids: task_ids,
         keep_results: bool = False,
-        flush_s: float = FLUSH_S,
         timeout_s: float | None = None,
         explain: Callable[[], str] = lambda: "",
         notice: Callable[[str], None] = logger.warning,
@@ -161,11 +160,10 @@ class Stream(Generic[V]):
         Args:
             collector: Fetches results.
             window: Limits the jobs in flight.
-            source: Gives jobs; None if all of them are in the window.
+            source: Gives jobs.
             publisher: Sends the jobs of the source.
             missing: Says which jobs must be sent; the others are in flight already.
             keep_results: Leave results in the backend, until they expire.
-            flush_s: How often a flush is due, in seconds.
             timeout_s: How long no job may end before the stream is stalled, in seconds.
             explain: Says why no results may come.
             notice: Gets a line for the user when no results came for a while.
@@ -177,7 +175,6 @@ class Stream(Generic[V]):
         self._stall = StallDetector(explain, notice, timeout_s)
         self._missing = missing
         self._keep_results = keep_results
-        self._flush_s = flush_s
         self._discarded: list[str] = []
         self._unsent: set[str] = set()
         self._flushed_s = time.monotonic()
@@ -185,11 +182,7 @@ class Stream(Generic[V]):
     @property
     def is_done(self) -> bool:
         """Whether every job has ended, and none will follow."""
-        return self._is_exhausted and not self.window
-
-    @property
-    def _is_exhausted(self) -> bool:
-        return self._source is None or self._source.exhausted
+        return self._source.exhausted and not self.window
 
     @property
     def sent(self) -> Sequence[str]:
@@ -219,7 +212,7 @@ class Stream(Generic[V]):
     @property
     def flush_is_due(self) -> bool:
         """Whether the last flush was long enough ago."""
-        return time.monotonic() - self._flushed_s >= self._flush_s
+        return time.monotonic() - self._flushed_s >= FLUSH_S
 
     def flush(self) -> None:
         """Removes discarded results from the backend; the caller must have stored them by now."""
@@ -234,12 +227,12 @@ class Stream(Generic[V]):
     def _wait_s(self, maximum_s: float) -> float:
         if not self.window:
             return 0.0
-        waits_for_input = self.window.to_send and not self._is_exhausted
+        waits_for_input = self.window.to_send and not self._source.exhausted
         return min(SLOW_INPUT_S, maximum_s) if waits_for_input else maximum_s
 
     def _send(self) -> int:
         count = self.window.to_send
-        if not count or self._source is None or self._source.exhausted:
+        if not count or self._source.exhausted:
             return 0
         # With no job in flight, there is nothing but the input to wait for.
         jobs = self._source.take(count, 0.0 if self.window else WAIT_S)
@@ -254,7 +247,6 @@ class Stream(Generic[V]):
         missing = [by_id[task_id] for task_id in self._missing(list(by_id))]
         self._unsent = {job.id for job in missing}
         for count, group in groupby(missing, key=lambda job: job.item_count):
-            assert self._publisher is not None
             headers = build_header(count, self.collector.headers)
             some, before = [(job.id, job.item) for job in group], self._publisher.sent
             try:

@@ -11,13 +11,13 @@ from celery.backends.redis import RedisBackend
 from celery.result import AsyncResult, ResultSet
 from kombu.exceptions import OperationalError
 
-from batchery.errors import BatcheryError
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.publishing.template import uuids
-from batchery_producer.results.answers import Answer
-from batchery_producer.results.collector import RedisCollector
-from batchery_producer.retry import GaveUp, RetryPolicy
-from batchery_producer.stream import WAIT_S, Stream, Window
+from batchery.errors import BatcheryError, GaveUp
+from batchery.retry import RetryPolicy
+from batchery_producer.answers import Answer
+from batchery_producer.collector import RedisCollector
+from batchery_producer.publisher import Publisher
+from batchery_producer.stream import WAIT_S
+from batchery_producer.template import uuids
 
 #: How long the broker or the backend may be away, in seconds; short, because a caller waits.
 AWAY_S = 10.0
@@ -72,14 +72,12 @@ class JobSet(ResultSet):
         results: Any = self.results
         awaited = {result.id: result for result in results if result._cache is None}
         self._collector.expect(awaited)
-        window = Window[str, Any, Answer](max(len(awaited), 1))
-        window.add(awaited)
-        stream = Stream(self._collector, window)
         with suppress(BatcheryError):
-            while not stream.is_done and (left_s := deadline_s - time.monotonic()) > 0:
-                for _id, result, answer in stream.step(min(left_s, WAIT_S)):
-                    result._maybe_set_cache(answer.value)
-        if stream.is_done:
+            while awaited and (left_s := deadline_s - time.monotonic()) > 0:
+                for task_id, answer in self._collector.collect(min(left_s, WAIT_S)):
+                    if (result := awaited.pop(task_id, None)) is not None:
+                        result._maybe_set_cache(answer.value)
+        if not awaited:
             self._collector.close()
             self._collector = None
         # To some versions of Celery, 0 means for ever.

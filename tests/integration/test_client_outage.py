@@ -11,7 +11,7 @@ from kombu.exceptions import EncodeError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from batchery import AsyncClient, BatchTask, Client, GaveUp, NoResult, install
-from batchery_producer.retry import AWAY_S
+from batchery.retry import AWAY_S
 from support.harness import Worker, queue_length
 from support.own_redis import OwnRedis
 from support.patience import patient

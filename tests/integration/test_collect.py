@@ -12,10 +12,10 @@ from celery import Celery, uuid
 
 from batchery.protocol.completion_stream import stream_key
 from batchery.protocol.headers import read_stream_name
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer
-from batchery_producer.results.collector import RedisCollector, collector_for
-from batchery_producer.retry import RetryPolicy
+from batchery.retry import RetryPolicy
+from batchery_producer.answers import Answer
+from batchery_producer.collector import RedisCollector, collector_for
+from batchery_producer.publisher import Publisher
 from batchery_worker.commit.committer import CommitStatus, EncodedOutcome, RedisCommitter
 from batchery_worker.ipc.messages import CommitContext
 from support.harness import Worker, wait_for

@@ -13,9 +13,8 @@ from celery import Celery
 from celery.app.task import Context
 from celery.exceptions import BackendStoreError
 
-from batchery.completion import JobCompletion, completing
+from batchery.completion import HeldMessage, JobCompletion, Outbox, completing
 from batchery.installer import install
-from batchery.outbox import HeldMessage, Outbox
 from batchery.redis_scripts import RedisScripts
 from batchery.transport.redis_schema import Keys
 from batchery_worker.commit.committer import CommitStatus

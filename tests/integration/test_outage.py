@@ -10,8 +10,7 @@ from celery.app.task import Context
 from kombu.exceptions import OperationalError
 
 from batchery import install
-from batchery.completion import JobCompletion, completing
-from batchery.outbox import Outbox
+from batchery.completion import JobCompletion, Outbox, completing
 from batchery.retry import RetryDeadline, RetryDeadlineExceeded
 from batchery_worker.completion.backend import for_completion
 from batchery_worker.completion.redis_retry import publish_until_deadline

@@ -8,8 +8,7 @@ from typing import Any
 import kombu
 import pytest
 
-from batchery.completion import JobCompletion, completing
-from batchery.outbox import Outbox
+from batchery.completion import JobCompletion, Outbox, completing
 from batchery.transport.redis_schema import Keys
 from support.plain_kombu import OURS, find_queue
 

@@ -13,8 +13,8 @@ from kombu.exceptions import EncodeError
 from kombu.utils import json
 
 from batchery import BatchArgumentError, BatchTask
-from batchery_producer.publishing.publisher import CHUNK_JOBS, Publisher
-from batchery_producer.publishing.template import needs_celery
+from batchery_producer.publisher import CHUNK_JOBS, Publisher
+from batchery_producer.template import needs_celery
 from support.publishing import assert_equal, bulk_app, sent_by_celery, sent_by_us, take
 
 LATER = datetime.now(UTC) + timedelta(hours=1)

@@ -10,9 +10,10 @@ import redis
 from celery import Celery, uuid
 
 from batchery import BrokerRefused, QueueFull
-from batchery_producer.publishing import redis_push
-from batchery_producer.publishing.publisher import CHUNK_JOBS, Publisher
-from batchery_producer.retry import GaveUp, Interrupted, RetryPolicy
+from batchery.errors import GaveUp
+from batchery.retry import Interrupted, RetryPolicy
+from batchery_producer import broker
+from batchery_producer.publisher import CHUNK_JOBS, Publisher
 from batchery_worker.devstack.redis_server import free_port
 from support.harness import wait_for
 from support.own_redis import OwnRedis
@@ -35,35 +36,20 @@ def ids(bare: Any, key: str = "celery") -> list[str]:
     return [json.loads(raw)["headers"]["id"] for raw in reversed(bare.lrange(key, 0, -1))]
 
 
-class LostAnswers:
-    """A script whose first answers never arrive."""
-
-    def __init__(self, script: Any, count: int) -> None:
-        self._script = script
-        self.left = count
-
-    def __call__(self, **words: Any) -> Any:
-        answer = self._script(**words)
-        if self.left:
-            self.left -= 1
-            raise redis.ConnectionError("Connection closed by server.")
-        return answer
-
-
 @pytest.fixture
 def lose_answers(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Makes the next answers to pushes never arrive, whatever connection they come by."""
 
     def lose(count: int) -> None:
-        losing = LostAnswers(None, count)
-        use = redis_push.Pusher.use
+        push, left = broker.BrokerConnection.push, iter(range(count))
 
-        def use_losing(self: Any, channel: Any) -> None:
-            use(self, channel)
-            losing._script = self._script
-            self._script = losing
+        def push_and_lose(self: Any, *words: Any) -> Any:
+            answer = push(self, *words)
+            if next(left, None) is not None:
+                raise redis.ConnectionError("Connection closed by server.")
+            return answer
 
-        monkeypatch.setattr(redis_push.Pusher, "use", use_losing)
+        monkeypatch.setattr(broker.BrokerConnection, "push", push_and_lose)
 
     return lose
 
@@ -219,7 +205,7 @@ def test_a_marker_of_a_publisher_that_was_killed_expires(app: Celery, bare: Any)
     publisher = Publisher(app, "same")
     publisher.send(jobs(1))
     (marker,) = bare.keys("batchery:publisher:*")
-    assert 0 < bare.ttl(marker) <= redis_push.MARKER_S
+    assert 0 < bare.ttl(marker) <= broker.MARKER_S
     publisher.close()
     assert not bare.keys("batchery:*")
 

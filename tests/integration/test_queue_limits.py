@@ -9,7 +9,7 @@ import pytest
 from celery import Celery, chain, chord, group, uuid
 
 from batchery import AsyncClient, BatchTask, BrokerRefused, QueueFull, install
-from batchery_producer.publishing.publisher import Publisher
+from batchery_producer.publisher import Publisher
 
 LOW = "celery\x06\x166"
 CLASSES = {

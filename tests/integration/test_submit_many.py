@@ -76,6 +76,21 @@ def test_a_timeout_is_celerys(worker: Worker, store: Any) -> None:
     store.delete("nobody")
 
 
+def test_a_result_that_was_read_alone_after_a_timeout_does_not_hinder_the_others(
+    worker: Worker, store: Any
+) -> None:
+    results: Any = shop.shout.submit_many(["text"] * COUNT, queue="nobody")
+    with pytest.raises(CeleryTimeout):
+        results.join(timeout=0.2)
+    backend: Any = shop.app.backend
+    for result in results.results:
+        meta = {"status": "SUCCESS", "result": "stored", "task_id": result.id}
+        store.set(backend.get_key_for_task(result.id), backend.encode(meta))
+    assert results.results[0].get(timeout=patient(30)) == "stored"
+    assert results.join(timeout=patient(30)) == ["stored"] * COUNT
+    store.delete("nobody")
+
+
 def test_jobs_that_are_sent_one_by_one_are_joined_as_ever(worker: Worker) -> None:
     results: Any = shop.shout.submit_many(["a", "b"])
     assert results._collector is None

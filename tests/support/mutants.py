@@ -35,8 +35,9 @@ ROOMS = (
     "common/batchery/execution",
     "common/batchery/protocol",
     "common/batchery/transport",
+    "producer/batchery_producer/answers.py",
+    "producer/batchery_producer/collector.py",
     "producer/batchery_producer/files",
-    "producer/batchery_producer/results",
     "worker/batchery_worker/batching",
     "worker/batchery_worker/commit",
     "worker/batchery_worker/dispatch",
@@ -75,10 +76,11 @@ class Mutant(NamedTuple):
     number: int
 
     @property
-    def tests(self) -> Path:
-        """The unit tests of the module."""
-        top, _, *rest = Path(self.path).parts
-        return ROOT.joinpath("tests", "unit", top, *rest[:-1], f"test_{rest[-1]}")
+    def tests(self) -> list[Path]:
+        """The unit tests of the module: `test_<its name>.py`, and those of its parts."""
+        top, _, *folders, name = Path(self.path).with_suffix("").parts
+        folder = ROOT.joinpath("tests", "unit", top, *folders)
+        return sorted([*folder.glob(f"test_{name}.py"), *folder.glob(f"test_{name}_*.py")])
 
 
 def mutate(tree: ast.Module, number: int) -> tuple[int, str]:
@@ -154,9 +156,10 @@ if VARIABLE in os.environ:
 def all_mutants() -> Iterator[Mutant]:
     """Every place of every module of the rooms that has unit tests."""
     for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
+        place = ROOT / room
+        for path in [place] if place.suffix else sorted(place.rglob("*.py")):
             name = str(path.relative_to(ROOT))
-            if Mutant(name, 0).tests.exists():
+            if Mutant(name, 0).tests:
                 tree = ast.parse(path.read_bytes())
                 yield from (Mutant(name, number) for number in range(len(find_places(tree))))
 
@@ -164,7 +167,7 @@ def all_mutants() -> Iterator[Mutant]:
 def is_noticed(mutant: Mutant) -> bool:
     """Whether the tests of the module fail with it."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "support.mutants", "-p"]
-    command += ["no:cacheprovider", str(mutant.tests)]
+    command += ["no:cacheprovider", *map(str, mutant.tests)]
     environment = {**os.environ, VARIABLE: f"{mutant.path}:{mutant.number}"}
     environment["PYTHONPATH"] = str(ROOT / "tests")
     try:

@@ -12,7 +12,7 @@ from kombu.serialization import loads
 
 from batchery import BatchTask, install
 from batchery.protocol.headers import SENT_AT
-from batchery_producer.publishing.publisher import Publisher
+from batchery_producer.publisher import Publisher
 
 #: Of one job alone.
 OWN = ("id", "root_id", "correlation_id", "delivery_tag")

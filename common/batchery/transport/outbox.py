@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 from kombu.utils.json import dumps
 
-from batchery.completion import current_completion
-from batchery.outbox import HeldMessage, Outbox
+from batchery.completion import HeldMessage, Outbox, current_completion
 from batchery.redis_scripts import RedisScripts
 from batchery.transport.redis_schema import Keys, transport_scripts
 

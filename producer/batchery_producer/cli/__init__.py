@@ -1,1 +1,1 @@
-"""`batchery submit`: a file in, a file of results out."""
+"""Commands: `batchery submit`, `batchery serve` and `batchery key`."""

@@ -1,26 +1,48 @@
-"""`batchery submit`: the command around `submit_file`."""
+"""`batchery submit`: a file in, a file of results out; the command around `submit_file`."""
 
+import itertools
 import json
+import secrets
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, Self
 
 import click
+from celery import Celery
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from batchery.cli.app import app_options, load_app
 from batchery.cli.console import Interrupt
 from batchery.cli.main import main, one_line_errors
-from batchery_producer.cli.dry_run import describe_dry_run, try_file
-from batchery_producer.cli.progress import LineDisplay, LiveDisplay, display_on
+from batchery_producer.files.dataset import Dataset, begin_reading
+from batchery_producer.files.journal import Journal
+from batchery_producer.files.records import Broken, Record
 from batchery_producer.files.source import FORMATS, STANDARD_STREAM
-from batchery_producer.run.api import submit_file
-from batchery_producer.run.options import WINDOW, SubmitOptions
-from batchery_producer.run.summary import Ending, Summary, duration
+from batchery_producer.run.file_run import FileRun, submit_file
+from batchery_producer.run.options import WINDOW, Ending, Snapshot, SubmitOptions, Summary, duration
+from batchery_producer.run.output import Output
+from batchery_producer.run.report import Report
+
+#: Time between two lines without a terminal, in seconds.
+LINE_EVERY_S = 5.0
+
+#: Maximum number of kinds of failures that are named.
+MAX_KINDS = 3
+
+#: Number of jobs in the probe, and its maximum duration in seconds.
+PROBE_JOBS = 512
+PROBE_S = 15.0
+
+#: Maximum number of broken rows that are shown.
+MAX_SHOWN = 5
 
 #: Maximum number of characters of a failure's reason in the summary.
 REASON_CHARS = 300
@@ -52,6 +74,196 @@ Exit codes:
   3    gave up: no result for --timeout, or Redis stayed away for two minutes
   130  interrupted
 """
+
+
+def display_on(console: Console, title: str) -> "LiveDisplay | LineDisplay":
+    """Picks the display for a console."""
+    return LiveDisplay(console, title) if console.is_terminal else LineDisplay(console)
+
+
+class LiveDisplay(AbstractContextManager["LiveDisplay"]):
+    """A bar and figures, which are updated in place."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+            transient=True,
+        )
+        self._task: TaskID = self._progress.add_task(title, total=None, figures="")
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def show(self, run: Snapshot) -> None:
+        """Shows the state of the run."""
+        self._progress.update(self._task, completed=run.done, total=run.total, figures=figures(run))
+
+    def note(self, text: str) -> None:
+        """Prints a line above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+
+class LineDisplay(AbstractContextManager["LineDisplay"]):
+    """A line every few seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next_s = time.monotonic() + LINE_EVERY_S
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to clean up."""
+
+    def show(self, run: Snapshot) -> None:
+        """Prints the state of the run, if a line is due."""
+        now_s = time.monotonic()
+        if now_s >= self._next_s:
+            self._next_s = now_s + LINE_EVERY_S
+            self.note(figures(run))
+
+    def note(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def figures(run: Snapshot) -> str:
+    """The state of a run in one line: `1,200 done, 3 failed, 64 in flight, 410/s, 0:42 left`.
+
+    It also has the kinds of failures and the size of batches, if they are known.
+    """
+    parts = [
+        f"{run.succeeded:,} done",
+        f"{run.failed:,} failed{_kinds(run)}",
+        f"{run.in_flight:,} in flight",
+        *([f"in batches of {run.batch_size:.0f}"] if run.batch_size else []),
+        f"{run.rate:,.0f}/s" if run.rate >= 10 else f"{run.rate:.1f}/s",
+    ]
+    if run.left_s is not None:
+        parts.append(f"{duration(run.left_s)} left")
+    return ", ".join(parts)
+
+
+def _kinds(run: Snapshot) -> str:
+    named = [f"{count:,} {name}" for name, count in islice(run.kinds.items(), MAX_KINDS)]
+    named += ["..."] if len(run.kinds) > MAX_KINDS else []
+    return f" ({', '.join(named)})" if named else ""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """Findings of a dry run.
+
+    Attributes:
+        description: How rows are read.
+        rows: Number of rows that can become jobs.
+        broken: Number of rows that cannot.
+        shown: The first broken rows, each with file, line and reason.
+        probe: Summary of the probe; None if there were no rows to try.
+        left_s: Estimated duration for all rows, in seconds; None if the probe had no result.
+    """
+
+    description: str
+    rows: int
+    broken: int
+    shown: Sequence[str]
+    probe: Summary | None
+    left_s: float | None
+
+    @property
+    def ending(self) -> Ending:
+        """How the run would probably end."""
+        if self.probe is not None and self.left_s is None:
+            return Ending.GAVE_UP
+        failed = self.broken or (self.probe is not None and self.probe.failed)
+        return Ending.SOME_FAILED if failed else Ending.SUCCEEDED
+
+
+def try_file(
+    source: str | Path | Sequence[str | Path],
+    task: str | None,
+    output: str | Path,
+    *,
+    app: Celery,
+    options: SubmitOptions,
+) -> DryRun:
+    """Checks input, output, app, task and workers; reads all rows, and submits the first ones.
+
+    It takes the arguments of `submit_file`, and ignores options without effect on a dry run.
+
+    Raises:
+        BatcheryError: As `submit_file` does.
+    """
+    dataset, end_s = Dataset(source, **options.reading), float("inf")
+    Output(dataset, output, **options.writing)
+    if options.report:
+        Report(options.report, dataset, output, options.errors)
+    stop = options.stop
+    probe_options = SubmitOptions(
+        window=min(options.window, PROBE_JOBS),
+        queue=options.queue,
+        keywords=options.keywords,
+        stop=lambda: stop() or time.monotonic() > end_s,
+    )
+    run = FileRun(app, dataset, task, probe_options)
+    all_rows = begin_reading(dataset, stop) or ()
+    first, rows, shown = _read(itertools.takewhile(lambda _: not stop(), all_rows), dataset)
+    end_s = time.monotonic() + PROBE_S
+    probe = _probe(run, dataset, first) if first else None
+    left_s = rows[0] / probe.rate if probe and probe.rate else None
+    return DryRun(dataset.description, *rows, shown, probe, left_s)
+
+
+def _read(
+    rows: Iterable[Record | Broken], dataset: Dataset
+) -> tuple[list[Record], tuple[int, int], list[str]]:
+    """The first records, the numbers of good and broken rows, and the first reasons."""
+    first: list[Record] = []
+    shown: list[str] = []
+    good = broken = 0
+    for row in rows:
+        if isinstance(row, Record):
+            good += 1
+            if len(first) < PROBE_JOBS:
+                first.append(row)
+        else:
+            broken += 1
+            if len(shown) < MAX_SHOWN:
+                shown.append(f"{dataset.line_name(row.source, row.line)}: {row.reason}")
+    return first, (good, broken), shown
+
+
+def _probe(run: FileRun, dataset: Dataset, rows: Sequence[Record]) -> Summary:
+    names = [each.name for each in dataset.sources]
+    journal = Journal(secrets.token_hex(8), run.task, {}, names, [], len(rows))
+    with (
+        tempfile.TemporaryDirectory(prefix="batchery-") as folder,
+        Output(dataset, Path(folder, "probe.jsonl")) as files,
+    ):
+        files.open(journal)
+        return run.run(rows, files)
+
+
+def describe_dry_run(run: DryRun, name: str) -> str:
+    """Findings of a dry run, as text."""
+    lines = [run.description, f"{name}: {run.rows:,} rows can be sent, {run.broken:,} cannot"]
+    lines += [f"  {each}" for each in run.shown]
+    if run.broken > len(run.shown):
+        lines.append(f"  and {run.broken - len(run.shown):,} more")
+    if run.probe is not None and run.left_s is not None:
+        done = run.probe.succeeded + run.probe.failed
+        lines.append(
+            f"probe: {done:,} jobs in {run.probe.seconds:.1f} s, {run.probe.failed:,} of them"
+            f" failed; all rows would take about {duration(run.left_s)}"
+        )
+    elif run.probe is not None:
+        lines.append(f"probe: no result within {run.probe.seconds:.0f} s; is there a worker?")
+    return "\n".join(lines)
 
 
 def _keywords(

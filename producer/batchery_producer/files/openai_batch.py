@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from batchery.protocol.multi_item import MAX_ITEMS
+from batchery_producer.answers import Answer
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Picker, Record
-from batchery_producer.results.answers import Answer
 
 URL = "/v1/embeddings"
 

@@ -1,20 +1,39 @@
-"""Sources: the files of a dataset on this machine or at URLs, or standard input."""
+"""Sources: the files of a dataset on this machine or at URLs, or standard input; compressed or not.
+
+gzip and zstd are ours to read and write, others are read through fsspec. They are recognised by
+their first bytes, and written one member at a time, so that a file that was torn can be read and
+continued. fsspec's own reader of zstd stops after the first member.
+"""
 
 import glob
+import gzip
 import hashlib
+import lzma
 import os
+import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from io import BufferedReader
-from pathlib import Path
+from pathlib import Path, PurePath
 from stat import S_ISREG
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from batchery.errors import DatasetError
-from batchery_producer.files.compression import bare_name
-from batchery_producer.files.extras import extra
+
+#: Library -> what needs it, for messages, and the extra that installs it.
+USES = {
+    "fsspec": ("URLs, bz2 and xz", "datasets"),
+    "jinja2": ("reports", "report"),
+    "matplotlib": ("reports", "report"),
+    "pyarrow": ("Parquet and Arrow files", "datasets"),
+    "zstandard": ("zstd files", "datasets"),
+}
+
+#: Bytes that are read at a time.
+CHUNK_BYTES = 256 * 1024
 
 #: Formats that can be read; `openai` means requests of OpenAI's batch API in JSON lines.
 FORMATS = ("jsonl", "csv", "tsv", "text", "parquet", "arrow", "openai")
@@ -39,6 +58,145 @@ STANDARD_STREAM = "-"
 #: a larger file covers blocks at regular distances.
 BLOCK_BYTES = 1024 * 1024
 FINGERPRINT_BYTES = 1024 * BLOCK_BYTES
+
+
+def extra(name: str) -> Any:
+    """Imports a library, or a module of it.
+
+    Raises:
+        DatasetError: It is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        library = name.partition(".")[0]
+        things, name = USES[library]
+        raise DatasetError(
+            f"{things} need {library}: pip install 'batchery[{name}]' ({error})"
+        ) from None
+
+
+class Compression(NamedTuple):
+    """A way to compress a stream of bytes.
+
+    Attributes:
+        suffix: Of file names.
+        magic: First bytes of a file.
+        compress: Makes one member of some bytes; a file may hold many, one after the other.
+        decompressor: Makes an object for one member: `decompress`, `eof`, `unused_data`.
+        open: Reads a file as if it were not compressed.
+        create: Writes a file as if it were not compressed; the file itself is left open.
+    """
+
+    suffix: str
+    magic: bytes
+    compress: Callable[[bytes | bytearray], bytes]
+    decompressor: Callable[[], Any]
+    open: Callable[[BinaryIO], BinaryIO]
+    create: Callable[[BinaryIO], BinaryIO]
+
+
+def _open_zstd(raw: BinaryIO) -> BinaryIO:
+    decompressor = extra("zstandard").ZstdDecompressor()
+    stream = decompressor.stream_reader(raw, read_across_frames=True, closefd=False)
+    # zstandard's stream has no readline.
+    return BufferedReader(stream, CHUNK_BYTES)
+
+
+def _create_zstd(raw: BinaryIO) -> BinaryIO:
+    compressor = extra("zstandard").ZstdCompressor()
+    return cast(BinaryIO, compressor.stream_writer(raw, closefd=False))
+
+
+GZIP = Compression(
+    suffix=".gz",
+    magic=b"\x1f\x8b",
+    compress=gzip.compress,
+    decompressor=lambda: zlib.decompressobj(wbits=31),
+    open=lambda raw: cast(BinaryIO, gzip.GzipFile(fileobj=raw)),
+    create=lambda raw: cast(BinaryIO, gzip.GzipFile(fileobj=raw, mode="wb")),
+)
+ZSTD = Compression(
+    suffix=".zst",
+    magic=b"\x28\xb5\x2f\xfd",
+    compress=lambda data: cast(bytes, extra("zstandard").ZstdCompressor().compress(data)),
+    decompressor=lambda: extra("zstandard").ZstdDecompressor().decompressobj(),
+    open=_open_zstd,
+    create=_create_zstd,
+)
+COMPRESSIONS = (GZIP, ZSTD)
+
+#: Other endings of file names, and what fsspec calls them: they can be read and not written.
+READ_ONLY = {".bz2": "bz2", ".xz": "xz"}
+
+#: Longest of the magic numbers.
+MAGIC_BYTES = 4
+
+
+def decompressed(raw: BufferedReader, name: str) -> BinaryIO:
+    """Reads a file from its start as if it were not compressed; returns a plain file itself.
+
+    Raises:
+        DatasetError: A library is missing.
+    """
+    first = raw.peek(MAGIC_BYTES)
+    compression = next((each for each in COMPRESSIONS if first.startswith(each.magic)), None)
+    if compression is not None:
+        return compression.open(raw)
+    other = READ_ONLY.get(PurePath(name.lower()).suffix)
+    if other is None:
+        return raw
+    return cast(BinaryIO, extra("fsspec.compression").compr[other](raw, mode="rb"))
+
+
+def compression_of_name(name: str | PurePath) -> Compression | None:
+    """The compression that a file name asks for."""
+    return next((each for each in COMPRESSIONS if str(name).lower().endswith(each.suffix)), None)
+
+
+def bare_name(name: str | PurePath) -> str:
+    """A file name without the suffix of its compression."""
+    suffix = PurePath(str(name).lower()).suffix
+    is_compressed = suffix in READ_ONLY or compression_of_name(name) is not None
+    return str(name)[: -len(suffix)] if is_compressed else str(name)
+
+
+def decompression_errors() -> tuple[type[Exception], ...]:
+    """What reading a compressed file may raise when it is damaged."""
+    errors: tuple[type[Exception], ...] = (OSError, EOFError, zlib.error, lzma.LZMAError)
+    try:
+        return (*errors, extra("zstandard").ZstdError)
+    except DatasetError:
+        return errors
+
+
+def members(file: BinaryIO, compression: Compression) -> Iterator[tuple[bytes, int]]:
+    """Decompresses a file member by member, up to the first incomplete one.
+
+    Yields:
+        The content of a member, and the offset in the file at which the member ends.
+    """
+    end, data, ended = 0, b"", False
+    while True:
+        decompressor, parts = compression.decompressor(), []
+        began = False
+        try:
+            while not decompressor.eof:
+                if not data:
+                    data = file.read(CHUNK_BYTES)
+                    ended = not data
+                if ended:
+                    return
+                began = True
+                end += len(data)
+                parts.append(decompressor.decompress(data))
+                data = b""
+        except decompression_errors():
+            return
+        data = decompressor.unused_data
+        end -= len(data)
+        if began:
+            yield b"".join(parts), end
 
 
 class Remote(NamedTuple):

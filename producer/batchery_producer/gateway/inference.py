@@ -6,10 +6,10 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from batchery_producer.answers import Outcome
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, shorten
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
-from batchery_producer.results.answers import Outcome
 
 # What a request asks for
 

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from batchery_producer.answers import BatchSummary, Outcome
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.store import Store
-from batchery_producer.results.answers import BatchSummary, Outcome
 
 # Of the gateway itself
 

@@ -20,11 +20,11 @@ from batchery.errors import (
     BrokerRefused,
     DatasetError,
     DeadlineExceeded,
+    GaveUp,
     InvalidItem,
     NoResult,
     QueueFull,
 )
-from batchery_producer.retry import GaveUp
 
 logger = logging.getLogger("uvicorn.error")
 

@@ -20,12 +20,11 @@ from kombu.exceptions import KombuError
 from pydantic import Field
 from typing_extensions import TypedDict
 
+from batchery.retry import Interrupted, RetryPolicy
+from batchery_producer.answers import describe
+from batchery_producer.collector import Collector, collector_for
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.store import Store
-from batchery_producer.results.answers import describe
-from batchery_producer.results.collector import collector_for
-from batchery_producer.results.polling import Collector
-from batchery_producer.retry import Interrupted, RetryPolicy
 
 #: How long sending may take, in seconds; then a repeated request sends the task again.
 SENDING_S = 30

@@ -14,10 +14,9 @@ from typing import Any
 
 from batchery.errors import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.extras import extra
-from batchery_producer.files.source import STANDARD_STREAM
+from batchery_producer.files.source import STANDARD_STREAM, extra
+from batchery_producer.run.options import Summary, duration
 from batchery_producer.run.output import check_output_path, check_path, is_same
-from batchery_producer.run.summary import Summary, duration
 
 #: Buckets of a histogram for each doubling; percentiles are then exact to a tenth.
 PER_DOUBLING = 8

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery.protocol.headers import HEADER, VERSION
+from batchery_producer.answers import Answer
 from batchery_producer.client import ItemSource
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer
-from batchery_producer.results.polling import Collector
+from batchery_producer.collector import Collector
+from batchery_producer.publisher import Publisher
 from batchery_producer.stream import SEND_JOBS, NewJob, Stream, Window
 
 Numbers = Window[str, int, str]
@@ -100,20 +100,20 @@ class FakeCollector(Collector):
     headers: Mapping[str, Any] = {HEADER: {"v": VERSION, "reply": "here"}}
 
     def __init__(self) -> None:
-        self.awaited: list[str] = []
+        self.waiting: list[str] = []
         self.waits_s: list[float] = []
         self.forgotten: list[str] = []
 
     def expect(self, task_ids: Iterable[str]) -> None:
-        self.awaited += task_ids
+        self.waiting += task_ids
 
     def drop(self, task_ids: Iterable[str]) -> None:
         raise NotImplementedError
 
     def collect(self, wait_s: float) -> Iterator[tuple[str, Answer]]:
         self.waits_s.append(wait_s)
-        while self.awaited and not wait_s:
-            task_id = self.awaited.pop(0)
+        while self.waiting and not wait_s:
+            task_id = self.waiting.pop(0)
             yield task_id, Answer(task_id)
 
     def poll_all(self) -> Iterator[tuple[str, Answer]]:
@@ -198,10 +198,11 @@ def test_stream_removes_discarded_results_with_the_next_flush(keep: bool) -> Non
 
 
 def test_stream_is_due_for_a_flush_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _, _ = stream_of([], flush_s=3600)
-    assert not made.flush_is_due
     now_s = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now_s + 3601)
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    made, _, _ = stream_of([])
+    assert not made.flush_is_due
+    now_s += 1
     assert made.flush_is_due
     made.flush()
     assert not made.flush_is_due

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from batchery.outbox import Outbox
+from batchery.completion import Outbox
 from batchery.redis_scripts import RedisScripts, ScriptCall
 from batchery.transport.lease_store import LeaseStore
 from batchery_worker.commit.committer import COMMIT_STATUSES, CommitStatus

@@ -13,8 +13,7 @@ import redis
 from celery.backends.redis import RedisBackend
 from celery.states import FAILURE, PENDING, STARTED, SUCCESS
 
-from batchery.completion import JobCompletion, completing, current_completion
-from batchery.outbox import Outbox
+from batchery.completion import JobCompletion, Outbox, completing, current_completion
 from batchery.protocol.completion_stream import expiring_as_asked
 from batchery.redis_scripts import RedisScripts, ScriptCall
 from batchery.retry import REFUSALS

@@ -20,8 +20,7 @@ from celery import Celery, signals
 from celery.app import trace
 from celery.exceptions import Ignore, Reject, Retry
 
-from batchery.completion import JobCompletion, completing, current_completion
-from batchery.outbox import Outbox
+from batchery.completion import JobCompletion, Outbox, completing, current_completion
 from batchery.outcomes import Failed, Replace
 from batchery_worker.commit.eligibility import TracerReasons
 from batchery_worker.commit.listeners import ListenedJob, Listeners, leave

@@ -15,8 +15,11 @@ import orjson
 from celery import Celery
 from celery.utils.functional import chunks
 
-from batchery_producer.files.journal import Journal
-from batchery_producer.files.jsonl import encoded
+from batchery.retry import RetryPolicy
+from batchery_producer.answers import Answer, build_header, joined
+from batchery_producer.broker import REVOKE_CHUNK
+from batchery_producer.collector import collector_for
+from batchery_producer.files.journal import Journal, encoded
 from batchery_producer.files.openai_batch import (
     EXPIRED,
     OpenAIFormat,
@@ -31,13 +34,9 @@ from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, Ba
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.publishing.connection import REVOKE_CHUNK
-from batchery_producer.publishing.publisher import Publisher
-from batchery_producer.results.answers import Answer, build_header, joined
-from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import RetryPolicy
+from batchery_producer.publisher import Publisher
+from batchery_producer.run.file_run import InFlightRecovery
 from batchery_producer.run.options import SubmitOptions
-from batchery_producer.run.resume import InFlightRecovery
 
 # Validation
 

@@ -17,6 +17,7 @@ from typing import Any
 from celery import Celery
 
 from batchery.errors import DatasetError
+from batchery.retry import RetryPolicy
 from batchery_producer.files.records import Broken
 from batchery_producer.gateway.batches.files import (
     CHUNK_BYTES,
@@ -50,7 +51,6 @@ from batchery_producer.gateway.batches.store import (
 )
 from batchery_producer.gateway.models import ServedModels
 from batchery_producer.gateway.problems import Problem
-from batchery_producer.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from batchery.protocol.headers import with_tenant
 from batchery.protocol.multi_item import MAX_ITEMS
 from batchery.task import BatchTask
 from batchery.tracing import trace_headers
+from batchery_producer.answers import build_header
 from batchery_producer.gateway.answers import json_of_arguments
 from batchery_producer.gateway.bodies import JsonRoute, RequestBody
 from batchery_producer.gateway.callers import Caller
@@ -28,8 +29,7 @@ from batchery_producer.gateway.problems import Kind, Problem, build_problem, red
 from batchery_producer.gateway.running import get_gateway
 from batchery_producer.gateway.task_records import TaskRecord, TaskState, to_json
 from batchery_producer.gateway.webhooks import resolve_target
-from batchery_producer.publishing.publisher import is_known
-from batchery_producer.results.answers import build_header
+from batchery_producer.publisher import is_known
 
 # Which tasks callers may name
 

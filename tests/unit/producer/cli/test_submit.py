@@ -7,9 +7,8 @@ from click.testing import CliRunner, Result
 from batchery import AppNotImportable
 from batchery.cli.app import load_app
 from batchery_producer import Ending, Snapshot, Summary
-from batchery_producer.cli.progress import figures
-from batchery_producer.cli.submit import as_dict, describe, submit
-from batchery_producer.run.summary import duration
+from batchery_producer.cli.submit import as_dict, describe, figures, submit
+from batchery_producer.run.options import duration
 
 
 def invoke(*arguments: str) -> Result:

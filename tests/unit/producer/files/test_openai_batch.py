@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from batchery import DatasetError
+from batchery_producer.answers import Answer
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.openai_batch import UNSERVED, in_form, shortened
 from batchery_producer.files.records import Broken, Record
 from batchery_producer.gateway.routes.openai import EmbeddingsRequest
-from batchery_producer.results.answers import Answer
-from batchery_producer.run.api import choose_task
+from batchery_producer.run.file_run import choose_task
 from batchery_producer.run.output import Output
 
 

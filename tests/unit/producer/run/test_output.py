@@ -7,8 +7,7 @@ import pytest
 
 from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
-from batchery_producer.files.journal import Journal
-from batchery_producer.files.jsonl import BUFFER_BYTES, JsonLines
+from batchery_producer.files.journal import BUFFER_BYTES, Journal, JsonLines
 from batchery_producer.files.records import Record
 from batchery_producer.files.rows import MAX_LINE_BYTES
 from batchery_producer.run.output import Output

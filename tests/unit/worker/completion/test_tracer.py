@@ -15,8 +15,7 @@ from celery.app.trace import trace_task_ret
 from celery.exceptions import Ignore, Reject, Retry
 
 from batchery import BatchTask, Failed, RetryAfter, install
-from batchery.completion import JobCompletion, completing, current_completion
-from batchery.outbox import HeldMessage, Outbox
+from batchery.completion import HeldMessage, JobCompletion, Outbox, completing, current_completion
 from batchery.outcomes import Replace
 from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised, tracer_clock

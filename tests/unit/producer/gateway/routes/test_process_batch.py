@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
+from batchery_producer.answers import BatchSummary, Outcome
 from batchery_producer.gateway.routes import process_batch
 from batchery_producer.gateway.routes.process_batch import (
     EventStream,
@@ -18,7 +19,6 @@ from batchery_producer.gateway.routes.process_batch import (
     list_devices,
     per_s,
 )
-from batchery_producer.results.answers import BatchSummary, Outcome
 
 FIRST = BatchSummary("b1", 2, 1.5, "cuda:1")
 SECOND = BatchSummary("b2", 1, 1.5, "cuda:0")

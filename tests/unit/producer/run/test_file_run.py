@@ -1,6 +1,6 @@
 import pytest
 
-from batchery_producer.run.loop import Rate
+from batchery_producer.run.file_run import Rate
 
 
 def test_rate_is_that_of_the_last_seconds() -> None:

@@ -11,9 +11,9 @@ import pyarrow.parquet
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.columnar import READ_ROWS, write_arrow, write_parquet
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.records import Broken, Record
+from batchery_producer.files.rows import READ_ROWS, write_arrow, write_parquet
 
 ROWS = [{"id": n, "text": f"text {n}"} for n in range(READ_ROWS * 2 + 5)]
 

@@ -8,7 +8,7 @@ from celery.utils.saferepr import saferepr
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_producer.publishing.template import _repr_function, uuids
+from batchery_producer.template import _repr_function, uuids
 
 APP = Celery("template", set_as_current=False)
 TEXTS = st.text() | st.text(alphabet="a '", min_size=900, max_size=1100)

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 from celery import Celery, states
 
+from batchery.retry import RetryPolicy
 from batchery_producer.files.journal import Journal
-from batchery_producer.retry import RetryPolicy
-from batchery_producer.run import resume
-from batchery_producer.run.resume import InFlightRecovery
+from batchery_producer.run import file_run
+from batchery_producer.run.file_run import InFlightRecovery
 
 JOURNAL = Journal("0123456789abcdef", "embed", {}, ["in.txt"], [], 4)
 IDS = [JOURNAL.task_id(0, line) for line in range(1, 21)]
@@ -29,7 +29,7 @@ class Searches:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, in_flight: Sequence[str]) -> None:
         self.in_flight = in_flight
         self.count = 0
-        monkeypatch.setattr(resume, "_find_in_flight", self)
+        monkeypatch.setattr(file_run, "_find_in_flight", self)
 
     def __call__(self, app: Celery, queue: str, pattern: "re.Pattern[bytes]") -> Sequence[str]:
         assert pattern == JOURNAL.pattern
@@ -77,7 +77,7 @@ def test_search_goes_on_after_a_job_that_was_found(app: Celery) -> None:
 
 
 def test_queue_of_another_broker_than_redis_is_not_searched(app: Celery) -> None:
-    assert list(resume._find_in_flight(app, "embed", JOURNAL.pattern)) == []
+    assert list(file_run._find_in_flight(app, "embed", JOURNAL.pattern)) == []
 
 
 class FakeRedis:
@@ -93,8 +93,8 @@ class FakeRedis:
 
 
 def test_message_is_found_while_others_leave_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "CHUNK", 3)
+    monkeypatch.setattr(file_run, "CHUNK", 3)
     messages = [f"{number}".encode() for number in range(10)]
-    found = list(resume._waiting(FakeRedis(messages), "embed"))
+    found = list(file_run._waiting(FakeRedis(messages), "embed"))
     assert found == messages[: len(found)]
     assert len(found) >= 7  # Workers took the others, the oldest first.

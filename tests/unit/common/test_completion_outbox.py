@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from batchery.outbox import HeldMessage, Outbox
+from batchery.completion import HeldMessage, Outbox
 
 KNOWN = {"job": "parent", "next": {"chain": [{"options": {"task_id": "step"}}]}}
 

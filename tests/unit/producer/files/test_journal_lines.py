@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.jsonl import JsonLines, TooLong, read_lines
+from batchery_producer.files.journal import JsonLines, TooLong, read_lines
 from batchery_producer.files.rows import MAX_LINE_BYTES
 
 EACH_NAME = pytest.mark.parametrize("name", ["out.jsonl", "out.jsonl.gz", "out.jsonl.zst"])

@@ -7,9 +7,9 @@ import pytest
 from celery import Celery
 
 from batchery import Model, SettingsError, install, register
-from batchery_producer.publishing.publisher import PUSH_BYTES, Publisher, _parts
-from batchery_producer.results.collector import collector_for
-from batchery_producer.retry import RetryPolicy
+from batchery.retry import RetryPolicy
+from batchery_producer.collector import collector_for
+from batchery_producer.publisher import PUSH_BYTES, Publisher, _parts
 
 
 def make_app(**conf: Any) -> Celery:

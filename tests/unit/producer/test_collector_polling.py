@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_producer.results.polling import (
+from batchery_producer.collector import (
     MAX_INTERVAL_S,
     MIN_INTERVAL_S,
     REST_PER_POLL,

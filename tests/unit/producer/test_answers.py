@@ -1,7 +1,7 @@
 import pytest
 from celery.exceptions import TaskRevokedError
 
-from batchery_producer.results.answers import Answer, describe, read_answer
+from batchery_producer.answers import Answer, describe, read_answer
 
 
 @pytest.mark.parametrize("status", ["PENDING", "STARTED", "RETRY", "RECEIVED", "PROGRESS", None])

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from batchery import DatasetError
-from batchery_producer.files.dataset import Dataset
-from batchery_producer.run.reader import FIRST_ROWS, Feed, begin_reading
+from batchery_producer.files.dataset import FIRST_ROWS, Dataset, Feed, begin_reading
 
 
 def take_all(feed: Feed[int], most: int = 7) -> list[int]:

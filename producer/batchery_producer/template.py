@@ -23,13 +23,16 @@ from kombu.utils import json as kombu_json
 from batchery.task import BatchTask
 from batchery.tracing import current_tracing
 from batchery.transport.codec import writes_kombus_json
-from batchery_producer.publishing.redis_push import Command
+from batchery_producer.broker import Command
 
 #: A receiver of these may look at each message, and change it.
 SIGNALS = (signals.before_task_publish, signals.after_task_publish, signals.task_sent)
 
 #: Placeholder for the item in the job that Celery makes.
 ITEM = "batchery.template.item"
+
+
+_encode = kombu_json.JSONEncoder().encode
 
 
 class OutgoingJob(NamedTuple):
@@ -93,7 +96,6 @@ class Template:
         self._text = text
         self._before, self._after = body
         self.repr_item = repr_item
-        self._encode = kombu_json.JSONEncoder().encode
 
     def fill(self, jobs: Sequence[OutgoingJob]) -> Iterator[str]:
         """Yields the message of each job, in order.
@@ -106,7 +108,7 @@ class Template:
         b64encode, repr_item = base64.b64encode, self.repr_item
         for job, tag in zip(jobs, uuids(len(jobs)), strict=True):
             item = job.item
-            body = f"{before}{self._encode_item(item)}{after}".encode()
+            body = f"{before}{encode_item(item)}{after}".encode()
             fields = {
                 "id": quote(job.id),
                 "body": b64encode(body).decode(),
@@ -115,11 +117,17 @@ class Template:
             }
             yield text % fields
 
-    def _encode_item(self, item: Any) -> str:
-        try:
-            return self._encode(item)
-        except Exception as error:
-            raise EncodeError(f"item {item!r:.80}: {error}") from error
+
+def encode_item(item: Any) -> str:
+    """An item as JSON.
+
+    Raises:
+        EncodeError: kombu's; the text names the item.
+    """
+    try:
+        return _encode(item)
+    except Exception as error:
+        raise EncodeError(f"item {item!r:.80}: {error}") from error
 
 
 def build_template(app: Celery, task_id: str, text: str) -> Template | None:

@@ -6,23 +6,29 @@ from functools import partial
 from typing import Any, Self
 
 from celery import Celery, uuid
+from celery.backends.redis import RedisBackend
 from celery.exceptions import QueueNotFound
 from celery.utils.functional import chunks
+from kombu.exceptions import EncodeError
 
 from batchery.errors import BatchArgumentError, PublishError, QueueFull, SettingsError
 from batchery.installation import get_queue_limits
 from batchery.protocol.headers import sent_now
 from batchery.queue_limits import Destination, Waiting, find_destination, look_into, queue_full
-from batchery_producer.publishing.connection import BrokerConnection
-from batchery_producer.publishing.redis_push import Command, Room, send_as_celery_does, split
-from batchery_producer.publishing.template import (
+from batchery.retry import RetryPolicy
+from batchery_producer.broker import (
+    BrokerConnection,
+    Command,
+    Room,
+)
+from batchery_producer.template import (
     ITEM,
     OutgoingJob,
     build_template,
+    encode_item,
     needs_celery,
     sent_events,
 )
-from batchery_producer.retry import RetryPolicy
 
 #: Limits of `retry_after_s`, in seconds: a worker takes a few milliseconds for a batch, and a
 #: caller wants to know within some seconds that no job is taken.
@@ -128,7 +134,6 @@ class Publisher:
             if not is_known(app, task):
                 options["queue"] = task
         self._options = options
-        self._max_waiting = max_waiting
         self._wait_s = wait_s
         self._owns_broker = broker is None
         self._broker = broker or BrokerConnection(
@@ -216,10 +221,8 @@ class Publisher:
         return options if priority == where.priority else {**options, "priority": priority}
 
     def _look(self, queue: str, priorities: range) -> Waiting | None:
-        def look() -> Waiting | None:
-            return look_into(self._broker.producer.connection.default_channel, queue, priorities)
-
-        return self._broker.call(look, queue)
+        broker = self._broker
+        return broker.call(lambda: look_into(broker.channel, queue, priorities), queue)
 
     def _send_chunk(self, jobs: Sequence[OutgoingJob], options: Mapping[str, Any]) -> None:
         made = self._broker.call(partial(self._make, jobs, options), self.queue)
@@ -231,46 +234,44 @@ class Publisher:
         for key, messages in pushed.items():
             self._push(key, messages)
         if others:
-            self._broker.call(lambda: self._broker.pusher.run(others), self.queue)
+            self._broker.call(lambda: self._broker.run(others), self.queue)
 
     def _make(
         self, jobs: Sequence[OutgoingJob], options: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Iterable[str]], list[Command]] | None:
+    ) -> tuple[Mapping[str, Iterable[str]], Iterable[Command]] | None:
         """Messages by the key of their list, and other commands; None if this is not Redis."""
-        recording = self._broker.recording
-        if recording is None:
+        if not self._broker.is_redis:
             return None
-        if needs_celery(self._app, self._task) is None:
+        # A lone job is not worth a template.
+        if len(jobs) > 1 and needs_celery(self._app, self._task) is None:
             job = OutgoingJob(uuid(), ITEM)
-            with recording() as commands:
+            with self._broker.recording() as one:
                 self._send(job, options)
-            pushed, others = split(commands)
-            if len(pushed) == 1:
-                ((key, (message, *_)),) = pushed.items()
+            if len(one.pushed) == 1:
+                ((key, (message, *_)),) = one.pushed.items()
                 template = build_template(self._app, job.id, message)
                 if template is not None:
                     return {key: template.fill(jobs)}, [
-                        sent_events(self._app, each, jobs, template.repr_item) for each in others
+                        sent_events(self._app, each, jobs, template.repr_item)
+                        for each in one.others
                     ]
-        with recording() as commands:
+        with self._broker.recording() as every:
             for job in jobs:
                 self._send(job, options)
-        return split(commands)
+        return every.pushed, every.others
 
     def _push(self, key: str, messages: Iterable[str]) -> None:
         deadline_s = self._deadline_s()
         for part in _parts(messages):
             while part:
-                push = partial(self._push_chunk, self._broker.pusher.next_chunk(), key, part)
+                chunk = self._broker.next_chunk()
+                push = partial(self._broker.push, chunk, key, part, self._room)
                 pushed, length = self._broker.call(push, self.queue)
                 self.sent += pushed
                 self._backpressure.observe(time.monotonic(), length, pushed)
                 part = part[pushed:]
                 if part:
                     self._wait_for_space(len(part), length, deadline_s)
-
-    def _push_chunk(self, chunk: int, key: str, messages: Sequence[str]) -> tuple[int, int]:
-        return self._broker.pusher.push(chunk, key, messages, self._room)
 
     def _wait_for_space(self, count: int, length: int, deadline_s: float | None) -> None:
         after_s = self._backpressure.retry_after_s(count)
@@ -300,8 +301,26 @@ class Publisher:
                 self._send(job, options)
 
     def _send(self, job: OutgoingJob, options: Mapping[str, Any]) -> None:
-        producer = self._broker.producer
-        send_as_celery_does(self._app, self._task, job, self._keywords, producer, options)
+        """Sends one job by Celery's own code, without a subscription to its result."""
+        app, known = self._app, self._app.tasks.get(self._task)
+        options = {
+            **options,
+            "task_id": job.id,
+            "producer": self._broker.producer,
+            "add_to_parent": False,
+        }
+        if isinstance(app.backend, RedisBackend):
+            # Celery subscribes to each result unless results are ignored. Workers read only the
+            # header, which keeps the caller's choice.
+            ignores_result = options.get("ignore_result", getattr(known, "ignore_result", None))
+            headers = {**(options.get("headers") or {}), "ignore_result": ignores_result}
+            options |= {"ignore_result": True, "headers": headers}
+        send: Any = partial(app.send_task, self._task) if known is None else known.apply_async
+        try:
+            send((job.item,), dict(self._keywords), **options)
+        except EncodeError:
+            encode_item(job.item)
+            raise
 
 
 def _parts(messages: Iterable[str]) -> Iterator[list[str]]:

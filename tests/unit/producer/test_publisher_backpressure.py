@@ -1,4 +1,4 @@
-from batchery_producer.publishing.publisher import (
+from batchery_producer.publisher import (
     MAX_RETRY_AFTER_S,
     MIN_RETRY_AFTER_S,
     UNKNOWN_RATE_S,

@@ -7,7 +7,7 @@ from celery import Celery
 
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, WrongLength
 from batchery.protocol.multi_item import read_items
-from batchery_producer.results.answers import (
+from batchery_producer.answers import (
     Answer,
     Outcome,
     build_header,

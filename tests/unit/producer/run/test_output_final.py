@@ -12,8 +12,7 @@ from batchery import DatasetError
 from batchery_producer.files.dataset import Dataset
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Record
-from batchery_producer.run.finalize import Final
-from batchery_producer.run.output import Output
+from batchery_producer.run.output import Final, Output
 
 
 def part_of(path: Path, entries: list[dict[str, Any]]) -> Path:

@@ -1,0 +1,250 @@
+"""The publishers' connection to the broker: each chunk of messages goes into a Redis list once.
+
+It reconnects when it breaks, and may send a chunk again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import redis
+from celery import Celery, uuid
+from celery.utils.functional import chunks
+from kombu import Connection, exceptions
+from kombu.transport import redis as kombu_redis
+
+from batchery.errors import BrokerRefused
+from batchery.redis_scripts import RedisScripts
+from batchery.retry import REFUSAL_MEANINGS, RetryPolicy, find_refusal
+from batchery.settings import LOWEST_PRIORITY
+
+LUA = Path(__file__).parent / "lua"
+
+#: How long Redis remembers a chunk, in seconds: longer than any client retries.
+MARKER_S = 600
+
+T = TypeVar("T")
+
+#: Number of task ids that one message to the workers revokes.
+REVOKE_CHUNK = 1000
+
+
+class Command(NamedTuple):
+    """A Redis command; its keys lack kombu's key prefix."""
+
+    name: str
+    args: tuple[Any, ...]
+
+
+class Room(NamedTuple):
+    """How many messages may be in a queue."""
+
+    queue: str
+    #: Maximum number of them; 0 is no limit.
+    max_waiting: int = 0
+    #: Those that count.
+    priorities: range = range(LOWEST_PRIORITY + 1)
+
+
+class RecordedCommands:
+    """What a producer would have sent; takes the place of kombu's batch in it.
+
+    So Celery itself does everything that it does for a message: routing, options of the task,
+    stamps, signals, declaration of the queue.
+
+    Attributes:
+        pushed: Messages by the key of their list, in order.
+        others: Other commands, each once.
+    """
+
+    def __init__(self) -> None:
+        self.pushed: dict[str, list[str]] = {}
+        self.others: dict[Command, None] = {}
+
+    def publish(self, channel: Any, message: Any, **options: Any) -> Any:
+        """Called by kombu's producer for each message."""
+        return channel.basic_publish(message, _publish_batch=self, **options)
+
+    def add(self, name: str, *args: Any) -> None:
+        """Called by kombu's channel for each command."""
+        if name == "lpush":
+            self.pushed.setdefault(args[0], []).append(args[1])
+        else:
+            self.others[Command(name, args)] = None
+
+
+def refused(error: BaseException, queue: str) -> BrokerRefused | None:
+    """An error that explains Redis's refusal; None if the error is no refusal."""
+    word = find_refusal(error) if isinstance(error, redis.ResponseError) else None
+    if word is None:
+        return None
+    return BrokerRefused(f"queue {queue!r}: Redis {REFUSAL_MEANINGS[word]} ({error})")
+
+
+class BrokerConnection:
+    """Connects at its first use. Not for use by several threads at once."""
+
+    def __init__(self, app: Celery, retries: RetryPolicy, *, persistent: bool = False) -> None:
+        """Prepares.
+
+        Args:
+            app: App whose broker it connects to.
+            retries: How long to retry when the broker is away.
+            persistent: Whether to retry, too, when the broker refuses jobs.
+        """
+        self.app = app
+        self.retries = retries
+        self._persistent = persistent
+        self._connection: Connection | None = None
+        self._producer: Any = None
+        self._channel: Any = None
+        self._scripts: RedisScripts | None = None
+        #: Chunks are numbered; Redis remembers the number of the last one.
+        self._marker = f"batchery:publisher:{uuid()}"
+        self._chunk = 0
+
+    @property
+    def producer(self) -> Any:
+        """A kombu producer."""
+        if self._producer is None:
+            self._connect()
+        return self._producer
+
+    @property
+    def channel(self) -> Any:
+        """The kombu channel of the producer."""
+        if self._producer is None:
+            self._connect()
+        return self._channel
+
+    @property
+    def is_redis(self) -> bool:
+        """Whether the broker is a Redis, to which jobs can be pushed."""
+        return isinstance(self.channel, kombu_redis.Channel)
+
+    @contextmanager
+    def recording(self) -> Iterator[RecordedCommands]:
+        """Records, within the block, what this thread publishes with the producer; for Redis."""
+        batches, recording = self.producer._batch_local, RecordedCommands()
+        batches.current = recording
+        try:
+            yield recording
+        finally:
+            del batches.current
+
+    def call(self, function: Callable[[], T], queue: str) -> T:
+        """Calls a function that sends something, until it works.
+
+        Args:
+            function: Must be safe to repeat, whatever it did before it failed.
+            queue: Name of the queue, for error messages.
+
+        Raises:
+            BrokerRefused: The broker refuses the command.
+            Interrupted: The caller asked to stop.
+            GaveUp: The broker stays away.
+        """
+
+        def attempt() -> T:
+            try:
+                return function()
+            except Exception as error:
+                # kombu wraps the error of Redis.
+                raise refused(error.__cause__ or error, queue) or error from error
+
+        return self.retries.call(attempt, self._errors(), self._disconnect)
+
+    def next_chunk(self) -> int:
+        """Number of a new chunk, which may be pushed again until there is another."""
+        self._chunk += 1
+        return self._chunk
+
+    def push(self, chunk: int, key: str, messages: Sequence[str], room: Room) -> tuple[int, int]:
+        """Pushes a chunk, unless it is in the list already.
+
+        Args:
+            chunk: Number of the chunk.
+            key: Key of the list, without kombu's prefix.
+            messages: Workers take the first one first.
+            room: What may be in the queue with them.
+
+        Returns:
+            How many of the messages were pushed, and how many messages that count are in the queue
+            now (0 if there is no limit).
+
+        Raises:
+            redis.ResponseError: Redis refuses, and nothing was pushed: see `refused`.
+            redis.RedisError: It is unknown whether the chunk was pushed.
+        """
+        channel, keys = self.channel, [self._marker, key]
+        if room.max_waiting:
+            steps = [step for step in channel.priority_steps if step in room.priorities]
+            lists = {channel._q_for_pri(room.queue, step) for step in steps}
+            keys += sorted(lists - {key})
+        assert self._scripts is not None
+        pushed, length = self._scripts.run(
+            "push",
+            [channel.global_keyprefix + each for each in keys],
+            *(chunk, MARKER_S, room.max_waiting, *messages),
+        )
+        return int(pushed), int(length)
+
+    def run(self, commands: Iterable[Command]) -> None:
+        """Runs other commands in one pipeline."""
+        with self.channel.conn_or_acquire() as client, client.pipeline(transaction=False) as pipe:
+            for command in commands:
+                getattr(pipe, command.name)(*command.args)
+            pipe.execute()
+
+    def revoke(self, task_ids: Sequence[str]) -> None:
+        """Tells the workers not to begin these jobs."""
+        control: Any = self.app.control
+        for some in chunks(iter(task_ids), REVOKE_CHUNK):
+            self.call(partial(self._broadcast, control.revoke, some), "celery.pidbox")
+
+    def close(self) -> None:
+        """Closes the connection; the next use opens another one."""
+        with suppress(Exception):  # The marker expires.
+            if self._channel is not None and self._chunk and not self.retries.is_spent:
+                client = redis.Redis(connection_pool=self._channel.pool)
+                client.unlink(self._channel.global_keyprefix + self._marker)
+        self._disconnect()
+
+    def _broadcast(self, command: Callable[..., Any], task_ids: Sequence[str]) -> None:
+        command(task_ids, connection=self.producer.connection)
+
+    def _errors(self) -> tuple[type[BaseException], ...]:
+        connection = self._connection or self.app.connection_for_write()
+        return (
+            *connection.recoverable_connection_errors,
+            *connection.recoverable_channel_errors,
+            exceptions.BatchPublishError,  # type: ignore[attr-defined]  # New in kombu 5.7.
+            exceptions.OperationalError,
+            redis.ConnectionError,
+            redis.TimeoutError,
+            *((BrokerRefused,) if self._persistent else ()),
+        )
+
+    def _connect(self) -> None:
+        connection = self._connection = self.app.connection_for_write()
+        transport: Any = connection.get_transport_cls()
+        if self.retries.command_s is not None and issubclass(transport, kombu_redis.Transport):
+            options: Any = connection.transport_options
+            for name in ("socket_timeout", "socket_connect_timeout"):
+                options[name] = self.retries.shorten(options.get(name))
+        # We retry ourselves, as kombu's own pauses are seconds long.
+        connection.ensure_connection(max_retries=1, interval_start=0, interval_step=0)
+        producer: Any = self.app.amqp.Producer(connection, auto_declare=False)
+        channel: Any = connection.default_channel
+        if isinstance(channel, kombu_redis.Channel):
+            # Not kombu's own client, which adds its key prefix only to a script's first key.
+            self._scripts = RedisScripts(redis.Redis(connection_pool=channel.pool), LUA)
+        self._producer, self._channel = producer, channel
+
+    def _disconnect(self) -> None:
+        connection, self._connection, self._producer = self._connection, None, None
+        if connection is not None:
+            with suppress(Exception):  # It may be dead, in any of its transport's ways.
+                connection.release()

@@ -1,1 +1,0 @@
-"""Sends jobs to Redis in bulk, each exactly once."""

@@ -1,1 +1,0 @@
-"""Awaits the results of many jobs at once."""
