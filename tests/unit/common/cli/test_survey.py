@@ -114,7 +114,7 @@ def test_tables_show_all_figures_of_a_worker() -> None:
 
 def test_one_of_a_kind_is_no_plural() -> None:
     text = drawn(survey(one=figures(clock_s=1.0, jobs=1, items=1, batches=1)))
-    assert "1 job, 1 item in 1 batch, 37.0 items each" in text, text
+    assert "1 job, 1 item in 1 batch, 1.0 items each" in text, text
 
 
 def test_models_and_memory_are_shown_if_a_device_reports_them() -> None:
