@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from batchery_worker.batching.cost_model import CostModel, Costs
-from batchery_worker.batching.task_costs import BELIEVED
+from batchery_worker.batching.cost_model import BELIEVED, CostModel, Costs
 from benchmarks.scheduling.playing import Call, Heard, Played
 
 #: Fewest batches from which the time between two of them is believed.

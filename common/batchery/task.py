@@ -25,7 +25,7 @@ from batchery.execution.batch import compute, prepare, read_back, run_function
 from batchery.installation import get_queue_limits
 from batchery.model import Model
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
-from batchery.protocol import multi_item
+from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_tenant
 from batchery.queue_limits import QueueLimits, find_destination, place
 from batchery.request import BatchContext, JobContext, bind_request

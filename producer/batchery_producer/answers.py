@@ -9,8 +9,7 @@ from celery import states
 
 from batchery import errors
 from batchery.errors import BatchArgumentError, ItemFailed, WrongLength
-from batchery.protocol.headers import HEADER, VERSION
-from batchery.protocol.multi_item import MAX_ITEMS
+from batchery.protocol.headers import HEADER, MAX_ITEMS, VERSION
 
 
 class BatchSummary(NamedTuple):

@@ -27,8 +27,7 @@ from kombu.exceptions import KombuError
 from kombu.utils import json
 
 from batchery.errors import SettingsError
-from batchery.protocol.completion_stream import FIELD, read_ids, stream_key
-from batchery.protocol.headers import HEADER, VERSION
+from batchery.protocol.headers import FIELD, HEADER, VERSION, read_ids, stream_key
 from batchery.retry import REFUSALS, RetryPolicy
 from batchery_producer.answers import Answer, BatchSummary, read_answer
 

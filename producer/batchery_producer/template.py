@@ -22,7 +22,7 @@ from kombu.utils import json as kombu_json
 
 from batchery.task import BatchTask
 from batchery.tracing import current_tracing
-from batchery.transport.codec import writes_kombus_json
+from batchery.transport.inbox import writes_kombus_json
 from batchery_producer.broker import Command
 
 #: A receiver of these may look at each message, and change it.

@@ -10,8 +10,7 @@ import pytest
 import redis
 from celery import Celery, uuid
 
-from batchery.protocol.completion_stream import stream_key
-from batchery.protocol.headers import read_stream_name
+from batchery.protocol.headers import read_stream_name, stream_key
 from batchery.retry import RetryPolicy
 from batchery_producer.answers import Answer
 from batchery_producer.collector import RedisCollector, collector_for

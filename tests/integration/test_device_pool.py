@@ -19,9 +19,9 @@ from batchery_worker.device_pool.process import (
     start_process,
 )
 from batchery_worker.device_pool.supervisor import MAX_FAILED_STARTS, DeviceSupervisor
+from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done, Setup, Work
 from batchery_worker.job import Batch, BatchKey, Job, Limits
-from batchery_worker.task_call import DispatchedBatch
 
 NO_LIMITS = RecyclingLimits()
 TESTS = str(Path(__file__).resolve().parents[1])

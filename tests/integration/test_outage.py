@@ -12,8 +12,7 @@ from kombu.exceptions import OperationalError
 from batchery import install
 from batchery.completion import JobCompletion, Outbox, completing
 from batchery.retry import RetryDeadline, RetryDeadlineExceeded
-from batchery_worker.completion.backend import for_completion
-from batchery_worker.completion.redis_retry import publish_until_deadline
+from batchery_worker.completion.backend import for_completion, publish_until_deadline
 from support.harness import queue_length
 from support.own_redis import OwnRedis
 
@@ -104,7 +103,7 @@ def test_completion_of_an_ordinary_job_waits_and_its_function_does_not(
     assert backend.get_task_meta("job")["result"] == 42
     own_redis.kill()
     monkeypatch.setattr(
-        "batchery_worker.completion.redis_retry.RetryDeadline",
+        "batchery_worker.completion.backend.RetryDeadline",
         partial(RetryDeadline, sleep=until(own_redis, 2)),
     )
     messages: Any = app.amqp
@@ -117,7 +116,7 @@ def test_callback_of_an_acknowledged_job_fails_in_celery_s_way(
 ) -> None:
     own_redis.kill()
     monkeypatch.setattr(
-        "batchery_worker.completion.redis_retry.RetryDeadline", partial(RetryDeadline, 0)
+        "batchery_worker.completion.backend.RetryDeadline", partial(RetryDeadline, 0)
     )
     messages: Any = app.amqp
     with pytest.raises(OperationalError):

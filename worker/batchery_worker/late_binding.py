@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from celery.worker import state as worker_state
 
-from batchery.transport.workload import Capacity, HeldJob
+from batchery.transport.inbox import Capacity
+from batchery.transport.leases import HeldJob
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.request import get_lease
 

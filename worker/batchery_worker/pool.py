@@ -20,8 +20,8 @@ from batchery_worker.device_pool.process import DeviceProcess, StartProcess, sta
 from batchery_worker.device_pool.startup import device_setups, task_modules
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.dispatcher import Dispatcher, is_cold_shutdown
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import BatchRequest
-from batchery_worker.task_call import TaskCall
 
 logger = logging.getLogger("batchery.pool")
 

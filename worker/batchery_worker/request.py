@@ -7,7 +7,7 @@ from celery.exceptions import InvalidTaskError
 from celery.worker import state as worker_state
 from celery.worker.request import Request as CeleryRequest
 
-from batchery.protocol.completion_stream import expiring_as_asked
+from batchery.protocol.headers import expiring_as_asked
 from batchery.transport.lease_store import LeaseStore
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from batchery.execution.bisect_failures import NON_VALUES
-from batchery.protocol.completion_stream import backend_prefix
+from batchery.protocol.headers import backend_prefix
 from batchery_worker.ipc.messages import CachePolicy, Work
 from batchery_worker.ipc.values import Encoded, encoded, is_plain
 

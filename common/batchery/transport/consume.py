@@ -15,10 +15,9 @@ import redis
 from kombu.utils.encoding import bytes_to_str
 
 from batchery.redis_scripts import packed, script_text
-from batchery.transport.inbox import Consumer, Inbox, scheduled_tokens
+from batchery.transport.inbox import Capacity, Consumer, Inbox, encode_entry, scheduled_tokens
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.redis_schema import LUA
-from batchery.transport.workload import Capacity, encode_entry
 
 logger = logging.getLogger("batchery.transport")
 

@@ -1,13 +1,27 @@
-"""The messages that a channel has leased: read, checked, and handed to its consumers."""
+"""The messages that a channel has leased: read, checked, and handed to its consumers.
+
+Messages are read as kombu reads them, in a third of the time. Kombu's decoder searches each mapping
+for values of types that JSON lacks, such as dates. Few messages have one. All others can be read by
+a decoder that knows only JSON.
+
+What a worker's pool tells of its jobs is a `Workload`. A worker that finds its queues empty, and
+could begin a job at once, enters itself in Redis as waiting. While it is there, other workers give
+back what they only hold.
+"""
 
 import contextlib
+import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import redis
+from kombu.serialization import registry  # type: ignore[attr-defined]
+from kombu.transport import virtual
+from kombu.utils.json import dumps, loads
+from pydantic_core import from_json
 
-from batchery.transport.codec import read_json
 from batchery.transport.dead_letters import dead_letter_malformed, dead_letter_unread
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.suspects import (
@@ -16,7 +30,101 @@ from batchery.transport.suspects import (
     build_suspect_field,
     read_deaths,
 )
-from batchery.transport.workload import Workload
+
+if TYPE_CHECKING:
+    _Message: Any
+else:
+    _Message = virtual.Message
+
+JSON = "application/json"
+
+#: The key by which kombu marks a value that JSON has no type for.
+TYPE_MARK = b'"__type__"'
+
+
+def writes_kombus_json() -> bool:
+    """Whether messages in JSON are written by kombu's own encoder; an app may have another."""
+    return bool(registry._encoders["json"].encoder is dumps)
+
+
+def read_json(data: bytes) -> Any:
+    """Reads what kombu's decoder reads.
+
+    Raises:
+        ValueError: The data is no JSON.
+        RecursionError: The data is nested too deeply.
+    """
+    with suppress(ValueError):
+        return _read_plain(data)
+    return loads(data)
+
+
+def _read_plain(data: bytes) -> Any:
+    """Reads JSON with only JSON's own types; anything else is a ValueError.
+
+    It also refuses some JSON that Python's decoder reads: half a surrogate pair, or very deep
+    nesting.
+    """
+    if TYPE_MARK in data:
+        raise ValueError("a value may be of another type")
+    # The names of fields recur, so they are cached. Ids never do.
+    return from_json(data, cache_strings="keys")
+
+
+class Message(_Message):  # type: ignore[misc]
+    """A message of a channel that leases."""
+
+    def _decode(self) -> Any:
+        is_json = self.content_type == JSON and self.accept and JSON in self.accept
+        # An app may have registered another decoder.
+        if is_json and isinstance(self.body, bytes) and registry._decoders.get(JSON) is loads:
+            with suppress(ValueError):
+                return _read_plain(self.body)
+        return super()._decode()
+
+
+class Capacity(NamedTuple):
+    """How many jobs a worker could begin at once, besides those that it holds."""
+
+    batch: int = 0
+    ordinary: int = 0
+
+
+class Workload(Protocol):
+    """The jobs of a worker, as its pool knows them; for the event loop's thread."""
+
+    def capacity(self) -> Capacity:
+        """How many jobs the worker could begin at once."""
+
+    def find_kinds(self, queue: str) -> int:
+        """Which jobs come by a queue: 1 for batch jobs, 2 for ordinary ones, 3 for both."""
+
+    def limit_for(self, queue: str, level: int) -> int | None:
+        """How many more jobs of a queue and priority class to take.
+
+        Args:
+            queue: Name of the queue.
+            level: First priority of the class.
+
+        Returns:
+            None for no other limit than the prefetch.
+        """
+
+    def hand_over(self, take_in: Callable[[], None]) -> None:
+        """Calls what hands over the messages of a fetch; what can begin then begins at once."""
+
+
+def encode_entry(capacity: Capacity, kinds: Mapping[str, int]) -> str:
+    """What Redis is told of a worker that waits; empty if it could begin nothing.
+
+    Args:
+        capacity: Its capacity.
+        kinds: Which jobs come by each queue, by the queue's key: see `Workload.find_kinds`.
+    """
+    free = (capacity.batch > 0) + 2 * (capacity.ordinary > 0)
+    wanted = {key: kinds & free for key, kinds in kinds.items() if kinds & free}
+    return json.dumps([*capacity, wanted]) if wanted else ""
+
 
 #: What is raised by reading a message that is none: anybody can push anything into a list.
 MALFORMED = (ValueError, TypeError, KeyError, AttributeError, RecursionError)

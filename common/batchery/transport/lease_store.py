@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import redis
 
-from batchery.transport.leases import Deaths, Lease, LeaseOwner, Leases, split_value
+from batchery.transport.leases import Deaths, HeldJob, Lease, LeaseOwner, Leases, split_value
 from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import (
     DELIVERY,
@@ -26,7 +26,6 @@ from batchery.transport.suspects import (
     build_delivery_field,
 )
 from batchery.transport.worker_registry import Registration
-from batchery.transport.workload import HeldJob
 
 logger = logging.getLogger("batchery.transport")
 

@@ -132,6 +132,14 @@ class Leases:
         return gone, sorted(again, key=int)
 
 
+class HeldJob(NamedTuple):
+    """A job that a worker holds and has not begun."""
+
+    token: str
+    #: Whether it is the job of a batch task.
+    is_batch: bool
+
+
 def split_value(value: bytes) -> tuple[str, bytes]:
     """Splits the value of a lease in Redis into queue key and message."""
     key, _, message = value.partition(b"\0")

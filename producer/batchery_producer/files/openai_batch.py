@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from batchery.protocol.multi_item import MAX_ITEMS
+from batchery.protocol.headers import MAX_ITEMS
 from batchery_producer.answers import Answer
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Picker, Record

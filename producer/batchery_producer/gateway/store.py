@@ -18,8 +18,7 @@ from celery import Celery
 from celery.backends.redis import RedisBackend
 
 from batchery.gateway_settings import JOBS_QUEUE
-from batchery.protocol.completion_stream import backend_prefix
-from batchery.protocol.headers import with_tenant
+from batchery.protocol.headers import backend_prefix, with_tenant
 from batchery.redis_scripts import RedisScripts
 from batchery_producer.gateway.problems import Kind, Problem, redis_problem
 

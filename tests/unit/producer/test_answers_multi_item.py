@@ -6,7 +6,7 @@ import pytest
 from celery import Celery
 
 from batchery import BatchArgumentError, InvalidItem, ItemFailed, WrongLength
-from batchery.protocol.multi_item import read_items
+from batchery.protocol.headers import read_items
 from batchery_producer.answers import (
     Answer,
     Outcome,

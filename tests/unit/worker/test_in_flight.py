@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from celery.worker import state as worker_state
 
-from batchery_worker.in_flight import InFlight
-from batchery_worker.task_call import TaskCall
+from batchery_worker.in_flight import InFlight, TaskCall
 
 
 class Request:

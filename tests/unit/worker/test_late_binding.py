@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from celery.worker import state as worker_state
 
-from batchery.transport.workload import Capacity, HeldJob, encode_entry
+from batchery.transport.inbox import Capacity, encode_entry
+from batchery.transport.leases import HeldJob
 from batchery_worker import late_binding
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import (

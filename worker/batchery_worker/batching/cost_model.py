@@ -1,10 +1,89 @@
-"""What forward passes cost, learned from the batches that ran: pure."""
+"""What forward passes cost, learned from the batches that ran: pure.
+
+A device has a model of tokens, items and passes; a worker's main process has one for each task, of
+items only. The fit is by least squares for three costs, none of them negative, in pure Python: the
+main process has no numpy, and for three columns it is also faster.
+"""
 
 import math
+from collections.abc import Sequence
+from itertools import combinations
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from batchery_worker.batching.least_squares import distinct_share, non_negative_fit
+#: Share of the error that one more cost must explain: between equals, fewer costs win.
+MIN_GAIN = 0.01
+
+#: What is left of a column once others have explained it: below this share it is one of them.
+SINGULAR_SHARE = 1e-9
+
+#: Products of three columns, and of the one that they must add up to, with each other.
+Products = Sequence[Sequence[float]]
+
+#: Every choice of columns, small ones first.
+_CHOICES = [kept for size in (1, 2, 3) for kept in combinations(range(3), size)]
+
+
+def non_negative_fit(products: Products) -> list[float] | None:
+    """The non-negative costs with the smallest error; None if there are none.
+
+    Args:
+        products: Of all columns with each other, summed over all rows.
+    """
+    least_pivots = [SINGULAR_SHARE * products[place][place] for place in range(3)]
+    #: What each choice of columns leaves unexplained. None if one of them explains nothing that
+    #: the others do not: then a smaller choice does as well.
+    left: dict[tuple[int, ...], Products | None] = {(): products}
+    costs, least_error = None, math.inf
+    # A negative cost is noise that another cost should have had. So each choice is tried.
+    for kept in _CHOICES:
+        before, place = left[kept[:-1]], kept[-1]
+        if before is None or before[place][place] <= least_pivots[place]:
+            left[kept] = None
+            continue
+        rest = left[kept] = _explained(before, place)
+        found = [rest[each][3] for each in kept]
+        # Rounding may leave less than nothing.
+        error = max(0.0, rest[3][3])
+        if min(found) >= 0 and error < (1 - MIN_GAIN) * least_error:
+            costs, least_error = [0.0] * 3, error
+            for each, cost in zip(kept, found, strict=True):
+                costs[each] = cost
+    return costs if costs is not None and all(map(math.isfinite, costs)) else None
+
+
+def distinct_share(products: Products, place: int) -> float:
+    """The share of a column that the other two do not explain, whatever they cost: 0 to 1."""
+    rest = products
+    for other in {0, 1, 2} - {place}:
+        if rest[other][other] > SINGULAR_SHARE * products[other][other]:
+            rest = _explained(rest, other)
+    whole = products[place][place]
+    return max(0.0, rest[place][place] / whole) if whole else 0.0
+
+
+def _explained(products: Products, place: int) -> Products:
+    """What is left of the products when one more column is explained: a Gauss-Jordan step.
+
+    After it, the last column has the costs of the explained columns, and below them the error.
+    """
+    pivot = products[place][place]
+    first, second, third, goal = pivot_row = [each / pivot for each in products[place]]
+    rest = []
+    for row in products:
+        factor = row[place]
+        one, two, three, four = row
+        rest.append(
+            [
+                one - factor * first,
+                two - factor * second,
+                three - factor * third,
+                four - factor * goal,
+            ]
+        )
+    rest[place] = pivot_row
+    return rest
+
 
 #: How often the costs are fitted anew, in batches. Before the first time, what is believed is only
 #: scaled to the mean of the batches.
@@ -268,3 +347,85 @@ class CostModel:
                 products[-1][place] += BELIEF_WEIGHT / cost
                 products[-1][-1] += BELIEF_WEIGHT
         return products
+
+
+#: Device time of an item of a task that never ran, in seconds. It is corrected when its first batch
+#: is back. Too little lets a lane have a few batches in advance. Too much moves the virtual time
+#: ahead of all lanes for long, and whoever wakes meanwhile starves.
+UNKNOWN_ITEM_S = 0.001
+
+#: What is believed of a task: a batch costs as much as one item besides its items. More would let
+#: one small batch promise that large ones are cheap.
+BELIEVED = Costs(token_ms=1.0, item_ms=0.0, pass_ms=1.0)
+
+
+class TaskCosts:
+    """A cost model for each task, of items only: the main process knows of no tokens.
+
+    Its devices count as one, at their mean speed.
+    """
+
+    def __init__(self) -> None:
+        """Has seen no batch."""
+        self._models: dict[str, CostModel] = {}
+
+    def ran(self, task: str, items: int, run_s: float) -> None:
+        """Adds a batch.
+
+        Args:
+            task: Its task.
+            items: Number of items.
+            run_s: How long it had its device, in seconds; nothing is learned from 0.
+        """
+        model = self._models.get(task)
+        if model is None:
+            model = self._models[task] = CostModel(BELIEVED)
+        model.ran(items, items, 1, run_s * 1e3)
+
+    def expected_s(self, task: str, items: int) -> float:
+        """How long a batch will have its device, in seconds."""
+        model = self._models.get(task)
+        expected_ms = None if model is None else model.expected_ms(items, items)
+        return UNKNOWN_ITEM_S * items if expected_ms is None else expected_ms / 1e3
+
+    def knows(self, task: str) -> bool:
+        """Whether a batch of a task is back."""
+        model = self._models.get(task)
+        return model is not None and model.expected_ms(1, 1) is not None
+
+    def is_believable(self, task: str) -> bool:
+        """Whether what is expected of a task has come true of late."""
+        model = self._models.get(task)
+        return model is not None and model.is_believable
+
+    def error(self, task: str) -> float:
+        """Mean relative error of what was expected of late; 0 for a task that never ran."""
+        model = self._models.get(task)
+        return 0.0 if model is None or model.error is None else model.error
+
+    def max_items(self, task: str, budget_s: float, cap: int) -> int | None:
+        """How many items a batch may have; None for a task that never ran.
+
+        Args:
+            task: Its task.
+            budget_s: How long the batch may have its device, in seconds.
+            cap: Maximum of the answer.
+
+        Returns:
+            0 to `cap`; 0 if a batch of one item takes longer.
+        """
+        model = self._models.get(task)
+        return None if model is None else model.max_items(budget_s * 1e3, cap=cap)
+
+    def figures(self) -> dict[str, dict[str, Any]]:
+        """What `batchery stats` shows of each task whose costs were fitted."""
+        return {
+            task: {
+                "item_us": round(model.costs.token_ms * 1e3, 3),
+                "pass_ms": round(model.costs.pass_ms, 3),
+                "error": None if model.error is None else round(model.error, 3),
+                "batches": model.batches,
+            }
+            for task, model in self._models.items()
+            if model.costs is not None
+        }

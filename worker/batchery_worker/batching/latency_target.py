@@ -11,7 +11,7 @@ increase and multiplicative decrease, as in D. Crankshaw et al.: Clipper, NSDI 2
 """
 
 from batchery_worker.batching.batch_times import LEAD_SHARE, SHORT_BATCH_S
-from batchery_worker.batching.task_costs import TaskCosts
+from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.job import Limits
 
 #: Batches that a job waits for in any case: the rest of the one that runs, the one that was sent

@@ -25,10 +25,9 @@ from math import inf
 from operator import itemgetter
 from typing import Generic
 
-from batchery_worker.batching.flow import Flow
+from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
-from batchery_worker.batching.shares import Charge, Shares
-from batchery_worker.batching.task_costs import TaskCosts
+from batchery_worker.batching.shares import Charge, Flow, Shares
 from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, Lane, Limits, T
 
 #: Jobs of a higher class have a batch of their own if it saves them so many times its own time to

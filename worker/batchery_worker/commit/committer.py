@@ -13,15 +13,233 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 import redis
+from celery import Celery
+from celery.backends.redis import RedisBackend
+from kombu.utils import json as kombu_json
 
-from batchery.protocol.completion_stream import expires_s, stream_key
-from batchery_worker.commit.server import RetryingRedis, get_database
-from batchery_worker.commit.stored_form import encode_fields
+from batchery.protocol.headers import expires_s, stream_key
+from batchery.redis_scripts import RedisScripts
+from batchery.retry import is_away, pause_s
+from batchery.task import BatchTask
+from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery_worker.ipc.messages import CommitContext, JobCommit
 from batchery_worker.ipc.values import plain_json
+
+T = TypeVar("T")
+
+#: The scripts that write results. The head of each file names its keys, and who writes them.
+LUA = Path(__file__).parent / "lua"
+
+#: How often a command is sent to a Redis that can write, before the jobs are left to the tracer. A
+#: lost connection explains the first failure, a failover the second.
+MAX_TRIES = 3
+
+#: Maximum pause between two attempts to reach a Redis that is away, in seconds.
+MAX_PAUSE_S = 2.0
+
+
+def result_scripts(client: "redis.Redis") -> RedisScripts:
+    """The scripts that write results; most of them need a client of the backend's database."""
+    return RedisScripts(client, LUA)
+
+
+def get_database(client: Any) -> int:
+    """The number of a client's database."""
+    return int(client.connection_pool.connection_kwargs.get("db") or 0)
+
+
+def broker_client(app: Celery) -> Any:
+    """Makes a client of the broker that an app consumes from.
+
+    Raises:
+        redis.RedisError: No broker answers.
+    """
+    with app.connection_for_read() as connection:
+        once_each = len(connection.alt or ())
+        connection.ensure_connection(
+            max_retries=once_each, interval_start=0, reraise_as_library_errors=False
+        )
+        channel: Any = connection.channel()
+        try:
+            return channel._make_separate_client(SOCKET_TIMEOUT_S)
+        finally:
+            channel.close()
+
+
+class RetryingRedis:
+    """Sends commands to one server, each until it is answered."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Any],
+        on_wait: Callable[[], None],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Does not connect yet.
+
+        Args:
+            connect: Makes the client, or returns the one that there is.
+            on_wait: Called when results must wait because the server is away.
+            sleep: Waits for a number of seconds.
+        """
+        self._connect = connect
+        self._on_wait = on_wait
+        self._sleep = sleep
+        self._client: Any = None
+        self._scripts: RedisScripts | None = None
+
+    @property
+    def client(self) -> Any:
+        """The client; made anew after each loss of the server."""
+        if self._client is None:
+            self._client = self._connect()
+        return self._client
+
+    @property
+    def scripts(self) -> RedisScripts:
+        """The scripts that write results, on this client."""
+        if self._scripts is None:
+            self._scripts = result_scripts(self.client)
+        return self._scripts
+
+    def attempt(self, command: Callable[["RetryingRedis"], T], lease_key: str) -> tuple[T, int]:
+        """Sends a command; waits as long as the server is away.
+
+        Args:
+            command: Sends it; it may do so again although the server has obeyed already.
+            lease_key: HASH of the worker's leases, for a write that changes nothing.
+
+        Returns:
+            The answer, and the number of failed attempts before it.
+
+        Raises:
+            redis.RedisError, OSError: The server can write, and still refuses.
+        """
+        tries = 0
+        while True:
+            try:
+                return command(self), tries
+            except (redis.RedisError, OSError) as error:
+                self._await(lease_key, error)
+                tries += 1
+                if tries == MAX_TRIES:
+                    raise
+
+    def disconnect(self) -> None:
+        """Closes the connections; the next command connects anew, maybe to another server."""
+        client, self._client, self._scripts = self._client, None, None
+        if client is not None:
+            client.connection_pool.disconnect()
+
+    def _await(self, lease_key: str, error: Exception) -> None:
+        """Waits until the server can write; returns at once if it can."""
+        failures = 0
+        while True:
+            try:
+                # It must be a write, because Redis may refuse only writes. There is no such field.
+                self.client.hdel(lease_key, "")
+            except (redis.RedisError, OSError) as still:
+                if not is_away(still):
+                    return
+                error = still
+            else:
+                return
+            failures += 1
+            if failures == 1:
+                logger.warning("results wait for Redis: %s", error)
+                self._on_wait()
+            # After a failover the address may belong to another server.
+            self.disconnect()
+            self._sleep(pause_s(failures, MAX_PAUSE_S))
+
+
+#: Fields of every stored result. A stamp with such a name would overwrite the field, so a job with
+#: such a stamp is left to Celery.
+ALWAYS_STORED = frozenset(
+    {"status", "result", "traceback", "children", "date_done", "task_id", "batch"}
+)
+
+
+def only_celery_stores(app: Celery, task: BatchTask) -> str | None:
+    """The reason why only Celery's backend can write the results of a task; None if we can.
+
+    Args:
+        app: The app of the process.
+        task: One of its tasks.
+    """
+    backend: Any = task.backend
+    # Completion threads have a subclass of the class that the app chose.
+    chosen = getattr(backend, "stock_class", type(backend))
+    clauses = (
+        (backend is not app.backend, "a result backend of its own"),
+        (chosen is not RedisBackend, "a result backend other than Celery's for Redis"),
+        (backend.serializer != "json", "a result serializer other than JSON"),
+        (getattr(backend, "compression", None), "compressed results"),
+    )
+    return next((reason for holds, reason in clauses if holds), None)
+
+
+def stored_fields(
+    message: Mapping[str, Any], *, ignores_result: bool, extended: bool
+) -> Mapping[str, Any] | None:
+    """The fields of the stored result that only some jobs have.
+
+    Args:
+        message: The headers of the job's message, with `args` and `kwargs` decoded.
+        ignores_result: The task's setting, which counts if the message has none.
+        extended: The setting `result_extended`.
+
+    Returns:
+        The fields; None if the job's result is not stored.
+    """
+    ignores = message.get("ignore_result")
+    if ignores_result if ignores is None else ignores:
+        return None
+    fields = {}
+    if message.get("group"):
+        fields["group_id"] = message["group"]
+    if message.get("parent_id"):
+        fields["parent_id"] = message["parent_id"]
+    if extended:
+        fields.update(_extended_fields(message))
+    return fields
+
+
+def encode_fields(task_id: str, fields: Mapping[str, Any]) -> str:
+    """The job's own part of a stored result, in JSON, without the braces around it.
+
+    Args:
+        task_id: Id of the job.
+        fields: From `stored_fields`.
+
+    Raises:
+        TypeError: JSON cannot write a field.
+        ValueError: JSON cannot write a field either.
+    """
+    more = f"{kombu_json.dumps(fields)[1:-1]}, " if fields else ""
+    return f'{more}"task_id": {json.dumps(task_id)}'
+
+
+def _extended_fields(message: Mapping[str, Any]) -> dict[str, Any]:
+    fields = {
+        "name": message.get("task"),
+        "args": message.get("args"),
+        "kwargs": message.get("kwargs"),
+        "worker": message.get("hostname"),
+        "retries": message.get("retries"),
+        "queue": (message.get("delivery_info") or {}).get("routing_key"),
+    }
+    stamps = message.get("stamps")
+    if stamps:
+        headers = message.get("stamped_headers")
+        fields["stamped_headers"] = headers
+        fields.update((name, value) for name, value in stamps.items() if name in (headers or ()))
+    return fields
+
 
 logger = logging.getLogger("batchery.device")
 

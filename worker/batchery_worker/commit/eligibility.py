@@ -14,13 +14,13 @@ from celery.app import trace
 from batchery.protocol.headers import HEADER, read_keep_s, read_stream_name
 from batchery.task import BatchTask
 from batchery_worker.commit import sentry
+from batchery_worker.commit.committer import ALWAYS_STORED, only_celery_stores, stored_fields
 from batchery_worker.commit.listeners import Listeners
-from batchery_worker.commit.stored_form import ALWAYS_STORED, only_celery_stores, stored_fields
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.ipc.messages import CommitContext, JobCommit
 from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store
-from batchery_worker.task_call import TaskCall
 
 #: Reasons of single jobs, besides those that `request_needs_tracer` gives.
 NO_LEASE = "no lease: another broker or transport, acks_late off, or a lease that was lost"

@@ -24,7 +24,7 @@ from celery.states import SUCCESS
 from kombu.utils.encoding import safe_repr
 
 from batchery_worker.commit import sentry
-from batchery_worker.task_call import TaskCall
+from batchery_worker.in_flight import TaskCall
 
 #: Celery's own stack of the tasks that run on a thread: `celery.current_task`.
 _TASK_STACK: Any = getattr(_state, "_task_stack")  # noqa: B009 - it is not typed

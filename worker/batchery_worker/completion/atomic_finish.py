@@ -11,9 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 from batchery.completion import Outbox
 from batchery.redis_scripts import RedisScripts, ScriptCall
 from batchery.transport.lease_store import LeaseStore
-from batchery_worker.commit.committer import COMMIT_STATUSES, CommitStatus
-from batchery_worker.commit.server import get_database, result_scripts
-from batchery_worker.completion.redis_retry import DeadlineRetry
+from batchery_worker.commit.committer import (
+    COMMIT_STATUSES,
+    CommitStatus,
+    get_database,
+    result_scripts,
+)
+from batchery_worker.completion.backend import DeadlineRetry
 from batchery_worker.request import LeaseHandle
 
 T = TypeVar("T")

@@ -24,11 +24,14 @@ from batchery.retry import RetryDeadlineExceeded, is_away
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.atomic_finish import AtomicFinisher, WithheldJob
-from batchery_worker.completion.backend import for_completion
-from batchery_worker.completion.redis_retry import is_backend_away, publish_until_deadline
+from batchery_worker.completion.backend import (
+    for_completion,
+    is_backend_away,
+    publish_until_deadline,
+)
 from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import give_back
-from batchery_worker.task_call import TaskCall
 
 logger = logging.getLogger("batchery.pool")
 

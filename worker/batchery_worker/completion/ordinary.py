@@ -17,8 +17,11 @@ from celery.exceptions import Reject
 from celery.worker.request import Request
 
 from batchery.retry import RetryDeadlineExceeded
-from batchery_worker.completion.backend import for_completion
-from batchery_worker.completion.redis_retry import is_backend_away, publish_until_deadline
+from batchery_worker.completion.backend import (
+    for_completion,
+    is_backend_away,
+    publish_until_deadline,
+)
 from batchery_worker.request import give_back
 
 logger = logging.getLogger("batchery.pool")

@@ -18,12 +18,11 @@ from batchery_worker.commit.listeners import Listeners, log_success
 from batchery_worker.completion.executor import CommittedJob, CompletionExecutor
 from batchery_worker.completion.tracer import Completion
 from batchery_worker.event_loop import begin_next_turn
-from batchery_worker.in_flight import InFlight
+from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.ipc.messages import decode_outcome
 from batchery_worker.job import Job
 from batchery_worker.metrics import Metrics
 from batchery_worker.request import get_lease_store
-from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger("batchery.pool")
 

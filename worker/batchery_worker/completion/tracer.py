@@ -26,7 +26,7 @@ from batchery_worker.commit.eligibility import TracerReasons
 from batchery_worker.commit.listeners import ListenedJob, Listeners, leave
 from batchery_worker.completion.atomic_finish import WithheldJob
 from batchery_worker.completion.backend import for_completion
-from batchery_worker.task_call import TaskCall
+from batchery_worker.in_flight import TaskCall
 
 #: Outcomes that Celery handles in ways of its own, so nothing is held back for them.
 NEVER_HELD = (Failed, Replace, Ignore, Reject)

@@ -30,8 +30,7 @@ from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
-from batchery_worker.commit.committer import RedisCommitter
-from batchery_worker.commit.server import broker_client
+from batchery_worker.commit.committer import RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
 from batchery_worker.device.intake import Intake
 from batchery_worker.device.loading import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery.utils.saferepr import saferepr
 
-from batchery.protocol import multi_item
+from batchery.protocol import headers as multi_item
 from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Done, Work, batch_info, encode_outcome, sendable

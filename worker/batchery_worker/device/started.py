@@ -18,8 +18,12 @@ from batchery.errors import counted
 from batchery.redis_scripts import RedisScripts
 from batchery.task import BatchTask
 from batchery.transport.channel import SOCKET_TIMEOUT_S
-from batchery_worker.commit.server import result_scripts
-from batchery_worker.commit.stored_form import encode_fields, only_celery_stores, stored_fields
+from batchery_worker.commit.committer import (
+    encode_fields,
+    only_celery_stores,
+    result_scripts,
+    stored_fields,
+)
 from batchery_worker.device.functions import decode_message
 from batchery_worker.ipc.messages import Work
 

@@ -13,11 +13,11 @@ from time import monotonic
 from typing import Any, Protocol
 
 from batchery.fork_gate import fork_gate
+from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.logs import follow_log
 from batchery_worker.ipc.messages import Done, Reply, Setup, Work, dump_message, load_reply
 from batchery_worker.job import DEVICE_DEPTH
-from batchery_worker.task_call import DispatchedBatch
 
 logger = logging.getLogger("batchery.pool")
 

@@ -13,8 +13,8 @@ from batchery_worker.device_pool.process import (
     RecyclingLimits,
     State,
 )
+from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Began, Done, NotReady, Ready, Reply, ResultsWait
-from batchery_worker.task_call import DispatchedBatch
 
 logger = logging.getLogger("batchery.pool")
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from kombu.utils import json
 
 from batchery.errors import BatchArgumentError, InvalidItem
-from batchery.protocol import multi_item
+from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, read_deadline, read_tenant
 from batchery.settings import LOWEST_PRIORITY, Settings
 from batchery.task import BatchTask, only_item
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.ipc.messages import CachePolicy, dump_context
 from batchery_worker.ipc.values import why_unportable
 from batchery_worker.job import BatchKey, Job, Lane, Limits, TimeLimits
-from batchery_worker.task_call import TaskCall
 
 
 class TaskOptions(NamedTuple):

@@ -12,8 +12,7 @@ from batchery_worker.batching.batch_times import BatchTimes
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
-from batchery_worker.in_flight import InFlight
-from batchery_worker.task_call import TaskCall
+from batchery_worker.in_flight import InFlight, TaskCall
 
 
 class BatchDemand:

@@ -31,12 +31,11 @@ from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
-from batchery_worker.in_flight import InFlight
+from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.ipc.messages import Done, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.job_recorder import JobRecorder
 from batchery_worker.metrics import Metrics, log_batch
-from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger("batchery.pool")
 

@@ -18,10 +18,9 @@ from batchery.transport.lease_store import LeaseStore
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
-from batchery_worker.in_flight import InFlight
+from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
 from batchery_worker.job import Job
 from batchery_worker.request import get_lease_store
-from batchery_worker.task_call import DispatchedBatch, TaskCall
 
 logger = logging.getLogger(__name__)
 

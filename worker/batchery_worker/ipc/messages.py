@@ -22,7 +22,7 @@ import batchery.errors
 from batchery.errors import ItemFailed, StartError, UnserialisableResult
 from batchery.execution.batch import read_back, refuse_value
 from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
-from batchery.protocol.multi_item import Form
+from batchery.protocol.headers import Form
 from batchery.tracebacks import Frame, collect_frames, with_frames
 from batchery_worker.ipc.values import Encoded, is_plain
 

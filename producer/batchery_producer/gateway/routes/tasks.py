@@ -16,8 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from batchery.errors import BatchArgumentError
-from batchery.protocol.headers import with_tenant
-from batchery.protocol.multi_item import MAX_ITEMS
+from batchery.protocol.headers import MAX_ITEMS, with_tenant
 from batchery.task import BatchTask
 from batchery.tracing import trace_headers
 from batchery_producer.answers import build_header

@@ -44,7 +44,7 @@ def test_command_with_app_that_cannot_be_imported_names_it() -> None:
     with pytest.raises(AppNotImportable, match="app 'no_such_app' cannot be imported"):
         load_app("no_such_app")
     with pytest.raises(AppNotImportable, match="is a str, and no Celery app"):
-        load_app("batchery.protocol.multi_item:HEADER")
+        load_app("batchery.protocol.headers:HEADER")
 
 
 def test_help_names_every_exit_code() -> None:

@@ -2,9 +2,9 @@
 
 import pytest
 
+from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.batching.task_costs import TaskCosts
 from batchery_worker.job import BatchKey, Job, Lane, Limits
 
 TASK = "embed"

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.scheduler import Scheduler
-from batchery_worker.batching.task_costs import TaskCosts
 from batchery_worker.job import DEVICE_DEPTH, Batch, BatchKey, Job, Lane, Limits
 
 KEYS = [BatchKey("shout"), BatchKey("shout", '{"tag":"x"}'), BatchKey("embed", "", (1.0, None))]

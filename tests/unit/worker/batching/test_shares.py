@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from batchery_worker.batching.cost_model import UNKNOWN_ITEM_S, TaskCosts
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.batching.shares import Shares
-from batchery_worker.batching.task_costs import UNKNOWN_ITEM_S, TaskCosts
 from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
 SHARES = {"high": 50.0, "normal": 30.0, "low": 20.0}

@@ -14,9 +14,9 @@ from batchery import BatchTask, install
 from batchery.transport.redis_schema import Keys
 from batchery_worker.commit.eligibility import FIXES, NO_LEASE, CommitEligibility, warn_of_tracer
 from batchery_worker.commit.listeners import Listeners
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.job import BatchKey, Job, Limits
 from batchery_worker.request import BatchRequest, LeaseHandle
-from batchery_worker.task_call import TaskCall
 
 URL = "redis://127.0.0.1:1/0"  # nobody is asked anything
 app = install(Celery("eligibility", broker=URL, backend=URL, set_as_current=False))

@@ -12,7 +12,7 @@ from celery.fixups import django
 
 from batchery import BatchTask, install
 from batchery_worker.commit.listeners import Listeners, Stacks, listening_to
-from batchery_worker.task_call import TaskCall
+from batchery_worker.in_flight import TaskCall
 
 URL = "redis://127.0.0.1:1/0"  # nobody is asked anything
 

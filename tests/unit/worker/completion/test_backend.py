@@ -12,8 +12,7 @@ from redis.retry import Retry
 
 from batchery.completion import JobCompletion, completing
 from batchery.retry import RetryDeadline, RetryDeadlineExceeded
-from batchery_worker.completion.backend import STORE_RETRIES, for_completion
-from batchery_worker.completion.redis_retry import DeadlineRetry
+from batchery_worker.completion.backend import STORE_RETRIES, DeadlineRetry, for_completion
 
 
 def app_with(backend: str, **conf: Any) -> Celery:

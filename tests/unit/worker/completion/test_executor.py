@@ -17,7 +17,7 @@ from batchery import BatchTask, Failed, RetryAfter, install
 from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.executor import CompletionExecutor
 from batchery_worker.completion.tracer import Completion
-from batchery_worker.task_call import TaskCall
+from batchery_worker.in_flight import TaskCall
 from support.patience import patient
 
 app = install(

@@ -19,8 +19,8 @@ from batchery.completion import HeldMessage, JobCompletion, Outbox, completing, 
 from batchery.outcomes import Replace
 from batchery_worker.commit.listeners import Listeners
 from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised, tracer_clock
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import LeaseHandle
-from batchery_worker.task_call import TaskCall
 from support.fake_worker import FakeLeaseStore
 
 FACTS = {"id": "b1", "size": 3, "forward_ms": 1500.0}

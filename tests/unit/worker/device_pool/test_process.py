@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from batchery_worker.device_pool.process import MAX_BACKOFF_S, DeviceProcess, State, start_process
+from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done, Ready, Setup, Work
 from batchery_worker.job import Batch
-from batchery_worker.task_call import DispatchedBatch
 from support.fake_devices import FakeDevices
 
 SETUP = Setup("cuda:1", [], "shop:app", [], [], {"": 30})

@@ -9,9 +9,9 @@ from celery import Celery
 
 from batchery import BatchArgumentError, BatchTask, InvalidItem, Settings
 from batchery_worker.dispatch.admission import Admission
+from batchery_worker.in_flight import TaskCall
 from batchery_worker.ipc.messages import Work, dump_message, load_context
 from batchery_worker.job import Job, Lane, Limits
-from batchery_worker.task_call import TaskCall
 
 app = Celery("admission", broker="memory://", set_as_current=False)
 

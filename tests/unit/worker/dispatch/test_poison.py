@@ -12,9 +12,9 @@ from batchery.transport.leases import Deaths
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.dispatch import poison
 from batchery_worker.dispatch.poison import MAX_DEATHS, PoisonDetector, note_begin
+from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.job import Batch, BatchKey, Job, Limits
 from batchery_worker.request import LeaseHandle
-from batchery_worker.task_call import DispatchedBatch, TaskCall
 from support.fake_worker import FakeLeaseStore
 
 HOW = "device process for cpu died: exit code 1"

@@ -12,8 +12,8 @@ from kombu.exceptions import ContentDisallowed, DecodeError
 from kombu.transport.redis import Channel as KombuChannel
 from kombu.utils.json import dumps, loads
 
-from batchery.transport import codec as quick
-from batchery.transport.codec import Message, read_json
+from batchery.transport import inbox as quick
+from batchery.transport.inbox import Message, read_json
 
 JSON = "application/json"
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchery_worker.batching.cost_model import REFRESH_BATCHES
-from batchery_worker.batching.task_costs import UNKNOWN_ITEM_S, TaskCosts
+from batchery_worker.batching.cost_model import REFRESH_BATCHES, UNKNOWN_ITEM_S, TaskCosts
 
 #: Device time of a batch besides its items, and of each item.
 BATCH_S, ITEM_S = 0.02, 0.003

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.batching.least_squares import MIN_GAIN, distinct_share, non_negative_fit
+from batchery_worker.batching.cost_model import MIN_GAIN, distinct_share, non_negative_fit
 
 #: Columns of all sizes: tokens per millisecond are thousands, passes per millisecond fractions.
 value = st.one_of(st.just(0.0), st.floats(1e-3, 1e4))

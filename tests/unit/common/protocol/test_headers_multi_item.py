@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from batchery import Failed, Ignore, InvalidItem, RetryAfter
-from batchery.protocol.headers import HEADER, VERSION
-from batchery.protocol.multi_item import (
+from batchery.protocol.headers import (
+    HEADER,
     MAX_ITEMS,
+    VERSION,
     build_outcome,
     build_result,
     read_items,

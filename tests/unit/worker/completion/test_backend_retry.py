@@ -7,8 +7,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import OutOfMemoryError, ResponseError
 
 from batchery.retry import RetryDeadlineExceeded
-from batchery_worker.completion.backend import for_completion
-from batchery_worker.completion.redis_retry import is_backend_away
+from batchery_worker.completion.backend import for_completion, is_backend_away
 
 
 def redis_backend() -> Any:

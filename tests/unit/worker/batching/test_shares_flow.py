@@ -5,7 +5,7 @@ from math import inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery_worker.batching.flow import DUE_S, Flow
+from batchery_worker.batching.shares import DUE_S, Flow
 from batchery_worker.job import USUAL_LANE, BatchKey, Job, Limits
 
 KEY = BatchKey("embed")
