@@ -81,7 +81,9 @@ class BatchTimes:
         return began_s + max(0.0, expected_s - lead_s)
 
     def ends_soon(self, device: str, task: str, items: int, began_s: float, now_s: float) -> bool:
-        """Whether a batch is near its end, as far as that is known, so that the next one is wanted.
+        """Whether a batch is near its end, so that the next one is wanted.
+
+        One of a kind of which nothing is known counts as short until it has taken longer.
 
         Args:
             device: Name of the device.
@@ -94,10 +96,8 @@ class BatchTimes:
         longest_s = max(LONG_BATCH_S, *times.run_s) if times else LONG_BATCH_S
         if now_s > began_s + OVERDUE_FACTOR * longest_s:
             return False
-        is_short = min(times.run_s) < LONG_BATCH_S if times else self.are_short([task])
-        return is_short or (
-            times is not None and now_s >= self.next_s(device, task, items, began_s)
-        )
+        is_short = times is not None and min(times.run_s) < LONG_BATCH_S
+        return is_short or now_s >= self.next_s(device, task, items, began_s)
 
     def _find(self, device: str, task: str, items: int) -> _Times | None:
         return self._times.get((device, task, _size_class(items)))
