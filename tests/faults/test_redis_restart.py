@@ -47,7 +47,7 @@ def test_jobs_of_a_killed_worker_are_redelivered(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    first = start_worker("apps.stages")
+    first = start_worker("apps.stages", "--prefetch-multiplier", "0")
     jobs = send(redis_url, "gated", [0], gate=str(gate))
     wait_for((tmp_path / "gate.begun").exists, "a job runs")
     jobs += send(redis_url, "served_by", list(range(20)))
@@ -89,7 +89,9 @@ def test_a_worker_goes_on_after_a_restart_of_redis(
 def test_results_wait_for_a_backend_that_is_away(
     start_worker: StartWorker, own_redis: OwnRedis, redis_url: str
 ) -> None:
-    worker = start_worker("apps.stages", env={"CELERY_RESULT_BACKEND": own_redis.url})
+    # Without a limit it takes what it finds, though it cannot begin it.
+    options = ("--prefetch-multiplier", "0")
+    worker = start_worker("apps.stages", *options, env={"CELERY_RESULT_BACKEND": own_redis.url})
     own_redis.kill()
     jobs = send(redis_url, "lengths", ["x" * number for number in range(100)])
     # In the device, or on the threads of the main process: wherever they would be stored.

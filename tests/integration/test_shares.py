@@ -14,6 +14,9 @@ from support.patience import patient
 
 TIMEOUT_S = patient(60)
 
+#: Without a limit a worker takes what it finds, though it cannot begin it.
+TAKES_ALL = ("--prefetch-multiplier", "0")
+
 #: Items of a batch of `tally`.
 BATCH = 32
 
@@ -25,7 +28,7 @@ BULK = 2 * BATCH
 def test_live_jobs_and_small_tenants_do_not_wait_behind_bulk(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
-    worker = start_worker("apps.tally")
+    worker = start_worker("apps.tally", *TAKES_ALL)
     path, gate = tmp_path / "computed", tmp_path / "go"
 
     def send(app: Celery, *texts: str, **options: Any) -> list[Any]:
@@ -53,7 +56,7 @@ def test_live_jobs_and_small_tenants_do_not_wait_behind_bulk(
 def test_jobs_of_one_class_do_not_wait_in_redis_behind_those_taken_of_another(
     start_worker: StartWorker, redis_url: str, tmp_path: Path
 ) -> None:
-    worker = start_worker("apps.tally")
+    worker = start_worker("apps.tally", *TAKES_ALL)
     path, gate = tmp_path / "computed", tmp_path / "go"
     with Celery("caller", broker=redis_url, backend=redis_url, set_as_current=False) as app:
 

@@ -147,14 +147,20 @@ class Scheduler(Generic[T]):
         return [job for waiting in self._queues.values() for job in waiting]
 
     def count(self, task: str, priority_class: str) -> int:
-        """How many jobs of a task and class wait that were never started."""
-        return sum(
-            len(flow)
+        """How many jobs of a task and class wait that could share a batch: those of one key."""
+        own = [
+            [each for each in waiting.flows.values() if each.lane.priority_class == priority_class]
             for waiting in self._queues.values()
             if waiting.key.task == task
-            for flow in waiting.flows.values()
-            if flow.lane.priority_class == priority_class
-        )
+        ]
+        return max((sum(map(len, flows)) for flows in own), default=0)
+
+    def goes_before(self, priority_class: str, behind: Sequence[Batch[T]]) -> bool:
+        """Whether jobs of a class may go before batches that run, as `urgent_batch` sees it."""
+        flows = [charge.flow for batch in behind for charge in batch.charges]
+        if not flows or not all(batch.charges for batch in behind):
+            return False
+        return self._ranks[priority_class] < min(map(self._rank, flows))
 
     @property
     def oldest_held_s(self) -> float | None:

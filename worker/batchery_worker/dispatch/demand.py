@@ -69,7 +69,7 @@ class BatchDemand:
         batches = sum(
             ahead if device.in_turn else 1
             for device in self._supervisor.devices
-            if self._wants_batch(device, now_s)
+            if self._wants_batch(device, now_s) or self._wants_urgent(device, name)
         )
         wanted = sum(
             batches * size - self._scheduler.count(task, name) for task, size in sizes.items()
@@ -113,6 +113,11 @@ class BatchDemand:
         if len(in_turn) > 1 and not self.times.are_short([task]):
             return False
         return self.times.ends_soon(device.name, task, batch.items, began_s, now_s)
+
+    def _wants_urgent(self, device: DeviceProcess, priority_class: str) -> bool:
+        """Whether jobs of a class could run between the passes of what a device runs."""
+        behind = [dispatched.batch for dispatched in device.in_turn]
+        return device.takes_urgent and self._scheduler.goes_before(priority_class, behind)
 
     @property
     def _is_testing_suspects(self) -> bool:

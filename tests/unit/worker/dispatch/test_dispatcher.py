@@ -147,6 +147,20 @@ def test_the_next_batch_is_taken_when_a_long_one_is_about_to_end(start_pool: Sta
     assert demand.limit({FOUR: 4}, 0) == 0
 
 
+def test_jobs_of_a_higher_class_are_taken_while_a_long_batch_runs(start_pool: StartPool) -> None:
+    worker = start_pool()
+    demand = worker.pool.find_demand()
+    assert demand is not None
+    worker.receive_each(1, 2, 3, 4, priority=6)
+    worker.works()
+    worker.loop.sleep(2.0)
+    assert [demand.limit({FOUR: 4}, level) for level in (0, 6)] == [4, 0]
+    # One that has come runs between the passes: until it has begun, no other one is wanted.
+    worker.receive_each(5)
+    assert worker.works()[1:] == [[5]]
+    assert [demand.limit({FOUR: 4}, level) for level in (0, 6)] == [0, 0]
+
+
 def test_behind_short_batches_some_more_are_taken(start_pool: StartPool) -> None:
     worker = start_pool()
     demand = worker.pool.find_demand()
