@@ -7,13 +7,13 @@ import select
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import psutil
 
 from batchery_worker.device_pool.process import DeviceProcess, start_process
+from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.messages import Done, NotReady, Ready, Reply, Setup, Work
-from batchery_worker.job import DEVICE_DEPTH
+from batchery_worker.job import DEVICE_DEPTH, Batch
 from benchmarks.engine.sample import Sample, cpu_by_name, cpu_since
 from benchmarks.engine.target import Target
 
@@ -93,9 +93,7 @@ class DirectDevice:
             max_batch_size=self._target.batch_size,
             max_batch_tokens=None,
         )
-        # No flight: what it is for is the worker's.
-        flight: Any = None
-        if not self._device.send(work, flight):
+        if not self._device.send(work, DispatchedBatch(Batch(()), 0.0)):
             self._flush()
         return work.id, start
 

@@ -108,8 +108,8 @@ def test_a_job_that_kills_its_worker_is_a_dead_letter_and_nobody_else_is_blamed(
     assert sizes.count(1) >= 2
     lonely = [batch for batch in begun if batch[0].startswith("mate") and len(batch) == 1]
     assert len(lonely) == 31
-    # They were in the same worker each time, but on no device.
-    assert [len(batch) for batch in begun if "innocent-7" in batch] == [30]
+    # Those that were in the same worker were on no device.
+    assert sum("innocent-7" in batch for batch in begun) == 1
     wait_for(lambda: not suspects(redis_url), "nobody is a suspect any more")
 
 

@@ -98,8 +98,9 @@ def test_a_worker_takes_no_more_than_its_device_can_begin_where_batches_may_be_l
     start_worker("apps.leases", *ONE, **PATIENT)
     jobs = send("batch", range(3 * BATCH_SIZE))
     wait_for(lambda: have_begun(tmp_path), "it has begun")
-    assert unsettled(redis_url) <= BATCH_SIZE + PREFETCH
-    assert queue_length(redis_url) >= 2 * BATCH_SIZE - PREFETCH
+    # One runs, and nobody knows for how long: so one more is there.
+    assert unsettled(redis_url) <= 2 * BATCH_SIZE + PREFETCH
+    assert queue_length(redis_url) >= BATCH_SIZE - PREFETCH
     finish(tmp_path, bare, jobs)
 
 
