@@ -62,14 +62,15 @@ class BatchDemand:
             level: First priority of the class.
             others: How many jobs that are not for devices may be among them.
         """
-        if self.is_over or self._is_testing_suspects:
+        if self.is_over:
             return 0
         now_s, name = monotonic(), self._settings.find_class(level)
         ahead = 1 + self._settings.prefetch_batches if self.times.are_short(sizes) else 1
         batches = sum(
             ahead if device.in_turn else 1
             for device in self._supervisor.devices
-            if self._wants_batch(device, now_s) or self._wants_urgent(device, name)
+            if not self._is_testing_suspects
+            and (self._wants_batch(device, now_s) or self._wants_urgent(device, name))
         )
         wanted = sum(
             batches * size - self._scheduler.count(task, name) for task, size in sizes.items()

@@ -161,6 +161,18 @@ def test_jobs_of_a_higher_class_are_taken_while_a_long_batch_runs(start_pool: St
     assert [demand.limit({FOUR: 4}, level) for level in (0, 6)] == [0, 0]
 
 
+def test_while_a_suspect_runs_only_jobs_of_others_are_taken(start_pool: StartPool) -> None:
+    worker = start_pool()
+    demand = worker.pool.find_demand()
+    assert demand is not None
+    worker.receive_each("kill", "mate")
+    worker.works()
+    worker.device.die()
+    worker.loop.settle()
+    assert (demand.free(), demand.limit({FOUR: 4}, 0)) == (0, 0)
+    assert demand.limit({FOUR: 4}, 0, others=3) == 3
+
+
 def test_behind_short_batches_some_more_are_taken(start_pool: StartPool) -> None:
     worker = start_pool()
     demand = worker.pool.find_demand()
