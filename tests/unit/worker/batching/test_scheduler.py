@@ -208,29 +208,6 @@ def test_jobs_that_went_to_another_worker_are_forgotten_and_suspects_never_go() 
     assert len(scheduler) == 2
 
 
-def test_jobs_that_could_share_a_batch_are_counted_by_class() -> None:
-    scheduler: Scheduler[None] = Scheduler(SHARES)
-    for number, (key, lane) in enumerate(
-        [(0, 0), (0, 1), (0, 2), (1, 1), (1, 1), (1, 1), (2, 1), (2, 1), (2, 1), (2, 1)]
-    ):
-        scheduler.admit(replace(job(number, key=KEYS[key]), lane=LANES[lane]))
-    assert scheduler.count("shout", "low") == 3
-    assert scheduler.count("shout", "high") == 1
-    assert scheduler.count("embed", "low") == 4
-    assert scheduler.count("embed", "high") == scheduler.count("unknown", "low") == 0
-
-
-def test_a_higher_class_may_go_before_batches_that_no_suspect_is_in() -> None:
-    scheduler: Scheduler[None] = Scheduler(SHARES)
-    scheduler.admit(replace(job(1), lane=LANES[1]))
-    batch = scheduler.next_batch(0, alone=False, now_s=0.0)
-    assert batch is not None
-    assert scheduler.goes_before("high", [batch])
-    assert not scheduler.goes_before("low", [batch])
-    assert not scheduler.goes_before("high", [])
-    assert not scheduler.goes_before("high", [batch, Batch((job(2),), alone=True)])
-
-
 def test_a_batch_counts_the_items_of_its_jobs() -> None:
     assert Batch((job(1, items=3), job(2, items=4))).items == 7
 
