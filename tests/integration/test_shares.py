@@ -18,7 +18,7 @@ TIMEOUT_S = patient(60)
 BATCH = 32
 
 #: More than the worker takes behind a batch that runs for long.
-BULK = 8 * BATCH
+BULK = 16 * BATCH
 
 
 def test_live_jobs_and_small_tenants_do_not_wait_behind_bulk(
@@ -44,10 +44,10 @@ def test_live_jobs_and_small_tenants_do_not_wait_behind_bulk(
         assert len([job.get(timeout=TIMEOUT_S) for job in jobs]) == BULK + 3
     order = path.read_text().splitlines()
     assert len(order) == BULK + 3
-    # Nothing was ahead of them but what the worker had taken: a batch behind the one that ran, and
-    # the two that are taken at the same time as the tenant's job.
+    # Nothing was ahead of them but what the worker had taken, behind the batch that ran, and
+    # what is taken at the same time as the job of the tenant: a few batches of many.
     assert order.index("live") == 1
-    assert order.index("tenant") <= 1 + 3 * BATCH
+    assert order.index("tenant") <= 1 + 5 * BATCH
 
 
 def test_jobs_of_one_class_do_not_wait_in_redis_behind_those_taken_of_another(
