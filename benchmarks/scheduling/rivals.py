@@ -18,102 +18,41 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import fmean
+from typing import Any
 
 from batchery_worker.cli.simulate import POLICIES, Plan, simulate
-from batchery_worker.job import Batch, BatchKey
-from batchery_worker.simulator.policies import Policy, SimulatedBatch, SimulatedJob
+from batchery_worker.simulator.policies import (
+    FixedBatcher,
+    KeyQueue,
+    Policy,
+    SimulatedBatch,
+    SimulatedJob,
+)
 
 
-class KeyQueue:
-    """The waiting jobs of one key, oldest first."""
+class Rival(FixedBatcher):
+    """What all rivals share: the fixed batcher, which can learn, and give up jobs."""
 
-    def __init__(self) -> None:
-        self.jobs: deque[SimulatedJob] = deque()
-        self.items = 0
-
-    def __len__(self) -> int:
-        """Number of jobs."""
-        return len(self.jobs)
-
-    @property
-    def oldest_s(self) -> float:
-        """When the oldest job came; there must be one."""
-        return self.jobs[0].arrived_s
-
-    def append(self, job: SimulatedJob) -> None:
-        """Takes a job in."""
-        self.jobs.append(job)
-        self.items += job.items
-
-    def take(self, max_items: int, *, at_least_one: bool = True) -> list[SimulatedJob]:
-        """Gives out the oldest jobs: up to so many items, but perhaps at least one job."""
-        jobs = self.jobs
-        taken: list[SimulatedJob] = []
-        items = 0
-        while jobs and (items + jobs[0].items <= max_items or (at_least_one and not taken)):
-            items += jobs[0].items
-            taken.append(jobs.popleft())
-        self.items -= items
-        return taken
-
-
-class Rival(Policy):
-    """What all rivals share: queues by key, in the order of their oldest jobs."""
-
-    def __init__(self, max_batch_size: int) -> None:
+    def __init__(self, max_batch_size: int, timeout_s: float = 0.0) -> None:
         """Holds no jobs.
 
         Args:
             max_batch_size: Maximum number of items in a batch.
+            timeout_s: How long its oldest job waits for others.
         """
-        self.max_batch_size = max_batch_size
-        self._queues: dict[BatchKey, KeyQueue] = {}
-        self._suspects: deque[SimulatedJob] = deque()
+        super().__init__(max_batch_size, timeout_s)
         self._shed: list[SimulatedJob] = []
         #: When a batch left, by its identity: results do not say it.
         self._sent_s: dict[int, float] = {}
 
-    def __len__(self) -> int:
-        """How many jobs wait."""
-        return len(self._suspects) + sum(map(len, self._queues.values()))
-
-    def admit(self, job: SimulatedJob) -> None:
-        """Takes a job in."""
-        queue = self._queues.get(job.key)
-        if queue is None:
-            queue = self._queues[job.key] = KeyQueue()
-        queue.append(job)
-
-    def quarantine(self, job: SimulatedJob) -> None:
-        """Takes back a job that was on a device which died; it runs alone."""
-        self._suspects.append(job)
-
     def next_batch(
-        self,
-        in_flight: int,
-        alone: bool,
-        now_s: float,
-        elsewhere: int = 0,
-        behind: Sequence[SimulatedBatch] = (),
-        left_s: float = 0.0,
+        self, in_flight: int, alone: bool, now_s: float, *more: Any, **others: Any
     ) -> SimulatedBatch | None:
         """The batch that a device should get now; None unless it is idle."""
         self.give_up(in_flight, now_s)
-        if in_flight:
-            return None
-        if self._suspects:
-            batch = Batch((self._suspects.popleft(),), alone=True)
-        else:
-            due = [
-                (queue.oldest_s, key)
-                for key, queue in self._queues.items()
-                if queue and (queue.items >= self.size or now_s >= self.due_s(queue))
-            ]
-            if not due:
-                return None
-            _, key = min(due, key=lambda each: each[0])
-            batch = Batch(tuple(self.take(self._queues[key])))
-        self._sent_s[id(batch)] = now_s
+        batch = super().next_batch(in_flight, alone, now_s, *more, **others)
+        if batch is not None:
+            self._sent_s[id(batch)] = now_s
         return batch
 
     def ended(self, batch: SimulatedBatch, run_s: float | None) -> None:
@@ -121,11 +60,6 @@ class Rival(Policy):
         sent_s = self._sent_s.pop(id(batch))
         if run_s is not None and not batch.alone:
             self.learn(batch, sent_s, run_s)
-
-    def wake_s(self) -> float | None:
-        """When an idle device should ask again although nothing else happened."""
-        due_s = (self.due_s(queue) for queue in self._queues.values() if queue)
-        return min(due_s, default=None)
 
     def take_late(self, now_s: float) -> list[SimulatedJob]:
         """The jobs that were given up since the last call."""
@@ -139,51 +73,11 @@ class Rival(Policy):
             return -math.inf
         return min(queue.oldest_s for queue in self._queues.values() if queue)
 
-    @property
-    def size(self) -> int:
-        """Items at which a batch waits no longer, and its maximum."""
-        return self.max_batch_size
-
-    def due_s(self, queue: KeyQueue) -> float:
-        """When a batch leaves that has fewer items: by default, at once.
-
-        Args:
-            queue: Not empty.
-        """
-        return queue.oldest_s
-
-    def take(self, queue: KeyQueue) -> Sequence[SimulatedJob]:
-        """The jobs of the next batch, which leave their queue."""
-        return queue.take(self.size)
-
     def give_up(self, in_flight: int, now_s: float) -> None:
         """Gives up jobs that would be too late: by default, none."""
 
     def learn(self, batch: SimulatedBatch, sent_s: float, run_s: float) -> None:
         """Learns from a batch that is back: by default, nothing."""
-
-
-class FixedRival(Rival):
-    """Fixed size and timeout.
-
-    A batch leaves when it is full or when its oldest job has waited so long, even while a device is
-    idle. So do the dynamic batchers of NVIDIA's Triton (`max_queue_delay_microseconds`) and of
-    TorchServe (`batch_size`, `max_batch_delay`).
-    """
-
-    def __init__(self, max_batch_size: int, timeout_s: float) -> None:
-        """Holds no jobs.
-
-        Args:
-            max_batch_size: Maximum number of items in a batch.
-            timeout_s: How long its oldest job waits for others.
-        """
-        super().__init__(max_batch_size)
-        self._timeout_s = timeout_s
-
-    def due_s(self, queue: KeyQueue) -> float:
-        """A fixed time after its oldest job."""
-        return queue.oldest_s + self._timeout_s
 
 
 class ClassedQueue(KeyQueue):
@@ -360,7 +254,7 @@ def fitted_line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return slope, mean_y - slope * mean_x
 
 
-class AdaptiveRival(FixedRival):
+class AdaptiveRival(Rival):
     """A batch size that follows the latency of late: a rule of thumb in many hand-made batchers.
 
     Where the last batches ran for less than 0.8 of the target on average, the size grows by a
@@ -415,7 +309,7 @@ class AdaptiveRival(FixedRival):
             self._size = max(1.0, self._size * self.SHRINKAGE)
 
 
-class PriorityRival(FixedRival):
+class PriorityRival(Rival):
     """Fixed parts of each batch for three priorities: a common hand-made scheme, of no paper.
 
     Half of a batch is for the first class, 30 % for the second one, the rest for the third. What a
@@ -436,12 +330,9 @@ class PriorityRival(FixedRival):
         super().__init__(max_batch_size, timeout_s)
         self._classes = classes
 
-    def admit(self, job: SimulatedJob) -> None:
-        """Takes a job in."""
-        queue = self._queues.get(job.key)
-        if queue is None:
-            queue = self._queues[job.key] = ClassedQueue(self._classes)
-        queue.append(job)
+    def make_queue(self) -> KeyQueue:
+        """A queue of each class."""
+        return ClassedQueue(self._classes)
 
     def take(self, queue: KeyQueue) -> Sequence[SimulatedJob]:
         """The parts of the classes, then what is left."""

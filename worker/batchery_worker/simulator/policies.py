@@ -1,7 +1,7 @@
 """What decides in the simulator: the worker's own scheduler, or a fixed batcher. Pure."""
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -84,6 +84,39 @@ class RealScheduler(Scheduler[Arrival]):
         return self.costs.expected_s(task, batch.items) if self.costs.knows(task) else math.inf
 
 
+class KeyQueue:
+    """The waiting jobs of one key, oldest first."""
+
+    def __init__(self) -> None:
+        self.jobs: deque[SimulatedJob] = deque()
+        self.items = 0
+
+    def __len__(self) -> int:
+        """Number of jobs."""
+        return len(self.jobs)
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest job came; there must be one."""
+        return self.jobs[0].arrived_s
+
+    def append(self, job: SimulatedJob) -> None:
+        """Takes a job in."""
+        self.jobs.append(job)
+        self.items += job.items
+
+    def take(self, max_items: int, *, at_least_one: bool = True) -> list[SimulatedJob]:
+        """Gives out the oldest jobs: up to so many items, but perhaps at least one job."""
+        jobs = self.jobs
+        taken: list[SimulatedJob] = []
+        items = 0
+        while jobs and (items + jobs[0].items <= max_items or (at_least_one and not taken)):
+            items += jobs[0].items
+            taken.append(jobs.popleft())
+        self.items -= items
+        return taken
+
+
 class FixedBatcher(Policy):
     """Fixed size and timeout, to compare the scheduler with.
 
@@ -100,11 +133,9 @@ class FixedBatcher(Policy):
             max_batch_size: Maximum number of items in a batch.
             timeout_s: How long its oldest job waits for others.
         """
-        self._max_batch_size = max_batch_size
+        self.max_batch_size = max_batch_size
         self._timeout_s = timeout_s
-        #: The waiting jobs of each key, oldest first, and the number of their items.
-        self._queues: dict[BatchKey, deque[SimulatedJob]] = {}
-        self._items: Counter[BatchKey] = Counter()
+        self._queues: dict[BatchKey, KeyQueue] = {}
         self._suspects: deque[SimulatedJob] = deque()
 
     def __len__(self) -> int:
@@ -113,11 +144,13 @@ class FixedBatcher(Policy):
 
     def admit(self, job: SimulatedJob) -> None:
         """Takes a job in."""
-        self._queues.setdefault(job.key, deque()).append(job)
-        self._items[job.key] += job.items
+        queue = self._queues.get(job.key)
+        if queue is None:
+            queue = self._queues[job.key] = self.make_queue()
+        queue.append(job)
 
     def quarantine(self, job: SimulatedJob) -> None:
-        """Takes back a job that was on a device which died."""
+        """Takes back a job that was on a device which died; it runs alone."""
         self._suspects.append(job)
 
     def next_batch(
@@ -135,32 +168,42 @@ class FixedBatcher(Policy):
         if self._suspects:
             return Batch((self._suspects.popleft(),), alone=True)
         due = [
-            (queue[0].arrived_s, key)
+            (queue.oldest_s, key)
             for key, queue in self._queues.items()
-            if queue
-            and (
-                self._items[key] >= self._max_batch_size
-                or now_s >= queue[0].arrived_s + self._timeout_s
-            )
+            if queue and (queue.items >= self.size or now_s >= self.due_s(queue))
         ]
-        return self._take(min(due, key=lambda each: each[0])[1]) if due else None
-
-    def _take(self, key: BatchKey) -> SimulatedBatch:
-        queue = self._queues[key]
-        jobs = [queue.popleft()]
-        items = jobs[0].items
-        while queue and items + queue[0].items <= self._max_batch_size:
-            items += queue[0].items
-            jobs.append(queue.popleft())
-        self._items[key] -= items
-        return Batch(tuple(jobs))
+        if not due:
+            return None
+        _, key = min(due, key=lambda each: each[0])
+        return Batch(tuple(self.take(self._queues[key])))
 
     def ended(self, batch: SimulatedBatch, run_s: float | None) -> None:
         """Learns nothing."""
 
     def wake_s(self) -> float | None:
-        """When the first batch is due that has fewer items than a full one."""
-        return min(
-            (queue[0].arrived_s + self._timeout_s for queue in self._queues.values() if queue),
-            default=None,
-        )
+        """When an idle device should ask again although nothing else happened."""
+        due_s = (self.due_s(queue) for queue in self._queues.values() if queue)
+        return min(due_s, default=None)
+
+    # What other batchers do in another way
+
+    @property
+    def size(self) -> int:
+        """Items at which a batch waits no longer, and its maximum."""
+        return self.max_batch_size
+
+    def make_queue(self) -> KeyQueue:
+        """A queue for the jobs of one more key."""
+        return KeyQueue()
+
+    def due_s(self, queue: KeyQueue) -> float:
+        """When a batch leaves that has fewer items: a fixed time after its oldest job.
+
+        Args:
+            queue: Not empty.
+        """
+        return queue.oldest_s + self._timeout_s
+
+    def take(self, queue: KeyQueue) -> Sequence[SimulatedJob]:
+        """The jobs of the next batch, which leave their queue."""
+        return queue.take(self.size)

@@ -15,8 +15,8 @@ from benchmarks.scheduling.rivals import (
     AdaptiveRival,
     AimdRival,
     BentoRival,
-    FixedRival,
     PriorityRival,
+    Rival,
     RivalByTask,
     fitted_line,
 )
@@ -234,7 +234,7 @@ def test_each_task_has_a_size_of_its_own() -> None:
 
 
 def test_the_task_whose_job_has_waited_longest_goes_first_if_it_gives_a_batch() -> None:
-    rival = RivalByTask(lambda: FixedRival(2, timeout_s=1.0))
+    rival = RivalByTask(lambda: Rival(2, timeout_s=1.0))
     rival.admit(job(0.0, task="first"))
     for _ in range(3):
         rival.admit(job(0.5, task="second"))
@@ -264,4 +264,4 @@ def test_the_product_s_fixed_batcher_follows_the_rule_of_the_rivals() -> None:
         outcome = Simulation(policy, Fleet(2), Limits(8)).run(stream)
         return outcome.batches, outcome.end_s, sorted(outcome.lanes[Lane("high")].latencies_s)
 
-    assert run(FixedBatcher(8, 0.01)) == run(RivalByTask(lambda: FixedRival(8, 0.01)))
+    assert run(FixedBatcher(8, 0.01)) == run(RivalByTask(lambda: Rival(8, 0.01)))
