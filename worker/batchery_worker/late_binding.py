@@ -205,15 +205,18 @@ class LateBinding:
     def _look(self) -> None:
         """Gives jobs back that were held for long, if others wait for work; looks again later."""
         self._is_look_planned = False
-        before_s, held = monotonic() - HELD_S, False
+        before_s = monotonic() - HELD_S
+        held = [
+            (is_batch, backlog, oldest_s)
+            for is_batch, backlog in ((True, self._batches), (False, self._ordinary))
+            if backlog is not None and (oldest_s := backlog.oldest_s()) is not None
+        ]
+        old = [(is_batch, backlog) for is_batch, backlog, since_s in held if since_s <= before_s]
         gave = 0
-        for is_batch, backlog in ((True, self._batches), (False, self._ordinary)):
-            oldest_s = None if backlog is None else backlog.oldest_s()
-            if backlog is None or oldest_s is None:
-                continue
-            held = True
-            if oldest_s <= before_s and self._channel.others_wait():
-                gave += backlog.offer(before_s, partial(self._give, is_batch))
+        if old and self._channel.others_wait():
+            gave = sum(
+                backlog.offer(before_s, partial(self._give, is_batch)) for is_batch, backlog in old
+            )
         self._pause_s = HELD_S if gave or not held else min(2 * self._pause_s, MAX_PAUSE_S)
         if held:
             self._plan_look()

@@ -26,8 +26,26 @@ from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
 
 if TYPE_CHECKING:
     _QoS: Any
+    _Channel: Any
 else:
     _QoS = kombu_redis.QoS
+    _Channel = object
+
+logger = logging.getLogger("batchery.transport")
+
+#: How long an answer of Redis may take, in seconds, unless a transport option says otherwise. The
+#: event loop waits for it, and a connection may be dead without telling.
+SOCKET_TIMEOUT_S = 10.0
+
+#: Transport options in addition to kombu's.
+OPTIONS = (
+    "leases",
+    "lease_expiry_s",
+    "queue_prefetch",
+    "fetch_messages",
+    "class_levels",
+    "ordinary_queues",
+)
 
 #: Maximum number of messages of one fetch where the prefetch has no limit.
 MAX_UNLIMITED_FETCH = 1000
@@ -116,28 +134,6 @@ class QoS(_QoS):  # type: ignore[misc]
             # Kombu does it only where it counts messages, and logs how many.
             self.restore_unacked()
         super().restore_unacked_once(stderr)
-
-
-if TYPE_CHECKING:
-    _Channel: Any
-else:
-    _Channel = object
-
-logger = logging.getLogger("batchery.transport")
-
-#: How long an answer of Redis may take, in seconds, unless a transport option says otherwise. The
-#: event loop waits for it, and a connection may be dead without telling.
-SOCKET_TIMEOUT_S = 10.0
-
-#: Transport options in addition to kombu's.
-OPTIONS = (
-    "leases",
-    "lease_expiry_s",
-    "queue_prefetch",
-    "fetch_messages",
-    "class_levels",
-    "ordinary_queues",
-)
 
 
 class ConnectingChannel(_Channel):  # type: ignore[misc]

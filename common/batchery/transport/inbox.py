@@ -13,7 +13,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import redis
@@ -54,7 +53,7 @@ def read_json(data: bytes) -> Any:
         ValueError: The data is no JSON.
         RecursionError: The data is nested too deeply.
     """
-    with suppress(ValueError):
+    with contextlib.suppress(ValueError):
         return _read_plain(data)
     return loads(data)
 
@@ -78,7 +77,7 @@ class Message(_Message):  # type: ignore[misc]
         is_json = self.content_type == JSON and self.accept and JSON in self.accept
         # An app may have registered another decoder.
         if is_json and isinstance(self.body, bytes) and registry._decoders.get(JSON) is loads:
-            with suppress(ValueError):
+            with contextlib.suppress(ValueError):
                 return _read_plain(self.body)
         return super()._decode()
 

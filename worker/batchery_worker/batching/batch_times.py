@@ -41,7 +41,7 @@ class BatchTimes:
         self._last_s: dict[str, deque[float]] = {}
 
     def are_short(self, tasks: Iterable[str]) -> bool:
-        """Whether most batches of late are short, of all tasks; before its first one's is not."""
+        """Whether most batches of late were short, of each of some tasks that have all run."""
         return all(
             task in self._last_s and median(self._last_s[task]) < LONG_BATCH_S for task in tasks
         )

@@ -157,10 +157,8 @@ class Scheduler(Generic[T]):
 
     def goes_before(self, priority_class: str, behind: Sequence[Batch[T]]) -> bool:
         """Whether jobs of a class may go before batches that run, as `urgent_batch` sees it."""
-        flows = [charge.flow for batch in behind for charge in batch.charges]
-        if not flows or not all(batch.charges for batch in behind):
-            return False
-        return self._ranks[priority_class] < min(map(self._rank, flows))
+        flows = self._find_flows(behind)
+        return bool(flows) and self._ranks[priority_class] < min(map(self._rank, flows))
 
     @property
     def oldest_held_s(self) -> float | None:
@@ -269,14 +267,19 @@ class Scheduler(Generic[T]):
 
     def _find_turn(self, behind: Sequence[Batch[T]], now_s: float) -> tuple[int, float] | None:
         """Highest class of batches and their place; None if nothing may go before them."""
-        if not all(batch.charges for batch in behind):
+        if not (flows := self._find_flows(behind)):
             return None
-        flows = [charge.flow for batch in behind for charge in batch.charges]
         rank = min(map(self._rank, flows))
         if self._ageing_s is not None:
             oldest_s = min(job.arrived_s for batch in behind for job in batch.jobs)
             return rank, rank - (now_s - oldest_s) / self._ageing_s
         return rank, min(flow.tag for flow in flows)
+
+    def _find_flows(self, batches: Sequence[Batch[T]]) -> list[Flow[T]]:
+        """The flows that batches were taken from; none if one of them has suspects."""
+        if not all(batch.charges for batch in batches):
+            return []
+        return [charge.flow for batch in batches for charge in batch.charges]
 
     def _place(self, flow: Flow[T], now_s: float) -> float:
         """The lowest one is next: the tag of a flow, or its class where that alone decides."""

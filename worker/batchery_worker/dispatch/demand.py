@@ -25,6 +25,7 @@ class BatchDemand:
         in_flight: InFlight,
         settings: Settings,
         max_batch_size: int,
+        gather: Callable[[Callable[[], None]], None],
     ) -> None:
         self._scheduler = scheduler
         self._supervisor = supervisor
@@ -34,7 +35,7 @@ class BatchDemand:
         self._settings = settings
         self._max_batch_size = max_batch_size
         #: Calls what admits jobs; they go to devices when it has returned.
-        self.gather: Callable[[Callable[[], None]], None] = _call
+        self.gather = gather
         #: Whether the worker ends, and wants nothing more.
         self.is_over = False
         #: Called when messages are wanted that were not wanted before; set by who knows a channel.
@@ -50,7 +51,7 @@ class BatchDemand:
         if self.is_over or self._is_testing_suspects:
             return 0
         idle = sum(device.is_idle for device in self._supervisor.devices)
-        return max(0, idle * self._max_batch_size - len(self._scheduler)) if idle else 0
+        return max(0, idle * self._max_batch_size - len(self._scheduler))
 
     def limit(self, sizes: Mapping[str, int], level: int, others: int = 0) -> int:
         """How many more jobs to take: a batch for each device that is idle, or soon will be.
@@ -117,8 +118,9 @@ class BatchDemand:
 
     def _wants_urgent(self, device: DeviceProcess, priority_class: str) -> bool:
         """Whether jobs of a class could run between the passes of what a device runs."""
-        behind = [dispatched.batch for dispatched in device.in_turn]
-        return device.takes_urgent and self._scheduler.goes_before(priority_class, behind)
+        return device.takes_urgent and self._scheduler.goes_before(
+            priority_class, [dispatched.batch for dispatched in device.in_turn]
+        )
 
     @property
     def _is_testing_suspects(self) -> bool:
@@ -147,11 +149,6 @@ class BatchDemand:
 
 def _do_nothing() -> None:
     """For a broker whose channels do not lease."""
-
-
-def _call(take_in: Callable[[], None]) -> None:
-    """Calls what admits jobs, without a dispatcher that gathers them."""
-    take_in()
 
 
 def _find_queue(call: TaskCall) -> str:

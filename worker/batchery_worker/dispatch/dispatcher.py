@@ -90,9 +90,8 @@ class Dispatcher:
         )
         #: What is wanted of the broker.
         self.demand = BatchDemand(
-            self._scheduler, self._supervisor, self._in_flight, settings, max_batch_size
+            self._scheduler, self._supervisor, in_flight, settings, max_batch_size, self.gather
         )
-        self.demand.gather = self.gather
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
         self._dispatch_planned = False
         #: Whether jobs are being admitted that are dispatched together.
