@@ -88,6 +88,14 @@ def test_a_queue_is_sorted_from_the_first_look_at_two_tenants(
     assert "lone job" in complete(consumer, 3 * PREFETCH)
 
 
+def test_the_fetch_that_sees_two_tenants_brings_both(consume: StartConsumer, bare: Any) -> None:
+    push(bare, None, numbers(500))
+    push(bare, "lone", ["job"])
+    consumer = consume("q", prefetch=3 * PREFETCH)
+    consumer.get(3 * PREFETCH)
+    assert "lone job" in consumer.texts
+
+
 def test_two_tenants_with_thousands_of_jobs_have_halves_and_keep_their_order(
     consume: StartConsumer, bare: Any
 ) -> None:

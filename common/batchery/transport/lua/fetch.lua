@@ -37,6 +37,14 @@ for part = 1, parts do
 end
 local answer, fields, unsorted = {0, 0}, {}, nil
 local are_some_sorted = redis.call('EXISTS', KEYS[7]) == 1
+
+-- Sorts some of a list by tenant; returns whether all of it is sorted now.
+local function sort_some(list)
+  local is_sorted = sort(KEYS[7], list) == 0
+  unsorted = is_sorted and unsorted or not is_sorted and list
+  return is_sorted
+end
+
 for i = 8, #KEYS do
   local part = tonumber(ARGV[parts + i - 1])
   local asked, got
@@ -45,8 +53,7 @@ for i = 8, #KEYS do
   local is_sorted, tenant
   if sorted and type(length) == 'number' and wanted > 0 and left[part] > 0 and room > 0 then
     if sorted ~= '0' or length > math.min(wanted, left[part]) then
-      is_sorted = sort(KEYS[7], KEYS[i]) == 0
-      unsorted = is_sorted and unsorted or not is_sorted and KEYS[i]
+      is_sorted = sort_some(KEYS[i])
     end
   end
   repeat
@@ -77,6 +84,8 @@ for i = 8, #KEYS do
           if tenant == false then
             redis.call('HSET', KEYS[7], KEYS[i], 0)
             sorted = '0'
+            -- The rest goes by turns already: whoever has few jobs does not wait behind all of it.
+            is_sorted = sort_some(KEYS[i])
           end
         end
       end
