@@ -109,6 +109,14 @@ def test_note_names_the_jobs_of_a_batch_and_whether_they_run_alone(scene: Scene)
     assert len(scene.pool.connections) == 1
 
 
+def test_notes_that_nobody_removes_expire_long_after_any_batch(scene: Scene) -> None:
+    scene.begin("1")
+    (expire,) = [each for each in scene.pool.connections[0].sent if each[0] == "EXPIRE"]
+    assert expire[1] == RUNNING
+    assert isinstance(expire[2], int)
+    assert expire[2] >= 12 * 3600
+
+
 def test_notes_of_batches_that_ended_go_with_the_next_one(scene: Scene) -> None:
     first, second = scene.begin("1"), scene.begin("2")
     scene.notes.ended(first)
