@@ -225,7 +225,7 @@ def test_stores_of_two_masters_databases_or_prefixes_are_not_the_same(channel: C
     assert first == channel._database_identity()
     channel.global_keyprefix = "other-"
     second = channel._database_identity()
-    channel.master_name = "m2"  # type: ignore[attr-defined]
+    channel.master_name = "m2"
     assert len({first, second, channel._database_identity()}) == 3
 
 
