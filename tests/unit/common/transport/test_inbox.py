@@ -211,7 +211,9 @@ def test_fetch_with_suspects_may_bring_nothing_that_can_be_read(scene: Scene) ->
 # Consumers that fail
 
 
-def test_lost_connection_leaves_the_rest_to_the_next_one(scene: Scene) -> None:
+def test_lost_connection_leaves_the_rest_to_the_next_one(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lose(payload: Any) -> None:
         scene.delivered.append(payload)
         if len(scene.delivered) == 2:
@@ -219,7 +221,7 @@ def test_lost_connection_leaves_the_rest_to_the_next_one(scene: Scene) -> None:
 
     scene.on_message = lose
     disowned: list[str] = []
-    scene.store.leases.disown = disowned.extend  # type: ignore[method-assign]
+    monkeypatch.setattr(scene.store.leases, "disown", disowned.extend)
     with pytest.raises(redis.ConnectionError):
         scene.take_in(message("a"), message("b"), message("c"))
     assert scene.prepared == 1

@@ -98,6 +98,15 @@ class Scripts:
         return [name for name, *_ in self.ran]
 
 
+class Exits:
+    """Python's own calls at the end of a process."""
+
+    def register(self, _: object) -> None:
+        """No store of a test is left open for it."""
+
+    unregister = register
+
+
 class Owner:
     """The prefetch of a channel."""
 
@@ -115,8 +124,10 @@ class Owner:
 class Scene:
     """An open store, and who counts its leases."""
 
+    client: Any
+
     def __init__(self, scripts: Scripts) -> None:
-        self.client: Any = Client()
+        self.client = Client()
         self.scripts = scripts
         self.store = LeaseStore(self.client, "shop-", 5.0)
         self.store.open()
@@ -137,8 +148,7 @@ class Scene:
 def scripts(monkeypatch: pytest.MonkeyPatch) -> Scripts:
     made = Scripts()
     monkeypatch.setattr(module, "transport_scripts", lambda _: made)
-    monkeypatch.setattr(module.atexit, "register", lambda *_: None)
-    monkeypatch.setattr(module.atexit, "unregister", lambda *_: None)
+    monkeypatch.setattr("batchery.transport.lease_store.atexit", Exits())
     return made
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import redis
+from celery.backends.redis import RedisBackend
 
 from batchery.transport.leases import Leases
 from batchery_worker.commit import committer as module
@@ -318,7 +319,7 @@ def test_database_is_that_of_the_url_or_the_first() -> None:
 
 
 def test_reasons_why_only_celery_stores_are_found_one_by_one() -> None:
-    class Backend(module.RedisBackend):
+    class Backend(RedisBackend):
         serializer, compression = "json", None
 
         def __init__(self) -> None:
@@ -326,7 +327,7 @@ def test_reasons_why_only_celery_stores_are_found_one_by_one() -> None:
 
     def reason(change: Callable[[Any], None]) -> str | None:
         backend: Any = Backend()
-        backend.stock_class = module.RedisBackend
+        backend.stock_class = RedisBackend
         task: Any = SimpleNamespace(backend=backend)
         app: Any = SimpleNamespace(backend=backend)
         change(task)
@@ -334,7 +335,7 @@ def test_reasons_why_only_celery_stores_are_found_one_by_one() -> None:
 
     def use_own(task: Any) -> None:
         task.backend = Backend()
-        task.backend.stock_class = module.RedisBackend
+        task.backend.stock_class = RedisBackend
 
     assert reason(lambda _: None) is None
     assert reason(use_own) == "a result backend of its own"

@@ -47,12 +47,15 @@ class Request:
 class Scene:
     """The demand of a worker, with a real scheduler and real times of batches."""
 
+    supervisor: Any
+    in_flight: Any
+
     def __init__(self, clock: Clock, *devices: Device, prefetch_batches: int = 2) -> None:
         self.clock = clock
         self.scheduler: Scheduler[TaskCall] = Scheduler(SHARES)
         self.devices = devices or (Device(),)
-        self.supervisor: Any = SimpleNamespace(devices=self.devices, is_reserved=False)
-        self.in_flight: Any = {}
+        self.supervisor = SimpleNamespace(devices=self.devices, is_reserved=False)
+        self.in_flight = {}
         settings = Settings(prefetch_batches=prefetch_batches)
         gather: Callable[[Any], None] = lambda take_in: take_in()  # noqa: E731
         self.demand = BatchDemand(
@@ -319,7 +322,8 @@ def test_age_counts_from_when_a_job_was_sent_if_its_message_says_so(
 ) -> None:
     monkeypatch.setattr(time, "time", lambda: 5000.0)
     scene = make()
-    scene.scheduler.admit(scene.job(**{SENT_AT: 4990.0}))
+    headers: dict[str, Any] = {SENT_AT: 4990.0}
+    scene.scheduler.admit(scene.job(**headers))
     scene.clock.now_s += 1.0
     (queue,) = scene.demand.waiting_by_queue(scene.clock.now_s).values()
     assert queue["oldest_s"] == 10.0
