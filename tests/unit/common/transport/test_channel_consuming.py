@@ -8,7 +8,7 @@ import pytest
 import redis
 
 from batchery.transport import channel as module
-from batchery.transport.channel import SOCKET_TIMEOUT_S
+from batchery.transport.channel import SOCKET_TIMEOUT_S, LeasingChannel
 from batchery.transport.redis_schema import REPLIES_CLIENT
 from support.fake_channel import Channel, KombuChannel
 
@@ -114,6 +114,67 @@ def test_worker_that_consumes_no_more_does_not_wait_for_work(
     assert channel.basic_cancel("tag") == "tag"
     assert channel.lease_store.calls == expected
     assert channel.fetcher.is_entered == (is_entered and is_broken)
+
+
+class Opened:
+    """A lease store, which may refuse to open."""
+
+    expiry_s = 5.0
+
+    def __init__(self, *_: Any) -> None:
+        self.is_open = False
+        self.heartbeat: Any = None
+        self.refusal: Exception | None = None
+
+    def open(self) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        self.is_open = True
+
+
+class Heart:
+    """A heartbeat, with the time that Redis may take for an answer to it."""
+
+    def __init__(self, _: Any, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.starts = 0
+
+    def start(self) -> None:
+        self.starts += 1
+
+
+def open_store(channel: Channel, store: Opened, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Has a channel open its lease store; returns which stores were discarded."""
+    discarded: list[Any] = []
+    monkeypatch.setattr(module, "acquire_lease_store", lambda *_: store)
+    monkeypatch.setattr(module, "discard_lease_store", discarded.append)
+    monkeypatch.setattr(module, "Heartbeat", Heart)
+    monkeypatch.setattr(channel, "_make_separate_client", lambda timeout_s: timeout_s)
+    with contextlib.suppress(redis.RedisError):
+        LeasingChannel._open_lease_store(channel)
+    return discarded
+
+
+def test_store_is_opened_and_its_heartbeat_started_once_for_all_channels(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Opened()
+    assert open_store(channel, store, monkeypatch) == []
+    assert channel.lease_store is store
+    heartbeat = store.heartbeat
+    # A Redis that hangs must not cost a worker its leases.
+    assert (heartbeat.starts, heartbeat.timeout_s) == (1, store.expiry_s / 2)
+    # The next channel finds it open.
+    open_store(channel, store, monkeypatch)
+    assert (store.heartbeat, heartbeat.starts) == (heartbeat, 1)
+
+
+def test_store_that_cannot_be_opened_is_no_other_channel_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    channel, store = Channel(), Opened()
+    store.refusal = redis.ConnectionError("away")
+    assert open_store(channel, store, monkeypatch) == [store]
+    assert channel.lease_store is None
+    assert store.heartbeat is None
 
 
 def test_cancelling_without_leases_is_kombu_s() -> None:

@@ -118,6 +118,17 @@ def test_channel_gives_back_what_it_counts_unless_its_connection_broke(qos: Any)
     assert list(qos._delivered) == ["a-uuid"]
 
 
+def test_closing_channel_gives_back_although_kombu_would_not(qos: Any) -> None:
+    store = qos.channel.lease_store
+    qos.channel.do_restore = False
+    store.owned = ["1"]
+    qos.restore_unacked_once()
+    assert store.requeued == [(["1"], True)]
+    qos.channel.lease_store = None
+    qos.restore_unacked_once()
+    assert qos.stock == ["restore_unacked"]
+
+
 def test_channel_that_counts_nothing_gives_nothing_back(qos: Any) -> None:
     qos.restore_unacked()
     qos.channel.lease_store = None
