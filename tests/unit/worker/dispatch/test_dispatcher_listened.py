@@ -1,9 +1,11 @@
 """What listens to a job, seen from the pool: called once, whatever becomes of the batch."""
 
 import pytest
+from celery import signals
 from celery.worker import state as worker_state
 
-from apps.batches import HOOKED, app, heard
+from apps.batches import FOUR, HOOKED, app, heard
+from batchery_worker.dispatch.dispatcher import MAX_HELD_UP_S
 from support.fake_worker import FakeLeaseStore, FakeWorker, StartPool
 
 
@@ -74,3 +76,23 @@ def test_result_of_a_job_whose_device_died_after_the_commit_is_read(worker: Fake
     worker.device.die()
     worker.loop.until(lambda: job.id in worker_state.successful_requests, "settled")
     assert heard == [("before_start", "word"), ("on_success", "WORD")]
+
+
+def test_log_says_once_for_each_task_that_its_receivers_hold_up_the_loop(
+    worker: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow_s = MAX_HELD_UP_S
+
+    def receive(**_: object) -> None:
+        worker.loop.clock.now_s += slow_s
+
+    signals.task_prerun.connect(receive)
+    worker.receive("a", task=FOUR)
+    worker.work_off()
+    assert "took" not in caplog.text
+    slow_s = 1.5
+    for task in (FOUR, FOUR, HOOKED):
+        worker.receive_each("a", "b", task=task)
+        worker.work_off()
+    warnings = [message for message in caplog.messages if "took 3.0 s for 2 jobs" in message]
+    assert [FOUR in each for each in warnings] == [True, False]

@@ -165,3 +165,21 @@ def test_job_that_would_be_late_is_told_how_soon_its_deadline_is(
     (late,) = worker.receive_each("late", batchery_deadline=time.time() + 0.5)
     with pytest.raises(DeadlineExceeded, match=r"its deadline is in only 0\.[45]\d\d s"):
         worker.result(late.id)
+
+
+@pytest.mark.parametrize(("target_ms", "lines"), [("100", 1), ("60000", 0), (None, 0)])
+def test_log_says_once_that_a_target_cannot_be_kept(
+    start_pool: StartPool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    target_ms: str | None,
+    lines: int,
+) -> None:
+    if target_ms is not None:
+        monkeypatch.setenv("BATCHERY_TARGET_LATENCY_MS", target_ms)
+    worker = start_pool()
+    for _ in range(20):
+        learn(worker, FOUR, items=1, took_s=2.0)
+    warnings = [message for message in caplog.messages if "cannot be kept" in message]
+    assert len(warnings) == lines
+    assert all("one item alone takes 2000" in each for each in warnings)
