@@ -107,19 +107,24 @@ def test_next_batch_is_due_by_when_the_one_before_began_and_not_by_when_it_was_s
     assert len(new_works(worker)) == 3
 
 
-def test_batch_goes_behind_the_one_that_began_first(start_pool: StartPool) -> None:
+def test_batch_goes_behind_the_one_that_began_first_whenever_that_was_sent(
+    start_pool: StartPool,
+) -> None:
     worker = start_pool("cuda:0", "cuda:1")
     first, second = worker.devices.started
-    worker.receive_each("a")
-    worker.loop.sleep(0.1)
-    worker.receive_each("b")
-    worker.loop.sleep(0.1)
-    first.answer()
+    for item in ("a", "b"):
+        worker.receive_each(item)
+        worker.loop.sleep(0.1)
+    worker.receive_each(1, 2, 3, 4)
+    assert worker.works(first) == [["a"], [1, 2, 3, 4]]
+    second.answer()
     worker.receive_each("c")
     worker.loop.sleep(0.1)
-    assert (worker.works(first), worker.works(second)) == ([["a"], ["c"]], [["b"]])
-    worker.receive_each(1, 2, 3, 4)
-    assert worker.works(second)[1:] == [[1, 2, 3, 4]]
+    # What was sent before `c` begins after it.
+    first.answer()
+    worker.loop.sleep(0.1)
+    worker.receive_each(5, 6, 7, 8)
+    assert worker.works(second) == [["b"], ["c"], [5, 6, 7, 8]]
 
 
 # Classes
@@ -182,4 +187,5 @@ def test_log_says_once_that_a_target_cannot_be_kept(
         learn(worker, FOUR, items=1, took_s=2.0)
     warnings = [message for message in caplog.messages if "cannot be kept" in message]
     assert len(warnings) == lines
+    assert all("_ms = 100 cannot" in each for each in warnings)
     assert all("one item alone takes 2000" in each for each in warnings)
