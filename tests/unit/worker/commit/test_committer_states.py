@@ -3,6 +3,7 @@
 The scripts are stand-ins. What they do in Redis is held by the tests on a real one.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import redis
 from celery.backends.redis import RedisBackend
 
+from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.leases import Leases
 from batchery_worker.commit import committer as module
 from batchery_worker.commit.committer import (
@@ -344,3 +346,23 @@ def test_reasons_why_only_celery_stores_are_found_one_by_one() -> None:
     )
     assert "serializer" in str(reason(lambda task: setattr(task.backend, "serializer", "yaml")))
     assert "compressed" in str(reason(lambda task: setattr(task.backend, "compression", "gzip")))
+
+
+@pytest.mark.parametrize(("alternatives", "tries"), [(None, 0), (["a", "b", "c"], 3)])
+def test_client_of_the_broker_tries_each_of_its_servers_once(
+    alternatives: list[str] | None, tries: int
+) -> None:
+    asked: dict[str, Any] = {}
+    closed: list[bool] = []
+    channel = SimpleNamespace(
+        _make_separate_client=lambda timeout_s: timeout_s, close=lambda: closed.append(True)
+    )
+    connection: Any = SimpleNamespace(
+        alt=alternatives,
+        ensure_connection=lambda **options: asked.update(options),
+        channel=lambda: channel,
+    )
+    app: Any = SimpleNamespace(connection_for_read=lambda: contextlib.nullcontext(connection))
+    assert module.broker_client(app) == SOCKET_TIMEOUT_S
+    assert asked["max_retries"] == tries
+    assert closed == [True]
