@@ -230,6 +230,34 @@ def test_poll_finds_what_nobody_has_announced_and_then_waits_for_nothing(scene: 
     assert scene.collect() == {"a": Answer(value=1)}
 
 
+def test_next_poll_is_planned_by_what_was_found_and_announced(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: dict[str, float] = {}
+
+    def plan(**figures: float) -> float:
+        known.update(figures)
+        return 3.0
+
+    monkeypatch.setattr(scene.collector._interval, "next_s", plan)
+    scene.collector.expect(["a", "b", "c", "d", "e"])
+    poll_is_not_due(scene)
+    scene.store("a", 1)
+    scene.announce("a")
+    scene.collect()
+    scene.now_s = scene.collector._poll_at_s
+    scene.store("b", 2)
+    scene.store("c", 3)
+    scene.collect()
+    assert (known["in_flight"], known["found"], known["announced"]) == (2, 2, 1)
+    assert (known["since_s"], known["poll_s"]) == (60.0, 0.0)
+    assert scene.collector._poll_at_s == scene.now_s + 3.0
+    # What was announced counts once.
+    scene.now_s += 3.0
+    scene.collect()
+    assert (known["found"], known["announced"], known["since_s"]) == (0, 0, 3.0)
+
+
 def test_poll_that_finds_nothing_waits_for_announcements(scene: Scene) -> None:
     scene.collector.expect(["a"])
     scene.collect(5.0)

@@ -86,9 +86,9 @@ def test_only_the_keyboard_ends_the_process() -> None:
 
 
 def test_exceptions_of_celery_s_are_outcomes_and_all_others_failures() -> None:
-    for error in (Ignore(), Reject("no")):
-        assert isolated(raising(error), 1) == [error]
-        assert as_failed(error) is error
+    for outcome in (Ignore(), Reject("no")):
+        assert isolated(raising(outcome), 1) == [outcome]
+        assert as_failed(outcome) is outcome
     error = LookupError("x")
     assert as_failed(error) == Failed(error)
     assert failure(as_failed(Failed(SystemExit(1)))).args == (

@@ -11,7 +11,7 @@ from celery.exceptions import WorkerShutdown
 from celery.worker import state as worker_state
 
 from batchery.transport import dead_letters
-from batchery.transport.inbox import Inbox
+from batchery.transport.inbox import Capacity, Inbox, encode_entry
 from batchery.transport.leases import Deaths, Leases
 from batchery.transport.redis_schema import Keys
 from batchery.transport.suspects import MAX_DELIVERY_DEATHS
@@ -282,3 +282,14 @@ def test_dead_letter_keeps_no_more_of_a_reason_than_people_read(scene: Scene) ->
     store: Any = scene.store
     dead_letters.dead_letter_unread(store, "1", "x" * 99_999)
     assert len(scene.store.dead["1"]) == dead_letters.MAX_REASON_CHARS
+
+
+# What Redis is told of a worker that waits
+
+
+def test_entry_names_only_queues_for_which_there_is_room() -> None:
+    kinds = {"a": 1, "b": 3, "c": 0, "d": 2}
+    assert encode_entry(Capacity(8, 2), kinds) == '[8, 2, {"a": 1, "b": 3, "d": 2}]'
+    assert encode_entry(Capacity(8, 0), kinds) == '[8, 0, {"a": 1, "b": 1}]'
+    assert encode_entry(Capacity(0, 2), {"a": 1}) == ""
+    assert encode_entry(Capacity(), {"a": 3}) == ""

@@ -229,11 +229,13 @@ def test_worker_that_redis_does_not_know_is_fenced_unless_it_is_closing(scene: S
     assert not scene.store.fenced
 
 
-def test_heartbeat_that_overlaps_with_a_new_registration_fences_nobody(scene: Scene) -> None:
+def test_heartbeat_that_overlaps_with_a_new_registration_fences_nobody(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def rejoin(*_: Any) -> None:
         scene.store.worker = "w9"
 
-    scene.scripts.run = rejoin  # type: ignore[method-assign]
+    monkeypatch.setattr(scene.scripts, "run", rejoin)
     scene.heartbeat.beat(0.0)
     assert not scene.store.fenced
 

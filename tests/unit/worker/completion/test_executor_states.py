@@ -1,6 +1,7 @@
 """Which jobs a completion thread takes together, and how each of them ends."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,20 +94,19 @@ class Scene:
             call = TaskCall(
                 nothing,
                 ("task", token, {}),
-                lambda result, token=token: self.told.setdefault(token, result),  # type: ignore[misc]
+                partial(self.told.setdefault, token),
                 nothing,
-                lambda error, token=token: self.failed.setdefault(token, error),  # type: ignore[misc]
+                partial(self.failed.setdefault, token),
                 request,
             )
+            on_end: Any = partial(self.ended.setdefault, token)
             self.executor.submit(
                 Completion(
                     task_id=token,
                     call=call,
                     make_outcome=lambda _: None,
                     info=info,
-                    on_end=lambda failure, token=token: self.ended.setdefault(  # type: ignore[misc]
-                        token, failure
-                    ),
+                    on_end=on_end,
                     may_hold=may_hold,
                 )
             )
