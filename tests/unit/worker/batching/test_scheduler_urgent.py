@@ -11,7 +11,7 @@ from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
 
 SHARES = {"high": 50.0, "normal": 30.0, "low": 20.0}
 HIGH, NORMAL, LOW = (Lane(name) for name in SHARES)
-EMBED = BatchKey("embed")
+EMBED, LABEL = BatchKey("embed"), BatchKey("label")
 
 
 def urgent_scene(bulk: int = 100) -> tuple[Scheduler[None], Batch[None]]:
@@ -127,6 +127,15 @@ def test_a_suspect_is_never_interrupted() -> None:
 def test_urgent_jobs_wait_until_their_batch_may_leave() -> None:
     scheduler, running = urgent_scene()
     scheduler.admit(Job("live", BatchKey("other"), Limits(10, 0.5), 1, 1.0, None, HIGH))
+    assert scheduler.urgent_batch([running], 1.4) is None
+    assert names_of(scheduler.urgent_batch([running], 1.5)) == ["live"]
+
+
+def test_urgent_jobs_wait_although_others_of_their_key_would_fill_a_batch() -> None:
+    scheduler, running = urgent_scene()
+    for number in range(10):
+        scheduler.admit(Job(f"bulk-{number}", LABEL, Limits(10, 0.5), 1, 1.0, None, LOW))
+    scheduler.admit(Job("live", LABEL, Limits(10, 0.5), 1, 1.0, None, HIGH))
     assert scheduler.urgent_batch([running], 1.4) is None
     assert names_of(scheduler.urgent_batch([running], 1.5)) == ["live"]
 
