@@ -330,6 +330,16 @@ def test_many_results_are_removed_in_several_commands(scene: Scene) -> None:
     assert scene.client.removed == ids
 
 
+@pytest.mark.parametrize(("is_spent", "removed"), [(False, 1), (True, 0)])
+def test_stream_is_removed_at_the_end_unless_redis_was_away_for_too_long(
+    monkeypatch: pytest.MonkeyPatch, is_spent: bool, removed: int
+) -> None:
+    scene = Scene(monkeypatch)
+    scene.retries.is_spent = is_spent
+    scene.collector.close()
+    assert len(scene.client.removed) == removed
+
+
 # Other backends
 
 

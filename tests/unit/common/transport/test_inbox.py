@@ -10,7 +10,6 @@ import redis
 from celery.exceptions import WorkerShutdown
 from celery.worker import state as worker_state
 
-from batchery.transport import dead_letters
 from batchery.transport.inbox import Capacity, Inbox, encode_entry
 from batchery.transport.leases import Deaths, Leases
 from batchery.transport.redis_schema import Keys
@@ -275,13 +274,6 @@ def test_what_was_leased_before_is_delivered_as_redelivered(
     assert second["headers"] is None
     # It may have been on a device.
     assert scene.store.marked == {"3": Deaths(0, 4)}
-
-
-def test_dead_letter_keeps_no_more_of_a_reason_than_people_read(scene: Scene) -> None:
-    scene.store.take("1", None, "shop-q")
-    store: Any = scene.store
-    dead_letters.dead_letter_unread(store, "1", "x" * 99_999)
-    assert len(scene.store.dead["1"]) == dead_letters.MAX_REASON_CHARS
 
 
 # What Redis is told of a worker that waits
