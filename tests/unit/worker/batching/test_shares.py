@@ -364,3 +364,17 @@ def test_classes_of_a_batch_that_is_back_count_though_none_of_their_jobs_waits()
     shares.wake(EMBED, HIGH)
     assert shares.others(50.0) == 0
     assert shares.others(50.0, {"low"}) == pytest.approx(0.4)
+
+
+def test_newcomers_of_one_tenant_have_one_share_together_however_many_keys_they_have() -> None:
+    shares = Shares(SHARES, TaskCosts())
+    keys = [BatchKey("embed", str(number)) for number in range(4)]
+    flows = [shares.wake(key, LOW) for key in keys]
+    other = shares.wake(EMBED, Lane("low", "another"))
+    shares.began(0.0)
+    # A share of 20 for two tenants, both new: each of the four keys has a quarter of its half.
+    assert shares.weight(flows[0]) == pytest.approx(2.5)
+    assert shares.charge(flows[0], 1, 1.0).newcomers == pytest.approx(20.0)
+    shares.began(0.0)
+    # Three quarters of the one tenant, and the other.
+    assert shares.charge(other, 1, 1.0).newcomers == pytest.approx(17.5)
