@@ -2,9 +2,10 @@
 
     make mutants [ARGS="--count 80 --seed 7"]
 
-A module counts if it has unit tests of its own: `tests/unit/worker/batching/test_shares.py` are
-those of `worker/batchery_worker/batching/shares.py`. The mutants are the same all week. Each runs
-in a process of its own that imports the changed module; no file is touched.
+`tests/unit/worker/batching/test_shares.py` are the tests of
+`worker/batchery_worker/batching/shares.py`. A module without tests of its own has those of its
+room; where there are none, nobody notices anything. The mutants are the same all week. Each runs in
+a process of its own that imports the changed module; no file is touched.
 """
 
 import argparse
@@ -40,9 +41,12 @@ ROOMS = (
     "producer/batchery_producer/files",
     "worker/batchery_worker/batching",
     "worker/batchery_worker/commit",
+    "worker/batchery_worker/completion",
     "worker/batchery_worker/dispatch",
+    "worker/batchery_worker/in_flight.py",
     "worker/batchery_worker/inprocess",
     "worker/batchery_worker/ipc",
+    "worker/batchery_worker/late_binding.py",
     "worker/batchery_worker/simulator",
 )
 
@@ -80,7 +84,8 @@ class Mutant(NamedTuple):
         """The unit tests of the module: `test_<its name>.py`, and those of its parts."""
         top, _, *folders, name = Path(self.path).with_suffix("").parts
         folder = ROOT.joinpath("tests", "unit", top, *folders)
-        return sorted([*folder.glob(f"test_{name}.py"), *folder.glob(f"test_{name}_*.py")])
+        own = [*folder.glob(f"test_{name}.py"), *folder.glob(f"test_{name}_*.py")]
+        return sorted(own or folder.glob("test_*.py"))
 
 
 def mutate(tree: ast.Module, number: int) -> tuple[int, str]:
@@ -154,18 +159,19 @@ if VARIABLE in os.environ:
 
 
 def all_mutants() -> Iterator[Mutant]:
-    """Every place of every module of the rooms that has unit tests."""
+    """Every place of every module of the rooms."""
     for room in ROOMS:
         place = ROOT / room
         for path in [place] if place.suffix else sorted(place.rglob("*.py")):
+            places = find_places(ast.parse(path.read_bytes()))
             name = str(path.relative_to(ROOT))
-            if Mutant(name, 0).tests:
-                tree = ast.parse(path.read_bytes())
-                yield from (Mutant(name, number) for number in range(len(find_places(tree))))
+            yield from (Mutant(name, number) for number in range(len(places)))
 
 
 def is_noticed(mutant: Mutant) -> bool:
     """Whether the tests of the module fail with it."""
+    if not mutant.tests:
+        return False
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "support.mutants", "-p"]
     command += ["no:cacheprovider", *map(str, mutant.tests)]
     environment = {**os.environ, VARIABLE: f"{mutant.path}:{mutant.number}"}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from celery.worker import state as worker_state
 
-from batchery.transport.inbox import Capacity, encode_entry
+from batchery.transport.inbox import Capacity
 from batchery.transport.leases import HeldJob
 from batchery_worker import late_binding
 from batchery_worker.completion.ordinary import OrdinaryThreads
@@ -180,6 +180,16 @@ def test_while_nobody_waits_it_looks_less_and_less_often(house: House) -> None:
     assert house.backlog.tokens == []
 
 
+def test_pause_between_two_looks_doubles_while_nobody_waits(house: House) -> None:
+    house.take("1")
+    pauses_s = []
+    for _ in range(6):
+        ((due_s, _),) = house.clock.planned
+        pauses_s.append(round(due_s - house.clock.now_s, 3))
+        house.clock.pass_time(due_s - house.clock.now_s)
+    assert pauses_s == [HELD_S, *(HELD_S * 2**n for n in (1, 2, 3)), MAX_PAUSE_S, MAX_PAUSE_S]
+
+
 def test_a_worker_that_holds_nothing_does_not_look(house: House) -> None:
     house.clock.pass_time(HELD_S)
     assert not house.clock.planned
@@ -235,14 +245,6 @@ def test_what_comes_by_a_queue_decides_how_much_is_taken(
     # Nothing limits a queue by which anything may come.
     assert house.binding.limit_for("unnamed", 0) is None
     assert [house.binding.find_kinds(each) for each in ("models", "mixed", "unnamed")] == [1, 3, 3]
-
-
-def test_entry_names_only_queues_for_which_there_is_room() -> None:
-    kinds = {"a": 1, "b": 3, "c": 0, "d": 2}
-    assert encode_entry(Capacity(8, 2), kinds) == '[8, 2, {"a": 1, "b": 3, "d": 2}]'
-    assert encode_entry(Capacity(8, 0), kinds) == '[8, 0, {"a": 1, "b": 1}]'
-    assert encode_entry(Capacity(0, 2), {"a": 1}) == ""
-    assert encode_entry(Capacity(), {"a": 3}) == ""
 
 
 def take(*names: str) -> Give:

@@ -138,9 +138,8 @@ class Admission:
 
 def _context(message: Mapping[str, Any], embed: Mapping[str, Any] | None) -> bytes:
     try:
-        # What follows in a chain, and callbacks: most jobs have none.
-        follows = embed and any(embed.values())
-        return dump_context({**embed, **message} if embed and follows else message)
+        # With what follows in a chain, and callbacks. None of them is encoded where there is none.
+        return dump_context({**(embed or {}), **message})
     except Exception as error:  # noqa: BLE001 - the objects' own code may raise anything
         raise InvalidItem(f"the headers cannot be handed to a device: {error}") from None
 

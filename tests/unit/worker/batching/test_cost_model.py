@@ -347,3 +347,11 @@ def test_an_outlier_counts_as_little_as_the_first_batch_that_is_one() -> None:
     assert before is not None
     model.ran(200, 10, 1, 50 * costs.expected_ms(200, 10))
     assert model.error == pytest.approx(before + ERROR_WEIGHT * (OUTLIER_FACTOR - 1 - before))
+
+
+def test_what_is_believed_follows_what_is_found_slowly() -> None:
+    model = CostModel(GUESS)
+    feed(model, Costs(1.0, 0.0, 3200.0), REFRESH_BATCHES + 1)
+    assert model.costs is not None
+    # A sixteenth of the way or so, at the level of these batches.
+    assert GUESS.pass_ms < model.pass_tokens < 2 * GUESS.pass_ms

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from batchery_worker.batching.cost_model import UNKNOWN_ITEM_S, TaskCosts
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.batching.shares import Shares
-from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
+from batchery_worker.job import BatchKey, Job, Lane, Limits
 
 SHARES = {"high": 50.0, "normal": 30.0, "low": 20.0}
 HIGH, NORMAL, LOW = (Lane(name) for name in SHARES)
@@ -348,137 +348,6 @@ def test_two_that_both_wait_never_differ_by_more_than_two_batches_of_each(
         assert abs(first - second) <= bound
 
 
-def urgent_scene(bulk: int = 100) -> tuple[Scheduler[None], Batch[None]]:
-    """A scheduler whose device runs a batch of low jobs, with more of them behind."""
-    costs = TaskCosts()
-    for items in range(1, 40):
-        # An item takes a second.
-        costs.ran(EMBED.task, items, float(items))
-    scheduler: Scheduler[None] = Scheduler(SHARES, costs)
-    for number in range(bulk):
-        scheduler.admit(Job(str(number), EMBED, Limits(10), 1, 0.0, None, LOW))
-    running = scheduler.next_batch(0, False, 0.0) or Batch(())
-    return scheduler, running
-
-
-def live(scheduler: Scheduler[None], *names: str, lane: Lane = HIGH) -> None:
-    for name in names:
-        scheduler.admit(Job(name, EMBED, Limits(10), 1, 0.0, None, lane))
-
-
-def names_of(batch: Batch[None] | None) -> list[str]:
-    return [] if batch is None else [job.id for job in batch.jobs]
-
-
-def test_a_higher_class_goes_before_the_rest_of_a_batch_that_runs() -> None:
-    scheduler, running = urgent_scene()
-    assert scheduler.urgent_batch([running], 0.0) is None
-    live(scheduler, "one", "two")
-    live(scheduler, "three", lane=NORMAL)
-    assert sorted(names_of(scheduler.urgent_batch([running], 0.0))) == ["one", "three", "two"]
-    assert scheduler.urgent_batch([running], 0.0) is None
-
-
-def test_nothing_is_prepared_before_what_waits_to_be_urgent() -> None:
-    scheduler, running = urgent_scene()
-    live(scheduler, "live")
-    # An urgent batch is on the device, so this one waits for its turn; low must not overtake it.
-    assert scheduler.next_batch(1, False, 0.0, 0, [running]) is None
-    assert names_of(scheduler.urgent_batch([running], 0.0)) == ["live"]
-    assert len(names_of(scheduler.next_batch(1, False, 0.0, 0, [running]))) == 10
-
-
-def test_classes_that_share_no_batches_have_their_shares_of_a_device_that_is_interrupted() -> None:
-    costs, given_s = TaskCosts(), Counter[str]()
-    for items in range(1, 40):
-        costs.ran("task", items, 0.1 * items)
-    scheduler: Scheduler[None] = Scheduler(SHARES, costs)
-    keys = {lane: BatchKey("task", lane.priority_class) for lane in (HIGH, NORMAL, LOW)}
-    for lane, key in keys.items():
-        for number in range(3000):
-            scheduler.admit(Job(str(number), key, Limits(10), 1, 0.0, None, lane))
-    held: list[Batch[None]] = []
-    for _ in range(500):
-        # As a device does: what is urgent first, then the batches in turn, one behind the other.
-        batch = scheduler.urgent_batch(held, 0.0) if held else None
-        if batch is None and len(held) < 2:
-            batch = scheduler.next_batch(len(held), False, 0.0, 0, ())
-            if batch is not None:
-                held.append(batch)
-                continue
-        if batch is None:
-            batch = held.pop(0)
-        given_s[batch.jobs[0].lane.priority_class] += batch.items
-        scheduler.ended(batch, 0.1 * batch.items)
-    for name, share in SHARES.items():
-        assert given_s[name] / sum(given_s.values()) == pytest.approx(share / 100, abs=0.03)
-
-
-def test_few_live_jobs_are_not_put_into_a_long_batch_of_bulk() -> None:
-    scheduler, running = urgent_scene(25)
-    scheduler.ended(running, 10.0)
-    live(scheduler, "live")
-    # A batch of ten takes ten passes of one; more would be worth a pass of its own.
-    first = scheduler.next_batch(0, False, 0.0)
-    assert "live" in names_of(first)
-    long, _ = urgent_scene(0)
-    for number in range(100):
-        long.admit(Job(str(number), EMBED, Limits(40), 1, 0.0, None, LOW))
-    long.admit(Job("live", EMBED, Limits(40), 1, 0.0, None, HIGH))
-    sizes = [names_of(long.next_batch(0, False, 0.0)) for _ in range(2)]
-    assert ["live"] in sizes
-    assert {len(each) for each in sizes} == {1, 40}
-
-
-def test_a_batch_goes_before_others_only_if_that_saves_more_than_it_costs() -> None:
-    scheduler, running = urgent_scene(10)
-    live(scheduler, "live")
-    # A pass of one item takes a second, and nothing else waits.
-    assert scheduler.urgent_batch([running], 0.0, left_s=9.0) is None
-    assert names_of(scheduler.urgent_batch([running], 0.0, left_s=20.0)) == ["live"]
-
-
-def test_the_same_class_and_a_batch_with_jobs_of_it_are_not_interrupted() -> None:
-    scheduler, running = urgent_scene()
-    live(scheduler, "same", lane=LOW)
-    assert scheduler.urgent_batch([running], 0.0) is None
-    live(scheduler, "live")
-    mixed = scheduler.next_batch(0, False, 0.0)
-    assert "live" in names_of(mixed)
-    assert mixed is not None
-    live(scheduler, "next")
-    assert scheduler.urgent_batch([running, mixed], 0.0) is None
-
-
-def test_a_suspect_is_never_interrupted() -> None:
-    scheduler, running = urgent_scene()
-    live(scheduler, "live")
-    assert scheduler.urgent_batch([Batch(running.jobs, alone=True)], 0.0) is None
-    scheduler.quarantine(Job("suspect", EMBED, Limits(10), 1, 0.0, None, LOW))
-    assert scheduler.urgent_batch([running], 0.0) is None
-
-
-def test_urgent_jobs_wait_until_their_batch_may_leave() -> None:
-    scheduler, running = urgent_scene()
-    scheduler.admit(Job("live", BatchKey("other"), Limits(10, 0.5), 1, 1.0, None, HIGH))
-    assert scheduler.urgent_batch([running], 1.4) is None
-    assert names_of(scheduler.urgent_batch([running], 1.5)) == ["live"]
-
-
-def test_who_has_used_up_its_share_is_not_urgent_any_more() -> None:
-    scheduler, running = urgent_scene()
-    given = 0
-    # Ten items of low, with a share of 20, are worth 25 of high, with a share of 50.
-    for _ in range(20):
-        live(scheduler, *map(str, range(5)))
-        batch = scheduler.urgent_batch([running], 0.0)
-        if batch is None:
-            break
-        scheduler.ended(batch, 5.0)
-        given += batch.items
-    assert 20 <= given <= 30
-
-
 def test_a_flow_runs_nothing_once_its_batch_is_back() -> None:
     shares = Shares(SHARES, TaskCosts())
     flow = shares.wake(EMBED, LOW)
@@ -495,3 +364,17 @@ def test_classes_of_a_batch_that_is_back_count_though_none_of_their_jobs_waits()
     shares.wake(EMBED, HIGH)
     assert shares.others(50.0) == 0
     assert shares.others(50.0, {"low"}) == pytest.approx(0.4)
+
+
+def test_newcomers_of_one_tenant_have_one_share_together_however_many_keys_they_have() -> None:
+    shares = Shares(SHARES, TaskCosts())
+    keys = [BatchKey("embed", str(number)) for number in range(4)]
+    flows = [shares.wake(key, LOW) for key in keys]
+    other = shares.wake(EMBED, Lane("low", "another"))
+    shares.began(0.0)
+    # A share of 20 for two tenants, both new: each of the four keys has a quarter of its half.
+    assert shares.weight(flows[0]) == pytest.approx(2.5)
+    assert shares.charge(flows[0], 1, 1.0).newcomers == pytest.approx(20.0)
+    shares.began(0.0)
+    # Three quarters of the one tenant, and the other.
+    assert shares.charge(other, 1, 1.0).newcomers == pytest.approx(17.5)

@@ -80,3 +80,20 @@ def test_jobs_are_taken_out_by_what_they_are() -> None:
     assert (len(flow), flow.items) == (3, 3)
     assert flow.take(lambda each: each is jobs[0]) == [jobs[0]]
     assert popped(flow) == ["c", "d"]
+
+
+def test_oldest_job_is_known_whatever_was_added_or_has_gone() -> None:
+    flow = flow_of(job("b", 2, 9), job("a", 1, 20))
+    assert flow.oldest_s == 1
+    # The one that is due first is not the oldest.
+    flow.pop()
+    assert flow.oldest_s == 1
+    flow.add(job("c", 3, 8))
+    flow.add(job("d", 4))
+    assert flow.oldest_s == 1
+    flow.take(lambda each: each.id == "a")
+    assert flow.oldest_s == 3
+    flow.pop()
+    assert flow.oldest_s == 4
+    flow.add(job("e", 5, 6))
+    assert flow.oldest_s == 4

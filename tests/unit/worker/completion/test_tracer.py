@@ -18,6 +18,7 @@ from batchery import BatchTask, Failed, RetryAfter, install
 from batchery.completion import HeldMessage, JobCompletion, Outbox, completing, current_completion
 from batchery.outcomes import Replace
 from batchery_worker.commit.listeners import Listeners
+from batchery_worker.completion import tracer as tracer_module
 from batchery_worker.completion.tracer import Completion, Tracer, is_fenced, raised, tracer_clock
 from batchery_worker.in_flight import TaskCall
 from batchery_worker.request import LeaseHandle
@@ -361,3 +362,20 @@ def test_unwrapped_exception_is_read_as_it_is() -> None:
     except LookupError:
         info = ExceptionInfo()
     assert str(raised(info)) == "why"
+
+
+@pytest.mark.parametrize(
+    ("is_begun", "task_id", "expected"),
+    [(True, "j", True), (True, "another", False), (False, "j", False), (None, "j", False)],
+)
+def test_only_the_job_whose_listeners_were_called_has_begun(
+    is_begun: bool | None, task_id: str, expected: bool
+) -> None:
+    call = call_of(app, "j")
+    call.listened = None if is_begun is None else SimpleNamespace(begun=is_begun)
+    with completing(completion_of(call, "A")):
+        assert (tracer_module._begun(task_id) is not None) == expected
+    # Such as of an ordinary job.
+    with completing(JobCompletion("j")):
+        assert tracer_module._begun("j") is None
+    assert tracer_module._begun("j") is None

@@ -2,6 +2,7 @@
 
 import math
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -190,6 +191,24 @@ def test_context_of_a_bound_function_travels_with_its_job(admission: Admission) 
     assert load_context(given.context) == {"id": "id-1", "retries": 2, "tenant": "x"}
     admission.job(given := call(args=["text"], id="id-1"), own, (None, None), 1.0)
     assert given.context == b""
+
+
+@pytest.mark.parametrize(
+    ("embed", "expected"),
+    [
+        ({"chain": ["next"], "chord": None}, {"chain": ["next"]}),
+        ({"chain": None, "chord": None}, {}),
+        (None, {}),
+    ],
+)
+def test_context_has_what_follows_a_job(
+    admission: Admission, embed: Any, expected: dict[str, Any]
+) -> None:
+    given = call(args=["text"], id="id-1")
+    request: Any = SimpleNamespace(embed=embed)
+    given.request = request
+    admission.job(given, looking, (None, None), 1.0)
+    assert load_context(given.context) == {"id": "id-1", **expected}
 
 
 def test_headers_that_cannot_travel_fail_the_job_alone(admission: Admission) -> None:

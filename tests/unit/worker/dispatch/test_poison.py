@@ -11,7 +11,7 @@ from batchery.errors import DeviceDied
 from batchery.transport.leases import Deaths
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.dispatch import poison
-from batchery_worker.dispatch.poison import MAX_DEATHS, PoisonDetector, note_begin
+from batchery_worker.dispatch.poison import MAX_DEATHS, PoisonDetector, note_begin, note_end
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
 from batchery_worker.job import Batch, BatchKey, Job, Limits
 from batchery_worker.request import LeaseHandle
@@ -172,6 +172,27 @@ def test_note_has_the_leased_jobs_of_one_store(scene: Scene) -> None:
     other = replace(scene.job("b"), payload=Scene(pytest.MonkeyPatch()).job("b").payload)
     note_begin([scene.job("a"), other, scene.job("c", is_leased=False)], alone=False)
     assert noted == [({"a": "a"}, False)]
+
+
+def test_batch_that_is_back_is_reported_to_the_store_that_has_its_note(scene: Scene) -> None:
+    ended: list[int] = []
+    scene.store.ended = ended.append
+    batch = dispatched(scene.job(), alone=False)
+    # Without leases nothing was noted.
+    note_end(batch)
+    assert ended == []
+    batch.note = note_begin([scene.job()], alone=False)
+    note_end(batch)
+    assert ended == [1]
+
+
+def test_log_says_how_many_jobs_are_tested_one_by_one_where_nobody_is_blamed_yet(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.detector.on_death(dispatched(scene.job("a"), alone=True), HOW)
+    assert caplog.text == ""
+    scene.detector.on_death(dispatched(scene.job("a"), scene.job("b"), alone=False), HOW)
+    assert "2 jobs of task run one by one" in caplog.text
 
 
 def test_batch_without_leases_is_not_noted(scene: Scene) -> None:

@@ -1,0 +1,90 @@
+"""Which messages of a job's completion a channel publishes through its outbox."""
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from batchery.completion import JobCompletion, Outbox, completing
+from batchery.transport.outbox import DEDUPE_TTL_S, OutboxChannel
+from batchery.transport.redis_schema import Keys
+
+MESSAGE = {"body": "x", "headers": {"id": "a", "task": "next"}, "properties": {"priority": 3}}
+
+
+class KombuChannel:
+    """Kombu's part of the channel."""
+
+    global_keyprefix = "shop-"
+    _expires: Mapping[str, int] | None = None
+
+    def __init__(self) -> None:
+        self.stock: list[str] = []
+        self.ran: list[tuple[Any, ...]] = []
+
+    def _put(self, queue: str, message: Mapping[str, Any], **_: Any) -> None:
+        self.stock.append(queue)
+
+    def _get_message_priority(self, message: Any, reverse: bool) -> int:
+        assert not reverse
+        return int(message["properties"]["priority"])
+
+    def _q_for_pri(self, queue: str, pri: int) -> str:
+        return f"{queue}:{pri}"
+
+
+class Channel(OutboxChannel, KombuChannel):
+    """A channel whose scripts do nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._outbox_scripts: Any = SimpleNamespace(run=lambda *args: self.ran.append(args))
+
+
+@pytest.fixture
+def channel() -> Channel:
+    return Channel()
+
+
+def test_message_of_a_completion_is_published_with_its_dedupe_key(channel: Channel) -> None:
+    outbox = Outbox("tag", {"id": "a"})
+    with completing(JobCompletion(outbox=outbox)):
+        channel._put("q", MESSAGE)
+    ((name, keys, key, ttl_s, text),) = channel.ran
+    assert (name, keys) == ("publish_once", [Keys("shop-").dedupe_keys("tag"), "shop-q:3"])
+    assert (key, ttl_s) == (outbox.dedupe_key(MESSAGE), DEDUPE_TTL_S)
+    assert '"id": "a"' in text
+    assert outbox.has_dedupe_keys
+    assert channel.stock == []
+
+
+def test_nothing_is_published_without_the_job_s_lease_if_it_has_one(channel: Channel) -> None:
+    holder: Any = SimpleNamespace(lease_key="lease")
+    with completing(JobCompletion(outbox=Outbox("tag", {}, (holder, "7")))):
+        channel._put("q", MESSAGE)
+    ((_, keys, *args),) = channel.ran
+    assert (keys[2:], args[3:]) == (["lease"], ["7"])
+
+
+def test_message_is_held_back_while_the_outbox_holds(channel: Channel) -> None:
+    outbox = Outbox("tag", {})
+    outbox.holds = True
+    with completing(JobCompletion(outbox=outbox)):
+        channel._put("q", MESSAGE)
+    assert channel.ran == []
+    ((held),) = outbox.messages
+    assert (held.queue_key, held.message) == ("shop-q:3", MESSAGE)
+
+
+def test_all_other_messages_are_kombu_s(channel: Channel) -> None:
+    channel._put("outside", MESSAGE)
+    with completing(JobCompletion()):
+        channel._put("no outbox", MESSAGE)
+    with completing(JobCompletion(outbox=Outbox("tag", {}))):
+        channel._put("many", MESSAGE, _publish_batch=object())
+        channel._expires = {"expiring": 5}
+        channel._put("expiring", MESSAGE)
+        channel._put("q", MESSAGE)
+    assert channel.stock == ["outside", "no outbox", "many", "expiring"]
+    assert len(channel.ran) == 1

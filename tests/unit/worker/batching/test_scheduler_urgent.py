@@ -1,0 +1,222 @@
+"""What goes before the rest of a batch that runs, and what does not."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from batchery_worker.batching.cost_model import TaskCosts
+from batchery_worker.batching.scheduler import Scheduler
+from batchery_worker.job import Batch, BatchKey, Job, Lane, Limits
+
+SHARES = {"high": 50.0, "normal": 30.0, "low": 20.0}
+HIGH, NORMAL, LOW = (Lane(name) for name in SHARES)
+EMBED, LABEL = BatchKey("embed"), BatchKey("label")
+
+
+def urgent_scene(bulk: int = 100) -> tuple[Scheduler[None], Batch[None]]:
+    """A scheduler whose device runs a batch of low jobs, with more of them behind."""
+    costs = TaskCosts()
+    for items in range(1, 40):
+        # An item takes a second.
+        costs.ran(EMBED.task, items, float(items))
+    scheduler: Scheduler[None] = Scheduler(SHARES, costs)
+    for number in range(bulk):
+        scheduler.admit(Job(str(number), EMBED, Limits(10), 1, 0.0, None, LOW))
+    running = scheduler.next_batch(0, False, 0.0) or Batch(())
+    return scheduler, running
+
+
+def live(scheduler: Scheduler[None], *names: str, lane: Lane = HIGH) -> None:
+    for name in names:
+        scheduler.admit(Job(name, EMBED, Limits(10), 1, 0.0, None, lane))
+
+
+def names_of(batch: Batch[None] | None) -> list[str]:
+    return [] if batch is None else [job.id for job in batch.jobs]
+
+
+def test_a_higher_class_goes_before_the_rest_of_a_batch_that_runs() -> None:
+    scheduler, running = urgent_scene()
+    assert scheduler.urgent_batch([running], 0.0) is None
+    live(scheduler, "one", "two")
+    live(scheduler, "three", lane=NORMAL)
+    assert sorted(names_of(scheduler.urgent_batch([running], 0.0))) == ["one", "three", "two"]
+    assert scheduler.urgent_batch([running], 0.0) is None
+
+
+def test_nothing_is_prepared_before_what_waits_to_be_urgent() -> None:
+    scheduler, running = urgent_scene()
+    live(scheduler, "live")
+    # An urgent batch is on the device, so this one waits for its turn; low must not overtake it.
+    assert scheduler.next_batch(1, False, 0.0, 0, [running]) is None
+    assert names_of(scheduler.urgent_batch([running], 0.0)) == ["live"]
+    assert len(names_of(scheduler.next_batch(1, False, 0.0, 0, [running]))) == 10
+
+
+def test_classes_that_share_no_batches_have_their_shares_of_a_device_that_is_interrupted() -> None:
+    costs, given_s = TaskCosts(), Counter[str]()
+    for items in range(1, 40):
+        costs.ran("task", items, 0.1 * items)
+    scheduler: Scheduler[None] = Scheduler(SHARES, costs)
+    keys = {lane: BatchKey("task", lane.priority_class) for lane in (HIGH, NORMAL, LOW)}
+    for lane, key in keys.items():
+        for number in range(3000):
+            scheduler.admit(Job(str(number), key, Limits(10), 1, 0.0, None, lane))
+    held: list[Batch[None]] = []
+    for _ in range(500):
+        # As a device does: what is urgent first, then the batches in turn, one behind the other.
+        batch = scheduler.urgent_batch(held, 0.0) if held else None
+        if batch is None and len(held) < 2:
+            batch = scheduler.next_batch(len(held), False, 0.0, 0, ())
+            if batch is not None:
+                held.append(batch)
+                continue
+        if batch is None:
+            batch = held.pop(0)
+        given_s[batch.jobs[0].lane.priority_class] += batch.items
+        scheduler.ended(batch, 0.1 * batch.items)
+    for name, share in SHARES.items():
+        assert given_s[name] / sum(given_s.values()) == pytest.approx(share / 100, abs=0.03)
+
+
+def test_few_live_jobs_are_not_put_into_a_long_batch_of_bulk() -> None:
+    scheduler, running = urgent_scene(25)
+    scheduler.ended(running, 10.0)
+    live(scheduler, "live")
+    # A batch of ten takes ten passes of one; more would be worth a pass of its own.
+    first = scheduler.next_batch(0, False, 0.0)
+    assert "live" in names_of(first)
+    long, _ = urgent_scene(0)
+    for number in range(100):
+        long.admit(Job(str(number), EMBED, Limits(40), 1, 0.0, None, LOW))
+    long.admit(Job("live", EMBED, Limits(40), 1, 0.0, None, HIGH))
+    sizes = [names_of(long.next_batch(0, False, 0.0)) for _ in range(2)]
+    assert ["live"] in sizes
+    assert {len(each) for each in sizes} == {1, 40}
+
+
+def test_a_batch_goes_before_others_only_if_that_saves_more_than_it_costs() -> None:
+    scheduler, running = urgent_scene(10)
+    live(scheduler, "live")
+    # A pass of one item takes a second, and nothing else waits.
+    assert scheduler.urgent_batch([running], 0.0, left_s=9.0) is None
+    assert names_of(scheduler.urgent_batch([running], 0.0, left_s=20.0)) == ["live"]
+
+
+def test_the_same_class_and_a_batch_with_jobs_of_it_are_not_interrupted() -> None:
+    scheduler, running = urgent_scene()
+    live(scheduler, "same", lane=LOW)
+    assert scheduler.urgent_batch([running], 0.0) is None
+    live(scheduler, "live")
+    mixed = scheduler.next_batch(0, False, 0.0)
+    assert "live" in names_of(mixed)
+    assert mixed is not None
+    live(scheduler, "next")
+    assert scheduler.urgent_batch([running, mixed], 0.0) is None
+
+
+def test_a_suspect_is_never_interrupted() -> None:
+    scheduler, running = urgent_scene()
+    live(scheduler, "live")
+    assert scheduler.urgent_batch([Batch(running.jobs, alone=True)], 0.0) is None
+    scheduler.quarantine(Job("suspect", EMBED, Limits(10), 1, 0.0, None, LOW))
+    assert scheduler.urgent_batch([running], 0.0) is None
+
+
+def test_urgent_jobs_wait_until_their_batch_may_leave() -> None:
+    scheduler, running = urgent_scene()
+    scheduler.admit(Job("live", BatchKey("other"), Limits(10, 0.5), 1, 1.0, None, HIGH))
+    assert scheduler.urgent_batch([running], 1.4) is None
+    assert names_of(scheduler.urgent_batch([running], 1.5)) == ["live"]
+
+
+def test_urgent_jobs_wait_although_others_of_their_key_would_fill_a_batch() -> None:
+    scheduler, running = urgent_scene()
+    for number in range(10):
+        scheduler.admit(Job(f"bulk-{number}", LABEL, Limits(10, 0.5), 1, 1.0, None, LOW))
+    scheduler.admit(Job("live", LABEL, Limits(10, 0.5), 1, 1.0, None, HIGH))
+    assert scheduler.urgent_batch([running], 1.4) is None
+    assert names_of(scheduler.urgent_batch([running], 1.5)) == ["live"]
+
+
+def test_who_has_used_up_its_share_is_not_urgent_any_more() -> None:
+    scheduler, running = urgent_scene()
+    given = 0
+    # Ten items of low, with a share of 20, are worth 25 of high, with a share of 50.
+    for _ in range(20):
+        live(scheduler, *map(str, range(5)))
+        batch = scheduler.urgent_batch([running], 0.0)
+        if batch is None:
+            break
+        scheduler.ended(batch, 5.0)
+        given += batch.items
+    assert 20 <= given <= 30
+
+
+def test_batch_of_which_nothing_is_known_is_worth_a_pass_of_its_own() -> None:
+    scheduler: Scheduler[None] = Scheduler(SHARES)
+    scheduler.admit(Job("bulk", EMBED, Limits(10), 1, 0.0, None, LOW))
+    running = scheduler.next_batch(0, False, 0.0)
+    assert running is not None
+    live(scheduler, "live")
+    assert names_of(scheduler.urgent_batch([running], 0.0, left_s=0.0)) == ["live"]
+
+
+def test_only_jobs_of_the_higher_class_count_as_what_is_saved() -> None:
+    scheduler, running = urgent_scene(10)
+    live(scheduler, "live")
+    live(scheduler, *map(str, range(8)), lane=LOW)
+    # A pass of one second saves the time of the device, and that of a batch with all nine.
+    assert scheduler.urgent_batch([running], 0.0, left_s=0.5) is None
+    assert names_of(scheduler.urgent_batch([running], 0.0, left_s=6.0)) == ["live"]
+
+
+def test_device_that_waits_for_nothing_is_asked_for_nothing() -> None:
+    scheduler: Scheduler[None] = Scheduler(SHARES)
+    assert not scheduler.holds_any
+    assert not scheduler.has_suspects
+    assert scheduler.urgent_batch([], 0.0) is None
+    for admit in (scheduler.quarantine, scheduler.quarantine_recovered, scheduler.admit):
+        held: Scheduler[None] = Scheduler(SHARES)
+        getattr(held, admit.__name__)(Job("a", EMBED, Limits(10), 1, 0.0, None, LOW))
+        assert held.holds_any
+        assert held.has_suspects == (admit != scheduler.admit)
+
+
+def make_strict(*arrivals: tuple[str, Lane, float]) -> Scheduler[None]:
+    """A scheduler of strict classes, in which jobs rise by a class in ten seconds."""
+    scheduler: Scheduler[None] = Scheduler(SHARES, ageing_s=10.0)
+    for name, lane, arrived_s in arrivals:
+        scheduler.admit(Job(name, EMBED, Limits(10), 1, arrived_s, None, lane))
+    return scheduler
+
+
+@pytest.mark.parametrize(("now_s", "expected"), [(104.0, ["live"]), (125.0, [])])
+def test_strict_class_goes_before_a_batch_until_that_has_risen_to_it(
+    now_s: float, expected: list[str]
+) -> None:
+    scheduler = make_strict(("bulk", LOW, 100.0))
+    running = scheduler.next_batch(0, False, 100.0)
+    assert running is not None
+    live: Job[Any] = Job("live", EMBED, Limits(10), 1, now_s, None, HIGH)
+    scheduler.admit(live)
+    assert names_of(scheduler.urgent_batch([running], now_s)) == expected
+
+
+def test_strict_jobs_of_one_class_do_not_interrupt_each_other() -> None:
+    scheduler = make_strict(("first", HIGH, 100.0))
+    running = scheduler.next_batch(0, False, 100.0)
+    assert running is not None
+    # It has waited for longer, but is of no higher class.
+    scheduler.admit(Job("older", EMBED, Limits(10), 1, 90.0, None, HIGH))
+    assert scheduler.urgent_batch([running], 101.0) is None
+
+
+def test_oldest_job_of_a_class_that_is_waited_for_says_how_far_it_has_risen() -> None:
+    scheduler = make_strict(("old", LOW, 80.0), ("new", LOW, 100.0))
+    running = scheduler.next_batch(0, False, 100.0)
+    assert running is not None
+    scheduler.admit(Job("live", EMBED, Limits(10), 1, 101.0, None, HIGH))
+    # By 21 seconds the old one has risen by more than the two classes between.
+    assert scheduler.urgent_batch([running], 101.0) is None
