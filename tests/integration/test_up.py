@@ -21,7 +21,7 @@ from celery import Celery
 from batchery.announcement import FILE, find_announcement
 from batchery.errors import RedisUnavailable, StartError
 from batchery_worker.devstack.redis_server import EmbeddedRedis, free_port
-from batchery_worker.devstack.stack import Stack
+from batchery_worker.devstack.stack import RemoteWorker, Stack
 from support.harness import wait_ended, wait_for
 from support.patience import patient
 
@@ -236,6 +236,13 @@ def test_a_child_that_dies_is_named_and_takes_the_rest_along(
     assert up.ended() == 1
     assert f"batchery: error: {victim} ended with exit code 137 (SIGKILL): " in up.log
     assert "Traceback" not in up.log.split("batchery: error:")[1]
+
+
+def test_a_worker_whose_redis_has_died_is_asked_once() -> None:
+    worker = RemoteWorker(f"redis://127.0.0.1:{free_port()}/0", "shop")
+    assert not worker.answers()
+    assert worker.tasks() == {}
+    assert worker.queues() == []
 
 
 def test_kill_9_leaves_nothing_behind(start_up: StartUp, tmp_path: Path) -> None:

@@ -37,6 +37,9 @@ WORKER_TIMEOUT_S = 5.0
 #: The same while it starts, when it is asked repeatedly.
 PING_TIMEOUT_S = 1.0
 
+#: No second attempt: while kombu waits for a dead Redis, nobody looks at the processes.
+NO_RETRIES = {"max_retries": 0}
+
 #: How long a worker or Flower may take to end in an emergency, in seconds; then it is killed.
 #: An orderly stop has no limit: the worker finishes what it runs.
 GRACE_S = 10.0
@@ -148,7 +151,7 @@ class RemoteWorker:
         # With the pool, it would publish to the environment's broker instead of this connection.
         control.mailbox.producer_pool = None
         try:
-            with Connection(self._redis_url) as connection:
+            with Connection(self._redis_url, transport_options=NO_RETRIES) as connection:
                 inspect = control.inspect([self._name], timeout=timeout_s, connection=connection)
                 answers = getattr(inspect, question)(*arguments)
         except (OperationalError, RedisError):
