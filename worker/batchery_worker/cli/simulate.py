@@ -17,8 +17,15 @@ from batchery.errors import StartError
 from batchery.settings import Settings
 from batchery_worker.job import Limits
 from batchery_worker.simulator.engine import MAX_DEVICES, Fleet, ServiceTime, Simulation
-from batchery_worker.simulator.outcome import Figures, draw_plot, figures, tables
+from batchery_worker.simulator.outcome import (
+    Figures,
+    SimulatedRun,
+    draw_plot,
+    figures,
+    tables,
+)
 from batchery_worker.simulator.policies import FixedBatcher, Policy, RealScheduler
+from batchery_worker.simulator.slots import SlotSimulation
 from batchery_worker.simulator.workload import (
     DEFAULT_SHARES,
     MS_PER_S,
@@ -32,7 +39,7 @@ from batchery_worker.simulator.workload import (
 
 #: Names of the policies that are the worker's own scheduler: as it is by default, with
 #: `target_latency_ms`, and with that, deadlines and `shed_late`.
-OURS, TARGET, SHEDDING = "ours", "target", "shedding"
+OURS, TARGET, SHEDDING, FIXED = "ours", "target", "shedding", "fixed"
 
 #: Jobs of a run that says neither how many nor how long.
 USUAL_JOBS = 20_000
@@ -71,6 +78,13 @@ Policies:
   shedding  the same, which also gives up what would be late
   fixed     a batch leaves when it is full or its oldest job waited --timeout-ms
 
+With --slots jobs join a batch that is running, as generated texts do:
+
+\b
+  ours        the worker's scheduler; every job stays until it has ended
+  preempting  the same, but a job of a higher class takes the slot of a lower one
+  static      a batch of that many jobs is answered when its longest has ended
+
 \b
 Exit codes:
   0    simulated
@@ -95,6 +109,8 @@ class Plan:
     load: float
     fleet: Fleet
     max_batch_size: int
+    #: Whether jobs join and leave between steps; then a batch is what sits in the slots.
+    has_slots: bool
     max_wait_s: float
     #: Of the policies that wait for a fixed time.
     timeout_s: float
@@ -164,7 +180,21 @@ POLICIES: dict[str, Callable[[Plan], Policy]] = {
     OURS: lambda plan: RealScheduler(plan.shares),
     TARGET: lambda plan: RealScheduler(plan.shares),
     SHEDDING: lambda plan: RealScheduler(plan.shares, sheds_late=True),
-    "fixed": lambda plan: FixedBatcher(plan.max_batch_size, plan.timeout_s),
+    FIXED: lambda plan: FixedBatcher(plan.max_batch_size, plan.timeout_s),
+}
+
+#: The same for devices with slots.
+SLOT_POLICIES: dict[str, Callable[[Plan], SlotSimulation]] = {
+    OURS: lambda plan: SlotSimulation(RealScheduler(plan.shares), plan.fleet, plan.max_batch_size),
+    "preempting": lambda plan: SlotSimulation(
+        RealScheduler(plan.shares), plan.fleet, plan.max_batch_size, preempting=[*plan.shares]
+    ),
+    "static": lambda plan: SlotSimulation(
+        FixedBatcher(plan.max_batch_size, plan.timeout_s),
+        plan.fleet,
+        plan.max_batch_size,
+        is_static=True,
+    ),
 }
 
 
@@ -183,17 +213,24 @@ def compared(plan: Plan, names: Sequence[str]) -> list[Figures]:
     """
     found = []
     for name in names:
-        target_s = plan.target_s if name in (TARGET, SHEDDING) else None
-        limits = Limits(plan.max_batch_size, plan.max_wait_s, target_s)
-        simulation = Simulation(POLICIES[name](plan), plan.fleet, limits, plan.seed)
-        arrivals = plan.arrivals()
-        if name == SHEDDING:
-            arrivals = map(plan.with_deadline, arrivals)
-        outcome = simulation.run(arrivals)
+        if plan.has_slots:
+            outcome = SLOT_POLICIES[name](plan).run(plan.arrivals())
+        else:
+            outcome = _run_batches(plan, name)
         if not outcome.lanes:
             raise StartError("there are no jobs; give more seconds, or a trace that has some")
         found.append(figures(name, outcome, plan.shares, plan.target_s, plan.patient))
     return found
+
+
+def _run_batches(plan: Plan, name: str) -> SimulatedRun:
+    target_s = plan.target_s if name in (TARGET, SHEDDING) else None
+    limits = Limits(plan.max_batch_size, plan.max_wait_s, target_s)
+    simulation = Simulation(POLICIES[name](plan), plan.fleet, limits, plan.seed)
+    arrivals = plan.arrivals()
+    if name == SHEDDING:
+        arrivals = map(plan.with_deadline, arrivals)
+    return simulation.run(arrivals)
 
 
 class FiniteRange(click.FloatRange):
@@ -238,13 +275,18 @@ class AtDevice(click.ParamType[tuple[int, float]]):
         return int(device), self._numbers.convert(number, param, ctx)
 
 
-def _policies(_: click.Context, __: click.Parameter, value: str) -> Sequence[str]:
+def _policies(value: str | None, *, has_slots: bool) -> Sequence[str]:
     """The names of an option, which are separated by commas."""
-    names = [*POLICIES] if value == ALL else list(dict.fromkeys(value.split(",")))
+    known = [*SLOT_POLICIES] if has_slots else [*POLICIES]
+    if value is None:
+        return [*SLOT_POLICIES] if has_slots else [OURS, FIXED]
+    names = known if value == ALL else list(dict.fromkeys(value.split(",")))
     for name in names:
-        if name not in POLICIES:
-            known = ", ".join(POLICIES)
-            raise click.BadParameter(f"no policy {name!r}; there are {known}, or {ALL}")
+        if name not in known:
+            raise click.BadParameter(
+                f"no policy {name!r}; there are {', '.join(known)}, or {ALL}",
+                param_hint="--policies",
+            )
     return names
 
 
@@ -295,6 +337,12 @@ def _number(
 @click.option(
     "--micro-batch-size", type=click.IntRange(1), help="Items of a pass; by default a whole batch."
 )
+@click.option(
+    "--slots",
+    type=click.IntRange(1, 10**6),
+    help="Jobs join and leave between steps, so many at once on a device; each item is a step, such"
+    " as a token that is generated. Instead of --max-batch-size.",
+)
 @_number("--max-wait-ms", 0.0, "How long ours waits for a batch to fill, as in the settings.")
 @_number("--timeout-ms", 10.0, "How long fixed waits for it.")
 @_number("--target-ms", 100.0, "Wanted latency of a job; target and shedding follow it.", POSITIVE)
@@ -315,9 +363,7 @@ def _number(
 )
 @click.option(
     "--policies",
-    default=f"{OURS},fixed",
-    callback=_policies,
-    help=f"Separated by commas, or {ALL}.",
+    help=f"Separated by commas, or {ALL}.  [default: {OURS},{FIXED}; with --slots {ALL}]",
 )
 @click.option("--seed", type=click.IntRange(0), default=0)
 @click.option(
@@ -328,12 +374,13 @@ def _number(
 )
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw it; needs matplotlib.")
 def simulate(
-    *, policies: Sequence[str], json_path: Path | None, plot: Path | None, **options: Any
+    *, policies: str | None, json_path: Path | None, plot: Path | None, **options: Any
 ) -> None:
     """Runs the command; see `HELP`."""
+    names = _policies(policies, has_slots=options["slots"] is not None)
     plan = _plan(options)
     _check_costs(plan, options["cost"])
-    found = compared(plan, policies)
+    found = compared(plan, names)
     report = {**_head(plan, options), "policies": found}
     if json_path is not None:
         _write(report, json_path)
@@ -354,6 +401,7 @@ def _plan(options: Mapping[str, Any]) -> Plan:
         raise click.UsageError("--load and --rate say the same; give one of them")
     if not options["pass_ms"] + options["item_ms"]:
         raise click.UsageError("--pass-ms and --item-ms are both 0; a batch takes some time")
+    _check_slots(options)
     shares, trace = _jobs(options["trace"])
     if options["token_ms"] and not any(job.tokens for job in trace or ()):
         raise click.UsageError("--token-ms is of the tokens of a trace, and no job here has any")
@@ -364,7 +412,8 @@ def _plan(options: Mapping[str, Any]) -> Plan:
         rate_per_s=options["rate"],
         load=options["load"] or USUAL_LOAD,
         fleet=_fleet(options),
-        max_batch_size=options["max_batch_size"],
+        max_batch_size=options["slots"] or options["max_batch_size"],
+        has_slots=options["slots"] is not None,
         max_wait_s=options["max_wait_ms"] / MS_PER_S,
         timeout_s=options["timeout_ms"] / MS_PER_S,
         target_s=options["target_ms"] / MS_PER_S,
@@ -379,6 +428,13 @@ def _plan(options: Mapping[str, Any]) -> Plan:
             f"that is more than {MAX_JOBS:,} jobs; give --jobs or less --seconds"
         )
     return found
+
+
+def _check_slots(options: Mapping[str, Any]) -> None:
+    """Refuses what means nothing where jobs join and leave between steps."""
+    for name in ("kill", "cost", "micro_batch_size", "deadline_ms", "prepare_ms", "noise"):
+        if options["slots"] is not None and options[name]:
+            raise click.UsageError(f"--slots goes without --{name.replace('_', '-')}")
 
 
 def _fleet(options: Mapping[str, Any]) -> Fleet:

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from batchery import DatasetError, StartError
-from batchery_worker.cli.simulate import MAX_JOBS, POLICIES, simulate
+from batchery_worker.cli.simulate import MAX_JOBS, POLICIES, SLOT_POLICIES, simulate
 from batchery_worker.simulator.workload import WORKLOADS
 
 #: Options that make no sense -> what is told of them.
@@ -36,6 +36,9 @@ WRONG = {
     "--token-ms 1": "--token-ms is of the tokens of a trace, and no job here has any",
     "--cost task 1": "Option '--cost' requires 3 arguments",
     "--cost task -1 2": "-1.0 is not in the range 0<=x<=1000000000",
+    "--slots 0": "0 is not in the range 1<=x<=1000000",
+    "--slots 8 --kill 0@1": "--slots goes without --kill",
+    "--slots 8 --policies fixed": "no policy 'fixed'; there are ours, preempting, static",
 }
 
 
@@ -183,6 +186,15 @@ def test_options_that_make_no_sense_are_refused(options: str) -> None:
     done = CliRunner().invoke(simulate, options.split())
     assert done.exit_code == 2
     assert WRONG[options] in done.stderr.splitlines()[-1]
+
+
+def test_with_slots_jobs_are_answered_as_they_end_and_the_first_step_is_told() -> None:
+    options = ["--slots", "8", "--items", "50", "--spread", "0.8", "--devices", "1"]
+    steady, preempting, static = report(*options)["policies"]
+    assert [each["policy"] for each in (steady, preempting, static)] == [*SLOT_POLICIES]
+    assert steady["p50_ms"] < static["p50_ms"]
+    assert preempting["classes"]["high"]["first_p99_ms"] <= steady["first_p99_ms"]
+    assert "first" in run(*options).output
 
 
 def test_json_goes_to_a_file_beside_the_table(tmp_path: Path) -> None:
