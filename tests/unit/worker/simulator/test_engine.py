@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -49,7 +50,9 @@ class Watched(RealScheduler):
         left_s: float = 0.0,
         **options: Any,
     ) -> SimulatedBatch | None:
-        return self._noted(super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s, **options))
+        return self._noted(
+            super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s, **options)
+        )
 
     def urgent_batch(
         self, behind: Sequence[SimulatedBatch], now_s: float, left_s: float = math.inf
