@@ -1,6 +1,7 @@
 """Jobs in slots, between Celery and a fake device: how many, in which order, and their ends."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from celery.exceptions import TaskRevokedError, TimeLimitExceeded
@@ -170,4 +171,5 @@ def test_terminated_job_is_cancelled_and_its_process_killed_only_if_it_does_not_
 def test_limits_of_batches_are_refused_for_a_model_with_slots() -> None:
     with pytest.raises(BatchArgumentError, match="max_batch_size = 8 has no meaning"):
         register(app, "refused", StepModel, max_batch_size=8)
-    assert app.tasks[SLOTS].max_batch_size == 1
+    task: Any = app.tasks[SLOTS]
+    assert task.max_batch_size == 1
