@@ -14,7 +14,7 @@ batchery.register(app, "sentiment", Sentiment)
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class Model:
@@ -92,3 +92,66 @@ class Model:
     def postprocess(self, outputs: Any, *_: Any, **keywords: Any) -> Sequence[Any]:
         """Turns the outputs of one forward pass into one outcome per item, in the batch's order."""
         return list(outputs)
+
+
+#: In `Advance.outcome`: the item goes on.
+GOES_ON: Any = object()
+
+
+class Advance(NamedTuple):
+    """What one step did for one item."""
+
+    #: As it was given to `StepModel.join`.
+    slot: int
+    #: A partial result that JSON can write, for those who stream; None for none.
+    piece: Any = None
+    #: A value or `Failed`: the item has ended, and its slot is free. `GOES_ON` if it has not.
+    outcome: Any = GOES_ON
+
+
+class StepModel(Model):
+    """Base class of models whose items join and leave a batch that is running.
+
+    Text generation is the example: texts end at different times, and a batch that waits for its
+    longest text wastes most of the device. Items sit in slots, each `step` takes all of them a step
+    further, and a job is answered as soon as its item ends. Jobs with different keywords share the
+    steps, as each item has its own. All methods but `preprocess` run on the main thread of a device
+    process, which such a task has for itself.
+
+    Attributes:
+        slots: Maximum number of items at once; an option `slots` of the task outranks it.
+    """
+
+    slots = 16
+
+    def join(self, slot: int, prepared: Any, pieces: Sequence[Any], **keywords: Any) -> None:
+        """Takes an item in; it is part of all steps from now on.
+
+        Args:
+            slot: A number that no other item has now.
+            prepared: From `preprocess`.
+            pieces: What its readers have of it already, where a process that ran it has died. The
+                item goes on after them. Empty for an item that is new, or that nobody streams.
+            keywords: The keywords of its job.
+
+        Raises:
+            Exception: Whatever is wrong with this item or its keywords; it fails alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no join method")
+
+    def leave(self, slot: int) -> None:
+        """Drops an item, because nobody wants it any more; its slot is free at once."""
+        raise NotImplementedError(f"{type(self).__name__} has no leave method")
+
+    def step(self) -> Sequence[Advance]:
+        """Takes all items a step further.
+
+        It must not wait for long: between two steps items join, leave, and reach their limits. If
+        the memory is short, it must drop none of them. Any error that it raises ends the process,
+        and its jobs run again.
+
+        Returns:
+            What became of the items, in any order; items of which nothing is to be said are left
+            out. `Advance.outcome` ends an item, which has left by then.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no step method")

@@ -37,6 +37,8 @@ class DeviceBatch:
     computed_tokens: int = 0
     #: How long it has waited for threads so far.
     queued_ms: float = 0.0
+    #: Why it has no outcomes, if it is the job of slots that it had to leave.
+    dropped: CommitStatus | None = None
     #: See `Done`.
     figures: Mapping[str, Any] | None = None
 
@@ -100,6 +102,12 @@ def answer(
         reused=reused,
         failed_items=_failed_items(work, outcomes),
     )
+
+
+def report_dropped(batch: DeviceBatch, status: CommitStatus) -> Done:
+    """Says that the jobs of a batch ended before their time, and have no outcome."""
+    jobs = [(status.value, ()) for _ in batch.work.jobs]
+    return Done(batch.work.id, jobs, batch.forward_ms, 0, 0, figures=batch.figures)
 
 
 def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int] | None:
