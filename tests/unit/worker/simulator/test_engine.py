@@ -5,6 +5,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -52,9 +53,13 @@ class Watched(RealScheduler):
         return self._noted(super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s, **options))
 
     def urgent_batch(
-        self, behind: Sequence[SimulatedBatch], now_s: float, left_s: float = math.inf
+        self,
+        behind: Sequence[SimulatedBatch],
+        now_s: float,
+        left_s: float = math.inf,
+        **options: Any,
     ) -> SimulatedBatch | None:
-        return self._noted(super().urgent_batch(behind, now_s, left_s))
+        return self._noted(super().urgent_batch(behind, now_s, left_s, **options))
 
     def _noted(self, batch: SimulatedBatch | None) -> SimulatedBatch | None:
         if batch:
