@@ -259,8 +259,8 @@ def test_what_is_remembered_of_tenants_that_come_once_is_bounded(
         stream.run(20)
         # They are forgotten when those that wait have had as much, by their shares: up to five
         # times as many come meanwhile, and one of a slow task stays while many of fast ones go.
-        assert len(device.scheduler._shares) <= 10 * (waiting + max_batch_size)
-        assert len(device.scheduler._shares._owing) <= 10 * (waiting + max_batch_size)
+        assert len(device.scheduler._shares[""]) <= 10 * (waiting + max_batch_size)
+        assert len(device.scheduler._shares[""]._owing) <= 10 * (waiting + max_batch_size)
 
 
 def test_tenants_whose_jobs_went_elsewhere_are_not_remembered() -> None:
@@ -270,7 +270,7 @@ def test_tenants_whose_jobs_went_elsewhere_are_not_remembered() -> None:
         job = Job(str(number), EMBED, Limits(1), 1, 0.0, None, Lane("high", str(number)))
         scheduler.admit(job)
         scheduler.remove([job])
-    assert len(scheduler._shares) == 0
+    assert len(scheduler._shares[""]) == 0
 
 
 @pytest.mark.parametrize("name", list(SHARES))
