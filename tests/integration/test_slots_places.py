@@ -67,7 +67,7 @@ def test_step_model_runs_on_a_thread_of_a_test_and_eagerly(redis_url: str, tmp_p
 
 def test_engine_refuses_a_step_model() -> None:
     with pytest.raises(ModelLoadError, match="is a StepModel, which runs in slots"):
-        Engine(slots.Countdown(), device="cpu")
+        Engine(slots.Countdown(), device="cpu").load()
 
 
 def test_step_model_given_by_path_must_come_with_its_slots(

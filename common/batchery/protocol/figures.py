@@ -208,10 +208,16 @@ class LearnedCosts:
 class ModelSnapshot:
     """A model on a device; costs are None until they are learned."""
 
-    max_batch_tokens: int
-    chosen_by: str
+    max_batch_tokens: int = 0
+    chosen_by: str = ""
     #: How many forward passes failed for want of memory.
-    out_of_memory: int
+    out_of_memory: int = 0
+    #: Of a model whose items have slots: how many there are and were taken last; 0 for any other.
+    slots: int = 0
+    slots_taken: int = 0
+    #: How many steps it has made, and how long each took.
+    steps: int = 0
+    step_ms: float | None = None
     peak_bytes: int | None = None
     token_us: float = 0.0
     item_us: float = 0.0

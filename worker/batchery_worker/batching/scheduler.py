@@ -122,11 +122,7 @@ class Scheduler(Generic[T]):
         return dropped
 
     def held(self, task: str | None = None) -> list[Job[T]]:
-        """Every job that waits, was never started, and could as well wait elsewhere.
-
-        Args:
-            task: Limits it to the jobs for one kind of device, see `next_batch`.
-        """
+        """Every job, or those for a kind of device, that could as well wait elsewhere."""
         queues = self._queues.values() if task is None else self._for_device(task)
         return [job for waiting in queues for job in waiting]
 
@@ -160,7 +156,7 @@ class Scheduler(Generic[T]):
 
     def tests(self, task: str) -> bool:
         """Whether a kind of device, see `next_batch`, must run suspects before anything else."""
-        return bool(self._recovered) or any(self._fits(task, job) for job in self._suspects)
+        return bool(self._recovered) or any(self._serves(task, job.key) for job in self._suspects)
 
     def remove(self, jobs: Iterable[Job[T]]) -> None:
         """Forgets jobs that went to another worker."""
@@ -469,26 +465,22 @@ class Scheduler(Generic[T]):
         """When an idle device should ask again although nothing else happened; None for never."""
         return min((waiting.due_s for waiting in self._queues.values()), default=None)
 
-    def _fits(self, task: str, job: Job[T]) -> bool:
-        """Whether a job is for a kind of device."""
-        return job.key.task == task if task else job.key.task not in self.slotted
+    def _serves(self, task: str, key: BatchKey) -> bool:
+        """Whether jobs are for a kind of device."""
+        return key.task == task if task else key.task not in self.slotted
 
     def _for_device(self, task: str) -> Collection[KeyQueue[T]]:
         """The jobs for a kind of device, see `next_batch`."""
         queues = self._queues.values()
         if not self.slotted:
             return queues
-        if task:
-            return [each for each in queues if each.key.task == task]
-        return [each for each in queues if each.key.task not in self.slotted]
+        return [each for each in queues if self._serves(task, each.key)]
 
     def _find_suspect(self, task: str) -> Job[T] | None:
-        """The suspect whose turn it is on a kind of device.
-
-        Those that may have killed a worker keep their order, as all devices must wait for each.
-        """
+        """The suspect whose turn it is on a kind of device."""
+        # Those that may have killed a worker keep their order, as all devices wait for each.
         candidates = chain(self._suspects, islice(self._recovered, 1))
-        return next((job for job in candidates if self._fits(task, job)), None)
+        return next((job for job in candidates if self._serves(task, job.key)), None)
 
     def _take_suspect(
         self, suspect: Job[T], task: str, in_flight: int, elsewhere: int, cohort: int
@@ -496,13 +488,12 @@ class Scheduler(Generic[T]):
         joins = bool(task) and in_flight < min(cohort, suspect.among)
         if (in_flight and not joins) or (elsewhere and suspect.recovered):
             return None
-        is_ours = bool(self._recovered) and self._recovered[0] is suspect
-        if is_ours and not task:
+        is_first = bool(self._recovered) and self._recovered[0] is suspect
+        if is_first and not task:
             return self._take_recovered()
-        (self._recovered if is_ours else self._suspects).remove(suspect)
-        if not task:
-            return Batch((suspect,), alone=True)
-        return Batch((suspect,), alone=suspect.among == 1, cohort=suspect.among)
+        (self._recovered if is_first else self._suspects).remove(suspect)
+        among = suspect.among if task else 1
+        return Batch((suspect,), alone=among == 1, cohort=among if task else 0)
 
     def _take_recovered(self) -> Batch[T]:
         waiting = self._recovered

@@ -44,7 +44,7 @@ from batchery_worker.device.loading import (
     load_model,
     serve_model,
 )
-from batchery_worker.device.reply import DeviceBatch, answer
+from batchery_worker.device.reply import DeviceBatch, answer, report_dropped
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
 from batchery_worker.device.steps import SlotJob, StepLoop
@@ -196,7 +196,7 @@ class Device:
         self._started.store(message)
         return self._steps.prepare(message)
 
-    def _finish(self, batch: DeviceBatch, *, is_last: bool) -> None:
+    def _finish(self, batch: DeviceBatch, is_last: bool) -> None:
         """Answers a job that has left its slots; on the commit thread, if others go on."""
         batch.figures = self._figures()
         if is_last and self._given == self._answered:
@@ -325,6 +325,9 @@ class Device:
     def _answer(self, batch: DeviceBatch) -> None:
         self._committing = batch.work.id
         batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
+        if batch.dropped is not None:
+            self.tell(report_dropped(batch, batch.dropped))
+            return
         done = answer(batch, self._setup.name, self._committer, self._app.backend, self._reuse)
         self.tell(done)
 

@@ -61,9 +61,6 @@ def answer(
     """
     started_s = time.perf_counter()
     work, context = batch.work, batch.work.commit
-    if batch.dropped is not None:
-        dropped = [(batch.dropped.value, ()) for _ in work.jobs]
-        return Done(work.id, dropped, batch.forward_ms, 0, 0, figures=batch.figures)
     if batch.deduped is not None:
         batch.outcomes = batch.deduped.encode()
     outcomes = list(_by_job(batch))
@@ -105,6 +102,12 @@ def answer(
         reused=reused,
         failed_items=_failed_items(work, outcomes),
     )
+
+
+def report_dropped(batch: DeviceBatch, status: CommitStatus) -> Done:
+    """Says that the jobs of a batch ended before their time, and have no outcome."""
+    jobs = [(status.value, ()) for _ in batch.work.jobs]
+    return Done(batch.work.id, jobs, batch.forward_ms, 0, 0, figures=batch.figures)
 
 
 def _failed_items(work: Work, outcomes: Sequence[Any]) -> dict[str, int] | None:

@@ -61,26 +61,6 @@ class NoPieces:
         return {}
 
 
-class Intake(Protocol):
-    """Where messages come from, prepared."""
-
-    def take(self) -> Any:
-        """Takes the next one; waits for it."""
-
-    def take_arrived(self) -> Any:
-        """Takes the next one, if it has arrived; raises `queue.Empty` if not."""
-
-    def read_ahead(self) -> None:
-        """From now on messages are prepared beside this thread, until it waits for one."""
-
-
-class Finish(Protocol):
-    """Answers a job."""
-
-    def __call__(self, batch: DeviceBatch, *, is_last: bool) -> None:
-        """Answers a job that has left its slots; `is_last` if no other one goes on."""
-
-
 @dataclass(slots=True, eq=False)
 class SlotJob:
     """A job whose items have slots, or wait for them."""
@@ -104,7 +84,7 @@ class StepLoop:
         self,
         model: StepModel,
         setup: Setup,
-        finish: Finish,
+        finish: Callable[[DeviceBatch, bool], None],
         tell: Callable[[Reply], None],
     ) -> None:
         """Has no jobs.
@@ -112,7 +92,7 @@ class StepLoop:
         Args:
             model: Loaded and warmed up.
             setup: Of the device.
-            finish: Answers a job.
+            finish: Answers a job that has left its slots; is told whether no other one goes on.
             tell: Sends a message to the parent.
         """
         self._model = model
@@ -136,8 +116,11 @@ class StepLoop:
         outcomes = [each if isinstance(each, NON_VALUES) else GOES_ON for each in prepared]
         return SlotJob(batch, outcomes, outcomes.count(GOES_ON), pieces, *_find_end(work))
 
-    def run(self, intake: Intake) -> None:
+    def run(self, intake: Any) -> None:
         """Works until the process ends.
+
+        Args:
+            intake: An `Intake`, or what has its `take`, `take_arrived` and `read_ahead`.
 
         Raises:
             Exception: The model has, in `step` or `leave`: nothing is known of its items any more.
@@ -239,7 +222,7 @@ class StepLoop:
         batch.outcomes = job.outcomes
         now_s = time.perf_counter()
         batch.forward_ms, batch.ended_s = (now_s - batch.ended_s) * 1e3, now_s
-        self._finish(batch, is_last=not self._jobs)
+        self._finish(batch, not self._jobs)
 
 
 def _find_end(work: Work) -> tuple[float, Verdict]:

@@ -45,7 +45,7 @@ class SequentialDevice(Device):
     def _look_ahead(self) -> None:
         """Takes in nothing ahead."""
 
-    def _finish(self, batch: DeviceBatch, *, is_last: bool) -> None:  # noqa: ARG002 (has one thread)
+    def _finish(self, batch: DeviceBatch, is_last: bool) -> None:  # noqa: ARG002 (has one thread)
         batch.figures = self._figures()
         self._answer(batch)
 

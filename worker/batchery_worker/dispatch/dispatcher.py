@@ -73,6 +73,8 @@ class Dispatcher:
     ) -> None:
         self._app = app
         self._settings = settings
+        #: The kinds of devices, see `Scheduler.next_batch`.
+        self._kinds = list(dict.fromkeys(device.setup.task for device in devices))
         self._admission = Admission(settings)
         self._listeners = Listeners()
         self._eligibility = CommitEligibility(app, self._listeners)
@@ -80,10 +82,8 @@ class Dispatcher:
             settings.shares,
             ageing_s=settings.ageing_s if settings.class_order == "strict" else None,
             sheds_late=settings.shed_late,
-            slotted={device.setup.task for device in devices if device.setup.task},
+            slotted=[device.setup.task for device in devices if device.setup.task],
         )
-        #: The kinds of devices, see `Scheduler.next_batch`.
-        self._kinds = tuple(dict.fromkeys(device.setup.task for device in devices))
         self._recorder = JobRecorder(monotonic())
         self._supervisor = DeviceSupervisor(
             devices,
@@ -94,15 +94,13 @@ class Dispatcher:
             on_lost=self._on_lost,
         )
         self._batch_ids = itertools.count(1)
-        # Used until Celery's loop runs, or for good if Celery has none.
+        # Used until Celery's loop runs, or for good.
         self._own_hub = self._hub = Hub()
         self._starting = False
         self._metrics = Metrics()
-        self._in_flight = InFlight()
-        threads, in_flight = settings.completion_threads, self._in_flight
-        self._settlement = Settlement(
-            app, threads, self._metrics, in_flight, self._listeners, self._hub
-        )
+        self._in_flight = in_flight = InFlight()
+        shared = self._metrics, in_flight, self._listeners, self._hub
+        self._settlement = Settlement(app, settings.completion_threads, *shared)
         #: What is wanted of the broker.
         self.demand = BatchDemand(
             self._scheduler, self._supervisor, in_flight, settings, max_batch_size, self.gather

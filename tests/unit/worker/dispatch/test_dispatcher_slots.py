@@ -78,6 +78,7 @@ def test_jobs_of_a_higher_class_come_first(worker: FakeWorker) -> None:
     assert len(running(worker)) == 4
     worker.receive("low", task=SLOTS, priority=9)
     worker.receive("high", task=SLOTS, priority=0)
+    worker.loop.sleep(1.0)
     slotted(worker).answer()
     assert running(worker)[4:] == ["high"]
 
