@@ -49,11 +49,12 @@ class Countdown(StepModel):
     ) -> None:
         if fail:
             raise ValueError(fail)
-        self.items[slot] = {"left": prepared, "gate": gate, **keywords}
+        counts = [piece for piece in pieces if isinstance(piece, int)]
+        self.items[slot] = {"left": min([prepared, *counts]), "gate": gate, **keywords}
         self.most = max(self.most, len(self.items))
         if notes:
             with Path(notes).open("a") as file:
-                file.write(f"{prepared} {len(self.items)} {os.getpid()}\n")
+                file.write(f"{min([prepared, *counts])} {len(self.items)} {os.getpid()}\n")
 
     def leave(self, slot: int) -> None:
         del self.items[slot]

@@ -33,6 +33,8 @@ class Slots(Generic[Owner]):
         self._model = model
         self._free = list(reversed(range(count)))
         self._taken: dict[int, SlotItem[Owner]] = {}
+        #: Pieces that each of them made since it joined.
+        self._made: dict[int, list[Any]] = {}
         self._waiting: deque[SlotItem[Owner]] = deque()
 
     @property
@@ -43,6 +45,18 @@ class Slots(Generic[Owner]):
     def add(self, *items: SlotItem[Owner]) -> None:
         """Takes items in; they join as soon as there are slots, in order."""
         self._waiting.extend(items)
+
+    def add_first(self, *items: SlotItem[Owner]) -> None:
+        """Takes items in that join before all that wait."""
+        self._waiting.extendleft(reversed(items))
+
+    def put_aside(self, owners: Collection[Owner]) -> None:
+        """Frees the slots of items that go on later, after their pieces, before all that wait."""
+        for slot in [slot for slot, item in self._taken.items() if item.owner in owners]:
+            item, made = self._taken[slot], self._made[slot]
+            self._model.leave(slot)
+            self._release(slot)
+            self.add_first(item._replace(pieces=[*item.pieces, *made]))
 
     def drop(self, owners: Collection[Owner]) -> None:
         """Frees the slots of items that nobody wants any more."""
@@ -72,6 +86,8 @@ class Slots(Generic[Owner]):
             if outcome is not GOES_ON:
                 outcome = as_failed(outcome)
                 self._release(slot)
+            elif piece is not None:
+                self._made[slot].append(piece)
             told.append((item.owner, piece, outcome))
         return told
 
@@ -82,7 +98,7 @@ class Slots(Generic[Owner]):
             item, slot = self._waiting.popleft(), self._free.pop()
             failure = self._join(slot, item)
             if failure is None:
-                self._taken[slot] = item
+                self._taken[slot], self._made[slot] = item, []
             else:
                 self._free.append(slot)
                 failed.append((item.owner, None, failure))
@@ -98,7 +114,7 @@ class Slots(Generic[Owner]):
         return isolate(join, [item.prepared], name=f"{type(self._model).__name__}.join")[0]
 
     def _release(self, slot: int) -> None:
-        del self._taken[slot]
+        del self._taken[slot], self._made[slot]
         self._free.append(slot)
 
 

@@ -18,7 +18,6 @@ The rules, in the order in which they are asked:
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
 from itertools import chain, islice
@@ -28,8 +27,8 @@ from typing import Generic
 
 from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
-from batchery_worker.batching.shares import Charge, Flow, Shares
-from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, Lane, Limits, T
+from batchery_worker.batching.shares import Charge, Flow, KeyQueue, SharesByTask
+from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, T
 
 #: Jobs of a higher class have a batch of their own if it saves them so many times its own time to
 #: wait: each such batch adds a pass, and costs the others a tenth of their throughput at most.
@@ -37,32 +36,6 @@ MIN_SAVED_TIMES = 10.0
 
 #: The shares of a scheduler that knows of no classes.
 ONE_CLASS = {USUAL_LANE.priority_class: 1.0}
-
-
-@dataclass(slots=True)
-class _KeyQueue(Generic[T]):
-    """The waiting jobs of one key, in the flows of their lanes; never empty."""
-
-    key: BatchKey
-    limits: Limits
-    flows: dict[Lane, Flow[T]] = field(default_factory=dict)
-    passed_over: bool = False
-
-    def __iter__(self) -> Iterator[Job[T]]:
-        return chain.from_iterable(self.flows.values())
-
-    @property
-    def items(self) -> int:
-        return sum([flow.items for flow in self.flows.values()])
-
-    @property
-    def oldest_s(self) -> float:
-        return min(flow.oldest_s for flow in self.flows.values())
-
-    @property
-    def due_s(self) -> float:
-        """When an idle device stops waiting for more."""
-        return self.oldest_s + self.limits.max_wait_s
 
 
 class Scheduler(Generic[T]):
@@ -92,14 +65,15 @@ class Scheduler(Generic[T]):
         #: Tasks whose jobs run in slots.
         self.slotted = frozenset(slotted)
         self.costs = costs or TaskCosts()
-        self._shares = Shares(shares, self.costs)
+        #: One for each kind of device: what a lane had of one says nothing of another.
+        self._shares = SharesByTask(shares, self.costs, self.slotted)
         self._ageing_s = ageing_s
         self._sheds_late = sheds_late
         self._targets: dict[str, LatencyTarget] = {}
         #: Jobs that were given up and not told yet.
         self._late: list[Job[T]] = []
         self._ranks = {name: rank for rank, name in enumerate(shares)}
-        self._queues: dict[BatchKey, _KeyQueue[T]] = {}
+        self._queues: dict[BatchKey, KeyQueue[T]] = {}
         self._suspects: deque[Job[T]] = deque()
         #: Suspects of an earlier worker: they were not started here.
         self._recovered: deque[Job[T]] = deque()
@@ -119,10 +93,10 @@ class Scheduler(Generic[T]):
         """Takes a job in; it waits behind those of its lane and key that came before."""
         waiting = self._queues.get(job.key)
         if waiting is None:
-            waiting = self._queues[job.key] = _KeyQueue(job.key, job.limits)
+            waiting = self._queues[job.key] = KeyQueue(job.key, job.limits)
         flow = waiting.flows.get(job.lane)
         if flow is None:
-            flow = waiting.flows[job.lane] = self._shares.wake(job.key, job.lane)
+            flow = waiting.flows[job.lane] = self._shares[job.key.task].wake(job.key, job.lane)
         flow.add(job)
 
     def quarantine(self, job: Job[T]) -> None:
@@ -239,7 +213,12 @@ class Scheduler(Generic[T]):
         )
 
     def urgent_batch(
-        self, behind: Sequence[Batch[T]], now_s: float, left_s: float = inf
+        self,
+        behind: Sequence[Batch[T]],
+        now_s: float,
+        left_s: float = inf,
+        *,
+        task: str = "",
     ) -> Batch[T] | None:
         """A batch that should run before the rest of what a device holds.
 
@@ -251,20 +230,21 @@ class Scheduler(Generic[T]):
             behind: What the device holds.
             now_s: The time, on the clock of `Job.arrived_s`.
             left_s: How long the device has to do with that, in seconds.
+            task: As for `next_batch`.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if nothing is that urgent.
         """
-        if (self.has_suspects and self.tests("")) or not self._queues:
+        if (self.has_suspects and self.tests(task)) or not self._queues:
             return None
         turn = self._find_turn(behind, now_s)
 
-        def accepts(waiting: _KeyQueue[T], rank: int, place: float) -> bool:
+        def accepts(waiting: KeyQueue[T], rank: int, place: float) -> bool:
             return _goes_before(turn, rank, place) and self._saves(waiting, rank, left_s)
 
-        return self._take_next(accepts, now_s, 0.0)
+        return self._take_next(accepts, now_s, 0.0, task=task)
 
-    def _saves(self, waiting: _KeyQueue[T], rank: int, left_s: float) -> bool:
+    def _saves(self, waiting: KeyQueue[T], rank: int, left_s: float) -> bool:
         """Whether jobs of a class gain enough by a batch of their own.
 
         Otherwise they would wait for what the device holds, and then for a batch with all others.
@@ -304,7 +284,7 @@ class Scheduler(Generic[T]):
 
     def _take_next(
         self,
-        accepts: Callable[[_KeyQueue[T], int, float], bool],
+        accepts: Callable[[KeyQueue[T], int, float], bool],
         now_s: float,
         left_s: float,
         *,
@@ -371,10 +351,14 @@ class Scheduler(Generic[T]):
         is_first = self._rank(min(flows, key=itemgetter(0))[1]) == highest
         return [each for each in flows if (self._rank(each[1]) == highest) == is_first]
 
+    def rank(self, priority_class: str) -> int:
+        """Place of a class among all; 0 is the highest."""
+        return self._ranks[priority_class]
+
     def _rank(self, flow: Flow[T]) -> int:
         return self._ranks[flow.lane.priority_class]
 
-    def _pass_over(self, chosen: _KeyQueue[T], best: float, now_s: float) -> None:
+    def _pass_over(self, chosen: KeyQueue[T], best: float, now_s: float) -> None:
         """Notes which keys were before the chosen one, but for the size of their batches."""
         came_before = True
         for waiting in self._for_device(""):
@@ -385,15 +369,16 @@ class Scheduler(Generic[T]):
                 if first < best or (came_before and first == best):
                     waiting.passed_over = True
 
-    def _max_items(self, waiting: _KeyQueue[T]) -> int:
+    def _max_items(self, waiting: KeyQueue[T]) -> int:
         task, limits = waiting.key.task, waiting.limits
         if limits.target_s is None:
             return limits.max_batch_size
         target = self._targets.get(task)
         if target is None:
             target = self._targets[task] = LatencyTarget(limits)
-        weight = sum([self._shares.weight(flow) for flow in waiting.flows.values()])
-        return target.max_items(task, self.costs, self._shares.others(weight))
+        shares = self._shares[task]
+        weight = sum([shares.weight(flow) for flow in waiting.flows.values()])
+        return target.max_items(task, self.costs, shares.others(weight))
 
     def take_late(self, now_s: float) -> list[Job[T]]:
         """Takes out the jobs that cannot make their deadline, if such jobs are to be given up.
@@ -411,7 +396,7 @@ class Scheduler(Generic[T]):
 
     def _shed_late(
         self,
-        waiting: _KeyQueue[T],
+        waiting: KeyQueue[T],
         flows: list[tuple[float, Flow[T]]],
         limit: int,
         begin_s: float,
@@ -428,7 +413,7 @@ class Scheduler(Generic[T]):
 
     def _take_out(
         self,
-        waiting: _KeyQueue[T],
+        waiting: KeyQueue[T],
         flows: Iterable[Flow[T]],
         is_wanted: Callable[[Job[T]], bool],
     ) -> list[Job[T]]:
@@ -468,12 +453,13 @@ class Scheduler(Generic[T]):
         """
         if not batch.charges:
             return
-        self._shares.ended(batch.charges, run_s)
+        shares = self._shares[batch.charges[0].flow.key.task]
+        shares.ended(batch.charges, run_s)
         target = self._targets.get(batch.jobs[0].key.task) if batch.jobs else None
         if target is not None and run_s is not None:
             names = {charge.flow.lane.priority_class for charge in batch.charges}
             weight = sum([charge.weight for charge in batch.charges])
-            target.ended(batch.items, run_s, self._shares.others(weight, names))
+            target.ended(batch.items, run_s, shares.others(weight, names))
 
     def wake_s(self) -> float | None:
         """When an idle device should ask again although nothing else happened; None for never."""
@@ -483,7 +469,7 @@ class Scheduler(Generic[T]):
         """Whether jobs are for a kind of device."""
         return key.task == task if task else key.task not in self.slotted
 
-    def _for_device(self, task: str) -> Collection[_KeyQueue[T]]:
+    def _for_device(self, task: str) -> Collection[KeyQueue[T]]:
         """The jobs for a kind of device, see `next_batch`."""
         queues = self._queues.values()
         if not self.slotted:
@@ -526,12 +512,12 @@ class Scheduler(Generic[T]):
 
     def _take(
         self,
-        waiting: _KeyQueue[T],
+        waiting: KeyQueue[T],
         flows: list[tuple[float, Flow[T]]],
         limit: int,
         now_s: float,
     ) -> Batch[T]:
-        self._shares.began(min(flow.tag for _, flow in flows))
+        self._shares[waiting.key.task].began(min(flow.tag for _, flow in flows))
         if len(flows) == 1:
             jobs, charges = self._take_from_one(flows[0][1], limit)
         else:
@@ -547,8 +533,9 @@ class Scheduler(Generic[T]):
             job = flow.pop()
             items += job.items
             jobs.append(job)
-        item_s = self._shares.item_s(flow.key.task, items)
-        return jobs, [self._shares.charge(flow, items, item_s)]
+        shares = self._shares[flow.key.task]
+        item_s = shares.item_s(flow.key.task, items)
+        return jobs, [shares.charge(flow, items, item_s)]
 
     def _take_from_many(
         self, flows: list[tuple[float, Flow[T]]], limit: int, now_s: float
@@ -556,8 +543,9 @@ class Scheduler(Generic[T]):
         """Takes the jobs in the order of their places, as if each was charged by itself."""
         task = flows[0][1].key.task
         # As of a full batch: most are, where several lanes wait.
-        item_s = self._shares.item_s(task, limit)
-        weights = [self._shares.weight(flow) for _, flow in flows]
+        shares = self._shares[task]
+        item_s = shares.item_s(task, limit)
+        weights = [shares.weight(flow) for _, flow in flows]
         turns = [(place, number) for number, (place, _) in enumerate(flows)]
         heapify(turns)
         jobs: list[Job[T]] = []
@@ -577,18 +565,16 @@ class Scheduler(Generic[T]):
                 heapreplace(turns, (place + item_s * job.items / weights[number], number))
             else:
                 heapreplace(turns, (self._place(flow, now_s), number))
-        item_s = self._shares.item_s(task, items)
+        item_s = shares.item_s(task, items)
         charged = zip(flows, taken, strict=True)
-        return jobs, [
-            self._shares.charge(flow, count, item_s) for (_, flow), count in charged if count
-        ]
+        return jobs, [shares.charge(flow, count, item_s) for (_, flow), count in charged if count]
 
-    def _end_empty(self, waiting: _KeyQueue[T]) -> None:
+    def _end_empty(self, waiting: KeyQueue[T]) -> None:
         """Forgets the flows without jobs, and the key if it has no other."""
         for flow in list(waiting.flows.values()):
             if not flow:
                 del waiting.flows[flow.lane]
-                self._shares.sleep(flow)
+                self._shares[flow.key.task].sleep(flow)
         if not waiting.flows:
             del self._queues[waiting.key]
 

@@ -24,7 +24,7 @@ from math import inf
 from typing import Any, Generic, NamedTuple
 
 from batchery_worker.batching.cost_model import TaskCosts
-from batchery_worker.job import BatchKey, Job, Lane, T
+from batchery_worker.job import BatchKey, Job, Lane, Limits, T
 
 #: A job counts as due so long after it came, in seconds, unless its deadline is earlier. So those
 #: with deadlines go first, and can hold up the others for so long at most.
@@ -119,6 +119,34 @@ class Flow(Generic[T]):
         if not self._dated:
             return False
         return not self._undated or self._dated[0][0] < self._undated[0].arrived_s + DUE_S
+
+
+@dataclass(slots=True)
+class KeyQueue(Generic[T]):
+    """The waiting jobs of one key, in the flows of their lanes; never empty."""
+
+    key: BatchKey
+    limits: Limits
+    flows: dict[Lane, Flow[T]] = field(default_factory=dict)
+    passed_over: bool = False
+
+    def __iter__(self) -> Iterator[Job[T]]:
+        return chain.from_iterable(self.flows.values())
+
+    @property
+    def items(self) -> int:
+        """Number of items of its jobs."""
+        return sum([flow.items for flow in self.flows.values()])
+
+    @property
+    def oldest_s(self) -> float:
+        """When the oldest of its jobs came."""
+        return min(flow.oldest_s for flow in self.flows.values())
+
+    @property
+    def due_s(self) -> float:
+        """When an idle device stops waiting for more."""
+        return self.oldest_s + self.limits.max_wait_s
 
 
 class Charge(NamedTuple):
@@ -312,3 +340,17 @@ class Shares:
             self._remember(flow)
         if run_s is not None:
             self._costs.ran(charges[0].flow.key.task, items, run_s)
+
+
+class SharesByTask(dict[str, Shares]):
+    """The shares of a task: its own if it runs in slots, else those of all other tasks."""
+
+    def __init__(
+        self, shares: Mapping[str, float], costs: TaskCosts, slotted: Collection[str]
+    ) -> None:
+        super().__init__({task: Shares(shares, costs) for task in slotted})
+        self._common = Shares(shares, costs)
+
+    def __missing__(self, task: str) -> Shares:
+        self[task] = self._common
+        return self._common

@@ -155,13 +155,17 @@ class StepLoop:
         now_s = time.perf_counter()
         batch.queued_ms, batch.ended_s = (now_s - batch.ended_s) * 1e3, now_s
         self._jobs[work.id] = message
-        self._slots.add(
-            *(
-                SlotItem((work.id, at), prepared, work.keywords, message.pieces)
-                for at, prepared in enumerate(batch.items)
-                if not isinstance(prepared, NON_VALUES)
-            )
-        )
+        items = [
+            SlotItem((work.id, at), prepared, work.keywords, message.pieces)
+            for at, prepared in enumerate(batch.items)
+            if not isinstance(prepared, NON_VALUES)
+        ]
+        if work.instead_of in self._jobs:
+            victim = self._jobs[work.instead_of]
+            self._slots.put_aside({(work.instead_of, at) for at in range(len(victim.outcomes))})
+            self._slots.add_first(*items)
+        else:
+            self._slots.add(*items)
         if not message.left:
             self._end(message)
 

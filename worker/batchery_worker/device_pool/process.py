@@ -189,6 +189,11 @@ class DeviceProcess:
         return max(0, self.setup.slots - self.taken) if is_open else 0
 
     @property
+    def is_full(self) -> bool:
+        """Whether all of its slots are taken, and none by a suspect."""
+        return self.state is State.READY and not self.cohort and self.taken >= self.setup.slots
+
+    @property
     def takes_urgent(self) -> bool:
         """Whether the device runs batches, and no urgent one waits there to begin."""
         is_open = self.state is State.READY and not self.alone and not self.setup.slots

@@ -77,7 +77,7 @@ class BatchDemand:
             if not self._may_begin(device):
                 continue
             if device.setup.slots:
-                slots[device.setup.task] += device.free_slots
+                slots[device.setup.task] += device.free_slots or self._count_victims(device, name)
             elif self._wants_batch(device, now_s) or self._wants_urgent(device, name):
                 batches += ahead if device.in_turn else 1
         wanted = sum(
@@ -134,6 +134,15 @@ class BatchDemand:
         """Whether jobs of a class could run between the passes of what a device runs."""
         return device.takes_urgent and self._scheduler.goes_before(
             priority_class, [dispatched.batch for dispatched in device.in_turn]
+        )
+
+    def _count_victims(self, device: DeviceProcess, priority_class: str) -> int:
+        """How many jobs in slots would make room for jobs of a class."""
+        rank = self._scheduler.rank
+        return device.is_full * sum(
+            rank(each.batch.jobs[0].lane.priority_class) > rank(priority_class)
+            for each in device.in_turn
+            if not each.is_aside
         )
 
     def _may_begin(self, device: DeviceProcess) -> bool:

@@ -9,7 +9,6 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import datetime
 from math import inf
 from time import monotonic
 from typing import Any, cast
@@ -19,7 +18,6 @@ from celery.worker import state as worker_state
 from kombu.asynchronous import Hub
 
 from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem, StartError
-from batchery.protocol.headers import HEADER, streams_pieces
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
@@ -28,13 +26,19 @@ from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
-from batchery_worker.device_pool.supervisor import MAX_STEP_S, DeviceSupervisor
+from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
+from batchery_worker.dispatch.slots import (
+    find_victim,
+    limit_in_slots,
+    merge_slots,
+    put_aside,
+)
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
-from batchery_worker.ipc.messages import Done, SlotLimits, Work, batch_info
+from batchery_worker.ipc.messages import Done, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.job_recorder import JobRecorder
 from batchery_worker.metrics import Metrics, log_batch
@@ -331,12 +335,26 @@ class Dispatcher:
     def _dispatch_urgent(self, now_s: float) -> None:
         """Sends what is urgent to devices that are busy with something else."""
         for device in self._supervisor.devices:
-            if device.takes_urgent and not self._supervisor.is_reserved:
+            if device.setup.slots:
+                self._preempt(device, now_s)
+            elif device.takes_urgent and not self._supervisor.is_reserved:
                 behind = [dispatched.batch for dispatched in device.in_turn]
                 left_s = self._left_s(device, now_s)
                 batch = self._scheduler.urgent_batch(behind, now_s, left_s)
                 if batch is not None:
                     self._launch(device, batch, urgent=True)
+
+    def _preempt(self, device: DeviceProcess, now_s: float) -> None:
+        """Lets jobs of a higher class have the slots of others, which go on when some are free."""
+        task = device.setup.task
+        while device.is_full and not self._supervisor.is_reserved:
+            victim = find_victim(device.in_turn, self._scheduler.rank)
+            if victim is None:
+                return
+            batch = self._scheduler.urgent_batch([victim.batch], now_s, task=task)
+            if batch is None:
+                return
+            self._launch(device, batch, instead_of=victim)
 
     def _left_s(self, device: DeviceProcess, now_s: float) -> float:
         """How long a device has to do with what it holds, in seconds, as far as that is known."""
@@ -390,7 +408,12 @@ class Dispatcher:
         self.demand.ask_for_more()
 
     def _launch(
-        self, device: DeviceProcess, batch: Batch[TaskCall], *, urgent: bool = False
+        self,
+        device: DeviceProcess,
+        batch: Batch[TaskCall],
+        *,
+        urgent: bool = False,
+        instead_of: DispatchedBatch | None = None,
     ) -> None:
         jobs = tuple(job for job in batch.jobs if self._in_flight.wants(job.payload))
         task = cast(BatchTask, self._app.tasks[batch.jobs[0].key.task])
@@ -419,30 +442,15 @@ class Dispatcher:
         sent = replace(batch, jobs=jobs)
         dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent, in_slots=in_slots)
         if in_slots:
-            work = self._for_slots(work, jobs[0], dispatched)
+            work = limit_in_slots(work, jobs[0], dispatched, sheds_late=self._settings.shed_late)
+        if instead_of is not None:
+            work = replace(work, instead_of=put_aside(device, instead_of))
         # Before the batch: on a busy machine a job may have killed this worker by the time that it
         # goes on.
         dispatched.note = note_begin(jobs, alone=batch.alone, in_slots=in_slots)
         self._supervisor.send(device, work, dispatched)
         for job in jobs:
             self._in_flight.add(job.payload, device.pid)
-
-    def _for_slots(self, work: Work, job: Job[TaskCall], dispatched: DispatchedBatch) -> Work:
-        """A job on its way to slots, where the device minds its limits between two steps."""
-        hard_s, request = dispatched.hard_limit_s, job.payload.request
-        if hard_s is not None:
-            dispatched.hard_limit_s = hard_s + MAX_STEP_S
-        deadline_s = job.deadline_s - dispatched.dispatched_s if self._settings.shed_late else inf
-        expires = None if request is None else request.expires
-        return replace(
-            work,
-            slot_limits=SlotLimits(
-                hard_s,
-                None if deadline_s == inf else deadline_s,
-                expires and (expires - datetime.now(expires.tzinfo)).total_seconds(),
-            ),
-            streams=streams_pieces(job.payload.message.get(HEADER)),
-        )
 
     def cancel(self, job_id: str) -> None:
         """Has a job leave its slots, as it was revoked; does nothing for any other job."""
@@ -538,7 +546,7 @@ class Dispatcher:
             note_end(dispatched)
             self._scheduler.ended(dispatched.batch, run_s=None)
             trace_batch(dispatched, {}, error=how)
-        for dispatched in _merge_slots(batches):
+        for dispatched in merge_slots(batches):
             self._poison.on_death(dispatched, how)
         self._plan_dispatch()
 
@@ -552,15 +560,6 @@ def _began(device: DeviceProcess) -> tuple[int, float]:
     return len(device.in_turn), min(
         (each.began_s or each.dispatched_s for each in device.in_turn), default=0.0
     )
-
-
-def _merge_slots(batches: Sequence[DispatchedBatch]) -> Sequence[DispatchedBatch]:
-    """The batches of a device that has died; those in its slots, one job each, as one batch."""
-    if not batches or not batches[0].in_slots:
-        return batches
-    jobs = tuple(job for each in batches for job in each.batch.jobs)
-    batch = replace(batches[0].batch, jobs=jobs)
-    return [replace(batches[0], batch=batch, expired=any(each.expired for each in batches))]
 
 
 def trace_batch(dispatched: DispatchedBatch, info: Mapping[str, Any], *, error: str = "") -> None:

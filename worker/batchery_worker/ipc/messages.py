@@ -149,6 +149,8 @@ class Work:
     slot_limits: SlotLimits = NO_LIMITS
     #: Whether somebody streams the pieces of its job.
     streams: bool = False
+    #: Id of the batch whose job makes room for this one, and goes on when slots are free; or 0.
+    instead_of: int = 0
 
 
 class Cancel(NamedTuple):

@@ -55,9 +55,13 @@ class Watched(RealScheduler):
         )
 
     def urgent_batch(
-        self, behind: Sequence[SimulatedBatch], now_s: float, left_s: float = math.inf
+        self,
+        behind: Sequence[SimulatedBatch],
+        now_s: float,
+        left_s: float = math.inf,
+        **options: Any,
     ) -> SimulatedBatch | None:
-        return self._noted(super().urgent_batch(behind, now_s, left_s))
+        return self._noted(super().urgent_batch(behind, now_s, left_s, **options))
 
     def _noted(self, batch: SimulatedBatch | None) -> SimulatedBatch | None:
         if batch:
