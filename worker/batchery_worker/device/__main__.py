@@ -30,7 +30,7 @@ from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
-from batchery_worker.commit.committer import RedisCommitter, broker_client
+from batchery_worker.commit.committer import CommitStatus, RedisCommitter, broker_client
 from batchery_worker.device.functions import EventLoop, run_batch, soft_time_limit
 from batchery_worker.device.intake import Intake
 from batchery_worker.device.loading import (
@@ -42,6 +42,7 @@ from batchery_worker.device.loading import (
     import_app,
     serve_model,
 )
+from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.reply import DeviceBatch, answer
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
@@ -101,6 +102,7 @@ class Device:
         self._reported_s = -math.inf
         self._app: Celery
         self._committer: RedisCommitter
+        self._pieces: PieceWriter
         self._name = "cpu"
         self._setup: Setup
         self._memory = Memory()
@@ -127,9 +129,9 @@ class Device:
             self._app = app
         self._memory = find_memory(setup.device, setup.memory_fraction)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
-        self._committer = RedisCommitter(
-            self._app.backend, partial(broker_client, self._app), self._report_waiting
-        )
+        connect_broker = partial(broker_client, self._app)
+        self._committer = RedisCommitter(self._app.backend, connect_broker, self._report_waiting)
+        self._pieces = PieceWriter(self._app.backend, connect_broker)
         self._started = StartedStates(self._app)
         if app is None:
             # Celery's own pools send it in each process: apps open clients and profilers here.
@@ -205,7 +207,8 @@ class Device:
         self._started.store(work)
         prepared_s = time.perf_counter()
         prepare_ms = (prepared_s - started_s) * 1e3
-        return DeviceBatch(work, items, served, deduped, prepare_ms, prepared_s)
+        streamed = self._pieces.open(work)
+        return DeviceBatch(work, items, served, deduped, streamed, prepare_ms, prepared_s)
 
     def _choose(
         self, work: Work, served: LoadedModel | None
@@ -248,7 +251,10 @@ class Device:
 
         def run(part: list[Any]) -> list[Any]:
             if served is None:
-                return self._run_function(task, work, part, resolve, run_urgent)
+                # Of items whose results are cached, or shared, there are no pieces.
+                streamed = {} if deduped is not None else batch.streamed
+                receive = partial(self._pieces.receive, work, streamed)
+                return self._run_function(task, work, part, resolve, run_urgent, receive)
             limit = partial(soft_time_limit, work.soft_time_limit_s)
             # Behind an urgent batch comes the rest of what it has interrupted.
             start_next = _nothing if work.urgent else self._start_next
@@ -294,8 +300,11 @@ class Device:
     def _answer(self, batch: DeviceBatch) -> None:
         self._committing = batch.work.id
         batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
+        self._pieces.flush(batch.streamed.values())
         done = answer(batch, self._name, self._committer, self._app.backend, self._reuse)
         self.tell(done)
+        stored = [status == CommitStatus.COMMITTED for status, _ in done.jobs]
+        self._pieces.end(job for index, job in batch.streamed.items() if stored[index])
 
     def _report_waiting(self) -> None:
         self.tell(ResultsWait(self._committing))
@@ -364,7 +373,8 @@ class EngineDevice(Device):
             work = replace(work, keywords=keywords)
             items = prepare(served.model, items, keywords)
         prepared_s = time.perf_counter()
-        return DeviceBatch(work, items, served, None, (prepared_s - started_s) * 1e3, prepared_s)
+        prepare_ms = (prepared_s - started_s) * 1e3
+        return DeviceBatch(work, items, served, None, {}, prepare_ms, prepared_s)
 
     def _answer(self, batch: DeviceBatch) -> None:
         outcomes = ("", (dump_outcomes(batch.outcomes),))

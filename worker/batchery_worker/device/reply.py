@@ -3,13 +3,14 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery.utils.saferepr import saferepr
 
 from batchery.protocol import headers as multi_item
 from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
+from batchery_worker.device.pieces import StreamedJob
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Done, Work, batch_info, encode_outcome, sendable
 from batchery_worker.ipc.values import Encoded, encoded, joined
@@ -27,6 +28,8 @@ class DeviceBatch:
     served: LoadedModel | None = None
     #: Which items share a result; None if each item is computed.
     deduped: DedupedBatch | None = None
+    #: Its streamed jobs, by their indexes.
+    streamed: Mapping[int, StreamedJob] = field(default_factory=dict)
     prepare_ms: float = 0.0
     #: When its last stage ended, on the clock of `time.perf_counter`.
     ended_s: float = 0.0
