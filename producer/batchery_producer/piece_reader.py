@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 from weakref import WeakSet
 
 from celery import Celery, uuid
@@ -105,20 +105,18 @@ class PieceReader:
         Raises:
             SettingsError: The app's result backend is no Redis.
         """
-        backend: Any = app.backend
-        if not isinstance(backend, RedisBackend):
+        if not isinstance(app.backend, RedisBackend):
             raise SettingsError(
                 f"app {app.main!r}: partial results are read from Redis, and its result backend is"
-                f" {type(backend).__name__}; set result_backend to a Redis URL"
+                f" {type(app.backend).__name__}; set result_backend to a Redis URL"
             )
-        self.backend: Any = backend
+        self.backend = backend = cast(Any, app.backend)
         self._closed = False
         self._stop = stop
         self.retries = self._new_retries()
-        self._errors = (*self.backend.connection_errors, *REFUSALS)
-        connection = self.backend.connparams
-        self._client: Any = self.backend._create_client(**connection)
-        timeout_s = connection.get("socket_timeout")
+        self._errors = (*backend.connection_errors, *REFUSALS)
+        self._client: Any = backend._create_client(**backend.connparams)
+        timeout_s = backend.connparams.get("socket_timeout")
         self._block_ms = int(min(BLOCK_S, timeout_s / 2 if timeout_s else BLOCK_S) * 1000)
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None

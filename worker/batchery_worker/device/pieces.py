@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,8 +18,9 @@ import redis
 from celery.backends.redis import RedisBackend
 from kombu.utils import json
 
-from batchery.execution.batch import refuse_value
-from batchery.outcomes import Partial
+from batchery.errors import UnserialisableResult
+from batchery.execution.batch import Receive, refuse_value
+from batchery.outcomes import Failed, Partial
 from batchery.protocol.pieces import (
     PIECE,
     READER_S,
@@ -27,7 +29,7 @@ from batchery.protocol.pieces import (
     pieces_key,
     reader_key,
 )
-from batchery_worker.commit.committer import RetryingRedis, get_database
+from batchery_worker.commit.committer import CommitStatus, RetryingRedis, get_database
 from batchery_worker.ipc.messages import PieceContext, Work
 
 logger = logging.getLogger("batchery.device")
@@ -35,22 +37,28 @@ logger = logging.getLogger("batchery.device")
 #: Maximum number of pieces per call of the script, during which Redis serves nobody else.
 MAX_PIECES_PER_SCRIPT = 2000
 
-#: Answers of the script, by their digits, that stop a job's stream.
-REFUSALS = {"0": "fenced", "2": "abandoned", "3": "unread"}
+#: How often readers are looked for while no job makes pieces, in seconds.
+PROBE_S = 1.0
+
+#: Why nothing is written of a job that has no stream: nobody has ever read it.
+UNREAD = "unread"
+
+#: Answers of the script, by their digits, after which nothing more is written of a job: another
+#: worker has it, or its readers have gone, so that nobody wants it.
+REFUSALS = {"0": CommitStatus.FENCED, "2": CommitStatus.REVOKED, "3": UNREAD}
 
 
 class StreamedJob:
     """A job that somebody may read.
 
     Attributes:
-        refusal: Why nothing more is written: `fenced`, another worker has the job; `abandoned`, its
-            readers have gone, so nobody wants it; `unread`, nobody has ever read it. Else empty.
+        refusal: Why nothing more is written, one of `REFUSALS`; else empty.
         number: Number of the last piece that was given to the writer; set it to 0 where the job
             begins anew.
     """
 
-    def __init__(self, task_id: str, token: str, context: PieceContext) -> None:
-        self.task_id, self.token, self.context = task_id, token, context
+    def __init__(self, work_id: int, task_id: str, token: str, context: PieceContext) -> None:
+        self.work_id, self.task_id, self.token, self.context = work_id, task_id, token, context
         self.refusal = ""
         self.number = 0
         #: Number of the last piece that waits or was sent.
@@ -87,7 +95,7 @@ class StreamedJob:
 
 
 class PieceWriter:
-    """Writes the pieces of a device's jobs; its thread starts with the first one."""
+    """Writes the pieces of a device's jobs; its thread starts with the first job that has any."""
 
     def __init__(self, backend: Any, connect_broker: Callable[[], Any]) -> None:
         """Does not connect yet.
@@ -103,104 +111,139 @@ class PieceWriter:
         self._broker = RetryingRedis(connect_broker, lambda: None)
         #: Guards the jobs; notified when there is something to write, and when it is written.
         self._changed = threading.Condition()
+        #: The streamed jobs of each batch, by their indexes in it.
+        self._open: dict[int, dict[int, StreamedJob]] = {}
         #: Jobs with pieces that wait, by task id; those of one worker id are written together.
         self._waiting: dict[str, StreamedJob] = {}
+        #: Batches whose job the device must drop, and why; those that it does not know yet.
+        self._refused: dict[int, Failed | CommitStatus] = {}
         self._thread: threading.Thread | None = None
         #: Id of a worker that the backend's server does not know.
         self._elsewhere = ""
 
-    def open(self, work: Work) -> dict[int, StreamedJob]:
-        """The streamed jobs of a batch, by their indexes in it."""
+    def open(self, work: Work) -> Mapping[int, StreamedJob]:
+        """The streamed jobs of a batch, by their indexes in it; until `end`."""
         context = work.pieces
         if context is None or not isinstance(self._backend, RedisBackend):
             return {}
-        return {
-            index: StreamedJob(work.jobs[index][0], token, context)
+        jobs = {
+            index: StreamedJob(work.id, work.jobs[index][0], token, context)
             for index, token in context.tokens.items()
         }
+        with self._changed:
+            self._open[work.id] = jobs
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="batchery-pieces", daemon=True
+                )
+                self._thread.start()
+        return jobs
 
-    def resume(self, job: StreamedJob) -> list[Any]:
-        """The pieces that earlier runs of a job have sent; it goes on after them.
+    def read(self, work: Work) -> list[Any]:
+        """Opens a batch of one job; the pieces that earlier runs of that job have sent.
 
-        Waits as long as Redis is away.
+        The job goes on after them. Waits as long as Redis is away.
 
         Returns:
             All of them, in order; empty if there are none, or not all are there any more. Then the
             job must begin anew, and what its readers have is not sent again.
         """
-        if job.task_id not in job.context.resumed:
-            return []
-        key = pieces_key(self._backend, job.task_id)
-        entries, _ = self._results.attempt(lambda results: results.client.xrange(key), "-")
-        pieces = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
-        if [number for number, _ in pieces] != list(range(1, len(pieces) + 1)):
-            return []
-        with self._changed:
-            job.skip(len(pieces))
-        return [json.loads(piece) for _, piece in pieces]
+        for job in self.open(work).values():
+            if job.task_id not in job.context.resumed:
+                continue
+            key = pieces_key(self._backend, job.task_id)
+            entries, _ = self._results.attempt(partial(_read_all, key), "-")
+            pieces = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
+            if [number for number, _ in pieces] == list(range(1, len(pieces) + 1)):
+                job.skip(len(pieces))
+                return [json.loads(piece) for _, piece in pieces]
+        return []
 
-    def receive(
-        self, work: Work, streamed: Mapping[int, StreamedJob], part: range
-    ) -> Callable[[Partial], None]:
-        """Takes the partial results of a call of a batch function, which begins.
+    def receive(self, work: Work) -> Receive:
+        """Takes the partial results of a batch function; see `run_function`."""
+        streamed = self._open.get(work.id, {})
+        owners = [index for index, (_, items, _) in enumerate(work.jobs) for _ in items]
+
+        def begin(part: range) -> Callable[[Partial], None]:
+            jobs = [streamed.get(owners[position]) for position in part] if streamed else []
+            for job in jobs:
+                if job is not None:
+                    job.number = 0
+
+            def take(piece: Partial) -> None:
+                job = jobs[piece.index] if jobs else None
+                if job is not None:
+                    self._add([(job, [_encode(piece.piece)])])
+
+            return take
+
+        return begin
+
+    def write(self, pieces: Mapping[int, Sequence[Any]]) -> Mapping[int, Failed | CommitStatus]:
+        """Writes what a step has made of jobs, soon; does not wait.
 
         Args:
-            work: The batch.
-            streamed: From `open`.
-            part: Positions of the items of this call among those of the batch.
+            pieces: By `Work.id`, of batches of one job.
+
+        Returns:
+            The jobs that must leave their slots, by `Work.id`, if they have not left by now:
+            `FENCED` where another worker has the job, `REVOKED` where nobody reads it any more, a
+            failure where JSON cannot write a piece.
         """
-        owners = [index for index, (_, items, _) in enumerate(work.jobs) for _ in items]
-        jobs = [streamed.get(owners[position]) for position in part]
-        for job in jobs:
-            if job is not None:
-                job.number = 0
+        refused, self._refused = self._refused, {}
+        encoded: list[tuple[StreamedJob, Sequence[bytes]]] = []
+        for work_id, each in pieces.items():
+            try:
+                texts = list(map(_encode, each))
+                encoded += [(job, texts) for job in self._open.get(work_id, {}).values()]
+            except UnserialisableResult as error:
+                refused[work_id] = Failed(error)
+        if encoded:
+            self._add(encoded)
+        return refused
 
-        def take(partial: Partial) -> None:
-            job = jobs[partial.index]
-            if job is not None:
-                self.write({job: [partial.piece]})
+    def flush(self, work: Work) -> None:
+        """Waits until all pieces of a batch are written, as long as Redis is away."""
+        if work.id in self._open:
+            jobs = self._open[work.id].values()
+            with self._changed:
+                self._changed.wait_for(lambda: not any(job.waits or job.is_sending for job in jobs))
 
-        return take
-
-    def write(self, pieces: Mapping[StreamedJob, Sequence[Any]]) -> None:
-        """Writes the next pieces of jobs soon; does not wait.
-
-        Raises:
-            UnserialisableResult: JSON cannot write one of them.
-        """
-        encoded = [(job, [_encode(piece) for piece in each]) for job, each in pieces.items()]
+    def end(self, work: Work, statuses: Sequence[str]) -> None:
+        """Forgets a batch, and tells the readers of its jobs whose results are stored."""
+        if work.id not in self._open:
+            return
         with self._changed:
-            for job, each in encoded:
+            jobs = self._open.pop(work.id)
+            self._refused.pop(work.id, None)
+        stored = [
+            job.task_id
+            for index, job in jobs.items()
+            if statuses[index] == CommitStatus.COMMITTED and job.refusal != UNREAD
+        ]
+        if stored:
+            with suppress(redis.RedisError, OSError):  # Readers also look for results.
+                mark_ended(self._results.client, self._backend, stored)
+
+    def _add(self, pieces: Iterable[tuple[StreamedJob, Sequence[bytes]]]) -> None:
+        with self._changed:
+            for job, each in pieces:
                 for piece in each:
                     job.add(piece)
                 if job.waits:
                     self._waiting[job.task_id] = job
-            if self._waiting:
-                self._notify()
-
-    def flush(self, jobs: Iterable[StreamedJob]) -> None:
-        """Waits until all pieces of these jobs are written, as long as Redis is away."""
-        some = list(jobs)
-        with self._changed:
-            self._changed.wait_for(lambda: not any(job.waits or job.is_sending for job in some))
-
-    def end(self, jobs: Iterable[StreamedJob]) -> None:
-        """Tells the readers of jobs that their results are stored."""
-        some = [job.task_id for job in jobs if job.refusal not in ("fenced", "unread")]
-        if some:
-            with suppress(redis.RedisError, OSError):  # Readers also look for results.
-                mark_ended(self._results.client, self._backend, some)
-
-    def _notify(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="batchery-pieces", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
+            self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting)
+                if not self._changed.wait_for(
+                    lambda: self._waiting, PROBE_S if self._open else None
+                ):
+                    # Readers may go while a job makes no pieces.
+                    jobs = [job for each in self._open.values() for job in each.values()]
+                    self._waiting = {job.task_id: job for job in jobs if not job.refusal}
+                    continue
                 context = next(iter(self._waiting.values())).context
                 taken = self._take(context)
             answers = self._write(context, taken)
@@ -209,6 +252,8 @@ class PieceWriter:
                     job.is_sending = False
                     if answer in REFUSALS:
                         job.refuse(REFUSALS[answer])
+                        if job.refusal != UNREAD:
+                            self._refused[job.work_id] = CommitStatus(job.refusal)
                 self._changed.notify_all()
 
     def _take(self, context: PieceContext) -> dict[StreamedJob, tuple[int, list[bytes]]]:
@@ -292,6 +337,10 @@ class PieceWriter:
             lambda results: results.scripts.run_once("pieces", keys, *args), context.lease_key
         )
         return None if answer is None else bytes(answer).decode()
+
+
+def _read_all(key: bytes, results: RetryingRedis) -> Any:
+    return results.client.xrange(key)
 
 
 def _encode(piece: Any) -> bytes:

@@ -3,14 +3,13 @@
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from celery.utils.saferepr import saferepr
 
 from batchery.protocol import headers as multi_item
 from batchery_worker.commit.committer import CommitStatus, Committer, EncodedOutcome
-from batchery_worker.device.pieces import StreamedJob
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.ipc.messages import Done, Work, batch_info, encode_outcome, sendable
 from batchery_worker.ipc.values import Encoded, encoded, joined
@@ -28,8 +27,6 @@ class DeviceBatch:
     served: LoadedModel | None = None
     #: Which items share a result; None if each item is computed.
     deduped: DedupedBatch | None = None
-    #: Its streamed jobs, by their indexes.
-    streamed: Mapping[int, StreamedJob] = field(default_factory=dict)
     prepare_ms: float = 0.0
     #: When its last stage ended, on the clock of `time.perf_counter`.
     ended_s: float = 0.0
@@ -40,6 +37,8 @@ class DeviceBatch:
     computed_tokens: int = 0
     #: How long it has waited for threads so far.
     queued_ms: float = 0.0
+    #: Why it has no outcomes, if it is the job of slots that it had to leave.
+    dropped: CommitStatus | None = None
     #: See `Done`.
     figures: Mapping[str, Any] | None = None
 
@@ -62,6 +61,9 @@ def answer(
     """
     started_s = time.perf_counter()
     work, context = batch.work, batch.work.commit
+    if batch.dropped is not None:
+        dropped = [(batch.dropped.value, ()) for _ in work.jobs]
+        return Done(work.id, dropped, batch.forward_ms, 0, 0, figures=batch.figures)
     if batch.deduped is not None:
         batch.outcomes = batch.deduped.encode()
     outcomes = list(_by_job(batch))
