@@ -55,11 +55,6 @@ def stream(client: Any, name: str, item: Any, **keywords: Any) -> Any:
     return task(client, name).stream(item, timeout_s=TIMEOUT_S, **keywords)
 
 
-def open_slots(worker: Worker, client: Celery) -> int:
-    stats = worker.inspect(client, "stats")
-    return int(stats["pool"]["devices"]["cpu/speller"]["slots_taken"])
-
-
 def in_slots(worker: Worker, client: Celery) -> int:
     stats = worker.inspect(client, "stats")
     return int(stats["pool"]["devices"]["cpu/speller"]["batches_in_flight"])
@@ -273,8 +268,8 @@ def test_a_reader_that_vanishes_has_its_job_cancelled_and_a_plain_job_goes_on(
 
 
 def test_a_caller_for_whom_nothing_comes_is_told_why(caller: Client, worker: Worker) -> None:
-    nothing = caller.task("nobody").stream(1, timeout_s=0.2)
-    with pytest.raises(NoResult, match=r"nothing within 0.2 s: 1 waiting in queue 'nobody'"):
+    nothing = caller.task("unserved").stream(1, timeout_s=0.2)
+    with pytest.raises(NoResult, match=r"nothing within 0.2 s: 1 waiting in queue 'unserved'"):
         next(nothing)
     unknown = caller.follow("no-such-job", timeout_s=0.1)
     with pytest.raises(NoResult, match="batchery stats"):
