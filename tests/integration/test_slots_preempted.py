@@ -20,9 +20,8 @@ def worker(start_module_worker: StartWorker, redis_url: str) -> None:
 
 def test_a_higher_class_takes_a_slot_whose_job_goes_on_where_it_was(tmp_path: Path) -> None:
     gate, notes = tmp_path / "gate", tmp_path / "notes"
-    low = {"priority": 9}
     bulk = [
-        slots.countdown.apply_async((50,), {"gate": str(gate), "notes": str(notes)}, **low)
+        slots.countdown.apply_async((50,), {"gate": str(gate), "notes": str(notes)}, priority=9)
         for _ in range(6)
     ]
     wait_for(lambda: len(slots.noted(notes)) == 4, "all slots are taken")

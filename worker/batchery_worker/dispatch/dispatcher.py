@@ -29,6 +29,7 @@ from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.demand import BatchDemand
+from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.dispatch.slots import (
     find_victim,
@@ -436,6 +437,7 @@ class Dispatcher:
             soft_time_limit_s=soft_limit_s,
             contexts=[job.payload.context for job in jobs] if options.needs_context else (),
             commit=self._eligibility.context(task, jobs, dispatched_s),
+            pieces=piece_context(jobs, self._settings),
             cache=options.cache,
             urgent=urgent,
         )

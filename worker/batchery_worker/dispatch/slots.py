@@ -5,7 +5,6 @@ from dataclasses import replace
 from datetime import datetime
 from math import inf
 
-from batchery.protocol.headers import HEADER, streams_pieces
 from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.device_pool.supervisor import MAX_STEP_S
 from batchery_worker.in_flight import DispatchedBatch, TaskCall
@@ -36,7 +35,6 @@ def limit_in_slots(
             None if deadline_s == inf else deadline_s,
             expires and (expires - datetime.now(expires.tzinfo)).total_seconds(),
         ),
-        streams=streams_pieces(job.payload.message.get(HEADER)),
     )
 
 

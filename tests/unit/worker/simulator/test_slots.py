@@ -37,7 +37,8 @@ def test_a_short_job_leaves_while_a_long_one_goes_on_and_the_next_takes_its_slot
     outcome = run([job(0, 10), job(0, 2), job(0, 3)])
     assert list(outcome.lanes[LOW].latencies_s) == pytest.approx([0.02, 0.05, 0.1])
     assert list(outcome.lanes[LOW].first_s) == pytest.approx([0.01, 0.01, 0.03])
-    assert (outcome.items, outcome.done, outcome.end_s) == (15, 3, pytest.approx(0.1))
+    assert (outcome.items, outcome.done) == (15, 3)
+    assert outcome.end_s == pytest.approx(0.1)
     # Of 20 slots times steps, 15 were taken.
     assert outcome.utilisation == pytest.approx(0.75)
 
