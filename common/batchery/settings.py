@@ -26,6 +26,7 @@ from pydantic_settings import SettingsError as JsonError
 
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings
+from batchery.server_settings import ServerSettings
 
 __all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
 
@@ -100,7 +101,7 @@ TASK_OPTIONS = (
 )
 
 
-class ModelSettings(BaseModel):
+class ModelSettings(ServerSettings):
     """One model, which becomes a Celery task with its own queue."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -502,6 +503,17 @@ def describe_file() -> str:
     """For the log: which file was read, or where there is none."""
     path = settings_file()
     return str(path.absolute()) if path.exists() else f"there is no {path.absolute()}"
+
+
+def read_secret(variable: str) -> str:
+    """The value of an environment variable that a setting names.
+
+    Raises:
+        SettingsError: It is not set.
+    """
+    if not (value := os.environ.get(variable)):
+        raise SettingsError(f"environment variable {variable}: a setting names it; set it")
+    return value
 
 
 def _refuse_missing_file() -> None:
