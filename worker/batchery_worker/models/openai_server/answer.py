@@ -141,17 +141,16 @@ class ServerAnswer:
             raise ServerFailed(
                 f"it goes on after {self._max_chars} characters; see whether it heeds max_tokens"
             )
-        pieces = []
         try:
             event = StreamEvent.model_validate_json(data)
-            for each in event.choices:
-                if piece := self._choices[each.index].add(each):
-                    pieces.append(piece | ({"choice": each.index} if self._choices[1:] else {}))
+            added = [(self._choices[each.index].add(each), each.index) for each in event.choices]
         except (ValidationError, AttributeError, IndexError, KeyError, TypeError):
             raise ServerFailed(
                 f"it sent an event that is none of a completion: {data:.200}"
             ) from None
         self.usage = event.usage or self.usage
+        is_one = len(self._choices) == 1
+        pieces = [piece if is_one else {**piece, "choice": at} for piece, at in added if piece]
         self.has_deltas |= any("delta" in piece for piece in pieces)
         return pieces, event.error
 

@@ -73,7 +73,12 @@ class OpenAIServerModel(StepModel):
         limits = settings.max_requests_per_minute, settings.max_tokens_per_minute
         self._server = ModelServer(client, make_rate_limit(digest, *limits), settings)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="requests", daemon=True).start()
+        self._thread = threading.Thread(target=self._run_requests, daemon=True)
+        self._thread.start()
+
+    def _run_requests(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
 
     def unload(self) -> None:
         """Closes all connections."""
@@ -81,6 +86,7 @@ class OpenAIServerModel(StepModel):
             self.leave(slot)
         asyncio.run_coroutine_threadsafe(self._server.client.aclose(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> Sequence[Any]:
         """Makes a request of each item."""

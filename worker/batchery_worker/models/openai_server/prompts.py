@@ -28,7 +28,7 @@ class ServerKeywords(GenerationKeywords):
     response_format: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    extra_body: dict[str, Any] = {}
+    extra_body: dict[str, Any] | None = None
 
 
 class ServerItem(Keywords):
@@ -46,7 +46,7 @@ class ServerItem(Keywords):
     messages: list[dict[str, Any]] | None = None
     tools: Any = None
     tool_choice: Any = None
-    options: dict[str, Any] = {}
+    options: dict[str, Any] | None = None
 
 
 def read_prompt(item: Any, keywords: Mapping[str, Any], settings: ModelSettings) -> ServerPrompt:
@@ -63,14 +63,14 @@ def read_prompt(item: Any, keywords: Mapping[str, Any], settings: ModelSettings)
     read = read_item(item)
     own = {"tools": read.tools, "tool_choice": read.tool_choice}
     own = {name: value for name, value in own.items() if value is not None}
-    options = read_keywords(ServerKeywords, {**keywords, **own, **read.options})
+    options = read_keywords(ServerKeywords, {**keywords, **own, **(read.options or {})})
     body = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
     body["max_tokens"] = options.max_new_tokens or settings.max_new_tokens
     body["temperature"] = options.temperature
     body["stream_options"] = {"include_usage": True}
     if read.messages and options.logprobs is not None:
         body |= {"logprobs": True, "top_logprobs": options.logprobs}
-    body |= options.extra_body
+    body |= options.extra_body or {}
     body |= {"prompt": read.prompt, "messages": read.messages}
     body |= {"model": settings.model, "stream": True}
     body = {name: value for name, value in body.items() if value is not None}
