@@ -168,7 +168,7 @@ class OpenAIServer:
         self._tasks.add(task := asyncio.current_task())
         self.connections += 1
         try:
-            with suppress(asyncio.IncompleteReadError, ConnectionError, Cut):
+            with suppress(EOFError, ConnectionError, asyncio.CancelledError, Cut):
                 while True:
                     await self._answer(reader, writer)
         finally:

@@ -37,7 +37,7 @@ MAX_EVENT_BYTES, MAX_ERROR_BYTES, MAX_ERROR_CHARS = 1 << 20, 1 << 16, 400
 
 #: Maximum characters of all events for each token that was asked for, and at least so many. The
 #: JSON around a token has hundreds, with log probabilities thousands.
-MAX_CHARS_PER_TOKEN, MIN_MAX_CHARS = 1 << 14, 1 << 20
+MAX_CHARS_PER_TOKEN, MIN_MAX_CHARS = 1 << 12, 1 << 20
 
 #: How long the end of a stream may take after its last event, in seconds; then the connection is
 #: closed instead of used again.
