@@ -200,8 +200,9 @@ class Exchange:
                 await self._server.limit.correct(used - self._prompt.tokens)
 
     def _end(self, outcome: Any) -> None:
-        self._has_ended = True
-        self._deliver(self, None, outcome)
+        if not self._has_ended:
+            self._has_ended = True
+            self._deliver(self, None, outcome)
 
 
 def pause_s(failures: int, after_s: float) -> float:
