@@ -274,7 +274,7 @@ def test_second_stream_goes_on_only_from_what_readers_have(
     assert driver.text(slot) == "SOMETHING "
 
     # Where nobody streams, it need not agree.
-    driver.model.is_streamed = False  # type: ignore[attr-defined]
+    driver.model.is_streamed = False
     server.replies["nobody"] = [cut_after("SOMETHING"), echo]
     slot = driver.join("nobody")
     assert driver.wait(slot)[0]["text"] == "NOBODY "
