@@ -21,7 +21,7 @@ class ChoiceEvent(BaseModel):
     finish_reason: str | None = None
 
 
-class Usage(BaseModel):
+class TokenCounts(BaseModel):
     """Tokens as the server counts them."""
 
     prompt_tokens: int = Field(ge=0)
@@ -32,7 +32,7 @@ class StreamEvent(BaseModel):
     """One event of a stream."""
 
     choices: list[ChoiceEvent] = []
-    usage: Usage | None = None
+    usage: TokenCounts | None = None
     error: Any = None
 
 
@@ -121,7 +121,7 @@ class ServerAnswer:
         """
         self._choices = [ServerChoice(sent.get(index, "")) for index in range(choices)]
         self._left_chars = self._max_chars = max_chars
-        self.usage: Usage | None = None
+        self.usage: TokenCounts | None = None
         self._has_deltas = False
 
     @property

@@ -11,7 +11,6 @@ from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 import httpx2
-from redis import RedisError
 
 from batchery.errors import InvalidItem, ServerFailed, counted
 from batchery.model import GOES_ON
@@ -119,7 +118,7 @@ class Exchange:
             try:
                 await self._server.limit.take(self._prompt.tokens)
                 await self._attempt()
-            except (TryAgain, RedisError, OSError) as error:
+            except (TryAgain, OSError) as error:
                 failures += 1
                 ends_s = min(ends_s, time.monotonic() + limit_s)
                 pause = pause_s(failures, getattr(error, "after_s", 0.0))
@@ -186,7 +185,7 @@ class Exchange:
         self._end(answer.result((self._first_s or now_s) - self._began_s, now_s - self._began_s))
         if answer.usage is not None:
             used = answer.usage.prompt_tokens + answer.usage.completion_tokens
-            with suppress(RedisError, OSError):
+            with suppress(OSError):
                 await self._server.limit.correct(used - self._prompt.tokens)
 
     def _end(self, outcome: Any) -> None:

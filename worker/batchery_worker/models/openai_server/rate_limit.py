@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from celery.app import app_or_default
+from redis import RedisError
 
 from batchery.redis_scripts import RedisScripts
 from batchery_worker.commit.committer import broker_client
@@ -52,7 +53,7 @@ class RateLimit:
         """Waits until a request with so many tokens may leave.
 
         Raises:
-            redis.RedisError: Redis does not answer; an `OSError` where it cannot be reached.
+            ConnectionError: Redis does not answer.
         """
         if self._requests[0] or self._tokens[0]:
             async with self._turn:
@@ -70,7 +71,10 @@ class RateLimit:
 
     def _run(self, at_once: int, requests: int, tokens: int) -> int:
         taken = (*self._requests, requests, *self._tokens, tokens)
-        return int(self._scripts.run("take", [self._key], at_once, *taken))
+        try:
+            return int(self._scripts.run("take", [self._key], at_once, *taken))
+        except (RedisError, OSError) as error:
+            raise ConnectionError(f"Redis, which has its rate limit: {error}") from None
 
 
 def make_rate_limit(name: str, *per_minute: int | None) -> RateLimit:
