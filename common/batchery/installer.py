@@ -35,6 +35,13 @@ KINDS = {
     "multi_vector_embedding": (
         "batchery_worker.models.multi_vector_embedding:MultiVectorEmbeddingModel"
     ),
+    "generation": "batchery_worker.models.generation.model:GenerationModel",
+}
+
+#: The same for what computes texts, and how many at once where the settings do not say.
+ENGINES = {
+    "transformers": (KINDS["generation"], 16),
+    "openai": ("batchery_worker.models.openai_server.model:OpenAIServerModel", 256),
 }
 
 
@@ -154,14 +161,18 @@ def _register_models(app: Celery) -> None:
 
 
 def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
+    has_slots = settings.kind == "generation"
+    model, slots = ENGINES[settings.engine] if has_slots else (KINDS[settings.kind], None)
     register(
         app,
         name,
-        KINDS[settings.kind],
+        model,
         queue=settings.queue,
         model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
-        **{name: getattr(settings, name) for name in TASK_OPTIONS},
+        slots=slots and (settings.slots or slots),
+        # `max_batch_tokens` is the model's own matter there.
+        **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
     )

@@ -129,7 +129,7 @@ class StepLoop:
         batch.queued_ms, batch.ended_s = (now_s - batch.ended_s) * 1e3, now_s
         self._jobs[work.id] = message
         items = [
-            SlotItem((work.id, at), prepared, work.keywords, message.pieces)
+            SlotItem((work.id, at), prepared, work.keywords, message.pieces, work.streams)
             for at, prepared in enumerate(batch.items)
             if not isinstance(prepared, NON_VALUES)
         ]
