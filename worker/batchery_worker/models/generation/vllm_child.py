@@ -4,8 +4,9 @@
 
 Batchery is not installed there. So this file imports the standard library and vLLM; our frames come
 by the path of their file. vLLM spawns processes that import this file again, so nothing happens on
-import. A frame is JSON. The first one says how to set the engine up, and is answered by `ready` or `error`. Later ones are lists: `["generate", request, token ids, sampling]`, `["abort", request]`.
-The answer to those is a list for each step, with an event for each request that went on.
+import. A frame is JSON. The first one says how to set the engine up, and is answered by `ready` or
+`error`. Later ones are lists: `["generate", name, token ids, sampling]`, `["abort", name]`. The
+answer to those is a list for each step, with an event for each text that went on.
 """
 
 import asyncio
@@ -19,12 +20,12 @@ from typing import Any
 
 
 class EngineServer:
-    """Runs requests until the other end closes the pipe, or the engine dies."""
+    """Writes texts until the other end closes the pipe, or the engine dies."""
 
     def __init__(self, engine: Any, link: Any) -> None:
         self._engine = engine
         self._link = link
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
         self._events: list[dict[str, Any]] = []
         self._loop = asyncio.get_running_loop()
         #: Set to why it ends: an empty text, or what the engine died of.
@@ -38,34 +39,34 @@ class EngineServer:
             self._end("")
             return
         for frame in frames:
-            order, request, *rest = json.loads(frame)
+            order, name, *rest = json.loads(frame)
             if order == "generate":
-                self._running[request] = self._loop.create_task(self._generate(request, *rest))
-            elif request in self._running:
-                # The engine aborts a request whose reader is cancelled.
-                self._running.pop(request).cancel()
+                self._running[name] = self._loop.create_task(self._generate(name, *rest))
+            elif name in self._running:
+                # The engine aborts a text whose reader is cancelled.
+                self._running.pop(name).cancel()
 
-    async def _generate(self, request: int, tokens: list[int], sampling: dict[str, Any]) -> None:
+    async def _generate(self, name: str, tokens: list[int], sampling: dict[str, Any]) -> None:
         try:
             outputs = self._engine.generate(
-                {"prompt_token_ids": tokens}, make_sampling(sampling), str(request)
+                {"type": "token", "prompt_token_ids": tokens}, make_sampling(sampling), name
             )
             async for output in outputs:
-                self._report(request, **describe(output.outputs[0]))
-        except Exception as error:
+                self._report(name, **describe(output.outputs[0]))
+        except Exception as error:  # noqa: BLE001
             if self._engine.errored:
                 self._end(one_line(error))
                 return
-            # vLLM wraps what it did not expect; all else is what is wrong with the request.
+            # vLLM wraps what it did not expect; all else is what is wrong with the text.
             wrapped = error.__cause__ if type(error).__name__ == "EngineGenerateError" else None
-            self._report(request, error=one_line(wrapped or error), refused=wrapped is None)
-        self._running.pop(request, None)
+            self._report(name, error=one_line(wrapped or error), refused=wrapped is None)
+        self._running.pop(name, None)
 
-    def _report(self, request: int, **event: Any) -> None:
+    def _report(self, name: str, **event: Any) -> None:
         """Events of one step leave together, when all of its readers have run."""
         if not self._events:
             self._loop.call_soon(self._flush)
-        self._events.append({"request": request, **event})
+        self._events.append({"name": name, **event})
 
     def _flush(self) -> None:
         self._link.send(json.dumps(self._events).encode())
@@ -99,7 +100,7 @@ def make_sampling(sampling: dict[str, Any]) -> Any:
 
 
 def describe(part: Any) -> dict[str, Any]:
-    """What one step made for one request."""
+    """What one step made of one text."""
     event: dict[str, Any] = {"tokens": list(part.token_ids)}
     if part.logprobs is not None:
         event["logprobs"] = [
@@ -151,7 +152,7 @@ async def serve(link: Any, setup: dict[str, Any]) -> int:
     """Runs an engine as long as the other end wants it; returns the exit code."""
     try:
         engine = start_engine(setup["options"], setup["cache_tokens"])
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (whatever vLLM raises)
         link.send(json.dumps({"error": one_line(error)}).encode())
         return 1
     server = EngineServer(engine, link)
