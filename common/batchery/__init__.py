@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         WrongLength,
     )
     from batchery.installer import install, register
-    from batchery.model import Model
+    from batchery.model import Advance, Model, StepModel
     from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
     from batchery.results import (
         Classification,
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from batchery_worker.inprocess.engine import Engine
 
 __all__ = [
+    "Advance",
     "AppNotImportable",
     "AsyncClient",
     "AsyncTask",
@@ -128,6 +129,7 @@ __all__ = [
     "Snapshot",
     "SparseEmbedding",
     "StartError",
+    "StepModel",
     "SubmitOptions",
     "Summary",
     "TaskClient",
@@ -193,7 +195,7 @@ _MODULES = {
     **dict.fromkeys(("Batcher", "batched"), "batchery_worker.inprocess.batcher"),
     "BatchTask": "batchery.task",
     "Engine": "batchery_worker.inprocess.engine",
-    "Model": "batchery.model",
+    **dict.fromkeys(("Advance", "Model", "StepModel"), "batchery.model"),
 }
 
 
