@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         PublishError,
         QueueFull,
         RedisUnavailable,
+        ServerFailed,
         SettingsError,
         StartError,
         UnserialisableResult,
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     )
     from batchery.installer import install, register
     from batchery.model import Advance, Model, StepModel
-    from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+    from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAfter
     from batchery.results import (
         Classification,
         Embedding,
@@ -63,10 +64,12 @@ if TYPE_CHECKING:
     from batchery.transport.dead_letters import DeadLetter, DeadLetters
     from batchery_producer import (
         AsyncClient,
+        AsyncPieceStream,
         AsyncTask,
         Client,
         Ending,
         Outcome,
+        PieceStream,
         Progress,
         Publisher,
         Snapshot,
@@ -82,6 +85,7 @@ __all__ = [
     "Advance",
     "AppNotImportable",
     "AsyncClient",
+    "AsyncPieceStream",
     "AsyncTask",
     "BatchArgumentError",
     "BatchTask",
@@ -115,6 +119,8 @@ __all__ = [
     "NoResult",
     "OutOfMemory",
     "Outcome",
+    "Partial",
+    "PieceStream",
     "Progress",
     "PublishError",
     "Publisher",
@@ -124,6 +130,7 @@ __all__ = [
     "Replace",
     "RetryAfter",
     "Score",
+    "ServerFailed",
     "Settings",
     "SettingsError",
     "Snapshot",
@@ -167,6 +174,7 @@ _MODULES = {
             "PublishError",
             "QueueFull",
             "RedisUnavailable",
+            "ServerFailed",
             "SettingsError",
             "StartError",
             "UnserialisableResult",
@@ -174,7 +182,9 @@ _MODULES = {
         ),
         "batchery.errors",
     ),
-    **dict.fromkeys(("Failed", "Ignore", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"),
+    **dict.fromkeys(
+        ("Failed", "Ignore", "Partial", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"
+    ),
     **dict.fromkeys(
         (
             "Classification",

@@ -49,7 +49,9 @@ class Watched(RealScheduler):
         left_s: float = 0.0,
         **options: Any,
     ) -> SimulatedBatch | None:
-        return self._noted(super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s, **options))
+        return self._noted(
+            super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s, **options)
+        )
 
     def urgent_batch(
         self, behind: Sequence[SimulatedBatch], now_s: float, left_s: float = math.inf
