@@ -15,12 +15,13 @@ from typing_extensions import TypedDict
 
 from batchery_producer.answers import BatchSummary, Outcome
 from batchery_producer.gateway.answers import json_response
-from batchery_producer.gateway.bodies import WHOLE, JsonRoute, RequestBody
+from batchery_producer.gateway.bodies import WHOLE, JsonRoute
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.monitor import DeviceFigures, find_devices, in_gb
 from batchery_producer.gateway.problems import Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.request_fields import RequestBody
 
 # Answers that come in pieces: server-sent events, or a line of JSON for each
 

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 
 from batchery.settings import Settings
 from batchery_producer.gateway.answers import json_response, off_loop
-from batchery_producer.gateway.bodies import JsonRoute, ModelName, TokenId, expected
+from batchery_producer.gateway.bodies import JsonRoute, ModelName, TokenId
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import check_growth, count_chars, read_items
 from batchery_producer.gateway.models import (
@@ -46,6 +46,7 @@ from batchery_producer.gateway.routes.tei import (
     zero_shot,
 )
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.request_fields import expected
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
