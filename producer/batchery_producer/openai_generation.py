@@ -110,13 +110,6 @@ class GenerationRequest(RequestBody):
         return [{**content, "options": given} for content in self.contents()]
 
 
-class TextPart(RequestBody):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 class ChatMessage(RequestBody):
     """A message; further fields, such as `tool_calls`, are the template's."""
 
@@ -124,18 +117,10 @@ class ChatMessage(RequestBody):
 
     role: Annotated[str, Field(min_length=1, examples=["user"])]
     content: Annotated[
-        str | list[TextPart] | None,
-        expected("a text, or a list of parts of type 'text'"),
+        str | list[dict[str, Any]] | None,
+        expected("a text, or a list of parts such as {'type': 'text', 'text': ...}"),
         Field(examples=["the cat"]),
     ] = None
-
-    def dump(self) -> dict[str, Any]:
-        """The message as templates know it: with one text, and without nulls."""
-        found = self.model_dump(exclude_none=True)
-        if isinstance(self.content, list):
-            found["content"] = "\n".join(part.text for part in self.content)
-        # Templates have only the older name.
-        return {**found, "role": "system" if self.role == "developer" else self.role}
 
 
 class ChatRequest(GenerationRequest):
@@ -168,7 +153,9 @@ class ChatRequest(GenerationRequest):
 
     def contents(self) -> list[dict[str, Any]]:
         """The conversation, and the tools that the model may call."""
-        found: dict[str, Any] = {"messages": [message.dump() for message in self.messages]}
+        found: dict[str, Any] = {
+            "messages": [each.model_dump(exclude_none=True) for each in self.messages]
+        }
         if self.tools and self.tool_choice != "none":
             found["tools"] = self.tools
             if self.tool_choice not in (None, "auto"):
@@ -180,8 +167,8 @@ class CompletionRequest(GenerationRequest):
     """A text that is to go on, or several."""
 
     prompt: Annotated[
-        str | Annotated[list[str], Field(min_length=1)],
-        expected("a text, or a list of texts; token ids are not served"),
+        str | list[int] | Annotated[list[str | list[int]], Field(min_length=1)],
+        expected("a text, a list of token ids, or a list of either"),
         Field(examples=["the cat", ["the cat", "a dog"]]),
     ]
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
@@ -196,8 +183,9 @@ class CompletionRequest(GenerationRequest):
 
     def contents(self) -> list[dict[str, Any]]:
         """The prompts."""
-        prompts = [self.prompt] if isinstance(self.prompt, str) else self.prompt
-        return [{"prompt": prompt} for prompt in prompts]
+        given = self.prompt
+        is_one = isinstance(given, str) or isinstance(given[0], int)
+        return [{"prompt": prompt} for prompt in ([given] if is_one else given)]
 
 
 #: The bodies of both routes, which batch files may have as well.
@@ -225,11 +213,10 @@ def read_line(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def count_item_chars(item: Mapping[str, Any]) -> int:
-    """Characters of an item: of its prompt, or of its messages and tools as JSON."""
-    prompt = item.get("prompt")
-    if isinstance(prompt, str):
-        return len(prompt)
-    return len(json.dumps([item.get("messages"), item.get("tools")]))
+    """Characters or token ids of a prompt, or characters of messages and tools as JSON."""
+    if "prompt" in item:
+        return len(item["prompt"])
+    return len(json.dumps([item["messages"], item.get("tools")]))
 
 
 # Answers
@@ -330,7 +317,8 @@ def list_choices(result: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
 
 def count_usage(results: Iterable[Mapping[str, Any]]) -> CompletionUsage:
     """The tokens of some results together."""
-    pairs = [(int(each["tokens_in"]), int(each["tokens_out"])) for each in results]
+    # A server behind a model may not count.
+    pairs = [(each["tokens_in"] or 0, each["tokens_out"] or 0) for each in results]
     read, written = (sum(counts) for counts in zip(*pairs, strict=True))
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 

@@ -1,5 +1,7 @@
 """Texts in batches, and the form in which events are told."""
 
+from typing import Any
+
 import pytest
 
 from batchery_producer.answers import BatchSummary, Outcome
