@@ -212,8 +212,10 @@ def read_line(url: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
     return request.items()
 
 
-def count_item_chars(item: Mapping[str, Any]) -> int:
-    """Characters or token ids of a prompt, or characters of messages and tools as JSON."""
+def count_item_chars(item: Any) -> int:
+    """Characters or token ids of a text; characters of a chat, with its tools, as JSON."""
+    if not isinstance(item, Mapping):
+        return len(item)
     if "prompt" in item:
         return len(item["prompt"])
     return len(json.dumps([item["messages"], item.get("tools")]))
@@ -359,7 +361,7 @@ class ChatForm:
         """What comes after the last piece of a choice."""
         return {**self._delta(index, {}), "finish_reason": choice["finish_reason"]}
 
-    def _delta(self, index: int, delta: Mapping[str, Any]) -> dict[str, Any]:
+    def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def logprobs(self, _: int, found: Mapping[str, Any]) -> ChatLogprobs | None:

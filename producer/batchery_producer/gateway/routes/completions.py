@@ -30,6 +30,7 @@ from batchery_producer.openai_generation import (
     ChatCompletion,
     ChatRequest,
     CompletionRequest,
+    Form,
     GenerationRequest,
     TextCompletion,
     build_completion,
@@ -60,7 +61,7 @@ async def complete_text(request: Request, body: CompletionRequest) -> Response:
     """How a text goes on, or each of several."""
     model = get_gateway(request).models.find(body.model, KINDS)
     if has_ids(body.prompt) and not model.is_own_name(body.model):
-        raise Problem(Kind.INVALID, ALIAS_IDS.format(body.model), param="prompt")
+        raise Problem(Kind.INVALID, ALIAS_IDS.format("prompt", body.model), param="prompt")
     return await _complete(request, model, body, TEXT_URL)
 
 
@@ -86,7 +87,7 @@ async def _list_events(
     request: Request, feed: PieceFeed, model: str, wants_usage: bool, url: str
 ) -> AsyncIterator[bytes]:
     """The events of a stream, until its end or an error."""
-    form = FORMS[url]()
+    form: Form = FORMS[url]()
     head: dict[str, Any] = {
         "id": form.id_prefix + feed.job_id,
         "object": form.piece_object,
@@ -100,8 +101,8 @@ async def _list_events(
             index = piece.get("choice", 0)
             if not (index in opened or feed.is_resumed):
                 opened.add(index)
-                for choice in form.opening(index):
-                    yield write_event({**head, "choices": [choice]})
+                for first in form.opening(index):
+                    yield write_event({**head, "choices": [first]})
             yield write_event({**head, "choices": [form.piece(index, piece)]}, id_)
         result = feed.result()
         for index, choice in enumerate(list_choices(result)):

@@ -157,7 +157,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector for each input."""
     model = get_gateway(request).models.find(body.model, ("embedding",))
     if has_ids(body.input) and not model.is_own_name(body.model):
-        raise Problem(Kind.INVALID, ALIAS_IDS.format(body.model), param="input")
+        raise Problem(Kind.INVALID, ALIAS_IDS.format("input", body.model), param="input")
     dimensions = body.choose_value("dimensions", "output_dimension")
     as_text = body.choose_value("encoding_format", "embedding_type") == "base64"
     items = read_items(request, "input", body.items)

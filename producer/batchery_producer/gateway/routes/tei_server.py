@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Body, Request
 from fastapi.exceptions import RequestValidationError
@@ -230,10 +230,10 @@ SHARED_INFO = (
 def build_writer_info(known: ServerInfo) -> WriterInfo:
     """A model that writes, in TGI's words."""
     tokens = known["max_input_length"]
-    own = {"model_pipeline_tag": "text-generation", "router": "batchery", "max_best_of": 1}
-    limits = {"max_stop_sequences": 16, "max_input_tokens": tokens, "max_total_tokens": tokens}
-    shared = {name: value for name, value in known.items() if name in SHARED_INFO}
-    return WriterInfo(**shared, **own, **limits)  # type: ignore[typeddict-item]
+    found: Any = {name: known[name] for name in SHARED_INFO}  # type: ignore[literal-required]
+    found |= {"model_pipeline_tag": "text-generation", "router": "batchery", "max_best_of": 1}
+    found |= {"max_stop_sequences": 16, "max_input_tokens": tokens, "max_total_tokens": tokens}
+    return cast(WriterInfo, found)
 
 
 @router.get("/info", response_model=ServerInfo | WriterInfo)

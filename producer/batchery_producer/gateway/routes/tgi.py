@@ -87,7 +87,7 @@ class TgiToken(TypedDict):
 class GenerateDetails(TypedDict):
     """How a text was made."""
 
-    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    finish_reason: Literal["length", "eos_token"]
     generated_tokens: int
     seed: int | None
     prefill: list[TgiToken]
@@ -146,7 +146,7 @@ async def _generate(request: Request, body: GenerateRequest, model: str | None) 
     item = {"prompt": body.inputs, "options": parameters.options(with_tokens=with_tokens)}
     check_prompts(request, [item])
     (result,) = await generate(request, served, [item])
-    details = {
+    details: Any = {
         **_describe_end(result, parameters),
         "prefill": [],
         "tokens": [_describe_token(each) for each in result.get("logprobs") or ()],
@@ -187,9 +187,9 @@ async def _list_events(
 
 
 def _describe_end(result: Mapping[str, Any], parameters: GenerateParameters) -> dict[str, Any]:
-    reason = "length" if result["finish_reason"] == "length" else "eos_token"
     return {
-        "finish_reason": "stop_sequence" if result.get("stop") else reason,
+        # What made it stop, an end token or a stop sequence, is not known here.
+        "finish_reason": "length" if result["finish_reason"] == "length" else "eos_token",
         "generated_tokens": result["tokens_out"] or 0,
         "seed": parameters.seed,
     }
