@@ -20,7 +20,7 @@ from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, 
 from batchery_worker.models.generation.texts import Prompt, SlotJob, SlotText
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
-from batchery_worker.models.inputs import GenerationKeywords, read_keywords
+from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
 from batchery_worker.models.source import ModelSource, identity, quiet, reason
 from batchery_worker.models.tokenizer import load_tokenizer, longest_text
 
@@ -178,8 +178,9 @@ class GenerationModel(StepModel):
         prepared: list[Any] = []
         for item in items:
             try:
-                options = read_keywords(GenerationKeywords, keywords)
-                prepared.append(self._prompt(self._prompts.read(item), options))
+                content, own = split_options(item)
+                options = read_keywords(GenerationKeywords, {**keywords, **own})
+                prepared.append(self._prompt(self._prompts.read(content), options))
             except InvalidItem as error:
                 prepared.append(Failed(InvalidItem(str(error))))
         return prepared
