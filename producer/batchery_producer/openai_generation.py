@@ -167,7 +167,9 @@ class CompletionRequest(GenerationRequest):
     """A text that is to go on, or several."""
 
     prompt: Annotated[
-        str | list[int] | Annotated[list[str | list[int]], Field(min_length=1)],
+        str
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[str | list[int]], Field(min_length=1)],
         expected("a text, a list of token ids, or a list of either"),
         Field(examples=["the cat", ["the cat", "a dog"]]),
     ]
