@@ -1,12 +1,14 @@
 """OpenAI's routes for texts: chats and prompts, whole or as a stream of events."""
 
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
 from batchery_producer.gateway.answers import json_response
@@ -63,6 +65,28 @@ async def complete_text(request: Request, body: CompletionRequest) -> Response:
     if has_ids(body.prompt) and not model.is_own_name(body.model):
         raise Problem(Kind.INVALID, ALIAS_IDS.format("prompt", body.model), param="prompt")
     return await _complete(request, model, body, TEXT_URL)
+
+
+#: Names of answers, which have the id of their job.
+COMPLETION_ID = r"(?:chatcmpl|cmpl)-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})"
+
+
+class CompletionDeleted(TypedDict):
+    """An answer that nobody waits for any more."""
+
+    id: str
+    object: Literal["chat.completion.deleted"]
+    deleted: bool
+
+
+@router.delete(CHAT_URL + "/{completion_id}")
+async def cancel_completion(request: Request, completion_id: str) -> CompletionDeleted:
+    """Ends a stream at once, by the `id` of its events; only who has read it knows that."""
+    found = re.fullmatch(COMPLETION_ID, completion_id)
+    if found is None:
+        raise Problem(Kind.NOT_FOUND, f"completion {completion_id!r:.100}: no such answer")
+    get_gateway(request).client.cancel(found[1])
+    return {"id": completion_id, "object": "chat.completion.deleted", "deleted": True}
 
 
 async def _complete(
