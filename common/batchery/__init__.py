@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     )
     from batchery.installer import install, register
     from batchery.model import Advance, Model, StepModel
-    from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+    from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAfter
     from batchery.results import (
         Classification,
         Embedding,
@@ -62,10 +62,12 @@ if TYPE_CHECKING:
     from batchery.transport.dead_letters import DeadLetter, DeadLetters
     from batchery_producer import (
         AsyncClient,
+        AsyncPieceStream,
         AsyncTask,
         Client,
         Ending,
         Outcome,
+        PieceStream,
         Progress,
         Publisher,
         Snapshot,
@@ -81,6 +83,7 @@ __all__ = [
     "Advance",
     "AppNotImportable",
     "AsyncClient",
+    "AsyncPieceStream",
     "AsyncTask",
     "BatchArgumentError",
     "BatchTask",
@@ -113,6 +116,8 @@ __all__ = [
     "NoResult",
     "OutOfMemory",
     "Outcome",
+    "Partial",
+    "PieceStream",
     "Progress",
     "PublishError",
     "Publisher",
@@ -172,7 +177,9 @@ _MODULES = {
         ),
         "batchery.errors",
     ),
-    **dict.fromkeys(("Failed", "Ignore", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"),
+    **dict.fromkeys(
+        ("Failed", "Ignore", "Partial", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"
+    ),
     **dict.fromkeys(
         (
             "Classification",
