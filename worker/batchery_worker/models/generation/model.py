@@ -15,7 +15,7 @@ from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.generation.prompts import Prompts, decoder, ending_tokens
+from batchery_worker.models.generation.prompts import Prompts, ending_tokens, make_decoder
 from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
 from batchery_worker.models.generation.texts import Prompt, SlotJob, SlotText
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
@@ -52,6 +52,10 @@ class GenerationModel(StepModel):
     of `batchery.Generation`; pieces have its `text`, and `tokens`.
     """
 
+    #: Of transformers.
+    model: Any
+    tokenizer: Any
+
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self.slots = settings.slots or StepModel.slots
@@ -83,7 +87,8 @@ class GenerationModel(StepModel):
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._check_config(config)
         self.tokenizer = load_tokenizer(source)
-        self.model, info = AutoModelForCausalLM.from_pretrained(
+        loader: Any = AutoModelForCausalLM
+        self.model, info = loader.from_pretrained(
             source.name,
             dtype=dtype_for(self.settings.dtype, self._device),
             use_safetensors=True,
@@ -100,7 +105,7 @@ class GenerationModel(StepModel):
         self.model.to(self._device).eval()
         self._endings = ending_tokens(self.model, self.tokenizer)
         self._penalty = float(self.model.generation_config.repetition_penalty or 1.0)
-        self._decode = decoder(self.tokenizer)
+        self._decode = make_decoder(self.tokenizer)
         embedded = self.model.get_input_embeddings().weight.shape[0]
         self._prompts = Prompts(self.tokenizer, embedded, self.settings.max_chars)
         found = longest_text(self.settings, source, self.tokenizer, self.model)
@@ -267,7 +272,9 @@ class GenerationModel(StepModel):
                         "token": self.tokenizer.decode([token]),
                         "id": token,
                         "logprob": own,
-                        "top": [[self.tokenizer.decode([id]), id, value] for id, value in top],
+                        "top": [
+                            [self.tokenizer.decode([each]), each, value] for each, value in top
+                        ],
                     }
                 )
         return tokens
