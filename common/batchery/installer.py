@@ -10,7 +10,7 @@ from celery.app.defaults import DEFAULTS
 
 from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
-from batchery.model import Model, StepModel
+from batchery.model import Model
 from batchery.settings import TASK_OPTIONS, ModelSettings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
@@ -43,6 +43,9 @@ ENGINES = {
     "transformers": KINDS["generation"],
     "openai": "batchery_worker.models.openai_server.model:OpenAIServerModel",
 }
+
+#: Maximum jobs at once by engine, where the settings say nothing: a server takes hundreds.
+SLOTS = {"transformers": 16, "openai": 256}
 
 
 def install(app: Celery, **settings: Any) -> Celery:
@@ -161,14 +164,17 @@ def _register_models(app: Celery) -> None:
 
 
 def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
+    has_slots = settings.kind == "generation"
     register(
         app,
         name,
-        ENGINES[settings.engine] if settings.kind == "generation" else KINDS[settings.kind],
+        ENGINES[settings.engine] if has_slots else KINDS[settings.kind],
         queue=settings.queue,
         model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
-        **{name: getattr(settings, name) for name in TASK_OPTIONS},
+        slots=(settings.slots or SLOTS[settings.engine]) if has_slots else None,
+        # `max_batch_tokens` is the model's own matter there.
+        **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
     )

@@ -133,6 +133,13 @@ class AsyncClient:
         asyncio.get_running_loop().run_in_executor(None, reader.wake)
         return stream
 
+    def cancel(self, job_id: str) -> None:
+        """Ends a job that was sent by `stream`, whoever reads it; must be called in the event loop.
+
+        Nothing says whether it had ended before.
+        """
+        self._session.abandon(job_id)
+
     async def close(self) -> None:
         """Revokes jobs that no worker has begun, and those streamed; closes all connections."""
         await self._session.close()
@@ -216,13 +223,14 @@ class Session:
             self.reader,
             task_id,
             timeout_s=terms.timeout_s,
-            cancel=partial(self._abandon, task_id),
+            cancel=partial(self.abandon, task_id),
         )
         self._streams[task_id] = stream
         self._gather(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item), stream))
         return stream
 
-    def _abandon(self, task_id: str) -> None:
+    def abandon(self, task_id: str) -> None:
+        """Cancels a job whose partial results are read."""
         self._abandoned.add(task_id)
         self._cancel(task_id)
 
