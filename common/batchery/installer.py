@@ -10,7 +10,7 @@ from celery.app.defaults import DEFAULTS
 
 from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
-from batchery.model import Model
+from batchery.model import Model, StepModel
 from batchery.settings import TASK_OPTIONS, ModelSettings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
