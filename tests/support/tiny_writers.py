@@ -70,11 +70,14 @@ def save_writer(folder: Path, architecture: str = "llama", **options: Any) -> Pa
     tokenizer = make_byte_tokenizer()
     end = tokenizer.eos_token_id
     config = getattr(transformers, f"{prefix}Config")(
-        vocab_size=len(tokenizer),
-        eos_token_id=end,
-        bos_token_id=None,
-        pad_token_id=end,
-        **{**config_options, **options},
+        **{
+            "vocab_size": len(tokenizer),
+            "eos_token_id": end,
+            "bos_token_id": None,
+            "pad_token_id": end,
+            **config_options,
+            **options,
+        }
     )
     suffix = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
     with torch.random.fork_rng():
