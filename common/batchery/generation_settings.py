@@ -14,7 +14,8 @@ class GenerationSettings(BaseModel):
         Literal["transformers", "openai"], Field(description="Generation: what computes the texts.")
     ] = "transformers"
     slots: Annotated[
-        int | None, Field(gt=0, description="Generation: maximum jobs at once; 16 where unset.")
+        int | None,
+        Field(gt=0, description="Generation: maximum jobs at once; 16 if unset, 256 of a server."),
     ] = None
     max_new_tokens: Annotated[
         int, Field(gt=0, description="Generation: maximum tokens of a text, if the job says none.")

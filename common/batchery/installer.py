@@ -38,14 +38,11 @@ KINDS = {
     "generation": "batchery_worker.models.generation.model:GenerationModel",
 }
 
-#: The same for what computes texts.
+#: The same for what computes texts, and how many at once where the settings do not say.
 ENGINES = {
-    "transformers": KINDS["generation"],
-    "openai": "batchery_worker.models.openai_server.model:OpenAIServerModel",
+    "transformers": (KINDS["generation"], 16),
+    "openai": ("batchery_worker.models.openai_server.model:OpenAIServerModel", 256),
 }
-
-#: Maximum jobs at once by engine, where the settings say nothing: a server takes hundreds.
-SLOTS = {"transformers": 16, "openai": 256}
 
 
 def install(app: Celery, **settings: Any) -> Celery:
@@ -165,16 +162,17 @@ def _register_models(app: Celery) -> None:
 
 def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
     has_slots = settings.kind == "generation"
+    model, slots = ENGINES[settings.engine] if has_slots else (KINDS[settings.kind], None)
     register(
         app,
         name,
-        ENGINES[settings.engine] if has_slots else KINDS[settings.kind],
+        model,
         queue=settings.queue,
         model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
-        slots=(settings.slots or SLOTS[settings.engine]) if has_slots else None,
+        slots=slots and (settings.slots or slots),
         # `max_batch_tokens` is the model's own matter there.
         **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
     )

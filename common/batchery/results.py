@@ -6,7 +6,7 @@ it a type.
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -138,7 +138,7 @@ class TokenLogprob(BaseModel):
 
     Attributes:
         token: Its text.
-        id: Its number in the vocabulary.
+        id: Its number in the vocabulary; None if a server computes.
         logprob: Natural logarithm of its probability, before any keyword changes it.
         top: Text, number and logarithm of the likeliest tokens, as many as were asked for.
     """
@@ -146,9 +146,9 @@ class TokenLogprob(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     token: str
-    id: int
+    id: int | None
     logprob: float
-    top: list[tuple[str, int, float]] = []
+    top: list[tuple[str, int | None, float]] = []
 
 
 class GeneratedText(BaseModel):
@@ -156,15 +156,18 @@ class GeneratedText(BaseModel):
 
     Attributes:
         text: Without the prompt, special tokens and the stop string.
-        finish_reason: `stop` if the model or a stop string ended it, `length` if a limit did.
+        finish_reason: `stop` if the model or a stop string ended it, `length` if a limit did. A
+            server may have others, such as `tool_calls`.
         logprobs: One per token; only with the keyword.
+        message: As OpenAI has it, if a server sends more than a text: calls of tools, reasoning.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     text: str
-    finish_reason: Literal["stop", "length"]
+    finish_reason: str
     logprobs: list[TokenLogprob] | None = None
+    message: dict[str, Any] | None = None
 
 
 class GenerationTimings(BaseModel):
@@ -174,7 +177,7 @@ class GenerationTimings(BaseModel):
 
     first_token_ms: float
     total_ms: float
-    tokens_per_s: float
+    tokens_per_s: float | None
 
 
 class Generation(BaseModel):
@@ -184,8 +187,9 @@ class Generation(BaseModel):
         text: See `GeneratedText`; None with `n` above 1.
         finish_reason: As there.
         logprobs: As there.
+        message: As there.
         choices: With `n` above 1, one per text.
-        tokens_in: Tokens of the prompt.
+        tokens_in: Tokens of the prompt; None if a server does not say, as in the next one.
         tokens_out: Tokens of all texts, with the ones that end them.
         timings: How long it took.
     """
@@ -193,11 +197,12 @@ class Generation(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     text: str | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: str | None = None
     logprobs: list[TokenLogprob] | None = None
+    message: dict[str, Any] | None = None
     choices: list[GeneratedText] = []
-    tokens_in: int
-    tokens_out: int
+    tokens_in: int | None
+    tokens_out: int | None
     timings: GenerationTimings
 
 

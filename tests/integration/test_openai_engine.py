@@ -11,12 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from celery import Celery
+from celery.exceptions import TaskRevokedError
 
+from batchery import Client, Generation
 from batchery.errors import InvalidItem, ModelLoadError, ServerFailed, SettingsError
 from batchery.settings import ModelSettings
 from batchery_worker.devstack.redis_server import free_port
 from batchery_worker.models.openai_server.model import OpenAIServerModel
-from support.harness import TESTS, wait_for
+from conftest import StartWorker
+from support.harness import TESTS, Worker, wait_for
 from support.openai_server import (
     Call,
     Cut,
@@ -270,7 +274,7 @@ def test_second_stream_goes_on_only_from_what_readers_have(
     assert driver.text(slot) == "SOMETHING "
 
     # Where nobody streams, it need not agree.
-    driver.model.is_streamed = False  # type: ignore[attr-defined]
+    driver.model.is_streamed = False
     server.replies["nobody"] = [cut_after("SOMETHING"), echo]
     slot = driver.join("nobody")
     assert driver.wait(slot)[0]["text"] == "NOBODY "
@@ -388,3 +392,56 @@ def test_limits_hold_for_all_processes_together(
     took_s = times_s[-1] - times_s[0]
     assert took_s < patient(3 * 20 / per_s)
     assert set(Counter(asked.prompt.split()[0] for asked in server.asked)) == set(names)
+
+
+@pytest.fixture(scope="module")
+def far() -> Iterator[OpenAIServer]:
+    """The server of the worker."""
+    with OpenAIServer() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def worker(
+    start_module_worker: StartWorker,
+    far: OpenAIServer,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Worker:
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "batchery.toml").write_text(
+        '[models.chat]\nkind = "generation"\nengine = "openai"\nmodel = "tiny"\n'
+        f'base_url = "{far.url}"\napi_key_env = "FAR_KEY"\nserver_retry_s = 1\n'
+    )
+    return start_module_worker(
+        "batchery.app", "-Q", "chat", cwd=folder, env={"FAR_KEY": "sk-far", "PYTHONPATH": ""}
+    )
+
+
+@pytest.mark.usefixtures("worker")
+def test_jobs_of_a_worker_get_texts_streams_and_errors_of_the_server(
+    far: OpenAIServer, client: Celery, redis_url: str
+) -> None:
+    def send(item: Any, **keywords: Any) -> Any:
+        return client.send_task("chat", [item], keywords, queue="chat")
+
+    far.replies["who"] = [status(401, "bad key")]
+    far.replies["slow"] = [pause_after("a", 600)]
+    slow = send("slow")
+    jobs = [send(f"job {number}") for number in range(300)]
+    results = [Generation.model_validate(job.get(timeout=patient(60))) for job in jobs]
+    assert [each.text for each in results] == [f"JOB {number} " for number in range(300)]
+    assert far.asked[0].headers["authorization"] == "bearer sk-far"
+    with pytest.raises(Exception, match="it answered 401: bad key") as caught:
+        send("who").get(timeout=patient(60))
+    assert type(caught.value).__name__ == "ServerFailed"
+
+    with Client(redis_url) as own:
+        stream = own.task("chat").stream([{"role": "user", "content": "one two"}])
+        assert "".join(piece["text"] for piece in stream) == "ONE TWO "
+        assert stream.result["text"] == "ONE TWO "
+
+    assert far.running == 1
+    slow.revoke(terminate=True)
+    wait_for(lambda: far.running == 0, "the request of the revoked job is cancelled")
+    with pytest.raises(TaskRevokedError):
+        slow.get(timeout=patient(60))

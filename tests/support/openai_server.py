@@ -58,8 +58,8 @@ class Call:
             new = {"delta": {"content": text}} if is_chat else {"text": text}
             await self.event({"choices": [{"index": choice, "finish_reason": None, **new}]})
         if finish:
-            new = {"delta": {}} if is_chat else {"text": ""}
-            await self.event({"choices": [{"index": choice, "finish_reason": finish, **new}]})
+            end = {"index": choice, "finish_reason": finish}
+            await self.event({"choices": [end | ({} if is_chat else {"text": ""})]})
 
     async def done(self, tokens_in: int = 3, tokens_out: int = 2) -> None:
         usage = {"prompt_tokens": tokens_in, "completion_tokens": tokens_out}

@@ -18,6 +18,7 @@ class SlotItem(NamedTuple, Generic[Owner]):
     prepared: Any
     keywords: Mapping[str, Any]
     pieces: Sequence[Any]
+    is_streamed: bool = True
 
 
 class Slots(Generic[Owner]):
@@ -92,6 +93,7 @@ class Slots(Generic[Owner]):
         """Why an item cannot join; None if it has."""
 
         def join(prepared: Sequence[Any]) -> list[None]:
+            self._model.is_streamed = item.is_streamed
             self._model.join(slot, prepared[0], item.pieces, **item.keywords)
             return [None]
 

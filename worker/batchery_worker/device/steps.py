@@ -147,7 +147,7 @@ class StepLoop:
         self._jobs[work.id] = message
         self._slots.add(
             *(
-                SlotItem((work.id, at), prepared, work.keywords, message.pieces)
+                SlotItem((work.id, at), prepared, work.keywords, message.pieces, work.streams)
                 for at, prepared in enumerate(batch.items)
                 if not isinstance(prepared, NON_VALUES)
             )

@@ -31,13 +31,9 @@ class OpenAIServerModel(StepModel):
 
     A text goes to `/completions` as it is, messages to `/chat/completions`. Keywords of a job: see
     `ServerKeywords`.
-
-    Attributes:
-        is_streamed: Whether somebody streams the item that joins next.
     """
 
     slots = 256
-    is_streamed = True
 
     def __init__(self, settings: ModelSettings) -> None:
         """Reads nothing and connects to nothing yet."""
