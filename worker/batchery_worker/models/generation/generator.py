@@ -11,7 +11,7 @@ from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.generation.prompts import Prompts, ending_tokens, make_decoder
-from batchery_worker.models.generation.texts import Prompt, TextJob, SlotText
+from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
 from batchery_worker.models.hardware.devices import device_named
 from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
 from batchery_worker.models.source import ModelSource, quiet, reason

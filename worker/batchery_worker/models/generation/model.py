@@ -15,7 +15,7 @@ from batchery.model import Advance
 from batchery.outcomes import Failed
 from batchery_worker.models.generation.generator import TextGenerator
 from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
-from batchery_worker.models.generation.texts import TextJob, SlotText
+from batchery_worker.models.generation.texts import SlotText, TextJob
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
 from batchery_worker.models.source import ModelSource, identity, reason

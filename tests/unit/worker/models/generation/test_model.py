@@ -85,7 +85,7 @@ def test_pieces_are_made_for_those_who_read_them(writer: Load) -> None:
 
 def test_seed_draws_the_same_text_whatever_the_neighbours_are(writer: Load) -> None:
     model, _ = writer("llama")
-    keywords = {"temperature": 1.5, "seed": 7, "max_new_tokens": 12}
+    keywords: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_new_tokens": 12}
     for more in ({}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3}):
         alone = Driver(model).one(CORPUS[1], **keywords, **more)
         noise = [{"temperature": 2.0}, {"top_k": 3, "temperature": 0.5}, {"logprobs": 2}, {"n": 2}]
