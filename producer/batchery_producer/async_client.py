@@ -98,6 +98,13 @@ class AsyncClient:
         asyncio.get_running_loop().run_in_executor(None, reader.wake)
         return stream
 
+    def cancel(self, job_id: str) -> None:
+        """Ends a job that was sent by `stream`, whoever reads it; must be called in the event loop.
+
+        Nothing says whether it had ended before.
+        """
+        self._session.abandon(job_id)
+
     async def close(self) -> None:
         """Revokes jobs that no worker has begun, and those streamed; closes all connections."""
         await self._session.close()

@@ -41,7 +41,7 @@ class SlotText:
         finish_reason: `stop`, or `length`; None while it grows.
     """
 
-    def __init__(self, job: "SlotJob", choice: int, decode: Decode) -> None:
+    def __init__(self, job: "TextJob", choice: int, decode: Decode) -> None:
         self.name = f"{job.serial}/{choice}"
         self.slot = job.slot
         self.choice = choice
@@ -91,9 +91,13 @@ class SlotText:
         elif len(self.tokens) >= self.prompt.max_new_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None:
-            released += self._growing.finish()
-            if self._growing.has_stopped:
-                self.finish_reason = "stop"
+            released += self.end(self.finish_reason)
+        return released
+
+    def end(self, reason: str) -> str:
+        """Ends it; returns the text that was held back."""
+        released = self._growing.finish()
+        self.finish_reason = "stop" if self._growing.has_stopped else reason
         return released
 
     def resume(self, pieces: Sequence[Mapping[str, Any]], endings: frozenset[int]) -> None:
@@ -125,7 +129,7 @@ class SlotText:
         return result
 
 
-class SlotJob:
+class TextJob:
     """A job in a slot.
 
     Attributes:
@@ -134,7 +138,10 @@ class SlotJob:
         prompt: What it asks.
         seed: Of what is drawn for it.
         texts: One, or as many as the keyword `n` says.
+        is_streamed: Whether somebody reads its pieces.
     """
+
+    is_streamed = True
 
     def __init__(self, slot: int, serial: int, prompt: Prompt, decode: Decode) -> None:
         self.slot = slot
