@@ -396,12 +396,7 @@ class Settings(BaseSettings):
         int, Field(gt=0, description="Maximum partial results of a job that Redis keeps.")
     ] = 10_000
     stream_grace_s: Annotated[
-        float,
-        Field(
-            ge=5,
-            le=3600,
-            description="How long a streamed job goes on without a reader, in seconds.",
-        ),
+        float, Field(ge=5, le=3600, description="Seconds that a streamed job goes on unread.")
     ] = 30
     gateway: Annotated[
         GatewaySettings, Field(description="What `batchery serve` serves, and to whom.")

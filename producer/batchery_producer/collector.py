@@ -317,7 +317,7 @@ class RedisCollector(Collector):
         if not is_there:
             # The stream expired, or Redis lost its data.
             self._make_reply()
-        return entries_by_key(answer).get(self._key, [])
+        return [entry for found in entries_by_key(answer).values() for entry in found]
 
     def _answers(self, task_ids: Sequence[str]) -> Iterator[tuple[str, Answer]]:
         for chunk in chunks(iter(task_ids), CHUNK):

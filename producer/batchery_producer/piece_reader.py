@@ -61,7 +61,7 @@ NOT_LOOKED = b""
 PIECE_ID = re.compile(r"\d{1,15}-0")
 
 
-class Piece(NamedTuple):
+class StreamPiece(NamedTuple):
     """One partial result."""
 
     id: str
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
 
 
 #: What comes of a stream: pieces, then how its job ended, or why nothing more comes.
-Event = Piece | Answer | Exception
+Event = StreamPiece | Answer | Exception
 
 
 class Following(Protocol):
@@ -234,7 +234,8 @@ class PieceReader:
             streams = list(self._streams)
         for stream in streams:
             key = pieces_key(self.backend, stream.id)
-            if key in after:
+            # One that came meanwhile, and has less than another of the same job, is read next time.
+            if key in after and entry_order(stream.fetched) >= entry_order(after[key]):
                 own = entries.get(key, ())
                 is_looked = stream.id in stored and len(own) < COUNT
                 self._hand_on(stream, own, stored[stream.id] if is_looked else NOT_LOOKED)
@@ -296,7 +297,7 @@ class PieceReader:
                 events.append(answer)
         except Exception as error:  # noqa: BLE001 - a stream may hold anything
             events = [error]
-        if events and not isinstance(events[-1], Piece):
+        if events and not isinstance(events[-1], StreamPiece):
             self.drop([stream])
         if events:
             stream.give(events)
@@ -340,7 +341,7 @@ def entry_order(entry_id: str) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[Piece]:
+def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[StreamPiece]:
     """The pieces that a reader does not have yet.
 
     Raises:
@@ -361,4 +362,4 @@ def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[Piece]:
                 " before they were read; read faster, or raise stream_max_pieces"
             )
         stream.fetched = id_
-        yield Piece(id_, json.loads(entry[PIECE]))
+        yield StreamPiece(id_, json.loads(entry[PIECE]))

@@ -9,7 +9,7 @@ from typing import Any, Self, cast
 
 from batchery.errors import BatcheryError, GaveUp, NoResult
 from batchery_producer.answers import Answer, build_exception
-from batchery_producer.piece_reader import Event, Piece, PieceReader, check_after
+from batchery_producer.piece_reader import Event, PieceReader, StreamPiece, check_after
 
 
 class FollowedJob:
@@ -87,14 +87,14 @@ class FollowedJob:
         if self._reader is not None:
             self._reader.drop([cast(Any, self)])
 
-    def _take(self) -> Piece | None:
+    def _take(self) -> StreamPiece | None:
         """The next piece that has come; None at the end.
 
         Raises:
             Exception: Why no more pieces come.
         """
         event = self._events.popleft()
-        if isinstance(event, Piece):
+        if isinstance(event, StreamPiece):
             self._last_id = event.id
             return event
         self._is_over = True

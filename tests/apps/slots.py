@@ -1,4 +1,4 @@
-"""An app whose step models count down; some of their items raise, hang, or end their process."""
+"""An app whose step models count down; some of their items raise, or end their process."""
 
 import os
 import time
@@ -8,11 +8,12 @@ from typing import Any
 
 from celery import Celery
 
-from batchery import Advance, Failed, InvalidItem, StepModel, install, register
+from batchery import Advance, BatchTask, Failed, InvalidItem, StepModel, install, register
 
 app = install(Celery("slots", set_as_current=False))
 app.conf.worker_hijack_root_logger = False
 app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+app.conf.task_routes = {"apps.slots.upper": "upper", "apps.slots.double": "double"}
 
 #: How long a step takes, in seconds.
 STEP_S = 0.01
@@ -61,10 +62,8 @@ class Countdown(StepModel):
         time.sleep(STEP_S)
         told = []
         for slot, item in list(self.items.items()):
-            if item.get("kill") and not Path(item["kill"]).exists():
+            if item.get("kill"):
                 os._exit(13)
-            if item.get("hang"):
-                time.sleep(3600)
             if item["gate"] and not Path(item["gate"]).exists():
                 told.append(Advance(slot, piece="waits"))
                 continue
@@ -78,6 +77,16 @@ class Countdown(StepModel):
 
 
 countdown = register(app, "countdown", Countdown)
+
+
+@app.task(shared=False, base=BatchTask)
+def upper(texts: list[str]) -> list[str]:
+    return [text.upper() for text in texts]
+
+
+@app.task(shared=False)
+def double(number: int) -> int:
+    return 2 * number
 
 
 def noted(path: Path) -> list[Sequence[str]]:

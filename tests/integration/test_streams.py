@@ -177,7 +177,7 @@ def test_step_models_stream_from_many_slots_at_once(redis_url: str, worker: Work
             async def read(text: str) -> bool:
                 pieces = speller.stream(text)
                 heard = "".join([piece async for piece in pieces])
-                return heard == text == pieces.result["text"]
+                return bool(heard == text == pieces.result["text"])
 
             readers = [asyncio.create_task(read(text)) for text in texts]
             await asyncio.wait(readers, return_when=asyncio.FIRST_COMPLETED)

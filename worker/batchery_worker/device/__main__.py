@@ -282,11 +282,9 @@ class Device:
 
         def run(part: list[Any]) -> list[Any]:
             if served is None:
-                parts = (part, resolve, run_urgent)
-                if deduped is None:
-                    return self._run_function(task, work, *parts, self._pieces.receive(work))
                 # Of results that are cached or shared there are no pieces.
-                return self._run_function(task, work, *parts)
+                receive = self._pieces.receive(None if deduped else work)
+                return self._run_function(task, work, part, resolve, run_urgent, receive)
             limit = partial(soft_time_limit, work.soft_time_limit_s)
             # Behind an urgent batch comes the rest of what it has interrupted.
             start_next = _nothing if work.urgent else self._start_next

@@ -159,19 +159,21 @@ class PieceWriter:
                 return [json.loads(piece) for _, piece in pieces]
         return []
 
-    def receive(self, work: Work) -> Receive:
-        """Takes the partial results of a batch function; see `run_function`."""
-        streamed = self._open.get(work.id, {})
+    def receive(self, work: Work | None) -> Receive:
+        """Takes the partial results of a batch function; see `run_function`. None drops them."""
+        streamed = {} if work is None else self._open.get(work.id, {})
+        if work is None or not streamed:
+            return lambda _: lambda _: None
         owners = [index for index, (_, items, _) in enumerate(work.jobs) for _ in items]
 
         def begin(part: range) -> Callable[[Partial], None]:
-            jobs = [streamed.get(owners[position]) for position in part] if streamed else []
+            jobs = [streamed.get(owners[position]) for position in part]
             for job in jobs:
                 if job is not None:
                     job.number = 0
 
             def take(piece: Partial) -> None:
-                job = jobs[piece.index] if jobs else None
+                job = jobs[piece.index]
                 if job is not None:
                     self._add([(job, [_encode(piece.piece)])])
 

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchery import Failed, Ignore, Model, OutOfMemory, Reject, RetryAfter, WrongLength
+from batchery import (
+    Failed,
+    Ignore,
+    Model,
+    OutOfMemory,
+    Partial,
+    Reject,
+    RetryAfter,
+    WrongLength,
+)
 from batchery.execution.batch import compute, prepare, run_function
 from batchery.execution.bisect_failures import isolate
 
@@ -236,14 +245,39 @@ def test_a_coroutine_runs_on_the_loop_it_is_given() -> None:
         assert run_function(function, [1], {}, resolve=runner.run) == [True]
 
 
-def test_an_asynchronous_generator_is_a_wrong_answer() -> None:
-    async def function(items: list[int]) -> Any:
-        for item in items:
-            yield item
+def doubling(items: list[int]) -> Any:
+    for index, item in enumerate(items):
+        yield Partial(index, item)
+        if item == 3:
+            raise LookupError(item)
+        yield 2 * item
 
-    (outcome,) = run_function(function, [1], {})
-    assert isinstance(outcome.exception, WrongLength)
-    assert "async_generator" in str(outcome.exception)
+
+async def doubling_async(items: list[int]) -> Any:
+    for each in doubling(items):
+        yield each
+
+
+def doubling_returned(items: list[int]) -> Any:
+    mixed = list(doubling(items))
+    yield from (each for each in mixed if isinstance(each, Partial))
+    return [each for each in mixed if not isinstance(each, Partial)]
+
+
+def test_generators_of_all_kinds_yield_outcomes_and_pieces_of_each_call() -> None:
+    for each in (doubling, doubling_async, doubling_returned):
+        calls: list[tuple[range, list[Any]]] = []
+
+        def receive(part: range, calls: Any = calls) -> Any:
+            calls.append((part, []))
+            return lambda partial: calls[-1][1].append(partial.piece)
+
+        one, two, failed = run_function(each, [1, 2, 3], {}, receive=receive)
+        assert (one, two, type(failed.exception)) == (2, 4, LookupError)
+        # Halves, until the culprit is alone.
+        parts = [range(3), range(1), range(1, 3), range(1, 2), range(2, 3)]
+        assert [part for part, _ in calls] == parts
+        assert [calls[at][1] for at in (1, 3)] == [[1], [2]]
 
 
 # Models

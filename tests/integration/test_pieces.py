@@ -1,0 +1,195 @@
+"""The writer of pieces against real servers: what is written, what is refused, what comes again."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+from celery import Celery
+
+from batchery import Failed, Partial, UnserialisableResult
+from batchery.protocol.pieces import READER_S
+from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.device.pieces import PieceWriter
+from batchery_worker.ipc.messages import PieceContext, Work
+from support.harness import wait_for
+from support.patience import patient
+
+LEASES = "batchery:lease:me"
+LEASED = PieceContext(
+    tokens={0: "7"},
+    resumed=(),
+    max_pieces=1000,
+    grace_s=30,
+    worker="me",
+    workers_key="batchery:workers",
+    lease_key=LEASES,
+    broker_db=1,
+)
+
+
+class Pen:
+    """A writer whose results are in database 0, and whose leases in database 1."""
+
+    def __init__(self, url: str) -> None:
+        self.app = Celery("pen", backend=url, set_as_current=False)
+        self.results: Any = redis.Redis.from_url(url)
+        self.leases: Any = redis.Redis.from_url(f"{url[:-1]}1")
+        self.leases.zadd("batchery:workers", {"me": 1})
+        self.leases.hset(LEASES, "7", "celery\0message")
+        self.writer = PieceWriter(self.app.backend, lambda: redis.Redis.from_url(f"{url[:-1]}1"))
+        self._works = 0
+
+    def stream(self) -> None:
+        """As a client does it."""
+        self.results.xadd("batchery-pieces:job", {"begin": ""}, id="0-1")
+        self.results.set("batchery-reader:job", "", ex=READER_S)
+
+    def work(self, context: PieceContext = LEASED) -> Work:
+        self._works += 1
+        return Work(self._works, "task", {}, [("job", ["item"], False)], 8, None, pieces=context)
+
+    def write(self, work: Work, *pieces: Any) -> None:
+        assert self.writer.write({work.id: pieces}) == {}
+        self.writer.flush(work)
+
+    def refusal(self) -> Any:
+        return wait_for(lambda: self.writer.write({}), "it is refused")
+
+    def written(self) -> list[tuple[str, str]]:
+        entries = self.results.xrange("batchery-pieces:job")
+        return [(id_.decode(), entry[b"p"].decode()) for id_, entry in entries if b"p" in entry]
+
+
+@pytest.fixture
+def pen(url: str) -> Iterator[Pen]:
+    made = Pen(url)
+    yield made
+    made.results.close()
+    made.leases.close()
+
+
+def test_a_job_whose_lease_is_lost_writes_nothing_and_leaves(pen: Pen) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    pen.leases.hdel(LEASES, "7")
+    pen.write(work, "b")
+    assert pen.written() == [("1-0", '"a"')]
+    assert pen.refusal() == {work.id: CommitStatus.FENCED}
+
+
+def test_a_worker_that_counts_as_dead_writes_nothing(pen: Pen) -> None:
+    """Nor does one whose broker is another server, which does not know it either."""
+    pen.stream()
+    pen.leases.zrem("batchery:workers", "me")
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a")
+    assert pen.written() == []
+
+
+@pytest.mark.parametrize(
+    "go",
+    [
+        lambda pen: pen.delete("batchery-reader:job"),
+        lambda pen: pen.expire("batchery-reader:job", READER_S - 31),
+    ],
+)
+def test_a_job_whose_readers_have_gone_leaves_though_it_makes_no_piece(
+    pen: Pen, go: Callable[[Any], None]
+) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    time.sleep(0.5)
+    assert pen.writer.write({}) == {}
+    go(pen.results)
+    assert pen.refusal() == {work.id: CommitStatus.REVOKED}
+
+
+def test_a_job_that_nobody_reads_writes_nothing_and_goes_on(pen: Pen) -> None:
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, "a", "b")
+    pen.writer.end(work, ["committed"])
+    assert pen.results.keys() == []
+    assert pen.writer.write({}) == {}
+
+
+def test_what_is_sent_again_is_there_once_and_a_job_goes_on_after_it(pen: Pen) -> None:
+    pen.stream()
+    first = pen.work()
+    pen.writer.read(first)
+    pen.write(first, "a", "b")
+    anew = pen.work()
+    assert pen.writer.read(anew) == []
+    pen.write(anew, "a", "b", "c")
+    resumed = pen.work(replace(LEASED, resumed=["job"]))
+    assert pen.writer.read(resumed) == ["a", "b", "c"]
+    pen.write(resumed, "d")
+    assert [number for number, _ in pen.written()] == ["1-0", "2-0", "3-0", "4-0"]
+    assert [piece for _, piece in pen.written()] == ['"a"', '"b"', '"c"', '"d"']
+
+
+def test_a_job_whose_first_pieces_were_dropped_begins_anew(pen: Pen) -> None:
+    pen.stream()
+    work = pen.work(replace(LEASED, max_pieces=1))
+    pen.writer.read(work)
+    for number in range(300):
+        pen.write(work, number)
+    assert len(pen.written()) < 300
+    assert pen.writer.read(pen.work(replace(LEASED, resumed=["job"]))) == []
+
+
+def test_without_leases_pieces_are_written_all_the_same(pen: Pen) -> None:
+    """As where the broker is RabbitMQ."""
+    pen.stream()
+    work = pen.work(PieceContext({0: ""}, (), 1000, 30))
+    pen.writer.read(work)
+    pen.write(work, "a")
+    assert pen.written() == [("1-0", '"a"')]
+
+
+def test_a_piece_that_json_cannot_write_fails_its_job_alone(pen: Pen) -> None:
+    pen.stream()
+    good, bad = pen.work(), pen.work()
+    pen.writer.read(good)
+    refused = pen.writer.write({good.id: ["a"], bad.id: [object()]})
+    (failed,) = refused.values()
+    assert isinstance(failed, Failed)
+    assert list(refused) == [bad.id]
+    assert isinstance(failed.error, UnserialisableResult)
+    pen.writer.flush(good)
+    assert pen.written() == [("1-0", '"a"')]
+
+
+def test_a_call_that_runs_again_sends_only_what_is_new(pen: Pen) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.open(work)
+    for pieces in (["a"], ["a", "b"]):
+        take = pen.writer.receive(work)(range(1))
+        for piece in pieces:
+            take(Partial(0, piece))
+    pen.writer.flush(work)
+    assert [piece for _, piece in pen.written()] == ['"a"', '"b"']
+
+
+def test_pieces_wait_while_redis_hangs_and_nobody_waits_for_them(
+    pen: Pen, every_redis: Any
+) -> None:
+    pen.stream()
+    work = pen.work()
+    pen.writer.read(work)
+    pen.write(work, 0)
+    with every_redis.hanging():
+        began_s = time.monotonic()
+        for number in range(1, 3000):
+            pen.writer.write({work.id: [number]})
+        assert time.monotonic() - began_s < patient(5)
+    pen.writer.flush(work)
+    assert pen.written()[-1] == ("3000-0", "2999")
