@@ -251,11 +251,6 @@ class AsyncPieceStream(FollowedJob):
         if self._cancel is not None:
             self._cancel()
 
-    def leave(self) -> None:
-        """Reads no further; `follow` finds the job until `stream_grace_s` is over."""
-        self._cancel = None
-        self.close()
-
     def _extend(self, events: Sequence[Event]) -> None:
         self._events.extend(events)
         self._arrived.set()

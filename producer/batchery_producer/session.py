@@ -120,13 +120,14 @@ class Session:
             self.reader,
             task_id,
             timeout_s=terms.timeout_s,
-            cancel=partial(self._abandon, task_id),
+            cancel=partial(self.abandon, task_id),
         )
         self._streams[task_id] = stream
         self._gather(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item), stream))
         return stream
 
-    def _abandon(self, task_id: str) -> None:
+    def abandon(self, task_id: str) -> None:
+        """Cancels a job whose partial results are read."""
         self._abandoned.add(task_id)
         self._cancel(task_id)
 

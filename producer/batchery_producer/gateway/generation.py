@@ -104,6 +104,9 @@ class PieceFeed:
         try:
             async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
                 self._first = await self._next()
+            if self._first is None:
+                # A job that has failed has an error in place of pieces.
+                _ = self._stream.result
         except BaseException as error:
             self._gone.cancel()
             # Nobody knows its id, so nobody can come back.

@@ -24,6 +24,7 @@ from batchery.errors import (
     InvalidItem,
     NoResult,
     QueueFull,
+    ServerFailed,
 )
 
 logger = logging.getLogger("uvicorn.error")
@@ -67,6 +68,7 @@ class Kind(StrEnum):
     NO_SUCH_METHOD = "no_such_method", 405
     OVERLOADED = "overloaded", 429, "Too many requests; come again after `Retry-After`."
     FAILED = "failed", 500, "The model failed."
+    BAD_GATEWAY = "bad_gateway", 502, "The server behind the model failed."
     UNAVAILABLE = "unavailable", 503, "Redis is away."
     TIMEOUT = "timeout", 504, "No result in time."
     # Nobody reads it; as nginx logs callers who hang up.
@@ -114,6 +116,8 @@ def build_problem(error: BaseException) -> Problem:
     text = str(error) or type(error).__name__
     if isinstance(error, InvalidItem | BatchArgumentError):
         return Problem(Kind.INVALID, text)
+    if isinstance(error, ServerFailed):
+        return Problem(Kind.BAD_GATEWAY, text)
     if isinstance(error, NoResult | DeadlineExceeded):
         return Problem(Kind.TIMEOUT, text)
     if isinstance(error, DatasetError):
@@ -262,7 +266,7 @@ def choose_error_format(path: str) -> ErrorFormat:
 
 
 #: Problems that are ours, not the caller's; whatever keeps all requests out is logged elsewhere.
-LOGGED = (Kind.FAILED, Kind.TIMEOUT)
+LOGGED = (Kind.FAILED, Kind.BAD_GATEWAY, Kind.TIMEOUT)
 
 
 def log_failure(scope: Scope, problem: Problem) -> None:

@@ -98,9 +98,7 @@ async def _complete(
         results = await generate(request, model, items)
         return json_response(build_completion(url, str(uuid.uuid4()), model.name, results))
     if len(items) > 1:
-        raise Problem(
-            Kind.INVALID, "prompt: a stream has one; send several requests", param="prompt"
-        )
+        raise Problem(Kind.INVALID, "prompt: a stream has one prompt; send several", param="prompt")
     feed = PieceFeed(request, model, items[0])
     await feed.begin()
     events = _list_events(request, feed, model.name, body.wants_usage, url)
