@@ -104,15 +104,17 @@ def describe(part: Any) -> dict[str, Any]:
     event: dict[str, Any] = {"tokens": list(part.token_ids)}
     if part.logprobs is not None:
         event["logprobs"] = [
-            {
-                "logprob": ranked[token].logprob,
-                "top": [[each, ranked[each].logprob] for each in ranked],
-            }
+            (ranked[token].logprob, sorted_logprobs(ranked))
             for token, ranked in zip(part.token_ids, part.logprobs)  # noqa: B905 (an old Python)
         ]
     if part.finish_reason is not None:
         event["finish_reason"] = part.finish_reason
     return event
+
+
+def sorted_logprobs(ranked: dict[int, Any]) -> list[tuple[int, float]]:
+    """Tokens with their logarithms of probabilities, likeliest first."""
+    return [(each, ranked[each].logprob) for each in sorted(ranked, key=lambda x: ranked[x].rank)]
 
 
 def one_line(error: BaseException) -> str:
@@ -151,6 +153,8 @@ def start_engine(options: dict[str, Any], cache_tokens: int | None) -> Any:
 async def serve(link: Any, setup: dict[str, Any]) -> int:
     """Runs an engine as long as the other end wants it; returns the exit code."""
     try:
+        import vllm
+
         engine = start_engine(setup["options"], setup["cache_tokens"])
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises)
         link.send(json.dumps({"error": one_line(error)}).encode())
@@ -158,6 +162,7 @@ async def serve(link: Any, setup: dict[str, Any]) -> int:
     server = EngineServer(engine, link)
     config = engine.vllm_config
     ready = {
+        "version": vllm.__version__,
         "max_model_len": config.model_config.max_model_len,
         "vocabulary": config.model_config.get_vocab_size(),
     }
