@@ -38,6 +38,12 @@ KINDS = {
     "generation": "batchery_worker.models.generation.model:GenerationModel",
 }
 
+#: The same for what computes texts.
+ENGINES = {
+    "transformers": KINDS["generation"],
+    "openai": "batchery_worker.models.openai_server.model:OpenAIServerModel",
+}
+
 
 def install(app: Celery, **settings: Any) -> Celery:
     """Makes an app able to run batch tasks; ordinary tasks and clients notice nothing.
@@ -139,7 +145,7 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
     register(
         app,
         name,
-        KINDS[settings.kind],
+        ENGINES[settings.engine] if settings.kind == "generation" else KINDS[settings.kind],
         queue=settings.queue,
         model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
