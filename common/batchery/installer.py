@@ -42,6 +42,7 @@ KINDS = {
 ENGINES = {
     "transformers": KINDS["generation"],
     "openai": "batchery_worker.models.openai_server.model:OpenAIServerModel",
+    "vllm": "batchery_worker.models.generation.vllm_model:VllmModel",
 }
 
 

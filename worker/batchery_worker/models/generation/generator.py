@@ -13,7 +13,7 @@ from batchery.settings import ModelSettings
 from batchery_worker.models.generation.prompts import Prompts, decoder, ending_tokens
 from batchery_worker.models.generation.texts import Prompt, SlotJob, SlotText
 from batchery_worker.models.hardware.devices import device_named
-from batchery_worker.models.inputs import GenerationKeywords, read_keywords
+from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
 from batchery_worker.models.source import ModelSource, quiet, reason
 from batchery_worker.models.tokenizer import load_tokenizer
 
@@ -100,8 +100,9 @@ class TextGenerator(StepModel):
         prepared: list[Any] = []
         for item in items:
             try:
-                options = read_keywords(self.keywords, keywords)
-                prepared.append(self._prompt(self._prompts.read(item), options))
+                content, own = split_options(item)
+                options = read_keywords(self.keywords, {**keywords, **own})
+                prepared.append(self._prompt(self._prompts.read(content), options))
             except InvalidItem as error:
                 prepared.append(Failed(InvalidItem(str(error))))
         return prepared

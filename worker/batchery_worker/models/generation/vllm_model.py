@@ -37,7 +37,7 @@ class VllmKeywords(GenerationKeywords):
         min_p: Draw from tokens with at least this share of the likeliest one's probability.
         presence_penalty: Lowers the scores of tokens that the text has already: -2 to 2.
         frequency_penalty: The same, for each time that it has them.
-        response_format: As OpenAI has it: `{"type": "json_object"}`, or `json_schema` with a schema.
+        response_format: As OpenAI has it: `{"type": "json_object"}`, or with a `json_schema`.
         structured_outputs: As vLLM has it: one of `json`, `regex`, `choice`, `grammar`.
     """
 
