@@ -83,6 +83,11 @@ class VllmProcess:
         cause = self._find_cause(answer["error"])
         raise ModelLoadError(f"engine vllm ({python}) does not start: {cause}")
 
+    @property
+    def pid(self) -> int:
+        """Process id of vLLM's front end."""
+        return self._process.pid
+
     def send(self, *order: Any) -> None:
         """Sends an order; see `vllm_child`."""
         self._link.send(json.dumps(order).encode())
