@@ -20,6 +20,7 @@ from support.harness import wait_ended, wait_for
 from support.patience import patient
 from support.small_llama import save_llama
 from support.step_driver import StepDriver, find_errors
+from support.tiny_models import CORPUS
 
 #: The Python that has vLLM; `make test-vllm` sets it.
 PYTHON = os.environ.get("TEST_VLLM_PYTHON", "")
@@ -123,22 +124,7 @@ def test_greedy_tokens_equal_those_of_transformers_while_jobs_join_and_leave(
     driver: StepDriver, engine: VllmModel, reference: Reference
 ) -> None:
     draw = random.Random(3)
-    words = [
-        "the",
-        "cat",
-        "sat",
-        "on",
-        "a",
-        "mat",
-        "while",
-        "nine",
-        "ships",
-        "carry",
-        "tea",
-        "to",
-        "the",
-        "sea",
-    ]
+    words = " ".join(CORPUS).split()
     jobs = [(" ".join(draw.choices(words, k=draw.randint(1, 30))), 1 + at % 40) for at in range(60)]
     left, slots = set(), {}
     for number, (prompt, new_tokens) in enumerate(jobs):
@@ -235,7 +221,7 @@ def test_structured_output_fits_its_schema_also_when_it_is_resumed(driver: StepD
         ("x", {"best_of": 3}, ["keyword best_of", "min_p"]),
         ("x", {"response_format": {"type": "xml"}}, ["response_format", "json_schema"]),
         ("x", {"structured_outputs": {"regex": "a[b"}}, ["vLLM", "a[b"]),
-        ("x", {"structured_outputs": {"colour": "red"}}, ["vLLM", "colour"]),
+        ("x", {"structured_outputs": {"colour": "red"}}, ["structured_outputs", "colour"]),
         ("x " * 300, {}, ["prompt", "max_length = 256"]),
         ([{"role": "king", "content": "x"}], {}, ["role", "king"]),
         ([3, 100_000], {}, ["100000"]),

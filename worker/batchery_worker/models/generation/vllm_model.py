@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from transformers import AutoConfig, GenerationConfig
@@ -13,6 +13,7 @@ from transformers import AutoConfig, GenerationConfig
 from batchery.errors import InvalidItem, ItemFailed, ModelLoadError
 from batchery.model import Advance
 from batchery_worker.models.generation.generator import TextGenerator
+from batchery_worker.models.generation.sampling import draw
 from batchery_worker.models.generation.texts import SlotJob, SlotText
 from batchery_worker.models.generation.vllm_process import VllmProcess, visible_gpus
 from batchery_worker.models.inputs import GenerationKeywords
@@ -26,8 +27,11 @@ STEP_S = 0.05
 #: vLLM's names of number formats.
 DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
-#: Seeds that vLLM takes are below this.
-SEEDS = 1 << 63
+#: Number of seeds, all of which vLLM takes.
+SEEDS = 1 << 53
+
+#: What the text must be, as vLLM calls it.
+Structure = Literal["json", "regex", "choice", "grammar"]
 
 
 class VllmKeywords(GenerationKeywords):
@@ -38,14 +42,16 @@ class VllmKeywords(GenerationKeywords):
         presence_penalty: Lowers the scores of tokens that the text has already: -2 to 2.
         frequency_penalty: The same, for each time that it has them.
         response_format: As OpenAI has it: `{"type": "json_object"}`, or with a `json_schema`.
-        structured_outputs: As vLLM has it: one of `json`, `regex`, `choice`, `grammar`.
+        structured_outputs: As vLLM has it, with one of the keys of `Structure`.
     """
 
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    structured_outputs: (
+        Annotated[dict[Structure, Any], Field(min_length=1, max_length=1)] | None
+    ) = None
 
 
 class VllmModel(TextGenerator):
@@ -119,9 +125,10 @@ class VllmModel(TextGenerator):
             if text.tokens and "structured_outputs" in sampling:
                 # A grammar begins where vLLM begins to write.
                 self._known[text.name], tokens = deque(text.tokens), job.prompt.tokens
-            own = {"max_tokens": len(job.prompt.tokens) + job.prompt.max_new_tokens - len(tokens)}
+            position = len(tokens) - len(job.prompt.tokens)
+            own = {"max_tokens": job.prompt.max_new_tokens - position}
             if job.prompt.options.seed is not None:
-                own["seed"] = (job.seed + text.choice + len(tokens)) % SEEDS
+                own["seed"] = int(draw(job.seed, text.choice, position) * SEEDS)
             self._engine.send("generate", text.name, tokens, {**sampling, **own})
 
     def _sampling(self, job: SlotJob) -> dict[str, Any]:
@@ -192,7 +199,7 @@ class VllmModel(TextGenerator):
         return [self._fail(job, ItemFailed(f"vLLM has ended it: {why}; its log may say why"))]
 
 
-def read_structure(options: VllmKeywords) -> dict[str, Any] | None:
+def read_structure(options: VllmKeywords) -> Mapping[str, Any] | None:
     """What vLLM calls structured outputs, of the keywords of a job.
 
     Raises:

@@ -79,7 +79,7 @@ class VllmProcess:
             answer = {"error": ""}
         if "ready" in answer:
             return dict(answer["ready"])
-        self._process.stop(END_TIMEOUT_S)
+        self.close()
         cause = self._find_cause(answer["error"])
         raise ModelLoadError(f"engine vllm ({python}) does not start: {cause}")
 
@@ -104,7 +104,7 @@ class VllmProcess:
             events = [{"died": ""}]
         for event in events:
             if "died" in event:
-                code = self._process.stop(END_TIMEOUT_S)
+                code = self.close()
                 raise BatcheryError(
                     f"engine vllm: its process has ended with exit code {code}:"
                     f" {self._find_cause(event['died'])}"
@@ -135,10 +135,13 @@ class VllmProcess:
                 return found[1]
         return stated or self._process.tail(1) or "it said nothing"
 
-    def close(self) -> None:
-        """Ends the engine, and waits until it has ended."""
+    def close(self) -> int:
+        """Ends the engine, and waits until it has ended; returns its exit code."""
         self._link.close()
-        self._process.stop(END_TIMEOUT_S)
+        try:
+            return self._process.wait(END_TIMEOUT_S)
+        except TimeoutError:
+            return self._process.kill()
 
 
 def _environment(visible_gpus: str | None) -> dict[str, str]:
