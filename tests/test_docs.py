@@ -17,6 +17,7 @@ from batchery.gateway_settings import GatewaySettings, KeySettings
 from batchery.settings import PREFIX, PriorityClass
 from support.docs_page import follow
 from support.harness import TESTS
+from support.tiny_writers import save_writer
 
 ROOT = TESTS.parent
 PAGES = [
@@ -44,13 +45,21 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory, minilm_path: Path) -> Path:
-    """A cache of the Hugging Face hub that holds MiniLM, so that pages may name it by its id."""
+    """A cache of the Hugging Face hub with the models that pages name by their ids.
+
+    It has MiniLM; and, under the name of a model that writes texts, one with random weights.
+    """
     cache = tmp_path_factory.mktemp("hub")
-    model = cache / "models--sentence-transformers--all-MiniLM-L6-v2"
-    for folder in ("refs", "snapshots"):
-        (model / folder).mkdir(parents=True)
-    (model / "refs" / "main").write_text("installed")
-    (model / "snapshots" / "installed").symlink_to(minilm_path)
+    writer = save_writer(tmp_path_factory.mktemp("writer"))
+    models = {
+        "sentence-transformers--all-MiniLM-L6-v2": minilm_path,
+        "HuggingFaceTB--SmolLM2-135M-Instruct": writer,
+    }
+    for name, files in models.items():
+        for folder in ("refs", "snapshots"):
+            (cache / f"models--{name}" / folder).mkdir(parents=True)
+        (cache / f"models--{name}" / "refs" / "main").write_text("installed")
+        (cache / f"models--{name}" / "snapshots" / "installed").symlink_to(files)
     return cache
 
 

@@ -46,12 +46,13 @@ if TYPE_CHECKING:
         WrongLength,
     )
     from batchery.installer import install, register
-    from batchery.model import Model
-    from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+    from batchery.model import Advance, Model, StepModel
+    from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAfter
     from batchery.results import (
         Classification,
         Embedding,
         Entity,
+        Generation,
         MultiVectorEmbedding,
         Score,
         SparseEmbedding,
@@ -63,10 +64,12 @@ if TYPE_CHECKING:
     from batchery.transport.dead_letters import DeadLetter, DeadLetters
     from batchery_producer import (
         AsyncClient,
+        AsyncPieceStream,
         AsyncTask,
         Client,
         Ending,
         Outcome,
+        PieceStream,
         Progress,
         Publisher,
         Snapshot,
@@ -79,8 +82,10 @@ if TYPE_CHECKING:
     from batchery_worker.inprocess.engine import Engine
 
 __all__ = [
+    "Advance",
     "AppNotImportable",
     "AsyncClient",
+    "AsyncPieceStream",
     "AsyncTask",
     "BatchArgumentError",
     "BatchTask",
@@ -102,6 +107,7 @@ __all__ = [
     "Entity",
     "Failed",
     "GaveUp",
+    "Generation",
     "Ignore",
     "InvalidItem",
     "ItemError",
@@ -113,6 +119,8 @@ __all__ = [
     "NoResult",
     "OutOfMemory",
     "Outcome",
+    "Partial",
+    "PieceStream",
     "Progress",
     "PublishError",
     "Publisher",
@@ -128,6 +136,7 @@ __all__ = [
     "Snapshot",
     "SparseEmbedding",
     "StartError",
+    "StepModel",
     "SubmitOptions",
     "Summary",
     "TaskClient",
@@ -173,12 +182,15 @@ _MODULES = {
         ),
         "batchery.errors",
     ),
-    **dict.fromkeys(("Failed", "Ignore", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"),
+    **dict.fromkeys(
+        ("Failed", "Ignore", "Partial", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"
+    ),
     **dict.fromkeys(
         (
             "Classification",
             "Embedding",
             "Entity",
+            "Generation",
             "MultiVectorEmbedding",
             "Score",
             "SparseEmbedding",
@@ -193,7 +205,7 @@ _MODULES = {
     **dict.fromkeys(("Batcher", "batched"), "batchery_worker.inprocess.batcher"),
     "BatchTask": "batchery.task",
     "Engine": "batchery_worker.inprocess.engine",
-    "Model": "batchery.model",
+    **dict.fromkeys(("Advance", "Model", "StepModel"), "batchery.model"),
 }
 
 

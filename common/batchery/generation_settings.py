@@ -21,7 +21,8 @@ class GenerationSettings(BaseModel):
         dict[str, Any], Field(description="Engine vllm: options of its `AsyncEngineArgs`, by name.")
     ] = {}
     slots: Annotated[
-        int | None, Field(gt=0, description="Generation: maximum jobs at once; 16 where unset.")
+        int | None,
+        Field(gt=0, description="Generation: maximum jobs at once; 16 if unset, 256 of a server."),
     ] = None
     max_new_tokens: Annotated[
         int, Field(gt=0, description="Generation: maximum tokens of a text, if the job says none.")

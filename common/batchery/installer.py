@@ -8,9 +8,9 @@ from typing import Any
 from celery import Celery
 from celery.app.defaults import DEFAULTS
 
-from batchery.errors import StartError
+from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
-from batchery.model import Model
+from batchery.model import Model, StepModel
 from batchery.settings import TASK_OPTIONS, ModelSettings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
@@ -38,11 +38,11 @@ KINDS = {
     "generation": "batchery_worker.models.generation.model:GenerationModel",
 }
 
-#: The same for what computes texts.
+#: The same for what computes texts, and how many at once where the settings do not say.
 ENGINES = {
-    "transformers": KINDS["generation"],
-    "openai": "batchery_worker.models.openai_server.model:OpenAIServerModel",
-    "vllm": "batchery_worker.models.generation.vllm_model:VllmModel",
+    "transformers": (KINDS["generation"], 16),
+    "openai": ("batchery_worker.models.openai_server.model:OpenAIServerModel", 256),
+    "vllm": ("batchery_worker.models.generation.vllm_model:VllmModel", 64),
 }
 
 
@@ -101,11 +101,19 @@ def register(
         model: A subclass of `Model`, or its import path as `package.module:Class`.
         queue: Name of its queue; None for the name of the task.
         options: Keyword arguments of the model's constructor.
-        task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on.
+        task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on. A `StepModel` has
+            `slots` in place of all limits of batches; given by path, it must have it here.
 
     Returns:
         The task: `register(...).delay("some text").get()`.
+
+    Raises:
+        BatchArgumentError: A model with slots is given limits of batches.
     """
+    if isinstance(model, type) and issubclass(model, StepModel):
+        task_options["slots"] = task_options.get("slots") or model.slots
+    if task_options.get("slots"):
+        task_options = _without_batches(name, task_options)
     attributes = {
         "name": name,
         "model_queue": queue or name,
@@ -118,6 +126,17 @@ def register(
     }
     task: ModelTask = app.register_task(type("ModelTask", (ModelTask,), attributes)())
     return task
+
+
+def _without_batches(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a task whose jobs have no batch: each of them is its own."""
+    for given in ("max_batch_size", "max_batch_tokens", "target_latency_ms", "cache"):
+        if options.get(given) is not None:
+            raise BatchArgumentError(
+                f"task {name!r}: {given} = {options[given]!r} has no meaning for a model with"
+                " slots; take it away, and say how many items run at once by slots"
+            )
+    return {**options, "max_batch_size": 1}
 
 
 def _on_after_finalize(sender: Celery, **_: Any) -> None:
@@ -143,14 +162,18 @@ def _register_models(app: Celery) -> None:
 
 
 def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
+    has_slots = settings.kind == "generation"
+    model, slots = ENGINES[settings.engine] if has_slots else (KINDS[settings.kind], None)
     register(
         app,
         name,
-        ENGINES[settings.engine] if settings.kind == "generation" else KINDS[settings.kind],
+        model,
         queue=settings.queue,
         model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
-        **{name: getattr(settings, name) for name in TASK_OPTIONS},
+        slots=slots and (settings.slots or slots),
+        # `max_batch_tokens` is the model's own matter there.
+        **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
     )

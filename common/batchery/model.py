@@ -120,9 +120,11 @@ class StepModel(Model):
 
     Attributes:
         slots: Maximum number of items at once; an option `slots` of the task outranks it.
+        is_streamed: Whether anybody gets the pieces of the item that joins; set before each `join`.
     """
 
     slots = 16
+    is_streamed = True
 
     def join(self, slot: int, prepared: Any, pieces: Sequence[Any], **keywords: Any) -> None:
         """Takes an item in; it is part of all steps from now on.

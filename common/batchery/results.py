@@ -133,6 +133,79 @@ class MultiVectorEmbedding(Result):
         return np.array(self.vectors, dtype=np.float32)
 
 
+class TokenLogprob(BaseModel):
+    """A token of a text, and how likely it was.
+
+    Attributes:
+        token: Its text.
+        id: Its number in the vocabulary; None if a server computes.
+        logprob: Natural logarithm of its probability, before any keyword changes it.
+        top: Text, number and logarithm of the likeliest tokens, as many as were asked for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token: str
+    id: int | None
+    logprob: float
+    top: list[tuple[str, int | None, float]] = []
+
+
+class GeneratedText(BaseModel):
+    """A text that a model has written.
+
+    Attributes:
+        text: Without the prompt, special tokens and the stop string.
+        finish_reason: `stop` if the model or a stop string ended it, `length` if a limit did. A
+            server may have others, such as `tool_calls`.
+        logprobs: One per token; only with the keyword.
+        message: As OpenAI has it, if a server sends more than a text: calls of tools, reasoning.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text: str
+    finish_reason: str
+    logprobs: list[TokenLogprob] | None = None
+    message: dict[str, Any] | None = None
+
+
+class GenerationTimings(BaseModel):
+    """How long a job of text generation took, from when it had a slot."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first_token_ms: float
+    total_ms: float
+    tokens_per_s: float | None
+
+
+class Generation(BaseModel):
+    """What a model has written for one item.
+
+    Attributes:
+        text: See `GeneratedText`; None with `n` above 1.
+        finish_reason: As there.
+        logprobs: As there.
+        message: As there.
+        choices: With `n` above 1, one per text.
+        tokens_in: Tokens of the prompt; None if a server does not say, as in the next one.
+        tokens_out: Tokens of all texts, with the ones that end them.
+        timings: How long it took.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text: str | None = None
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+    message: dict[str, Any] | None = None
+    choices: list[GeneratedText] = []
+    tokens_in: int | None
+    tokens_out: int | None
+    timings: GenerationTimings
+
+
 def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.float32]":
     """Turns an embedding result into a numpy array, whatever its encoding.
 

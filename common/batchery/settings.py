@@ -27,6 +27,7 @@ from pydantic_settings import SettingsError as JsonError
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings
 from batchery.generation_settings import GenerationSettings
+from batchery.priority_class import LOWEST_PRIORITY, PriorityClass
 
 __all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
 
@@ -39,9 +40,6 @@ FILE_VARIABLE = f"{PREFIX}SETTINGS_FILE"
 
 #: Schemes of URLs that name no broker.
 NO_BROKER = ("http", "https", "ws", "wss", "tcp", "ftp", "file")
-
-#: The lowest priority that Celery's Redis transport knows.
-LOWEST_PRIORITY = 9
 
 DEVICE_NAME = re.compile(r"cpu(:\d+)?|mps|cuda(:\d+)?")
 
@@ -224,49 +222,6 @@ class ModelSettings(GenerationSettings, BaseModel):
     ] = None
 
 
-class PriorityClass(BaseModel):
-    """Jobs of some of Celery's priorities, and their share of the devices."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    level: Annotated[
-        int,
-        Field(
-            ge=0,
-            le=LOWEST_PRIORITY,
-            description="First `priority` of the class, as Redis counts: 0 is the highest.",
-        ),
-    ]
-    share: Annotated[
-        float,
-        Field(gt=0, allow_inf_nan=False, description="Share of the devices' time; ratios count."),
-    ]
-    max_waiting: Annotated[
-        int | None,
-        Field(gt=0, description="Maximum jobs of the class in a queue; with more, it is full."),
-    ] = None
-    max_wait_s: Annotated[
-        float | None,
-        Field(
-            gt=0,
-            allow_inf_nan=False,
-            description="The class is full, too, while its oldest job in a queue waits for longer.",
-        ),
-    ] = None
-    when_full: Annotated[
-        Literal["refuse", "demote"],
-        Field(
-            description="`refuse` raises `QueueFull` at the call; `demote` sends a job in the"
-            " class below."
-        ),
-    ] = "refuse"
-
-    @property
-    def is_limited(self) -> bool:
-        """Whether it can be full."""
-        return self.max_waiting is not None or self.max_wait_s is not None
-
-
 class Settings(BaseSettings):
     """All settings of a worker, a producer and the standalone app."""
 
@@ -392,6 +347,17 @@ class Settings(BaseSettings):
     cache_max_bytes: Annotated[
         int, Field(gt=0, description="Maximum memory of Redis for such results, per task.")
     ] = 268_435_456
+    stream_max_pieces: Annotated[
+        int, Field(gt=0, description="Maximum partial results of a job that Redis keeps.")
+    ] = 10_000
+    stream_grace_s: Annotated[
+        float,
+        Field(
+            ge=5,
+            le=3600,
+            description="How long a streamed job goes on without a reader, in seconds.",
+        ),
+    ] = 30
     gateway: Annotated[
         GatewaySettings, Field(description="What `batchery serve` serves, and to whom.")
     ] = GatewaySettings()

@@ -22,8 +22,9 @@ from kombu.serialization import dumps, loads
 from batchery.completion import current_completion
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.execution.batch import compute, prepare, read_back, run_function
+from batchery.execution.steps import run_steps
 from batchery.installation import get_queue_limits
-from batchery.model import Model
+from batchery.model import Model, StepModel
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_tenant
@@ -40,6 +41,9 @@ SEND_MANY = "batchery_producer.submit_many:send_many"
 
 #: Their results; the same.
 JOB_SET = "batchery_producer.submit_many:JobSet"
+
+#: Sends a job, and yields its partial results; the same.
+STREAM_JOB = "batchery_producer.client:stream_job"
 
 #: Options that jobs of a chain, group or chord have, callbacks, and jobs that are tried again. They
 #: have room in every class: half a workflow would be worse than a long queue.
@@ -138,6 +142,8 @@ class BatchTask(_Task):
     max_batch_size: int | None = None
     #: Maximum number of tokens of one forward pass, with padding; for tasks that are models.
     max_batch_tokens: int | None = None
+    #: Maximum number of items of a `StepModel` at once; None for all other tasks.
+    slots: int | None = None
     #: How long an idle device waits for a batch to fill, in milliseconds.
     max_wait_ms: float | None = None
     #: How long jobs may take in a worker, in milliseconds: batches are only so large.
@@ -354,6 +360,24 @@ class BatchTask(_Task):
         priority = place(self.app, limits, where, 1)
         return options if priority == where.priority else {**options, "priority": priority}
 
+    def stream(self, item: Any, *, timeout_s: float | None = None, **keywords: Any) -> Any:
+        """Sends one job, and yields its partial results while it runs, as `TaskClient.stream` does.
+
+        Args:
+            item: The item.
+            timeout_s: How long to wait for each partial result, in seconds; None for ever.
+            keywords: Keyword arguments of the job.
+
+        Returns:
+            A `batchery.PieceStream`.
+
+        Raises:
+            SettingsError: The app's result backend is no Redis.
+            GaveUp: Redis stays away.
+            Exception: What `delay` raises.
+        """
+        return symbol_by_name(STREAM_JOB)(self, item, timeout_s, keywords)
+
     def submit_many(
         self,
         items: Iterable[Any],
@@ -434,10 +458,13 @@ class ModelTask(BatchTask):
 
         For tests, scripts and workers without devices, which run a model in their own processes.
         """
-        prepared = prepare(self._local_model, items, keywords)
-        outcomes, _, _ = compute(
-            self._local_model, prepared, keywords, lambda lengths: [range(len(lengths))]
-        )
+        model = self._local_model
+        prepared = prepare(model, items, keywords)
+        if isinstance(model, StepModel):
+            with _loading:
+                # It has the items of one batch at a time.
+                return run_steps(model, prepared, keywords)
+        outcomes, _, _ = compute(model, prepared, keywords, lambda lengths: [range(len(lengths))])
         return outcomes
 
     def _get_exec_options(self) -> dict[str, Any]:

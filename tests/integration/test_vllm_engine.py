@@ -74,7 +74,7 @@ def load_vllm(llama: Path) -> Iterator[LoadVllm]:
 
 @pytest.fixture(scope="module")
 def engine(load_vllm: LoadVllm) -> VllmModel:
-    return load_vllm(slots=8)
+    return load_vllm(slots=8, cache_tokens=4096)
 
 
 @pytest.fixture
@@ -268,11 +268,11 @@ def test_death_of_the_engine_is_an_error_of_the_step_and_leaves_no_process(
         ({"engine_python": "/nowhere/bin/python"}, ["/nowhere/bin/python", "there is no such"]),
         ({"engine_python": sys.executable}, ["does not start", "No module named 'vllm'"]),
         ({"engine_options": {"max_model_length": 9}}, ["max_model_length", "max_model_len"]),
-        ({"engine_options": {"max_model_len": 900}}, ["does not start", "256"]),
-        ({"cache_tokens": 128}, ["does not start", "KV cache"]),
+        ({"engine_options": {"kv_cache_memory_bytes": 9}}, ["does not start", "cache blocks"]),
+        ({"cache_tokens": 128}, ["cache_tokens = 128", "max_length = 256"]),
         ({"quantize": "int8"}, ["engine_options.quantization"]),
     ],
-    ids=["unset", "missing", "without-vllm", "unknown-option", "bad-option", "cache", "quantize"],
+    ids=["unset", "missing", "without-vllm", "unknown-option", "no-memory", "cache", "quantize"],
 )
 def test_engine_that_does_not_start_says_why_in_one_line(
     load_vllm: LoadVllm, settings: dict[str, Any], words: list[str]

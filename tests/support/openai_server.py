@@ -58,8 +58,8 @@ class Call:
             new = {"delta": {"content": text}} if is_chat else {"text": text}
             await self.event({"choices": [{"index": choice, "finish_reason": None, **new}]})
         if finish:
-            new = {"delta": {}} if is_chat else {"text": ""}
-            await self.event({"choices": [{"index": choice, "finish_reason": finish, **new}]})
+            end = {"index": choice, "finish_reason": finish}
+            await self.event({"choices": [end | ({} if is_chat else {"text": ""})]})
 
     async def done(self, tokens_in: int = 3, tokens_out: int = 2) -> None:
         usage = {"prompt_tokens": tokens_in, "completion_tokens": tokens_out}
@@ -168,7 +168,7 @@ class OpenAIServer:
         self._tasks.add(task := asyncio.current_task())
         self.connections += 1
         try:
-            with suppress(asyncio.IncompleteReadError, ConnectionError, Cut):
+            with suppress(EOFError, ConnectionError, asyncio.CancelledError, Cut):
                 while True:
                     await self._answer(reader, writer)
         finally:

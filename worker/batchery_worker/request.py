@@ -8,6 +8,7 @@ from celery.worker import state as worker_state
 from celery.worker.request import Request as CeleryRequest
 
 from batchery.protocol.headers import expiring_as_asked
+from batchery.protocol.pieces import tell_readers
 from batchery.transport.lease_store import LeaseStore
 
 if TYPE_CHECKING:
@@ -89,9 +90,27 @@ class BatchRequest(_Request):  # type: ignore[misc]
         if self in worker_state.active_requests:
             super().cancel(pool, signal, emit_retry)
 
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Drops the job while it runs; in slots it also ends there."""
+        super().terminate(pool, signal)
+        cancel_job = getattr(pool, "cancel_job", None)
+        if cancel_job is not None and self._already_revoked:
+            cancel_job(self.id)
+
+    def withdraw(self) -> None:
+        """Revokes a job that runs, as nobody wants its result any more.
+
+        Raises:
+            Exception: Whatever the result backend raises, which stores that.
+        """
+        is_expired = bool(self.maybe_expire())
+        self._announce_revoked("expired" if is_expired else "cancelled", True, None, is_expired)
+
     def _announce_revoked(self, *args: Any) -> None:
-        with expiring_as_asked(self.task.backend, self._context):
+        backend = self.task.backend
+        with expiring_as_asked(backend, self._context):
             super()._announce_revoked(*args)
+        tell_readers(backend, self.id, self.request_dict)
 
     def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 - Celery's name
         """Sends a task event, with the facts of the batch where the job succeeded."""

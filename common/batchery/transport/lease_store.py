@@ -397,7 +397,7 @@ class LeaseStore:
         """Has the note of a fetch removed whose answer may be lost; and any that was not used."""
         self._running_batches.forget_fetched()
 
-    def began(self, jobs: Mapping[str, str], *, alone: bool) -> int:
+    def began(self, jobs: Mapping[str, str], *, alone: bool, in_slots: bool = False) -> int:
         """Notes in Redis which jobs go to a device: they are the suspects if this worker dies.
 
         Redis gets the note even if this process dies now. Nobody waits for its answer. Call this
@@ -406,12 +406,15 @@ class LeaseStore:
         Args:
             jobs: Task id by token.
             alone: Whether no other job runs meanwhile.
+            in_slots: Whether others do on this device, and are suspects together with these.
 
         Returns:
             A number for `ended`.
         """
         cleared = self._bookkeeping.take_cleared()
-        return self._running_batches.began(self.worker, jobs, alone=alone, cleared=cleared)
+        return self._running_batches.began(
+            self.worker, jobs, alone=alone, in_slots=in_slots, cleared=cleared
+        )
 
     def ended(self, batch: int) -> None:
         """Notes that a batch is back or its device has died; deaths of devices count elsewhere."""

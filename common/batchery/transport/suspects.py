@@ -170,7 +170,13 @@ class RunningBatches:
             self._ended.append(FETCHED)
 
     def began(
-        self, worker: str, jobs: Mapping[str, str], *, alone: bool, cleared: Sequence[str] = ()
+        self,
+        worker: str,
+        jobs: Mapping[str, str],
+        *,
+        alone: bool,
+        in_slots: bool = False,
+        cleared: Sequence[str] = (),
     ) -> int:
         """Notes a batch that is about to run; see `LeaseStore.began`.
 
@@ -178,10 +184,11 @@ class RunningBatches:
             worker: Id of this worker.
             jobs: Task id by token.
             alone: Whether no other job runs meanwhile.
+            in_slots: Whether others do on this device, and are suspects together with these.
             cleared: Suspects that were cleared. Redis must know before this batch can kill the
                 worker.
         """
-        if list(jobs) == [self._fetched] and not (alone or cleared):
+        if list(jobs) == [self._fetched] and not (alone or in_slots or cleared):
             self._fetched = None
             self._running.add(FETCHED)
             return FETCHED
@@ -189,7 +196,7 @@ class RunningBatches:
             self.forget_fetched()
         batch = next(self._numbers)
         self._running.add(batch)
-        words = ["alone" if alone else "shared"]
+        words = ["alone" if alone else "slots" if in_slots else "shared"]
         for token, task_id in jobs.items():
             words += (token, encode_id(task_id))
         key = self._keys.running(worker)

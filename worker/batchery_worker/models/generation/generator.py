@@ -10,7 +10,7 @@ from batchery.errors import InvalidItem, ModelLoadError, StartError
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.generation.prompts import Prompts, decoder, ending_tokens
+from batchery_worker.models.generation.prompts import Prompts, ending_tokens, make_decoder
 from batchery_worker.models.generation.texts import Prompt, SlotJob, SlotText
 from batchery_worker.models.hardware.devices import device_named
 from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
@@ -36,9 +36,12 @@ class TextGenerator(StepModel):
 
     max_length: int
 
+    #: Of transformers.
+    tokenizer: Any
+
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
-        self.slots = settings.slots or StepModel.slots
+        self.slots = settings.slots or self.slots
         self._jobs: dict[int, SlotJob] = {}
         self._texts: dict[str, SlotText] = {}
         self._serials = itertools.count()
@@ -88,7 +91,7 @@ class TextGenerator(StepModel):
         self.tokenizer = load_tokenizer(source)
         self._endings = ending_tokens(defaults, self.tokenizer)
         self._penalty = float(defaults.repetition_penalty or 1.0)
-        self._decode = decoder(self.tokenizer)
+        self._decode = make_decoder(self.tokenizer)
         self._prompts = Prompts(self.tokenizer, count, self.settings.max_chars)
 
     def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:

@@ -50,6 +50,9 @@ class GenerationModel(TextGenerator):
 
     takes_gguf = True
 
+    #: Of transformers.
+    model: Any
+
     def load(self, device: str) -> None:
         """Loads tokenizer and weights, allocates the cache, and compares it with a plain pass.
 
@@ -65,7 +68,8 @@ class GenerationModel(TextGenerator):
             settle_cuda()
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._check_config(config)
-        self.model, info = AutoModelForCausalLM.from_pretrained(
+        loader: Any = AutoModelForCausalLM
+        self.model, info = loader.from_pretrained(
             source.name,
             dtype=dtype_for(self.settings.dtype, self._device),
             use_safetensors=True,
@@ -130,7 +134,11 @@ class GenerationModel(TextGenerator):
     @torch.no_grad()
     def _plain_logits(self, tokens: list[int]) -> Tensor:
         inputs = torch.tensor([tokens], device=self._device)
+        attention = self.model.config._attn_implementation
+        if attention == "paged|eager":
+            self.model.set_attn_implementation("eager")
         logits: Tensor = self.model(inputs, use_cache=False).logits[0, -1].float()
+        self.model.set_attn_implementation(attention)
         return logits
 
     def _paged_logits(self, tokens: list[int]) -> Tensor:
@@ -180,10 +188,10 @@ class GenerationModel(TextGenerator):
         else:
             self._batch.accept([max(token, 0) for token in tokens])
             for text, token in zip(texts, tokens, strict=True):
-                if token == NO_TOKEN:
-                    advances += self._fail_not_finite(text)
-                else:
+                if token != NO_TOKEN:
                     advances += self._advance(text, token)
+            if NO_TOKEN in tokens:
+                advances += self._weed_out()
             return advances
         return advances + self._shrink(failure)
 
@@ -194,20 +202,34 @@ class GenerationModel(TextGenerator):
         tokens = choose_tokens(logits, samplings)
         widths = [text.prompt.options.logprobs for text in texts]
         rows = [row for row, width in enumerate(widths) if width is not None]
+        rows = [row for row in rows if tokens[row] != NO_TOKEN]
         if rows:
             width = max(each for each in widths if each is not None)
-            chosen = [max(tokens[row], 0) for row in rows]
+            chosen = [tokens[row] for row in rows]
             values = zip(*logprobs(logits[rows], chosen, width), strict=True)
             for row, token, (own, likeliest, theirs) in zip(rows, chosen, values, strict=True):
                 top = list(zip(likeliest, theirs, strict=True))[: widths[row]]
                 self._note_logprob(texts[row], token, own, top)
         return tokens
 
-    def _fail_not_finite(self, text: SlotText) -> list[Advance]:
-        job = self._jobs.get(text.slot)
-        if job is None or text not in job.texts:
-            return []
-        return [self._fail(job, f"the model's output is not finite in {self.model.dtype}")]
+    def _weed_out(self) -> list[Advance]:
+        """Fails the jobs whose own output is not finite.
+
+        In attention a number that is not finite spoils all texts of the step, and what the cache
+        keeps of them. So all texts go on from their tokens, with a new cache.
+        """
+        jobs = list(self._jobs.values())
+        self._texts.clear()
+        self._batch.build()
+        advances = []
+        for job in jobs:
+            growing = [text for text in job.texts if text.finish_reason is None]
+            if all(self._plain_logits(text.known_tokens()).isfinite().all() for text in growing):
+                self._add(job)
+            else:
+                problem = f"the model's output is not finite in {self.model.dtype}"
+                advances.append(self._fail(job, problem))
+        return advances
 
     def _shrink(self, failure: str) -> list[Advance]:
         """Goes on with a smaller cache; a job that is alone and has no memory even so, fails."""

@@ -71,7 +71,9 @@ class PagedBatch:
         self.build()
 
     def build(self) -> None:
-        """Allocates the cache; see `__init__` for its errors."""
+        """Allocates a new cache, without any text; see `__init__` for its errors."""
+        # The old cache must be gone before the new one is there.
+        self._processor = self._logits = None
         config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=ceil(self.cache_tokens / PAGE_TOKENS),
@@ -84,9 +86,8 @@ class PagedBatch:
             auto_switch_to_flash=False,
         )
         # Nothing of the model's own configuration applies: tokens are not chosen there.
-        manager = ContinuousBatchingManager(
-            self._model, GenerationConfig(do_sample=False, eos_token_id=-1), config
-        )
+        own = GenerationConfig(do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
+        manager = ContinuousBatchingManager(self._model, own, config)
         self._processor = manager._create_batch_processor()
         self._processor.model_runner._sample = self._keep
         self.capacity = infer_max_single_request_tokens(self._processor.cache)
@@ -145,7 +146,6 @@ class PagedBatch:
         Returns:
             Whether anything could be made smaller.
         """
-        # The old cache must be gone before the new one is there.
         self._processor = self._logits = None
         before = self.cache_tokens, self.step_tokens
         needed = min(self.cache_tokens, ceil(needed_tokens / PAGE_TOKENS) * PAGE_TOKENS)

@@ -105,14 +105,14 @@ def _text(at: int, part: Any) -> str:
     return text
 
 
-def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+def make_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """A function from tokens to text, without special tokens."""
     # The Rust tokenizer alone takes microseconds; transformers checks for a while what it is given.
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None:
-        return fast.decode
-    return lambda ids: tokenizer.decode(
-        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        return lambda tokens: str(fast.decode(tokens))
+    return lambda tokens: str(
+        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
 
 

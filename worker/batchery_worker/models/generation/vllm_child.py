@@ -130,7 +130,7 @@ def start_engine(options: dict[str, Any], cache_tokens: int | None) -> Any:
         cache_tokens: Of how many tokens it keeps keys and values; None for what vLLM chooses.
 
     Raises:
-        ValueError: There is no such option.
+        ValueError: There is no such option, or the cache is too small.
         Exception: Whatever vLLM raises.
     """
     from vllm import AsyncEngineArgs
@@ -145,8 +145,14 @@ def start_engine(options: dict[str, Any], cache_tokens: int | None) -> Any:
             raise ValueError(f"engine_options: vLLM has no option {name}{hint}")
     config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if cache_tokens is not None:
+        longest = config.model_config.max_model_len
+        if cache_tokens < longest:
+            raise ValueError(
+                f"cache_tokens = {cache_tokens} is too small for one text of max_length = {longest}"
+            )
         cache = config.cache_config
-        cache.num_gpu_blocks_override = -(-cache_tokens // cache.block_size)
+        # vLLM keeps one block for itself.
+        cache.num_gpu_blocks_override = -(-cache_tokens // cache.block_size) + 1
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 

@@ -62,6 +62,8 @@ class VllmModel(TextGenerator):
 
     keywords = VllmKeywords
 
+    slots = 64
+
     def _load(self, source: ModelSource) -> None:
         settings = self.settings
         if settings.engine_python is None:

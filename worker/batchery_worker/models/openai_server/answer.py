@@ -36,8 +36,14 @@ class StreamEvent(BaseModel):
     error: Any = None
 
 
-class Disagreement(Exception):
+class Disagreement(ServerFailed):
     """A second stream does not go on from what readers have of the first."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "its stream was cut, and another one does not go on from what readers have; run the"
+            " job again"
+        )
 
 
 class ServerChoice:
@@ -103,7 +109,6 @@ class ServerAnswer:
 
     Attributes:
         usage: Tokens; None until the server reports them.
-        has_deltas: Whether readers have got anything but texts.
     """
 
     def __init__(self, choices: int, max_chars: int, sent: Mapping[int, str]) -> None:
@@ -117,16 +122,17 @@ class ServerAnswer:
         self._choices = [ServerChoice(sent.get(index, "")) for index in range(choices)]
         self._left_chars = self._max_chars = max_chars
         self.usage: Usage | None = None
-        self.has_deltas = False
+        self._has_deltas = False
 
     @property
     def is_complete(self) -> bool:
         """Whether the server has said of all answers why they end."""
         return all(choice.finish_reason is not None for choice in self._choices)
 
-    @property
-    def sent(self) -> dict[int, str]:
-        """The texts that readers have by now."""
+    def read_sent(self) -> dict[int, str]:
+        """The texts that readers have by now. Raises Disagreement: they have more than texts."""
+        if self._has_deltas:
+            raise Disagreement
         return {index: choice.sent for index, choice in enumerate(self._choices)}
 
     def add(self, data: str) -> tuple[list[dict[str, Any]], Any]:
@@ -151,7 +157,7 @@ class ServerAnswer:
         self.usage = event.usage or self.usage
         is_one = len(self._choices) == 1
         pieces = [piece if is_one else {**piece, "choice": at} for piece, at in added if piece]
-        self.has_deltas |= any("delta" in piece for piece in pieces)
+        self._has_deltas |= any("delta" in piece for piece in pieces)
         return pieces, event.error
 
     def result(self, first_s: float, total_s: float) -> dict[str, Any]:

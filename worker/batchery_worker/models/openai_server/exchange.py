@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from email.utils import parsedate_to_datetime
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import httpx2
 from redis import RedisError
@@ -17,7 +17,7 @@ from batchery.errors import InvalidItem, ServerFailed, counted
 from batchery.model import GOES_ON
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.openai_server.answer import Disagreement, ServerAnswer
+from batchery_worker.models.openai_server.answer import ServerAnswer
 from batchery_worker.models.openai_server.rate_limit import RateLimit
 
 #: Statuses below 500 that say "not now", and those above that say "never".
@@ -37,7 +37,7 @@ MAX_EVENT_BYTES, MAX_ERROR_BYTES, MAX_ERROR_CHARS = 1 << 20, 1 << 16, 400
 
 #: Maximum characters of all events for each token that was asked for, and at least so many. The
 #: JSON around a token has hundreds, with log probabilities thousands.
-MAX_CHARS_PER_TOKEN, MIN_MAX_CHARS = 1 << 14, 1 << 20
+MAX_CHARS_PER_TOKEN, MIN_MAX_CHARS = 1 << 12, 1 << 20
 
 #: How long the end of a stream may take after its last event, in seconds; then the connection is
 #: closed instead of used again.
@@ -142,15 +142,11 @@ class Exchange:
             raise ServerFailed(f"it sent no stream of events: {error}") from None
         except httpx2.TransportError as error:
             reason = str(error) or type(error).__name__
-        except Disagreement:
-            self._refuse_second_stream()
         # Only the end of the stream may be missing.
         if answer.is_complete:
             return await self._complete(answer)
         if self._is_streamed:
-            self._sent = answer.sent
-            if answer.has_deltas:
-                self._refuse_second_stream()
+            self._sent = answer.read_sent()
         raise TryAgain(reason)
 
     async def _stream(self, answer: ServerAnswer) -> None:
@@ -183,12 +179,6 @@ class Exchange:
         self._first_s = self._first_s or (time.monotonic() if pieces else None)
         return bool(pieces)
 
-    def _refuse_second_stream(self) -> NoReturn:
-        raise ServerFailed(
-            "its stream was cut, and another one does not go on from what readers have; run the"
-            " job again"
-        ) from None
-
     async def _complete(self, answer: ServerAnswer) -> None:
         if self._has_ended:
             return
@@ -200,8 +190,9 @@ class Exchange:
                 await self._server.limit.correct(used - self._prompt.tokens)
 
     def _end(self, outcome: Any) -> None:
-        self._has_ended = True
-        self._deliver(self, None, outcome)
+        if not self._has_ended:
+            self._has_ended = True
+            self._deliver(self, None, outcome)
 
 
 def pause_s(failures: int, after_s: float) -> float:

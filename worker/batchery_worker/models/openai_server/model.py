@@ -31,18 +31,16 @@ class OpenAIServerModel(StepModel):
 
     A text goes to `/completions` as it is, messages to `/chat/completions`. Keywords of a job: see
     `ServerKeywords`.
-
-    Attributes:
-        is_streamed: Whether somebody streams the item that joins next.
     """
 
     slots = 256
-    is_streamed = True
 
     def __init__(self, settings: ModelSettings) -> None:
         """Reads nothing and connects to nothing yet."""
         self.settings = settings
+        self.slots = settings.slots or OpenAIServerModel.slots
         self._slots: dict[int, tuple[Exchange, Future[None]]] = {}
+        self._is_closing = asyncio.Event()
         #: What exchanges delivered: themselves, a piece, an outcome or `GOES_ON`.
         self._arrived: queue.SimpleQueue[tuple[Exchange, Any, Any]] = queue.SimpleQueue()
 
@@ -72,20 +70,22 @@ class OpenAIServerModel(StepModel):
         digest = hashlib.blake2b(account.encode(), digest_size=16).hexdigest()
         limits = settings.max_requests_per_minute, settings.max_tokens_per_minute
         self._server = ModelServer(client, make_rate_limit(digest, *limits), settings)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_requests, daemon=True)
+        runner = asyncio.Runner()
+        self._loop = runner.get_loop()
+        self._thread = threading.Thread(target=self._run_requests, args=(runner,), daemon=True)
         self._thread.start()
 
-    def _run_requests(self) -> None:
-        self._loop.run_forever()
-        self._loop.close()
+    def _run_requests(self, runner: asyncio.Runner) -> None:
+        with runner:
+            runner.run(self._hold_client())
+
+    async def _hold_client(self) -> None:
+        async with self._server.client:
+            await self._is_closing.wait()
 
     def unload(self) -> None:
-        """Closes all connections."""
-        for slot in list(self._slots):
-            self.leave(slot)
-        asyncio.run_coroutine_threadsafe(self._server.client.aclose(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        """Cancels all requests."""
+        self._loop.call_soon_threadsafe(self._is_closing.set)
         self._thread.join()
 
     def preprocess(self, items: Sequence[Any], *_: Any, **keywords: Any) -> Sequence[Any]:

@@ -1,0 +1,53 @@
+"""Classes of jobs by their priority: the table `[classes]` of the settings."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["LOWEST_PRIORITY", "PriorityClass"]
+
+#: The lowest priority that Celery's Redis transport knows.
+LOWEST_PRIORITY = 9
+
+
+class PriorityClass(BaseModel):
+    """Jobs of some of Celery's priorities, and their share of the devices."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    level: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=LOWEST_PRIORITY,
+            description="First `priority` of the class, as Redis counts: 0 is the highest.",
+        ),
+    ]
+    share: Annotated[
+        float,
+        Field(gt=0, allow_inf_nan=False, description="Share of the devices' time; ratios count."),
+    ]
+    max_waiting: Annotated[
+        int | None,
+        Field(gt=0, description="Maximum jobs of the class in a queue; with more, it is full."),
+    ] = None
+    max_wait_s: Annotated[
+        float | None,
+        Field(
+            gt=0,
+            allow_inf_nan=False,
+            description="The class is full, too, while its oldest job in a queue waits for longer.",
+        ),
+    ] = None
+    when_full: Annotated[
+        Literal["refuse", "demote"],
+        Field(
+            description="`refuse` raises `QueueFull` at the call; `demote` sends a job in the"
+            " class below."
+        ),
+    ] = "refuse"
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether it can be full."""
+        return self.max_waiting is not None or self.max_wait_s is not None

@@ -1,0 +1,161 @@
+"""Step models in real workers: jobs join and leave while others run, each with its own end."""
+
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery.exceptions import SoftTimeLimitExceeded, TaskRevokedError, TimeLimitExceeded
+
+from apps import slots
+from batchery import DeadlineExceeded, InvalidItem
+from conftest import StartWorker
+from support.harness import Worker, wait_for
+from support.patience import patient
+
+TIMEOUT_S = patient(60)
+
+#: Deadlines and expiry count from the sending: by then the job must have joined.
+SOON_S = patient(2.0)
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker, redis_url: str) -> Worker:
+    """It has nothing to serve but the step model."""
+    slots.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+    late = {"BATCHERY_SHED_LATE": "true"}
+    return start_module_worker("apps.slots", "-c", "1", "-Q", "countdown", env=late)
+
+
+def begin(item: Any = 1, options: Any = None, **keywords: Any) -> Any:
+    return slots.countdown.apply_async((item,), keywords, **(options or {}))
+
+
+def devices(worker: Worker) -> Any:
+    return worker.inspect(slots.app, "stats")["pool"]["devices"]
+
+
+def device(worker: Worker) -> dict[str, Any]:
+    found: dict[str, Any] = devices(worker)["cpu/countdown"]
+    return found
+
+
+@pytest.fixture
+def gated(worker: Worker, tmp_path: Path) -> Iterator[Any]:
+    """A job that runs for as long as the test does, and then succeeds."""
+    gate = tmp_path / "gate"
+    job = begin(3, gate=str(gate), notes=str(tmp_path / "gated"))
+    wait_for(lambda: slots.noted(tmp_path / "gated"), "it has joined")
+    yield job
+    assert not job.ready()
+    gate.touch()
+    assert job.get(timeout=TIMEOUT_S)["pid"] == device(worker)["pid"]
+
+
+@pytest.mark.usefixtures("gated")
+def test_short_job_overtakes_a_long_one() -> None:
+    assert begin(2).get(timeout=TIMEOUT_S)["most"] >= 2
+
+
+def test_many_jobs_join_and_leave_in_few_slots(worker: Worker) -> None:
+    jobs = [begin(number % 7 + 1) for number in range(100)]
+    answers = [job.get(timeout=TIMEOUT_S) for job in jobs]
+    assert {answer["pid"] for answer in answers} == {device(worker)["pid"]}
+    assert max(answer["most"] for answer in answers) == slots.Countdown.slots
+    model = device(worker)["models"]["countdown"]
+    assert (model["slots"], model["slots_taken"]) == (4, 0)
+    assert model["steps"] >= 100
+    assert len(worker.devices()) == 1
+
+
+@pytest.mark.usefixtures("gated")
+def test_job_that_cannot_join_or_is_unfit_fails_alone() -> None:
+    with pytest.raises(ValueError, match="no such voice"):
+        begin(fail="no such voice").get(timeout=TIMEOUT_S)
+    with pytest.raises(InvalidItem, match="not a number"):
+        begin("three").get(timeout=TIMEOUT_S)
+
+
+def soft_limit() -> dict[str, Any]:
+    return {"soft_time_limit": 0.5}
+
+
+def hard_limit() -> dict[str, Any]:
+    return {"time_limit": 0.5}
+
+
+def deadline() -> dict[str, Any]:
+    return {"deadline_s": SOON_S}
+
+
+def expiry() -> dict[str, Any]:
+    return {"expires": datetime.now(UTC) + timedelta(seconds=SOON_S)}
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (soft_limit, SoftTimeLimitExceeded),
+        (hard_limit, TimeLimitExceeded),
+        (deadline, DeadlineExceeded),
+        (expiry, TaskRevokedError),
+    ],
+)
+def test_job_whose_time_is_over_leaves_its_slot_and_touches_no_neighbour(
+    worker: Worker,
+    gated: Any,
+    tmp_path: Path,
+    options: Callable[[], dict[str, Any]],
+    error: type[Exception],
+) -> None:
+    job = begin(3, options(), gate=str(tmp_path / "never"), notes=str(tmp_path / "notes"))
+    with pytest.raises(error):
+        job.get(timeout=TIMEOUT_S)
+    assert slots.noted(tmp_path / "notes")
+    assert device(worker)["models"]["countdown"]["slots_taken"] == 1
+    assert not gated.ready()
+
+
+def test_job_that_is_terminated_leaves_its_slot_and_touches_no_neighbour(
+    worker: Worker, gated: Any, tmp_path: Path
+) -> None:
+    job = begin(3, gate=str(tmp_path / "never"), notes=str(tmp_path / "notes"))
+    wait_for(lambda: slots.noted(tmp_path / "notes"), "it has joined")
+    slots.app.control.revoke(job.id, terminate=True, reply=True, timeout=20, limit=1)
+    with pytest.raises(TaskRevokedError):
+        job.get(timeout=TIMEOUT_S)
+    wait_for(lambda: device(worker)["batches_in_flight"] == 1, "its slot is free")
+    # The device says how many are taken when it answers a job.
+    begin().get(timeout=TIMEOUT_S)
+    assert device(worker)["models"]["countdown"]["slots_taken"] == 1
+    assert not gated.ready()
+
+
+@pytest.mark.usefixtures("gated")
+def test_items_of_one_job_have_slots_of_their_own_and_free_each_when_it_ends(
+    tmp_path: Path,
+) -> None:
+    header = {"batchery": {"v": 1, "n": 12}}
+    gate, notes = tmp_path / "items", tmp_path / "notes"
+    items = [*range(1, 11), "odd", 1]
+    job = slots.countdown.apply_async((items,), {"notes": str(notes)}, headers=header)
+    entries = job.get(timeout=TIMEOUT_S)
+    assert [list(entry) for entry in entries] == [["ok"]] * 10 + [["error"], ["ok"]]
+    assert entries[10]["error"]["type"] == "InvalidItem"
+    # Besides the job that is there: never more than there are slots.
+    assert {int(count) for _, count, _ in slots.noted(notes)} <= {2, 3, 4}
+    held = slots.countdown.apply_async(
+        ([1, 2, 3],), {"gate": str(gate)}, headers={"batchery": {"v": 1, "n": 3}}
+    )
+    other = begin(1)
+    gate.touch()
+    assert [list(entry) for entry in held.get(timeout=TIMEOUT_S)] == [["ok"]] * 3
+    other.get(timeout=TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("worker")
+def test_job_of_another_task_is_refused_where_only_slots_are() -> None:
+    job = slots.upper.apply_async(("text",), queue="countdown")
+    with pytest.raises(InvalidItem, match="serves only models with slots"):
+        job.get(timeout=TIMEOUT_S)
