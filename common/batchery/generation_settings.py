@@ -22,7 +22,9 @@ class GenerationSettings(BaseModel):
     ] = {}
     slots: Annotated[
         int | None,
-        Field(gt=0, description="Generation: maximum jobs at once; 16 if unset, 256 of a server."),
+        Field(
+            gt=0, description="Generation: maximum jobs at once; 16, 64 or 256 by engine if unset."
+        ),
     ] = None
     max_new_tokens: Annotated[
         int, Field(gt=0, description="Generation: maximum tokens of a text, if the job says none.")

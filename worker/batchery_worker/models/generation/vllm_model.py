@@ -201,7 +201,7 @@ class VllmModel(TextGenerator):
         return [self._fail(job, ItemFailed(f"vLLM has ended it: {why}; its log may say why"))]
 
 
-def read_structure(options: VllmKeywords) -> Mapping[str, Any] | None:
+def read_structure(options: VllmKeywords) -> Mapping[Any, Any] | None:
     """What vLLM calls structured outputs, of the keywords of a job.
 
     Raises:

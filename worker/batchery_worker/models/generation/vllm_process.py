@@ -155,7 +155,8 @@ def _environment(visible_gpus: str | None) -> dict[str, str]:
 
 def _log_line(line: str) -> None:
     found = LEVEL.search(line[:80])
-    logger.log(logging.getLevelName(found[1]) if found else logging.INFO, "%s", line)
+    levels = logging.getLevelNamesMapping()
+    logger.log(levels[found[1]] if found else logging.INFO, "%s", line)
 
 
 def visible_gpus(device: str, options: Mapping[str, Any]) -> str | None:
