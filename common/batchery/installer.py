@@ -35,6 +35,7 @@ KINDS = {
     "multi_vector_embedding": (
         "batchery_worker.models.multi_vector_embedding:MultiVectorEmbeddingModel"
     ),
+    "generation": "batchery_worker.models.generation.model:GenerationModel",
 }
 
 

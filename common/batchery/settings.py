@@ -114,6 +114,7 @@ class ModelSettings(BaseModel):
             "zero_shot",
             "sparse_embedding",
             "multi_vector_embedding",
+            "generation",
         ],
         Field(description="What the model does, and so what its results look like."),
     ]
@@ -121,6 +122,9 @@ class ModelSettings(BaseModel):
         str,
         Field(min_length=1, description="A local folder, or a model id of the Hugging Face hub."),
     ]
+    engine: Annotated[
+        Literal["transformers"], Field(description="Generation: what computes the texts.")
+    ] = "transformers"
     revision: Annotated[
         str | None, Field(description="Branch, tag or commit of the model on the hub.")
     ] = None
@@ -218,6 +222,20 @@ class ModelSettings(BaseModel):
         bool | None,
         Field(
             description="Classification: labels are independent; the config decides where unset."
+        ),
+    ] = None
+    slots: Annotated[
+        int | None, Field(gt=0, description="Generation: maximum jobs at once; 16 where unset.")
+    ] = None
+    max_new_tokens: Annotated[
+        int, Field(gt=0, description="Generation: maximum tokens of a text, if the job says none.")
+    ] = 256
+    cache_tokens: Annotated[
+        int | None,
+        Field(
+            gt=0,
+            description="Generation: keys and values of so many tokens are kept, of all jobs"
+            " together; by the free memory if unset.",
         ),
     ] = None
 

@@ -202,6 +202,46 @@ class ZeroShotKeywords(TextKeywords):
     multi_label: bool = False
 
 
+#: Maximum number of stop strings, of texts per job, and of likeliest tokens that are told.
+MAX_STOPS, MAX_TEXTS, MAX_LIKELIEST = 16, 64, 20
+
+StopString = Annotated[str, Field(min_length=1)]
+
+
+class GenerationKeywords(Keywords):
+    """Keywords of a text generation job.
+
+    Attributes:
+        max_new_tokens: At least 1; None for the setting of that name.
+        temperature: From 0, where the likeliest token is always taken, to 10.
+        top_p: Draw from the likeliest tokens that together have this probability: above 0, up to 1.
+        top_k: Draw from so many of the likeliest tokens; 0 for all.
+        seed: The same seed draws the same tokens; None for another one each time.
+        stop: A text or several, before the first of which the text ends.
+        logprobs: Also tell the probability of each token, and of so many of the likeliest ones.
+        n: How many texts to make of the item.
+        repetition_penalty: Divides the scores of tokens that are there already; 1 for none. None
+            for that of the model's configuration.
+        ignore_eos: Go on where the model would end, up to `max_new_tokens`.
+    """
+
+    max_new_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=10)] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(ge=0)] = 0
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = []
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_TEXTS)] = 1
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    ignore_eos: bool = False
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+
 K = TypeVar("K", bound=Keywords)
 
 

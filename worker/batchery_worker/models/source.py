@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +49,20 @@ class ModelSource:
         ModelLoadError: The setting is a path, and there is no folder with a model.
     """
 
-    def __init__(self, settings: ModelSettings) -> None:
+    def __init__(self, settings: ModelSettings, *, takes_gguf: bool = False) -> None:
         folder = Path(settings.model).expanduser()
+        if takes_gguf and folder.suffix == ".gguf" and folder.is_file():
+            _check_gguf(settings.model)
+            self.folder, self.name = folder.parent, str(folder.parent)
+            self.options: dict[str, Any] = {"gguf_file": folder.name}
+            return
         self.folder = folder if folder.exists() else None
         if self.folder is None and not HUB_ID.fullmatch(settings.model):
             raise ModelLoadError(f"model {settings.model!r}: there is no such folder")
         if self.folder is not None:
             _check_folder(settings.model, self.folder)
         self.name = settings.model if self.folder is None else str(folder)
-        self.options: dict[str, Any] = {
+        self.options = {
             "revision": settings.revision,
             "trust_remote_code": settings.trust_remote_code,
         }
@@ -92,6 +98,11 @@ class ModelSource:
             return json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ModelLoadError(f"model {self.name!r}: {name} is not JSON: {error}") from None
+
+
+def _check_gguf(name: str) -> None:
+    if find_spec("gguf") is None:
+        raise ModelLoadError(f"model {name!r}: a file of this format needs: pip install gguf")
 
 
 def _check_folder(name: str, folder: Path) -> None:

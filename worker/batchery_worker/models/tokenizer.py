@@ -408,6 +408,9 @@ def load_tokenizer(source: ModelSource) -> Any:
         raise ModelLoadError(
             f"model {source.name!r}: has no tokenizer, so it cannot take texts: {reason(error)}"
         ) from error
+    if "gguf_file" in source.options:
+        # It is in the same file.
+        return tokenizer
     files = sorted({"tokenizer.json", *tokenizer.vocab_files_names.values()})
     if not any(source.path(file) for file in files):
         raise ModelLoadError(

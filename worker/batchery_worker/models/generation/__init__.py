@@ -1,0 +1,1 @@
+"""Text generation: jobs join and leave a batch that is running, and are answered token by token."""

@@ -1,0 +1,175 @@
+"""A batch that runs, over transformers' paged cache of keys and values.
+
+transformers' own manager runs its loop on a thread, which ends with any error, and every request
+with it. Here its parts are driven step by step: its scheduler chooses what a step computes, its
+cache keeps keys and values, and shares those of equal beginnings. Tokens are chosen by the caller.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+from transformers.generation.continuous_batching.model_runner import (
+    infer_max_single_request_tokens,
+)
+from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.utils import (
+    find_head_dim,
+    find_num_key_value_heads,
+)
+
+#: Tokens of a page. What equal beginnings share is whole pages.
+PAGE_TOKENS = 32
+
+#: Tokens of one step, unless the settings say: of a long prompt so many are computed in each step,
+#: and all other texts wait for them.
+STEP_TOKENS = {"cpu": 512, "mps": 512, "cuda": 2048}
+
+#: Share of the free memory that the cache and what comes with it may take.
+MEMORY_SHARE = {"cpu": 0.25, "mps": 0.25, "cuda": 0.8}
+
+#: What remains of the cache, and of the tokens of a step, where memory ran out.
+SHRINK = 0.7
+
+
+class PagedBatch:
+    """Texts whose tokens are computed together, each at its own place.
+
+    Attributes:
+        cache_tokens: Of so many tokens keys and values are kept, at most.
+        step_tokens: So many tokens are computed in one step, at most.
+        capacity: Maximum tokens of one text, prompt included.
+    """
+
+    capacity: int
+
+    _processor: Any
+    _logits: Tensor | None
+
+    def __init__(self, model: Any, texts: int, cache_tokens: int, step_tokens: int) -> None:
+        """Allocates the cache.
+
+        Args:
+            model: Of transformers, on its device.
+            texts: Maximum number of texts in a step; others wait.
+            cache_tokens: See above.
+            step_tokens: See above.
+
+        Raises:
+            ValueError: The model has layers for which there is no such cache.
+            MemoryError: There is no memory for this cache; torch has other errors for that, too.
+        """
+        self._model = model
+        self._texts = texts
+        self.cache_tokens = cache_tokens
+        self.step_tokens = max(step_tokens, texts)
+        self.build()
+
+    def build(self) -> None:
+        """Allocates the cache; see `__init__` for its errors."""
+        config = ContinuousBatchingConfig(
+            page_size=PAGE_TOKENS,
+            num_blocks=ceil(self.cache_tokens / PAGE_TOKENS),
+            max_batch_tokens=self.step_tokens,
+            max_requests_per_batch=self._texts,
+            max_memory_percent=1.0,
+            max_blocks_per_request=0,
+            use_async_batching=False,
+            use_cuda_graph=False,
+            auto_switch_to_flash=False,
+        )
+        # Nothing of the model's own configuration applies: tokens are not chosen there.
+        manager = ContinuousBatchingManager(
+            self._model, GenerationConfig(do_sample=False, eos_token_id=-1), config
+        )
+        self._processor = manager._create_batch_processor()
+        self._processor.model_runner._sample = self._keep
+        self.capacity = infer_max_single_request_tokens(self._processor.cache)
+
+    def _keep(self, scores: Tensor, _: Tensor) -> None:
+        self._logits = scores[0]
+
+    def add(self, name: str, tokens: Sequence[int]) -> None:
+        """Takes a text in, which is part of the next step if there is room.
+
+        Args:
+            name: That no text had before.
+            tokens: All that is known of it.
+        """
+        state = RequestState(name, list(tokens), max_new_tokens=None)
+        self._processor.scheduler.add_waiting_request(state)
+
+    def drop(self, name: str) -> None:
+        """Frees what a text holds."""
+        scheduler = self._processor.scheduler
+        scheduler.set_request_cancellation(name)
+        scheduler.clear_cancelled_requests()
+        # It was set because the cache was full.
+        scheduler.block_new_requests = False
+
+    @torch.no_grad()
+    def forward(self) -> tuple[list[str], Tensor]:
+        """Computes a step; `accept` must follow with a token for each name.
+
+        Returns:
+            The names of the texts whose next token can be chosen, and their logits, (B, V) float32.
+            There are none if the step has only read a part of long prompts.
+        """
+        if not self._processor.prepare_next_batch():
+            return [], torch.empty(0)
+        self._processor._generation_step(self._model)
+        batch = self._processor.inputs_and_outputs.requests_in_batch
+        names = [each.state.request_id for each in batch if each.has_new_token]
+        assert self._logits is not None
+        return names, self._logits[: len(names)]
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Takes the tokens that were chosen after a step, in its order."""
+        outputs = self._processor.inputs_and_outputs
+        if outputs.requests_in_batch:
+            outputs.output_ids[0, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+            self._processor.update_batch()
+            outputs.requests_in_batch = []
+
+    def shrink(self, needed_tokens: int) -> bool:
+        """Frees the cache, and lowers its size; `build` must follow, and all texts be added again.
+
+        Args:
+            needed_tokens: The cache keeps at least so many.
+
+        Returns:
+            Whether anything could be made smaller.
+        """
+        # The old cache must be gone before the new one is there.
+        self._processor = self._logits = None
+        before = self.cache_tokens, self.step_tokens
+        needed = min(self.cache_tokens, ceil(needed_tokens / PAGE_TOKENS) * PAGE_TOKENS)
+        self.cache_tokens = max(needed, int(self.cache_tokens * SHRINK))
+        self.step_tokens = max(self._texts, int(self.step_tokens * SHRINK))
+        return (self.cache_tokens, self.step_tokens) != before
+
+
+def choose_cache_tokens(model: Any, wanted_tokens: int, step_tokens: int) -> int:
+    """Of how many tokens there is memory to keep keys and values.
+
+    Args:
+        model: Of transformers, on its device.
+        wanted_tokens: More would be of no use.
+        step_tokens: Of `PagedBatch`.
+    """
+    config = model.config.get_text_config()
+    heads, width = find_num_key_value_heads(config), find_head_dim(config)
+    # Besides keys and values there is a copy of one layer's, and the mask of a step.
+    numbers = 2 * config.num_hidden_layers * heads * width + step_tokens
+    numbers += (2 * config.num_attention_heads + heads) * width
+    on_cuda = model.device.type == "cuda"
+    free_bytes = (
+        torch.cuda.mem_get_info(model.device)[0] if on_cuda else psutil.virtual_memory().available
+    )
+    usable_bytes = free_bytes * MEMORY_SHARE[model.device.type]
+    return min(wanted_tokens, int(usable_bytes / (numbers * model.dtype.itemsize)))

@@ -1,0 +1,120 @@
+"""From items to tokens: prompts, and chats by the model's own template."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from batchery.errors import InvalidItem
+from batchery_worker.models.inputs import check_text, check_token_ids
+from batchery_worker.models.source import reason
+
+#: Roles that chats have everywhere. Others are taken if the template names them.
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class Prompts:
+    """Reads the items of one model."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, max_chars: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._max_chars = max_chars
+
+    def read(self, item: Any) -> list[int]:
+        """Returns the tokens of an item.
+
+        Args:
+            item: A prompt; or its tokens; or the messages of a chat, alone or as
+                `{"messages": [...], "tools": [...]}`.
+
+        Raises:
+            InvalidItem: It is none of these; names what is wrong.
+        """
+        if isinstance(item, str):
+            text = check_text("prompt", item, self._max_chars)
+            return self._not_empty(self._tokenizer(text)["input_ids"])
+        if isinstance(item, Mapping):
+            if unknown := sorted(map(str, item.keys() - {"messages", "tools"})):
+                raise InvalidItem(f"item: has {unknown[0]!r}; a chat has 'messages' and 'tools'")
+            return self._chat(item.get("messages"), item.get("tools"))
+        if isinstance(item, list) and item and isinstance(item[0], Mapping):
+            return self._chat(item, None)
+        if isinstance(item, list):
+            return check_token_ids(item, self._vocabulary, self._max_chars)
+        raise InvalidItem(
+            f"item: must be a prompt, or the messages of a chat, not {type(item).__name__}"
+        )
+
+    def _not_empty(self, tokens: list[int]) -> list[int]:
+        if not tokens:
+            raise InvalidItem("prompt: has no tokens")
+        return tokens
+
+    def _chat(self, messages: Any, tools: Any) -> list[int]:
+        template = self._tokenizer.chat_template
+        if not template:
+            raise InvalidItem("messages: the model has no chat template; send a prompt")
+        if not isinstance(messages, list) or not messages:
+            raise InvalidItem("messages: must be a list with at least one message")
+        if tools is not None and not isinstance(tools, list):
+            raise InvalidItem(f"tools: must be a list, not {type(tools).__name__}")
+        checked = [self._message(at, each, str(template)) for at, each in enumerate(messages)]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                checked, tools=tools, add_generation_prompt=True, tokenize=False
+            )
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise InvalidItem(
+                f"messages: the model's chat template refuses them: {reason(error)}"
+            ) from None
+        check_text("messages", text, self._max_chars)
+        # The template has written the special tokens.
+        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return self._not_empty(tokens)
+
+    def _message(self, at: int, message: Any, template: str) -> dict[str, Any]:
+        if not isinstance(message, Mapping):
+            raise InvalidItem(
+                f"messages[{at}]: must be a dictionary with 'role' and 'content',"
+                f" not {type(message).__name__}"
+            )
+        role = message.get("role")
+        if role not in ROLES and not (isinstance(role, str) and role and role in template):
+            raise InvalidItem(f"messages[{at}].role = {role!r:.80}: there are {', '.join(ROLES)}")
+        content = message.get("content")
+        if isinstance(content, list):
+            content = "".join(_text(at, part) for part in content)
+        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise InvalidItem(
+                f"messages[{at}].content: must be a text, not {type(content).__name__}"
+            )
+        return {**message, "content": content or ""}
+
+
+def _text(at: int, part: Any) -> str:
+    """The text of a part of a message."""
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        raise InvalidItem(f"messages[{at}].content: the model reads only parts with a text")
+    return text
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """A function from tokens to text, without special tokens."""
+    # The Rust tokenizer alone takes microseconds; transformers checks for a while what it is given.
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is not None:
+        return fast.decode
+    return lambda ids: tokenizer.decode(
+        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
+
+
+def ending_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+    """The tokens with which a text ends."""
+    known = model.generation_config.eos_token_id
+    if known is None:
+        known = tokenizer.eos_token_id
+    several: Sequence[int] = known if isinstance(known, (list, tuple)) else [known]
+    return frozenset(each for each in several if each is not None)

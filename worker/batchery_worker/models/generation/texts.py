@@ -1,0 +1,174 @@
+"""The jobs in the slots, and the texts that are made of them."""
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from batchery_worker.models.generation.growing_text import GrowingText
+from batchery_worker.models.generation.sampling import Sampling, draw
+from batchery_worker.models.inputs import GenerationKeywords
+
+#: Decodes tokens.
+Decode = Callable[[Sequence[int]], str]
+
+
+class Prompt(NamedTuple):
+    """A prepared item.
+
+    Attributes:
+        tokens: Of the prompt.
+        options: The job's keywords.
+        max_new_tokens: How many tokens its texts may have.
+    """
+
+    tokens: list[int]
+    options: GenerationKeywords
+    max_new_tokens: int
+
+
+class SlotText:
+    """One text of a job.
+
+    Attributes:
+        name: In the batch.
+        slot: Of its job.
+        choice: Which of the job's texts it is.
+        tokens: That the model has written.
+        finish_reason: `stop`, or `length`; None while it grows.
+    """
+
+    def __init__(self, job: "SlotJob", choice: int, decode: Decode) -> None:
+        self.name = f"{job.serial}/{choice}"
+        self.slot = job.slot
+        self.choice = choice
+        self.prompt = job.prompt
+        self.tokens: list[int] = []
+        self.logprobs: list[dict[str, Any]] = []
+        self.finish_reason: str | None = None
+        self._job = job
+        self._sent = 0
+        self._growing = GrowingText(decode, job.prompt.options.stops)
+        self._seen: Tensor | None = None
+
+    @property
+    def text(self) -> str:
+        """What can be shown of it."""
+        return self._growing.text
+
+    def known_tokens(self) -> list[int]:
+        """All tokens, those of the prompt first."""
+        return self.prompt.tokens + self.tokens
+
+    def penalize(self, vocabulary: int, device: torch.device) -> None:
+        """Marks the tokens that are there already, for a repetition penalty."""
+        self._seen = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+        self._seen[torch.tensor(self.known_tokens(), device=device)] = True
+
+    def sampling(self, penalty: float) -> Sampling:
+        """What it asks of its next token."""
+        options = self.prompt.options
+        uniform = 0.0
+        if options.temperature:
+            uniform = draw(self._job.seed, self.choice, len(self.tokens))
+        return Sampling(
+            *(options.temperature, options.top_k, options.top_p),
+            *(penalty, uniform, self._seen),
+        )
+
+    def add(self, token: int, endings: frozenset[int]) -> str:
+        """Takes the next token; returns the text that can be shown now."""
+        self.tokens.append(token)
+        if self._seen is not None:
+            self._seen[token] = True
+        options = self.prompt.options
+        released = self._growing.add(token)
+        if self._growing.has_stopped or (token in endings and not options.ignore_eos):
+            self.finish_reason = "stop"
+        elif len(self.tokens) >= self.prompt.max_new_tokens:
+            self.finish_reason = "length"
+        if self.finish_reason is not None:
+            released += self._growing.finish()
+            if self._growing.has_stopped:
+                self.finish_reason = "stop"
+        return released
+
+    def resume(self, pieces: Sequence[Mapping[str, Any]], endings: frozenset[int]) -> None:
+        """Goes on behind the pieces that its readers have."""
+        for piece in pieces:
+            if piece.get("choice", 0) == self.choice:
+                for token in piece["tokens"]:
+                    self.add(token, endings)
+                self.logprobs += piece.get("logprobs", ())
+        self._sent = len(self.tokens)
+
+    def piece(self, released: str) -> dict[str, Any] | None:
+        """What its readers get now; None if there is no text to show."""
+        if not released:
+            return None
+        piece: dict[str, Any] = {"text": released, "tokens": self.tokens[self._sent :]}
+        if self.prompt.options.n > 1:
+            piece["choice"] = self.choice
+        if self.prompt.options.logprobs is not None:
+            piece["logprobs"] = self.logprobs[self._sent :]
+        self._sent = len(self.tokens)
+        return piece
+
+    def result(self) -> dict[str, Any]:
+        """Its part of the result."""
+        result: dict[str, Any] = {"text": self.text, "finish_reason": self.finish_reason}
+        if self.prompt.options.logprobs is not None:
+            result["logprobs"] = self.logprobs
+        return result
+
+
+class SlotJob:
+    """A job in a slot.
+
+    Attributes:
+        slot: Its slot.
+        serial: A number that no other job of this process has.
+        prompt: What it asks.
+        seed: Of what is drawn for it.
+        texts: One, or as many as the keyword `n` says.
+    """
+
+    def __init__(self, slot: int, serial: int, prompt: Prompt, decode: Decode) -> None:
+        self.slot = slot
+        self.serial = serial
+        self.prompt = prompt
+        options = prompt.options
+        self.seed = random.getrandbits(63) if options.seed is None else options.seed
+        self.texts = [SlotText(self, choice, decode) for choice in range(options.n)]
+        self._joined_s = time.perf_counter()
+        self._first_token_s: float | None = None
+
+    def note_token(self) -> None:
+        """Remembers when the first token came."""
+        if self._first_token_s is None:
+            self._first_token_s = time.perf_counter()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all its texts have."""
+        return all(text.finish_reason is not None for text in self.texts)
+
+    def result(self) -> dict[str, Any]:
+        """The result of the job, in the shape of `batchery.Generation`."""
+        took_s = time.perf_counter() - self._joined_s
+        first_s = took_s if self._first_token_s is None else self._first_token_s - self._joined_s
+        tokens_out = sum(len(text.tokens) for text in self.texts)
+        results = [text.result() for text in self.texts]
+        return {
+            **(results[0] if len(results) == 1 else {"choices": results}),
+            "tokens_in": len(self.prompt.tokens),
+            "tokens_out": tokens_out,
+            "timings": {
+                "first_token_ms": round(first_s * 1000, 3),
+                "total_ms": round(took_s * 1000, 3),
+                "tokens_per_s": round(tokens_out / took_s, 3),
+            },
+        }
