@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         WrongLength,
     )
     from batchery.installer import install, register
-    from batchery.model import Model
+    from batchery.model import Advance, Model, StepModel
     from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
     from batchery.results import (
         Classification,
@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from batchery_worker.inprocess.engine import Engine
 
 __all__ = [
+    "Advance",
     "AppNotImportable",
     "AsyncClient",
     "AsyncTask",
@@ -126,6 +127,7 @@ __all__ = [
     "Snapshot",
     "SparseEmbedding",
     "StartError",
+    "StepModel",
     "SubmitOptions",
     "Summary",
     "TaskClient",
@@ -190,7 +192,7 @@ _MODULES = {
     **dict.fromkeys(("Batcher", "batched"), "batchery_worker.inprocess.batcher"),
     "BatchTask": "batchery.task",
     "Engine": "batchery_worker.inprocess.engine",
-    "Model": "batchery.model",
+    **dict.fromkeys(("Advance", "Model", "StepModel"), "batchery.model"),
 }
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from celery import Celery
 from celery.app.defaults import DEFAULTS
 
-from batchery.errors import StartError
+from batchery.errors import BatchArgumentError, StartError
 from batchery.installation import get_installation, remember
-from batchery.model import Model
+from batchery.model import Model, StepModel
 from batchery.settings import TASK_OPTIONS, ModelSettings
 from batchery.task import ModelTask
 from batchery.transport import use_leases
@@ -94,11 +94,19 @@ def register(
         model: A subclass of `Model`, or its import path as `package.module:Class`.
         queue: Name of its queue; None for the name of the task.
         options: Keyword arguments of the model's constructor.
-        task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on.
+        task_options: As for `app.task`: `max_batch_size`, `time_limit` and so on. A `StepModel` has
+            `slots` in place of all limits of batches; given by path, it must have it here.
 
     Returns:
         The task: `register(...).delay("some text").get()`.
+
+    Raises:
+        BatchArgumentError: A model with slots is given limits of batches.
     """
+    if isinstance(model, type) and issubclass(model, StepModel):
+        task_options["slots"] = task_options.get("slots") or model.slots
+    if task_options.get("slots"):
+        task_options = _without_batches(name, task_options)
     attributes = {
         "name": name,
         "model_queue": queue or name,
@@ -111,6 +119,17 @@ def register(
     }
     task: ModelTask = app.register_task(type("ModelTask", (ModelTask,), attributes)())
     return task
+
+
+def _without_batches(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a task whose jobs have no batch: each of them is its own."""
+    for given in ("max_batch_size", "max_batch_tokens", "target_latency_ms", "cache"):
+        if options.get(given) is not None:
+            raise BatchArgumentError(
+                f"task {name!r}: {given} = {options[given]!r} has no meaning for a model with"
+                " slots; take it away, and say how many items run at once by slots"
+            )
+    return {**options, "max_batch_size": 1}
 
 
 def _on_after_finalize(sender: Celery, **_: Any) -> None:

@@ -22,8 +22,9 @@ from kombu.serialization import dumps, loads
 from batchery.completion import current_completion
 from batchery.errors import BatchArgumentError, InvalidItem
 from batchery.execution.batch import compute, prepare, read_back, run_function
+from batchery.execution.steps import run_steps
 from batchery.installation import get_queue_limits
-from batchery.model import Model
+from batchery.model import Model, StepModel
 from batchery.outcomes import Answered, Failed, Ignore, Reject, Replace, RetryAfter
 from batchery.protocol import headers as multi_item
 from batchery.protocol.headers import HEADER, deadline_header, sent_now, with_tenant
@@ -138,6 +139,8 @@ class BatchTask(_Task):
     max_batch_size: int | None = None
     #: Maximum number of tokens of one forward pass, with padding; for tasks that are models.
     max_batch_tokens: int | None = None
+    #: Maximum number of items of a `StepModel` at once; None for all other tasks.
+    slots: int | None = None
     #: How long an idle device waits for a batch to fill, in milliseconds.
     max_wait_ms: float | None = None
     #: How long jobs may take in a worker, in milliseconds: batches are only so large.
@@ -434,10 +437,13 @@ class ModelTask(BatchTask):
 
         For tests, scripts and workers without devices, which run a model in their own processes.
         """
-        prepared = prepare(self._local_model, items, keywords)
-        outcomes, _, _ = compute(
-            self._local_model, prepared, keywords, lambda lengths: [range(len(lengths))]
-        )
+        model = self._local_model
+        prepared = prepare(model, items, keywords)
+        if isinstance(model, StepModel):
+            with _loading:
+                # It has the items of one batch at a time.
+                return run_steps(model, prepared, keywords)
+        outcomes, _, _ = compute(model, prepared, keywords, lambda lengths: [range(len(lengths))])
         return outcomes
 
     def _get_exec_options(self) -> dict[str, Any]:

@@ -312,6 +312,7 @@ def check_options(task: BatchTask) -> None:
     """
     for name, kinds, least in (
         ("max_batch_size", (int,), 1),
+        ("slots", (int,), 1),
         ("max_batch_tokens", (int,), 1),
         ("max_wait_ms", (int, float), 0),
         ("target_latency_ms", (int, float), 0.001),
@@ -366,10 +367,16 @@ def _check_cache(task: BatchTask) -> None:
 def prefetch_jobs(tasks: list[BatchTask], settings: Settings, devices: int) -> int:
     """How many unfinished jobs of one class the worker must hold for full batches.
 
-    Every task may have its waiting batches on every device, whichever queue they come from.
+    Every task may have its waiting batches on every device, whichever queue they come from. What
+    runs in slots has no waiting ones.
     """
     batches = devices * (1 + settings.prefetch_batches)
-    return sum((task.max_batch_size or settings.max_batch_size) * batches for task in tasks)
+    return sum(
+        task.slots * devices
+        if task.slots
+        else (task.max_batch_size or settings.max_batch_size) * batches
+        for task in tasks
+    )
 
 
 def _widen_prefetch(worker: Any, jobs: int, classes: int) -> None:

@@ -82,6 +82,10 @@ class DispatchedBatch:
     #: When it began, less the time of urgent batches since then; its time limit counts from here.
     #: A batch begins when it is the first one of its device, an urgent one when the device says so.
     began_s: float | None = None
+    #: Whether it is one job that shares its device with others at once, each in slots of its own.
+    in_slots: bool = False
+    #: How many of its items have a slot, or will have one.
+    items_left: int = 0
     #: The note of it in the broker, made by `dispatch/poison.py`.
     note: object | None = None
 

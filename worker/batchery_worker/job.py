@@ -70,7 +70,8 @@ class Job(Generic[T]):
     deaths: int = 0
     #: Whether the job was on a device when an earlier worker died.
     recovered: bool = False
-    #: Maximum number of such jobs in its next batch: half of those that were on that device.
+    #: Maximum number of such jobs in its next batch, or in slots: half of those that were on that
+    #: device.
     among: int = 1
 
 
@@ -83,6 +84,8 @@ class Batch(Generic[T]):
     alone: bool = False
     #: What lanes were charged for it, by `batching/shares.py`; nothing for suspects.
     charges: tuple[Any, ...] = ()
+    #: Of a suspect in slots: maximum number of jobs on its device, all of them suspects; else 0.
+    cohort: int = 0
 
     @property
     def items(self) -> int:

@@ -195,11 +195,16 @@ class HybridPool:
             self._dispatcher.finish_answered()
 
     def terminate_job(self, pid: int, signal: Any = None) -> None:
-        """Kills an ordinary job's process; a device serves a whole batch, and is not killed."""
+        """Kills an ordinary job's process; a device has jobs of others, too, and is not killed."""
         if self._dispatcher is not None and pid in self._dispatcher.pids:
             logger.info("a job of the batch on pid %s was revoked: its outcome is dropped", pid)
         else:
             self._ordinary.terminate_job(pid, signal)
+
+    def cancel_job(self, job_id: str) -> None:
+        """Has a job that was revoked while it runs leave its slots, if it has any."""
+        if self._dispatcher is not None:
+            self._on_loop(partial(self._dispatcher.cancel, job_id))
 
     def _on_loop(self, function: Callable[[], None]) -> None:
         if self._private_hub is None:

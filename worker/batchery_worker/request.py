@@ -89,6 +89,22 @@ class BatchRequest(_Request):  # type: ignore[misc]
         if self in worker_state.active_requests:
             super().cancel(pool, signal, emit_retry)
 
+    def terminate(self, pool: Any, signal: Any = None) -> None:
+        """Drops the job while it runs; in slots it also ends there."""
+        super().terminate(pool, signal)
+        cancel_job = getattr(pool, "cancel_job", None)
+        if cancel_job is not None and self._already_revoked:
+            cancel_job(self.id)
+
+    def withdraw(self) -> None:
+        """Revokes a job that runs, as nobody wants its result any more.
+
+        Raises:
+            Exception: Whatever the result backend raises, which stores that.
+        """
+        is_expired = bool(self.maybe_expire())
+        self._announce_revoked("expired" if is_expired else "cancelled", True, None, is_expired)
+
     def _announce_revoked(self, *args: Any) -> None:
         with expiring_as_asked(self.task.backend, self._context):
             super()._announce_revoked(*args)

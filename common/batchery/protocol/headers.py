@@ -6,7 +6,7 @@
 - `batchery_sent_at`: when it was sent, in Unix seconds. A worker takes a job only when it has room:
   under overload, that is much later.
 - `batchery`: an object, with `v` = 1. `n` and `values` are those of multi-item jobs, `reply` and
-  `keep_s` those of completion streams.
+  `keep_s` those of completion streams; `stream` is true where somebody reads partial results.
 
 A multi-item job is one message that carries n items, on any pool. `"n": 3` says that the argument
 is a list of three items; the result is then a list of three `{"ok": value}` or `{"error": {...}}`.
@@ -164,6 +164,11 @@ def read_keep_s(header: Any) -> int | None:
     if not isinstance(keep_s, int) or isinstance(keep_s, bool) or not 0 < keep_s <= MAX_KEEP_S:
         return None
     return keep_s
+
+
+def streams_pieces(header: Any) -> bool:
+    """Whether somebody streams the pieces of a job, by the value of its `batchery` header."""
+    return isinstance(header, Mapping) and header.get("stream") is True
 
 
 #: Field of an entry of the stream: a JSON list of task ids.

@@ -4,7 +4,8 @@ The rules, in the order in which they are asked:
 
 1. Suspects go first, one at a time, alone on an empty device: only then can a death be blamed.
    Those that may have killed a whole worker have this worker to themselves, with all its devices.
-   A worker that dies seldom died of its jobs, so at first they run in halves of their batch.
+   A worker that dies seldom died of its jobs, so at first they run in halves of their batch. Those
+   in slots always do: one by one they would take too long.
 2. An idle device takes what is there at once, unless `max_wait_ms` asks it to let the batch grow.
 3. A busy device takes a second batch only when that batch is full. Until then the batch keeps
    growing. Nothing is lost by waiting, because the device would only put the batch aside.
@@ -16,11 +17,11 @@ The rules, in the order in which they are asked:
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from heapq import heapify, heappop, heapreplace
-from itertools import chain
+from itertools import chain, islice
 from math import inf
 from operator import itemgetter
 from typing import Generic
@@ -74,6 +75,7 @@ class Scheduler(Generic[T]):
         *,
         ageing_s: float | None = None,
         sheds_late: bool = False,
+        slotted: Collection[str] = (),
     ) -> None:
         """Holds no jobs.
 
@@ -85,7 +87,10 @@ class Scheduler(Generic[T]):
                 one class higher for each time that it has waited so long, in seconds.
             sheds_late: Whether jobs that cannot make their deadline are given up, as `take_late`
                 says.
+            slotted: Tasks whose jobs run in slots, on devices of their own; each job is a batch.
         """
+        #: Tasks whose jobs run in slots.
+        self.slotted = frozenset(slotted)
         self.costs = costs or TaskCosts()
         self._shares = Shares(shares, self.costs)
         self._ageing_s = ageing_s
@@ -142,9 +147,14 @@ class Scheduler(Generic[T]):
         self._recovered.clear()
         return dropped
 
-    def held(self) -> list[Job[T]]:
-        """Every job that waits, was never started, and could as well wait elsewhere."""
-        return [job for waiting in self._queues.values() for job in waiting]
+    def held(self, task: str | None = None) -> list[Job[T]]:
+        """Every job that waits, was never started, and could as well wait elsewhere.
+
+        Args:
+            task: Limits it to the jobs for one kind of device, see `next_batch`.
+        """
+        queues = self._queues.values() if task is None else self._for_device(task)
+        return [job for waiting in queues for job in waiting]
 
     def count(self, task: str, priority_class: str) -> int:
         """How many jobs of a task and class wait that could share a batch: those of one key."""
@@ -160,10 +170,9 @@ class Scheduler(Generic[T]):
         flows = self._find_flows(behind)
         return bool(flows) and self._ranks[priority_class] < min(map(self._rank, flows))
 
-    @property
-    def oldest_held_s(self) -> float | None:
+    def oldest_held_s(self, task: str) -> float | None:
         """When the oldest of the jobs came that `held` returns; None if there is none."""
-        return min((waiting.oldest_s for waiting in self._queues.values()), default=None)
+        return min((waiting.oldest_s for waiting in self._for_device(task)), default=None)
 
     @property
     def holds_any(self) -> bool:
@@ -174,6 +183,10 @@ class Scheduler(Generic[T]):
     def has_suspects(self) -> bool:
         """Whether a job waits that must run alone."""
         return bool(self._suspects or self._recovered)
+
+    def tests(self, task: str) -> bool:
+        """Whether a kind of device, see `next_batch`, must run suspects before anything else."""
+        return bool(self._recovered) or any(self._fits(task, job) for job in self._suspects)
 
     def remove(self, jobs: Iterable[Job[T]]) -> None:
         """Forgets jobs that went to another worker."""
@@ -190,36 +203,42 @@ class Scheduler(Generic[T]):
         elsewhere: int = 0,
         behind: Sequence[Batch[T]] = (),
         left_s: float = 0.0,
+        *,
+        task: str = "",
+        cohort: int = 0,
     ) -> Batch[T] | None:
         """The batch that a device should get now.
 
         Args:
-            in_flight: Batches that the device holds already, 0 to `DEVICE_DEPTH`; urgent ones do
-                not count.
+            in_flight: Batches that the device holds already, 0 to `DEVICE_DEPTH`, or fewer than it
+                has slots; urgent ones do not count.
             alone: Whether one of them is a suspect, next to which nothing may run.
             now_s: The time, on the clock of `Job.arrived_s`.
             elsewhere: Batches that the worker's other devices hold.
             behind: The batches of `in_flight`, where an urgent one waits before them: jobs that
                 may go before these are left to `urgent_batch`, and nothing goes before such jobs.
             left_s: How long the device has to do with what it holds, in seconds.
+            task: The task whose jobs it has in slots; empty for a device of all other tasks.
+            cohort: Maximum number of suspects that may share its slots, where it runs some.
 
         Returns:
             A batch, whose jobs no longer wait here; or None if the device should get nothing now.
         """
-        if alone or in_flight >= DEVICE_DEPTH:
+        if alone or (in_flight >= DEVICE_DEPTH and not task):
             return None
-        if self._suspects:
-            if in_flight or (elsewhere and self._suspects[0].recovered):
+        if self._suspects or self._recovered or cohort:
+            suspect = self._find_suspect(task)
+            if suspect is not None:
+                return self._take_suspect(suspect, task, in_flight, elsewhere, cohort)
+            if self._recovered or cohort:
                 return None
-            return Batch((self._suspects.popleft(),), alone=True)
-        if self._recovered:
-            return None if in_flight or elsewhere else self._take_recovered()
         turn = self._find_turn(behind, now_s) if behind else None
         return self._take_next(
             lambda _, rank, place: not _goes_before(turn, rank, place),
             now_s,
             left_s,
-            is_idle=in_flight == 0,
+            task=task,
+            is_idle=in_flight == 0 or bool(task),
             least=inf if turn is None else self._urgent_place(turn, now_s),
         )
 
@@ -240,7 +259,7 @@ class Scheduler(Generic[T]):
         Returns:
             A batch, whose jobs no longer wait here; or None if nothing is that urgent.
         """
-        if self.has_suspects or not self._queues:
+        if (self.has_suspects and self.tests("")) or not self._queues:
             return None
         turn = self._find_turn(behind, now_s)
 
@@ -293,6 +312,7 @@ class Scheduler(Generic[T]):
         now_s: float,
         left_s: float,
         *,
+        task: str = "",
         is_idle: bool = True,
         least: float = inf,
     ) -> Batch[T] | None:
@@ -301,7 +321,7 @@ class Scheduler(Generic[T]):
         Nothing if the place of the chosen ones is above `least`.
         """
         best, chosen = inf, None
-        for waiting in self._queues.values():
+        for waiting in self._for_device(task):
             limit = self._max_items(waiting)
             is_due = (is_idle or waiting.passed_over) and now_s >= waiting.due_s
             if not is_due and waiting.items < limit:
@@ -320,7 +340,7 @@ class Scheduler(Generic[T]):
             return None
         waiting, flows, limit = chosen
         if self._sheds_late and self._shed_late(waiting, flows, limit, now_s + left_s):
-            return self._take_next(accepts, now_s, left_s, is_idle=is_idle, least=least)
+            return self._take_next(accepts, now_s, left_s, task=task, is_idle=is_idle, least=least)
         if not is_idle and len(self._queues) > 1:
             self._pass_over(waiting, best, now_s)
         return self._take(waiting, self._apart(waiting.key.task, flows, limit), limit, now_s)
@@ -329,7 +349,7 @@ class Scheduler(Generic[T]):
         """The lowest place of the flows that may go before others; infinity for none."""
         places = [
             place
-            for waiting in self._queues.values()
+            for waiting in self._for_device("")
             if now_s >= waiting.due_s
             for flow in waiting.flows.values()
             if _goes_before(turn, self._rank(flow), place := self._place(flow, now_s))
@@ -361,7 +381,7 @@ class Scheduler(Generic[T]):
     def _pass_over(self, chosen: _KeyQueue[T], best: float, now_s: float) -> None:
         """Notes which keys were before the chosen one, but for the size of their batches."""
         came_before = True
-        for waiting in self._queues.values():
+        for waiting in self._for_device(""):
             if waiting is chosen:
                 came_before = False
             elif now_s >= waiting.due_s:
@@ -462,6 +482,41 @@ class Scheduler(Generic[T]):
     def wake_s(self) -> float | None:
         """When an idle device should ask again although nothing else happened; None for never."""
         return min((waiting.due_s for waiting in self._queues.values()), default=None)
+
+    def _fits(self, task: str, job: Job[T]) -> bool:
+        """Whether a job is for a kind of device."""
+        return job.key.task == task if task else job.key.task not in self.slotted
+
+    def _for_device(self, task: str) -> Collection[_KeyQueue[T]]:
+        """The jobs for a kind of device, see `next_batch`."""
+        queues = self._queues.values()
+        if not self.slotted:
+            return queues
+        if task:
+            return [each for each in queues if each.key.task == task]
+        return [each for each in queues if each.key.task not in self.slotted]
+
+    def _find_suspect(self, task: str) -> Job[T] | None:
+        """The suspect whose turn it is on a kind of device.
+
+        Those that may have killed a worker keep their order, as all devices must wait for each.
+        """
+        candidates = chain(self._suspects, islice(self._recovered, 1))
+        return next((job for job in candidates if self._fits(task, job)), None)
+
+    def _take_suspect(
+        self, suspect: Job[T], task: str, in_flight: int, elsewhere: int, cohort: int
+    ) -> Batch[T] | None:
+        joins = bool(task) and in_flight < min(cohort, suspect.among)
+        if (in_flight and not joins) or (elsewhere and suspect.recovered):
+            return None
+        is_ours = bool(self._recovered) and self._recovered[0] is suspect
+        if is_ours and not task:
+            return self._take_recovered()
+        (self._recovered if is_ours else self._suspects).remove(suspect)
+        if not task:
+            return Batch((suspect,), alone=True)
+        return Batch((suspect,), alone=suspect.among == 1, cohort=suspect.among)
 
     def _take_recovered(self) -> Batch[T]:
         waiting = self._recovered

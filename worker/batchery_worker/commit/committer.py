@@ -295,6 +295,8 @@ class CommitStatus(StrEnum):
     COMMITTED = "committed"
     #: This worker has lost the lease; another worker has the job.
     FENCED = "fenced"
+    #: Nobody wants its result any more; the main process revokes it.
+    REVOKED = "revoked"
     #: Celery's tracer completes it, in the main process.
     NEEDS_TRACER = "needs tracer"
 

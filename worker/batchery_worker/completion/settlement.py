@@ -147,6 +147,8 @@ class Settlement:
         for call, status, rest, info in answered:
             if status == CommitStatus.FENCED:
                 self.fenced(call)
+            elif status == CommitStatus.REVOKED:
+                self._withdraw(call)
             elif status != CommitStatus.COMMITTED:
                 reason = call.tracer_reason or NO_RESULT.get(rest[0], NOT_COMMITTED)
                 self._metrics.tracer_jobs[reason] += 1
@@ -240,6 +242,11 @@ class Settlement:
         request.acknowledged = True
         worker_state.task_ready(request)
         self._metrics.fenced_jobs += 1
+
+    def _withdraw(self, call: TaskCall) -> None:
+        self._in_flight.remove(call)
+        if call.request is not None and not call.request.discarded:
+            _run(call.request.withdraw)
 
     def stop(self) -> None:
         """Waits for the jobs that are being completed."""

@@ -28,6 +28,7 @@ from celery import Celery, signals
 
 from batchery.errors import BatcheryError, InvalidItem, ModelLoadError
 from batchery.execution.batch import prepare
+from batchery.model import StepModel
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.commit.committer import RedisCommitter, broker_client
@@ -40,16 +41,19 @@ from batchery_worker.device.loading import (
     find_memory,
     find_task,
     import_app,
+    load_model,
     serve_model,
 )
 from batchery_worker.device.reply import DeviceBatch, answer
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
+from batchery_worker.device.steps import SlotJob, StepLoop
 from batchery_worker.devstack.guarded_process import die_with_parent
 from batchery_worker.ipc.framing import read_frame, write_frame
 from batchery_worker.ipc.logs import ForwardingHandler, forward_logs, redirect_prints
 from batchery_worker.ipc.messages import (
     Began,
+    Cancel,
     Done,
     NotReady,
     Ready,
@@ -106,6 +110,8 @@ class Device:
         self._memory = Memory()
         self._reuse: SingleFlight
         self._started: StartedStates
+        #: The loop over the steps of its model, if that runs in slots.
+        self._steps: StepLoop | None = None
 
     def start(self, setup: Setup, app: Celery | None = None) -> Ready:
         """Imports the app, loads the models and warms them up.
@@ -135,7 +141,12 @@ class Device:
             # Celery's own pools send it in each process: apps open clients and profilers here.
             signals.worker_process_init.send(sender=None)
         for name in setup.load:
-            self._serve(cast(ModelTask, self._app.tasks[name]))
+            task = cast(ModelTask, self._app.tasks[name])
+            if setup.slots:
+                model = cast(StepModel, load_model(task, setup.device))
+                self._steps = StepLoop(model, setup, self._finish, self.tell)
+            else:
+                self._serve(task)
         if app is None:
             # After the models: the progress bars of their loading are no log.
             redirect_prints(self._app)
@@ -155,6 +166,8 @@ class Device:
         """Works until the process is told to leave, which ends it at once."""
         for stage in (self._intake.run, self._commit):
             threading.Thread(target=_or_die, args=(stage,), daemon=True).start()
+        if self._steps is not None:
+            self._steps.run(self._intake)
         loop = EventLoop()
         while True:
             self._look_ahead()
@@ -171,8 +184,26 @@ class Device:
                 self._computed.put(computed)
 
     @cached_property
-    def _intake(self) -> Intake[DeviceBatch]:
-        return Intake(self._end, self._prepare)
+    def _intake(self) -> Intake[Any]:
+        return Intake(self._end, self._prepare if self._steps is None else self._prepare_job)
+
+    def _prepare_job(self, frame: bytes) -> SlotJob | Cancel:
+        """Reads a message to a device with slots; on either of two threads."""
+        assert self._steps is not None
+        message = load_message(frame)
+        if isinstance(message, Cancel):
+            return message
+        self._started.store(message)
+        return self._steps.prepare(message)
+
+    def _finish(self, batch: DeviceBatch, *, is_last: bool) -> None:
+        """Answers a job that has left its slots; on the commit thread, if others go on."""
+        batch.figures = self._figures()
+        if is_last and self._given == self._answered:
+            self._answer(batch)
+        else:
+            self._given += 1
+            self._computed.put(batch)
 
     def _look_ahead(self) -> None:
         """Takes all batches that have arrived; an urgent one goes to the front."""
@@ -294,7 +325,7 @@ class Device:
     def _answer(self, batch: DeviceBatch) -> None:
         self._committing = batch.work.id
         batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
-        done = answer(batch, self._name, self._committer, self._app.backend, self._reuse)
+        done = answer(batch, self._setup.name, self._committer, self._app.backend, self._reuse)
         self.tell(done)
 
     def _report_waiting(self) -> None:
@@ -312,6 +343,8 @@ class Device:
     def _figures(self) -> dict[str, Any] | None:
         """Figures for the parent; None if it got the same a moment ago."""
         models = {name: served.figures() for name, served in self._served.items()}
+        if self._steps is not None:
+            models[self._setup.task] = self._steps.figures()
         now_s = time.monotonic()
         if models == self._reported and now_s - self._reported_s < REPORT_S:
             return None
@@ -407,7 +440,7 @@ def main(descriptor: int, log_descriptor: int | None = None) -> None:
         log.setblocking(True)
         # The batches of an engine have no tasks that lines could name.
         handler = ForwardingHandler(
-            setup.device, log, lambda: device.current if setup.model is None else None
+            setup.name, log, lambda: device.current if setup.model is None else None
         )
     forward_logs(handler, setup.log_levels)
     if begin(device, setup):

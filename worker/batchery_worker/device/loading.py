@@ -14,7 +14,8 @@ from celery import Celery
 
 from batchery.errors import AppNotImportable, BatcheryError, ModelLoadError
 from batchery.execution.batch import compute, prepare
-from batchery.model import Model
+from batchery.execution.steps import run_steps
+from batchery.model import Model, StepModel
 from batchery.outcomes import Failed
 from batchery.task import BatchTask, ModelTask
 from batchery_worker.device.served_model import LoadedModel
@@ -40,7 +41,26 @@ def load_model(task: ModelTask, device: str) -> Model:
         ModelLoadError: It cannot be loaded, or fails on its own warm-up items.
         DeviceUnavailable: The device does not exist.
     """
-    return _load(task.name, task.make_model, device, gives_json=True)
+    kind = StepModel if task.slots else Model
+    return _load(task.name, task.make_model, device, gives_json=True, kind=kind)
+
+
+def check_kind(name: str, model: Model, kind: type[Model]) -> None:
+    """Makes sure that a model has slots where they are expected, and only there.
+
+    Raises:
+        ModelLoadError: It is not so; says what to do.
+    """
+    if isinstance(model, StepModel) and not issubclass(kind, StepModel):
+        raise ModelLoadError(
+            f"model {name!r}: a {type(model).__name__} is a StepModel, which runs in slots:"
+            " give its class or slots=... to batchery.register, and run a worker, not an Engine"
+        )
+    if not isinstance(model, kind):
+        raise ModelLoadError(
+            f"model {name!r}: a {type(model).__name__} is no batchery.StepModel, so it has no"
+            " slots; take away the option slots"
+        )
 
 
 def serve_model(
@@ -108,24 +128,28 @@ class EngineModel:
         return Work(number, self.name, keywords, jobs, *limits)
 
 
-def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json: bool) -> Model:
+def _load(
+    name: str,
+    make_model: Callable[[], Model],
+    device: str,
+    *,
+    gives_json: bool,
+    kind: type[Model] = Model,
+) -> Model:
     check_device(device)
     started_s = time.monotonic()
     logger.info("loading model %s on %s", name, device)
     try:
         with _without_useless_advice():
             model = make_model()
+            check_kind(name, model, kind)
             model.load(device)
         give_json = getattr(model, "give_json", None)
         if gives_json and give_json is not None:
             give_json()
         items = list(model.warm_up())
         if items:
-            whole = [range(len(items))]
-            keywords = sample_keywords(model)
-            prepared = prepare(model, items, keywords)
-            outcomes, _, _ = compute(model, prepared, keywords, lambda _: whole)
-            for outcome in outcomes:
+            for outcome in _warm_up(model, items):
                 if isinstance(outcome, Failed):
                     raise outcome.exception
     except BatcheryError:
@@ -137,6 +161,14 @@ def _load(name: str, make_model: Callable[[], Model], device: str, *, gives_json
         ) from error
     logger.info("%s loaded on %s in %.1f s", name, device, time.monotonic() - started_s)
     return model
+
+
+def _warm_up(model: Model, items: Sequence[Any]) -> list[Any]:
+    keywords = sample_keywords(model)
+    prepared = prepare(model, items, keywords)
+    if isinstance(model, StepModel):
+        return run_steps(model, prepared, keywords)
+    return compute(model, prepared, keywords, lambda _: [range(len(items))])[0]
 
 
 @contextmanager

@@ -37,6 +37,8 @@ class DeviceBatch:
     computed_tokens: int = 0
     #: How long it has waited for threads so far.
     queued_ms: float = 0.0
+    #: Why it has no outcomes, if it is the job of slots that it had to leave.
+    dropped: CommitStatus | None = None
     #: See `Done`.
     figures: Mapping[str, Any] | None = None
 
@@ -59,6 +61,9 @@ def answer(
     """
     started_s = time.perf_counter()
     work, context = batch.work, batch.work.commit
+    if batch.dropped is not None:
+        dropped = [(batch.dropped.value, ()) for _ in work.jobs]
+        return Done(work.id, dropped, batch.forward_ms, 0, 0, figures=batch.figures)
     if batch.deduped is not None:
         batch.outcomes = batch.deduped.encode()
     outcomes = list(_by_job(batch))

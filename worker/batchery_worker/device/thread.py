@@ -5,15 +5,20 @@ There holds what the test has changed: its databases, its patches, and tasks tha
 
 import logging
 import os
+import queue
+import select
 import socket
 import subprocess
 import threading
+from collections.abc import Callable
 from contextlib import closing, suppress
+from typing import Any
 
 from celery import Celery
 
 from batchery_worker.device.__main__ import Device, begin
 from batchery_worker.device.functions import EventLoop, close_connections
+from batchery_worker.device.reply import DeviceBatch
 from batchery_worker.ipc.framing import read_frame
 from batchery_worker.ipc.messages import load_message
 
@@ -30,6 +35,8 @@ class SequentialDevice(Device):
             EOFError: It is closed.
             OSError: It was closed before a batch was answered.
         """
+        if self._steps is not None:
+            self._steps.run(SequentialIntake(self._end, self._prepare_job))
         with closing(EventLoop()) as loop:
             while True:
                 batch = self._prepare(read_frame(self._end))
@@ -37,6 +44,40 @@ class SequentialDevice(Device):
 
     def _look_ahead(self) -> None:
         """Takes in nothing ahead."""
+
+    def _finish(self, batch: DeviceBatch, *, is_last: bool) -> None:  # noqa: ARG002 (has one thread)
+        batch.figures = self._figures()
+        self._answer(batch)
+
+
+class SequentialIntake:
+    """The messages to a device that has one thread."""
+
+    def __init__(self, end: socket.socket, prepare: Callable[[bytes], Any]) -> None:
+        self._end = end
+        self._prepare = prepare
+
+    def take(self) -> Any:
+        """Takes the next one; waits for it.
+
+        Raises:
+            EOFError: The pipe is closed.
+        """
+        return self._prepare(read_frame(self._end))
+
+    def take_arrived(self) -> Any:
+        """Takes the next one, if it has arrived.
+
+        Raises:
+            queue.Empty: It has not.
+            EOFError: The pipe is closed.
+        """
+        if not select.select([self._end], [], [], 0)[0]:
+            raise queue.Empty
+        return self.take()
+
+    def read_ahead(self) -> None:
+        """Does nothing: the next message waits for the end of a step."""
 
 
 class DeviceThread:

@@ -16,7 +16,16 @@ from batchery.fork_gate import fork_gate
 from batchery_worker.in_flight import DispatchedBatch
 from batchery_worker.ipc.framing import Link
 from batchery_worker.ipc.logs import follow_log
-from batchery_worker.ipc.messages import Done, Reply, Setup, Work, dump_message, load_reply
+from batchery_worker.ipc.messages import (
+    Cancel,
+    Done,
+    Left,
+    Reply,
+    Setup,
+    Work,
+    dump_message,
+    load_reply,
+)
 from batchery_worker.job import DEVICE_DEPTH
 
 logger = logging.getLogger("batchery.pool")
@@ -138,6 +147,8 @@ class DeviceProcess:
     reported: Mapping[str, Any] = field(default_factory=dict)
     #: Whether the process must be recycled as soon as all others are ready.
     recycle_due: bool = False
+    #: Number of slots that its jobs have, or will have next.
+    taken: int = 0
     link: Link | None = None
     _process: Process | None = None
     #: Processes that were killed and have not ended yet; one that held a GPU may take long.
@@ -145,8 +156,8 @@ class DeviceProcess:
 
     @property
     def name(self) -> str:
-        """The device as torch spells it: `cpu`, `cuda:0`."""
-        return self.setup.device
+        """The device as torch spells it, such as `cuda:0`; `cuda:0/chat` if it serves one task."""
+        return self.setup.name
 
     @property
     def is_idle(self) -> bool:
@@ -162,12 +173,25 @@ class DeviceProcess:
     def has_room(self) -> bool:
         """Whether the device can take one more batch."""
         is_open = self.state is State.READY and not self.alone
+        if self.setup.slots:
+            return is_open and self.taken < self.setup.slots
         return is_open and len(self.in_turn) < DEVICE_DEPTH
+
+    @property
+    def cohort(self) -> int:
+        """Maximum number of suspects that may share its slots; 0 while it runs none."""
+        return min((each.batch.cohort for each in self.in_turn), default=0)
+
+    @property
+    def free_slots(self) -> int:
+        """Number of slots for jobs that are no suspects."""
+        is_open = self.state is State.READY and not self.cohort
+        return max(0, self.setup.slots - self.taken) if is_open else 0
 
     @property
     def takes_urgent(self) -> bool:
         """Whether the device runs batches, and no urgent one waits there to begin."""
-        is_open = self.state is State.READY and not self.alone
+        is_open = self.state is State.READY and not self.alone and not self.setup.slots
         return is_open and bool(self.in_turn) and not self.holds_urgent
 
     @property
@@ -227,11 +251,24 @@ class DeviceProcess:
         self.hold(work.id, dispatched)
         return self.link.send(frame)
 
+    def cancel(self, work_id: int) -> bool:
+        """Has a job leave its slots; returns False if a part of that could not be written yet."""
+        assert self.link is not None
+        return self.link.send(dump_message(Cancel(work_id)))
+
     def hold(self, work_id: int, dispatched: DispatchedBatch) -> None:
         """Notes that the process has a batch."""
         self.batches[work_id] = dispatched
         if not dispatched.urgent:
             self.in_turn.append(dispatched)
+        if dispatched.in_slots:
+            dispatched.items_left = dispatched.batch.items
+            self.taken += dispatched.items_left
+
+    def free_slot(self, left: Left) -> None:
+        """Notes that an item has left its slot, and others of its job go on."""
+        self.batches[left.id].items_left -= 1
+        self.taken -= 1
 
     def take_reply(self, done: Done) -> DispatchedBatch:
         """Takes back a batch that the process has answered.
@@ -246,6 +283,7 @@ class DeviceProcess:
         del self.batches[done.id]
         if not dispatched.urgent:
             self.in_turn.remove(dispatched)
+        self.taken -= dispatched.items_left
         self.deaths = 0
         self.jobs += len(done.jobs)
         return dispatched
@@ -255,6 +293,7 @@ class DeviceProcess:
         batches = list(self.batches.values())
         self.batches.clear()
         self.in_turn.clear()
+        self.taken = 0
         return batches
 
     def kill(self) -> None:

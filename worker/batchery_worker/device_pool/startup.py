@@ -72,7 +72,7 @@ def device_setups(
     *,
     in_process: bool = False,
 ) -> list[Setup]:
-    """One setup per device.
+    """One setup per device for all tasks that run in batches, and one for each task with slots.
 
     Models are loaded at the start if this worker consumes their queue, else at their first job.
 
@@ -87,11 +87,14 @@ def device_setups(
         AppNotImportable: A fresh process could not import the app or a task.
     """
     consumed = app.amqp.queues.consume_from
-    models = [task for task in tasks if isinstance(task, ModelTask)]
+    batched = [task for task in tasks if not task.slots]
+    models = [task for task in batched if isinstance(task, ModelTask)]
     load = [task.name for task in models if task.model_queue in consumed]
     path = "" if in_process else app_path(app)
     modules = [] if in_process else task_modules(tasks)
     levels = levels_of_loggers()
+    kinds = [("", 0, load)] if batched else []
+    kinds += [(task.name, task.slots, [task.name]) for task in tasks if task.slots]
     return [
         Setup(
             device=name,
@@ -99,11 +102,14 @@ def device_setups(
             sys_path=(os.getcwd(), *sys.path),
             app=path,
             modules=modules,
-            load=load,
+            load=loaded,
             log_levels=levels,
             memory_fraction=settings.memory_fraction,
+            task=task,
+            slots=slots,
         )
         for name in devices
+        for task, slots, loaded in kinds
     ]
 
 

@@ -14,7 +14,7 @@ from batchery_worker.device_pool.process import (
     State,
 )
 from batchery_worker.in_flight import DispatchedBatch
-from batchery_worker.ipc.messages import Began, Done, NotReady, Ready, Reply, ResultsWait
+from batchery_worker.ipc.messages import Began, Done, Left, NotReady, Ready, Reply, ResultsWait
 
 logger = logging.getLogger("batchery.pool")
 
@@ -23,6 +23,10 @@ MAX_FAILED_STARTS = 5
 
 #: The same while the worker starts; one failed start may be an accident.
 MAX_FIRST_STARTS = 2
+
+#: After so much time a job that had to leave its slots has its process killed, in seconds: a step
+#: of the model may hang.
+MAX_STEP_S = 10.0
 
 
 class DeviceSupervisor:
@@ -127,8 +131,19 @@ class DeviceSupervisor:
         self._reserved += dispatched.is_reserved
         if not device.send(work, dispatched):
             self._await_room(device)
-        if device.in_turn == [dispatched]:
+        if dispatched.in_slots:
+            self._begin(device, work.id, dispatched)
+        elif device.in_turn == [dispatched]:
             self._watch(device)
+
+    def cancel(self, device: DeviceProcess, work_id: int, dispatched: DispatchedBatch) -> None:
+        """Has a job leave its slots; the process is killed if that takes too long."""
+        if not device.cancel(work_id):
+            self._await_room(device)
+        assert dispatched.began_s is not None
+        end_s = monotonic() - dispatched.began_s + MAX_STEP_S
+        dispatched.hard_limit_s = min(end_s, dispatched.hard_limit_s or end_s)
+        self._watch_limit(device, work_id, dispatched)
 
     def recycle(self, modules: Sequence[str]) -> None:
         """Recycles the processes of all devices, one after the other, each when it is idle.
@@ -208,8 +223,8 @@ class DeviceSupervisor:
     def _watch(self, device: DeviceProcess) -> None:
         """Starts the clock of the first batch, and its hard limit; the one behind has not begun."""
         for work_id, dispatched in device.batches.items():
-            if dispatched.urgent:
-                # Its clock runs only once the device has said so.
+            if dispatched.urgent or dispatched.in_slots:
+                # The clock of an urgent one runs only once the device has said so.
                 if dispatched.began_s is not None:
                     self._watch_limit(device, work_id, dispatched)
                 continue
@@ -282,6 +297,9 @@ class DeviceSupervisor:
             self._begin(device, reply.id, device.batches[reply.id])
             # The next urgent one can be prepared meanwhile.
             self._on_ready()
+        elif isinstance(reply, Left):
+            device.free_slot(reply)
+            self._on_ready()
         else:
             dispatched = device.take_reply(reply)
             self._reserved -= dispatched.is_reserved
@@ -289,7 +307,8 @@ class DeviceSupervisor:
             if not device.recycle_due and self._limits.reached(device.jobs, device.pid):
                 device.recycle_due = True
                 warn_if_short(device)
-            self._watch(device)
+            if not dispatched.in_slots:
+                self._watch(device)
             self._recycle_next()
             self._on_done(dispatched, reply, device)
 
@@ -346,7 +365,7 @@ class DeviceSupervisor:
         logger.critical("device %s is given up after %d starts", device.name, device.failed_starts)
         # The other devices need not wait for it any longer.
         self._recycle_next()
-        if not self.devices:
+        if all(each.setup.task != device.setup.task for each in self.devices):
             self._on_lost(f"no device is left, the last one was {device.name}")
         return True
 

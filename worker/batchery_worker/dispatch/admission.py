@@ -54,7 +54,8 @@ class Admission:
         if known is not None:
             return known
         settings = self._settings
-        target_ms = task.target_latency_ms or settings.target_latency_ms
+        # An item in slots shares each step with others, and has no batch that could be smaller.
+        target_ms = None if task.slots else task.target_latency_ms or settings.target_latency_ms
         wait_ms = settings.max_wait_ms if task.max_wait_ms is None else task.max_wait_ms
         cache = task.cache and CachePolicy(
             version=task.cache,

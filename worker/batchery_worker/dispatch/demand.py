@@ -13,6 +13,7 @@ from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.device_pool.process import DeviceProcess
 from batchery_worker.device_pool.supervisor import DeviceSupervisor
 from batchery_worker.in_flight import InFlight, TaskCall
+from batchery_worker.job import Job
 
 
 class BatchDemand:
@@ -48,10 +49,14 @@ class BatchDemand:
 
     def free(self) -> int:
         """How many more jobs could begin at once."""
-        if self.is_over or self._is_testing_suspects:
+        if self.is_over:
             return 0
-        idle = sum(device.is_idle for device in self._supervisor.devices)
-        return max(0, idle * self._max_batch_size - len(self._scheduler))
+        free = 0
+        for device in self._supervisor.devices:
+            if self._may_begin(device):
+                idle_size = self._max_batch_size if device.is_idle else 0
+                free += device.free_slots if device.setup.slots else idle_size
+        return max(0, free - len(self._scheduler))
 
     def limit(self, sizes: Mapping[str, int], level: int, others: int = 0) -> int:
         """How many more jobs to take: a batch for each device that is idle, or soon will be.
@@ -67,23 +72,26 @@ class BatchDemand:
             return 0
         now_s, name = monotonic(), self._settings.find_class(level)
         ahead = 1 + self._settings.prefetch_batches if self.times.are_short(sizes) else 1
-        batches = sum(
-            ahead if device.in_turn else 1
-            for device in self._supervisor.devices
-            if not self._is_testing_suspects
-            and (self._wants_batch(device, now_s) or self._wants_urgent(device, name))
-        )
+        batches, slots = 0, dict.fromkeys(self._scheduler.slotted, 0)
+        for device in self._supervisor.devices:
+            if not self._may_begin(device):
+                continue
+            if device.setup.slots:
+                slots[device.setup.task] += device.free_slots
+            elif self._wants_batch(device, now_s) or self._wants_urgent(device, name):
+                batches += ahead if device.in_turn else 1
         wanted = sum(
-            batches * size - self._scheduler.count(task, name) for task, size in sizes.items()
+            slots.get(task, batches) * size - self._scheduler.count(task, name)
+            for task, size in sizes.items()
         )
         return max(0, wanted + others)
 
     def oldest_s(self) -> float | None:
-        """When the oldest job came that waits for a device; None while a device is idle."""
-        is_idle = any(device.is_idle for device in self._supervisor.devices)
-        if self.is_over or (is_idle and not self._is_testing_suspects):
+        """When the oldest job came that waits for devices, all of them busy; None if none does."""
+        if self.is_over:
             return None
-        return self._scheduler.oldest_held_s
+        oldest_s = map(self._scheduler.oldest_held_s, self._busy_kinds())
+        return min((each_s for each_s in oldest_s if each_s is not None), default=None)
 
     def offer(self, before_s: float, give: Callable[[Sequence[Any]], Collection[Any]]) -> int:
         """Offers the jobs that came before a time; returns how many went.
@@ -92,16 +100,22 @@ class BatchDemand:
             before_s: The time, on the clock of `oldest_s`.
             give: Gives jobs to other workers, by their requests; returns those that went.
         """
-        held = sorted(self._scheduler.held(), key=lambda job: job.arrived_s)
-        # Devices that are almost done have their next batch here.
+        old: list[Job[TaskCall]] = []
         now_s = monotonic()
-        devices = sum(self._wants_batch(device, now_s) for device in self._supervisor.devices)
-        kept = devices * max((job.limits.max_batch_size for job in held), default=0)
-        old = [
-            job
-            for job in held[kept:]
-            if job.arrived_s <= before_s and job.payload.request is not None
-        ]
+        for task in self._busy_kinds():
+            held = sorted(self._scheduler.held(task), key=lambda job: job.arrived_s)
+            # Devices that are almost done have their next batch here.
+            devices = sum(
+                self._wants_batch(device, now_s)
+                for device in self._supervisor.devices
+                if not task and not device.setup.task
+            )
+            kept = devices * max((job.limits.max_batch_size for job in held), default=0)
+            old += [
+                job
+                for job in held[kept:]
+                if job.arrived_s <= before_s and job.payload.request is not None
+            ]
         given = give([job.payload.request for job in old])
         self._scheduler.remove(job for job in old if job.payload.request in given)
         return len(given)
@@ -122,10 +136,21 @@ class BatchDemand:
             priority_class, [dispatched.batch for dispatched in device.in_turn]
         )
 
-    @property
-    def _is_testing_suspects(self) -> bool:
-        """Whether jobs wait or run that may kill a worker, so that no other may begin."""
-        return self._scheduler.has_suspects or self._supervisor.is_reserved
+    def _may_begin(self, device: DeviceProcess) -> bool:
+        """Whether no suspects wait or run that keep other jobs from a device."""
+        if self._scheduler.has_suspects and self._scheduler.tests(device.setup.task):
+            return False
+        return not self._supervisor.is_reserved
+
+    def _busy_kinds(self) -> list[str]:
+        """The kinds of devices, see `Scheduler.next_batch`, of which none can begin a job now."""
+        devices = self._supervisor.devices
+        free = {
+            device.setup.task
+            for device in devices
+            if (device.free_slots or device.is_idle) and self._may_begin(device)
+        }
+        return [task for task in {device.setup.task for device in devices} if task not in free]
 
     def waiting_by_queue(self, now_s: float) -> dict[str, dict[str, Any]]:
         """Counts the jobs of each queue that wait for a device, and says how old the oldest is.

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from math import inf
 from time import monotonic
 from typing import Any, cast
@@ -18,6 +19,7 @@ from celery.worker import state as worker_state
 from kombu.asynchronous import Hub
 
 from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem, StartError
+from batchery.protocol.headers import HEADER, streams_pieces
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
@@ -26,13 +28,13 @@ from batchery_worker.commit.eligibility import CommitEligibility
 from batchery_worker.commit.listeners import Listeners, Stacks
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
-from batchery_worker.device_pool.supervisor import DeviceSupervisor
+from batchery_worker.device_pool.supervisor import MAX_STEP_S, DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.demand import BatchDemand
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
-from batchery_worker.ipc.messages import Done, Work, batch_info
+from batchery_worker.ipc.messages import Done, SlotLimits, Work, batch_info
 from batchery_worker.job import Batch, Job, TimeLimits
 from batchery_worker.job_recorder import JobRecorder
 from batchery_worker.metrics import Metrics, log_batch
@@ -47,6 +49,12 @@ MAX_HELD_UP_S = 1.0
 #: How much later than it could be known a job is found to be too late, in seconds; then those are
 #: found with it that come next.
 LATE_GRAIN_S = 0.005
+
+
+#: Why a worker cannot run a job that came by another queue than that of its task.
+NO_DEVICE = (
+    "this worker serves only models with slots, and not this task; send its jobs to their own queue"
+)
 
 
 class Dispatcher:
@@ -68,7 +76,10 @@ class Dispatcher:
             settings.shares,
             ageing_s=settings.ageing_s if settings.class_order == "strict" else None,
             sheds_late=settings.shed_late,
+            slotted={device.setup.task for device in devices if device.setup.task},
         )
+        #: The kinds of devices, see `Scheduler.next_batch`.
+        self._kinds = tuple(dict.fromkeys(device.setup.task for device in devices))
         self._recorder = JobRecorder(monotonic())
         self._supervisor = DeviceSupervisor(
             devices,
@@ -159,6 +170,10 @@ class Dispatcher:
             self._in_flight.add(call, os.getpid())
             problem = f"the message cannot be understood: {type(error).__name__}: {error}"
             self._settlement.fail(call, error if known else InvalidItem(problem))
+            return
+        if "" not in self._kinds and task.name not in self._kinds:
+            self._in_flight.add(call, os.getpid())
+            self._settlement.fail(call, InvalidItem(f"{task.name}: {NO_DEVICE}"))
             return
         self._recorder.note(job, job.payload.message)
         self._poison.admit(job)
@@ -278,8 +293,23 @@ class Dispatcher:
                 self._settlement.fail(call, DeadlineExceeded(text))
 
     def _dispatch_to(self, wants: Callable[[DeviceProcess], bool], now_s: float) -> None:
-        while self._scheduler.holds_any and not self._supervisor.is_reserved:
-            devices = [each for each in self._supervisor.devices if each.has_room and wants(each)]
+        for task in self._kinds:
+            self._dispatch_to_kind(task, wants, now_s)
+
+    def _dispatch_to_kind(
+        self, task: str, wants: Callable[[DeviceProcess], bool], now_s: float
+    ) -> None:
+        while self._scheduler.holds_any:
+            # Suspects may share the slots of their device.
+            is_reserved = self._supervisor.is_reserved
+            devices = [
+                each
+                for each in self._supervisor.devices
+                if each.setup.task == task
+                and each.has_room
+                and not (is_reserved and not each.cohort)
+                and wants(each)
+            ]
             if not devices:
                 return
             device = devices[0] if len(devices) == 1 else min(devices, key=_began)
@@ -293,6 +323,8 @@ class Dispatcher:
                 # Otherwise what is urgent has been sent by now.
                 held if device.holds_urgent else (),
                 self._left_s(device, now_s) if held else 0.0,
+                task=task,
+                cohort=device.cohort if task else 0,
             )
             if batch is None:
                 return
@@ -311,6 +343,8 @@ class Dispatcher:
     def _left_s(self, device: DeviceProcess, now_s: float) -> float:
         """How long a device has to do with what it holds, in seconds, as far as that is known."""
         left_s, costs = 0.0, self._scheduler.costs
+        if device.setup.slots:
+            return left_s
         for dispatched in device.in_turn:
             task = dispatched.batch.jobs[0].key.task
             if not costs.knows(task):
@@ -321,7 +355,7 @@ class Dispatcher:
 
     def _next_batch_s(self, device: DeviceProcess) -> float:
         """When a device should get its next batch: as late as possible, but in time."""
-        for dispatched in device.in_turn:
+        for dispatched in () if device.setup.slots else device.in_turn:
             batch = dispatched.batch
             began_s = dispatched.began_s or dispatched.dispatched_s
             return self.demand.times.next_s(
@@ -370,6 +404,7 @@ class Dispatcher:
         soft_limit_s, hard_limit_s = jobs[0].key.time_limits
         options = self._admission.options(task)
         dispatched_s = monotonic()
+        in_slots = bool(device.setup.slots)
         work = Work(
             id=next(self._batch_ids),
             task=task.name,
@@ -384,13 +419,39 @@ class Dispatcher:
             urgent=urgent,
         )
         sent = replace(batch, jobs=jobs)
-        dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent)
+        dispatched = DispatchedBatch(sent, dispatched_s, hard_limit_s, urgent, in_slots=in_slots)
+        if in_slots:
+            work = self._for_slots(work, jobs[0], dispatched)
         # Before the batch: on a busy machine a job may have killed this worker by the time that it
         # goes on.
-        dispatched.note = note_begin(jobs, alone=batch.alone)
+        dispatched.note = note_begin(jobs, alone=batch.alone, in_slots=in_slots)
         self._supervisor.send(device, work, dispatched)
         for job in jobs:
             self._in_flight.add(job.payload, device.pid)
+
+    def _for_slots(self, work: Work, job: Job[TaskCall], dispatched: DispatchedBatch) -> Work:
+        """A job on its way to slots, where the device minds its limits between two steps."""
+        hard_s, request = dispatched.hard_limit_s, job.payload.request
+        if hard_s is not None:
+            dispatched.hard_limit_s = hard_s + MAX_STEP_S
+        deadline_s = job.deadline_s - dispatched.dispatched_s if self._settings.shed_late else inf
+        expires = None if request is None else request.expires
+        return replace(
+            work,
+            slot_limits=SlotLimits(
+                hard_s,
+                None if deadline_s == inf else deadline_s,
+                expires and (expires - datetime.now(expires.tzinfo)).total_seconds(),
+            ),
+            streams=streams_pieces(job.payload.message.get(HEADER)),
+        )
+
+    def cancel(self, job_id: str) -> None:
+        """Has a job leave its slots, as it was revoked; does nothing for any other job."""
+        for device in self._supervisor.devices:
+            for work_id, dispatched in device.batches.items() if device.setup.slots else ():
+                if dispatched.batch.jobs[0].id == job_id:
+                    self._supervisor.cancel(device, work_id, dispatched)
 
     def _begin(
         self, task: BatchTask, jobs: Sequence[Job[TaskCall]], pid: int
@@ -479,6 +540,7 @@ class Dispatcher:
             note_end(dispatched)
             self._scheduler.ended(dispatched.batch, run_s=None)
             trace_batch(dispatched, {}, error=how)
+        for dispatched in _merge_slots(batches):
             self._poison.on_death(dispatched, how)
         self._plan_dispatch()
 
@@ -492,6 +554,15 @@ def _began(device: DeviceProcess) -> tuple[int, float]:
     return len(device.in_turn), min(
         (each.began_s or each.dispatched_s for each in device.in_turn), default=0.0
     )
+
+
+def _merge_slots(batches: Sequence[DispatchedBatch]) -> Sequence[DispatchedBatch]:
+    """The batches of a device that has died; those in its slots, one job each, as one batch."""
+    if not batches or not batches[0].in_slots:
+        return batches
+    jobs = tuple(job for each in batches for job in each.batch.jobs)
+    batch = replace(batches[0].batch, jobs=jobs)
+    return [replace(batches[0], batch=batch, expired=any(each.expired for each in batches))]
 
 
 def trace_batch(dispatched: DispatchedBatch, info: Mapping[str, Any], *, error: str = "") -> None:

@@ -1,8 +1,8 @@
 """Poison detection: which job killed its device or its worker, and what becomes of it.
 
 Only a job that ran alone can be blamed for a death. So after a death the suspects are quarantined:
-each runs alone. After the first death of a whole worker they run in halves first. A job that kills
-twice while alone becomes a dead letter.
+each runs alone. After the first death of a whole worker, and after any in slots, they run in halves
+first. A job that kills twice while alone becomes a dead letter.
 """
 
 import logging
@@ -15,6 +15,7 @@ from celery.exceptions import TimeLimitExceeded
 
 from batchery.errors import DeviceDied
 from batchery.transport.lease_store import LeaseStore
+from batchery.transport.suspects import NoteKind
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
@@ -67,12 +68,14 @@ class PoisonDetector:
             how: How the device died, for people.
         """
         jobs = self._settlement.left_by(dispatched)
+        among = max(1, len(jobs) // 2) if dispatched.in_slots else 1
         for job in jobs:
-            self._on_death(job, dispatched, how)
+            self._on_death(replace(job, among=among), dispatched, how)
         if len(jobs) > 1:
             logger.warning(
-                "%d jobs of %s run one by one, to find out whether one of them killed the device",
+                "%d jobs of %s run %s, to find out whether one of them killed the device",
                 *(len(jobs), jobs[0].key.task),
+                "one by one" if among == 1 else f"{among} at a time",
             )
 
     def _on_death(self, job: Job[TaskCall], dispatched: DispatchedBatch, how: str) -> None:
@@ -81,7 +84,7 @@ class PoisonDetector:
             return
         job = replace(job, deaths=job.deaths + 1)
         if dispatched.expired:
-            self._settlement.fail(job.payload, TimeLimitExceeded(dispatched.hard_limit_s))
+            self._settlement.fail(job.payload, TimeLimitExceeded(job.key.time_limits[1]))
         elif job.deaths < MAX_DEATHS:
             self._scheduler.quarantine(job)
         else:
@@ -99,8 +102,15 @@ class PoisonDetector:
         self._settlement.fail(call, DeviceDied(reason))
 
 
-def note_begin(jobs: Sequence[Job[TaskCall]], *, alone: bool) -> RunningNote | None:
+def note_begin(
+    jobs: Sequence[Job[TaskCall]], *, alone: bool, in_slots: bool = False
+) -> RunningNote | None:
     """Tells the broker what is about to run, so that a death of this worker can be blamed on it.
+
+    Args:
+        jobs: Those of a batch.
+        alone: Whether no other job runs meanwhile on its device.
+        in_slots: Whether others do.
 
     Returns:
         A note for `note_end`; None where there are no leases.
@@ -114,7 +124,8 @@ def note_begin(jobs: Sequence[Job[TaskCall]], *, alone: bool) -> RunningNote | N
         for job, lease in zip(jobs, leases, strict=True)
         if lease is not None and lease.store is store
     }
-    return RunningNote(store, store.began(held, alone=alone))
+    kind: NoteKind = "alone" if alone else "slots" if in_slots else "shared"
+    return RunningNote(store, store.began(held, kind))
 
 
 def note_end(dispatched: DispatchedBatch) -> None:

@@ -95,9 +95,30 @@ class Setup:
     log_levels: Mapping[str, int]
     #: Share of the device's memory that it may use.
     memory_fraction: float = 1.0
+    #: The task whose step model it serves, and no other one; and the number of slots.
+    task: str = ""
+    slots: int = 0
     #: For an engine: its `EngineModel`, pickled by itself, as it may take the modules of
     #: `sys_path`. Then there is no app, and `device` is the name of the model.
     model: bytes | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the process: `cuda:0`, or `cuda:0/chat` if it serves only one task."""
+        return f"{self.device}/{self.task}" if self.task else self.device
+
+
+class SlotLimits(NamedTuple):
+    """What ends a job in slots before its time, in seconds from its arrival on the device."""
+
+    hard_s: float | None = None
+    #: Until its deadline, where jobs are given up that cannot make theirs.
+    deadline_s: float | None = None
+    #: Until it expires.
+    expires_s: float | None = None
+
+
+NO_LIMITS = SlotLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +145,16 @@ class Work:
     cache: CachePolicy | None = None
     #: Whether it goes before the rest of what the device holds, between two forward passes.
     urgent: bool = False
+    #: For a device with slots, where all batches have one job.
+    slot_limits: SlotLimits = NO_LIMITS
+    #: Whether somebody streams the pieces of its job.
+    streams: bool = False
+
+
+class Cancel(NamedTuple):
+    """Nobody wants the job of a batch any more, which a device has in slots."""
+
+    id: int
 
 
 class Ready(NamedTuple):
@@ -159,6 +190,12 @@ class Began(NamedTuple):
     id: int
 
 
+class Left(NamedTuple):
+    """An item of a job has left its slot, and others of the job go on."""
+
+    id: int
+
+
 class Done(NamedTuple):
     """A batch that a device has finished."""
 
@@ -183,17 +220,17 @@ class Done(NamedTuple):
     failed_items: Mapping[str, int] | None = None
 
 
-Reply = Ready | NotReady | ResultsWait | Began | Done
-_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, ResultsWait, Began, Done)}
+Reply = Ready | NotReady | ResultsWait | Began | Left | Done
+_REPLIES = {kind.__name__: kind for kind in (Ready, NotReady, ResultsWait, Began, Left, Done)}
 
 
-def dump_message(message: Setup | Work) -> bytes:
+def dump_message(message: Setup | Work | Cancel) -> bytes:
     """Encodes a message to a device."""
     return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def load_message(frame: bytes) -> Any:
-    """Decodes a message in the device: a `Setup` or a `Work`."""
+    """Decodes a message in the device: a `Setup`, a `Work` or a `Cancel`."""
     return pickle.loads(frame)
 
 

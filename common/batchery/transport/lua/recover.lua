@@ -5,16 +5,16 @@
 -- KEYS[1]  ZSET  workers, see register.lua
 -- KEYS[2]  HASH  worker-info, see register.lua
 -- KEYS[3]  HASH  lease:<worker>, see fetch.lua
--- KEYS[4]  HASH  running:<worker>: batch id -> "shared" or "alone", then token and task id of each of
---                its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
+-- KEYS[4]  HASH  running:<worker>: batch id -> "shared", "slots" or "alone", then token and task id of
+--                each of its jobs, all joined by spaces, odd ids as in a URL. Written when a batch begins,
 --                removed when it ends; expires a day after the last one began. Batch 0 was written
 --                by fetch.lua, with ? for the id; it does not expire, as a fenced worker cannot
 --                write it. And "delivery" -> "shared" or "alone", first and last token of the messages
 --                that the worker reads: written by fetch.lua, and by the worker before it reads a
 --                suspect; removed by the next fetch.
 -- KEYS[5]  HASH  suspects: task id -> how often it ran alone in a worker that died. A job to which it
---                happened once, among others, has their number instead, below zero: it may run in
---                a half of them. And delivery:<task id> -> how often its worker died, or ended, while
+--                happened once, among others of its batch or in slots, has their number instead,
+--                below zero: it may run in a half of them. And delivery:<task id> -> how often its worker died, or ended, while
 --                it read this message alone. Written here, and by a worker that ends while it reads;
 --                read after a fetch; a field goes when its job is settled. Expires a day after the
 --                last death: a job may also be settled by a worker that knows nothing of it.
@@ -48,7 +48,10 @@ redis.call('HDEL', KEYS[6], ARGV[1])
 local suspects, delivery = 0, redis.call('HGET', KEYS[4], 'delivery')
 redis.call('HDEL', KEYS[4], 'delivery')
 if ARGV[3] == '1' then
-  local running, noted = redis.call('HVALS', KEYS[4]), {}
+  local running, noted, in_slots = redis.call('HVALS', KEYS[4]), {}, 0
+  for _, batch in ipairs(running) do
+    in_slots = in_slots + (string.sub(batch, 1, 6) == 'slots ' and 1 or 0)
+  end
   for _, batch in ipairs(running) do
     -- With a second one beside it on another device, it may be innocent.
     local alone = #running == 1 and string.sub(batch, 1, 6) == 'alone '
@@ -60,13 +63,14 @@ if ARGV[3] == '1' then
       end
     end
     suspects = suspects + #ids
+    local group = string.sub(batch, 1, 6) == 'slots ' and in_slots or #ids
     for _, id in ipairs(ids) do
       local known = tonumber(redis.call('HGET', KEYS[5], id))
       local deaths = math.max(known or 0, 0)
       if alone then
         deaths = deaths + 1
-      elseif not known and #ids > 1 then
-        deaths = -#ids
+      elseif not known and group > 1 then
+        deaths = -group
       end
       redis.call('HSET', KEYS[5], id, deaths)
     end

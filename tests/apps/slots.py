@@ -1,0 +1,85 @@
+"""An app whose step models count down; some of their items raise, hang, or end their process."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from batchery import Advance, BatchTask, Failed, InvalidItem, StepModel, install, register
+
+app = install(Celery("slots", set_as_current=False))
+app.conf.worker_hijack_root_logger = False
+app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+
+#: How long a step takes, in seconds.
+STEP_S = 0.01
+
+
+class Countdown(StepModel):
+    """An item is a number of steps; `gate` holds it back while there is no such file."""
+
+    slots = 4
+
+    def load(self, device: str) -> None:
+        self.items: dict[int, dict[str, Any]] = {}
+        self.most = 0
+
+    def warm_up(self) -> Sequence[Any]:
+        return [1, 2]
+
+    def preprocess(self, items: Sequence[Any], **_: Any) -> list[Any]:
+        return [
+            item if isinstance(item, int) else Failed(InvalidItem("not a number")) for item in items
+        ]
+
+    def join(
+        self,
+        slot: int,
+        prepared: int,
+        pieces: Sequence[Any],
+        *,
+        fail: str = "",
+        gate: str = "",
+        notes: str = "",
+        **keywords: Any,
+    ) -> None:
+        if fail:
+            raise ValueError(fail)
+        self.items[slot] = {"left": prepared, "gate": gate, **keywords}
+        self.most = max(self.most, len(self.items))
+        if notes:
+            with Path(notes).open("a") as file:
+                file.write(f"{prepared} {len(self.items)} {os.getpid()}\n")
+
+    def leave(self, slot: int) -> None:
+        del self.items[slot]
+
+    def step(self) -> list[Advance]:
+        time.sleep(STEP_S)
+        told = []
+        for slot, item in list(self.items.items()):
+            if item.get("kill") and not Path(item["kill"]).exists():
+                os._exit(13)
+            if item.get("hang"):
+                time.sleep(3600)
+            if item["gate"] and not Path(item["gate"]).exists():
+                told.append(Advance(slot, piece="waits"))
+                continue
+            item["left"] -= 1
+            if item["left"] > 0:
+                told.append(Advance(slot, piece=item["left"]))
+                continue
+            del self.items[slot]
+            told.append(Advance(slot, outcome={"pid": os.getpid(), "most": self.most}))
+        return told
+
+
+countdown = register(app, "countdown", Countdown)
+
+
+def noted(path: Path) -> list[Sequence[str]]:
+    """Of each item that joined with these `notes`: itself, how many were there, and the process."""
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []

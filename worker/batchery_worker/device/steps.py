@@ -1,0 +1,256 @@
+"""The loop of a device whose model runs in slots: jobs join, advance and leave between steps.
+
+Jobs are prepared on a thread beside the steps, and answered on another one. So all that a step
+waits for is the model. The limits of a job count from its arrival here, and act between two steps.
+"""
+
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol
+
+from celery.exceptions import SoftTimeLimitExceeded, TimeLimitExceeded
+
+from batchery.errors import DeadlineExceeded
+from batchery.execution.batch import prepare
+from batchery.execution.bisect_failures import NON_VALUES
+from batchery.execution.steps import SlotItem, Slots
+from batchery.model import GOES_ON, StepModel
+from batchery.outcomes import Failed
+from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.device.reply import DeviceBatch
+from batchery_worker.ipc.messages import Cancel, Left, Reply, ResultsWait, Setup, Work
+
+#: Id of a batch, and position of an item in it.
+ItemId = tuple[int, int]
+
+#: What is known of a job whose time is over: its failure, or that nobody wants it any more.
+Verdict = Failed | CommitStatus
+
+
+class Pieces(Protocol):
+    """Partial results of jobs that somebody streams."""
+
+    def read(self, work: Work) -> Sequence[Any]:
+        """What readers of a job have already, as it ran before; on the thread that prepares."""
+
+    def write(self, pieces: Sequence[tuple[Work, Sequence[Any]]]) -> Mapping[int, CommitStatus]:
+        """Sends what a step has made of jobs, before the jobs that it has ended are answered.
+
+        Returns:
+            The jobs that must leave their slots, by `Work.id`: `FENCED` where another worker has
+            the job, `REVOKED` where nobody reads it any more.
+        """
+
+
+class NoPieces:
+    """For a device that sends no pieces."""
+
+    def read(self, work: Work) -> Sequence[Any]:  # noqa: ARG002 - as the protocol has it
+        """Nothing was sent before."""
+        return ()
+
+    def write(
+        self,
+        pieces: Sequence[tuple[Work, Sequence[Any]]],  # noqa: ARG002 - as the protocol has it
+    ) -> Mapping[int, CommitStatus]:
+        """Sends nothing, and drops no job."""
+        return {}
+
+
+class Intake(Protocol):
+    """Where messages come from, prepared."""
+
+    def take(self) -> Any:
+        """Takes the next one; waits for it."""
+
+    def take_arrived(self) -> Any:
+        """Takes the next one, if it has arrived; raises `queue.Empty` if not."""
+
+    def read_ahead(self) -> None:
+        """From now on messages are prepared beside this thread, until it waits for one."""
+
+
+class Finish(Protocol):
+    """Answers a job."""
+
+    def __call__(self, batch: DeviceBatch, *, is_last: bool) -> None:
+        """Answers a job that has left its slots; `is_last` if no other one goes on."""
+
+
+@dataclass(slots=True, eq=False)
+class SlotJob:
+    """A job whose items have slots, or wait for them."""
+
+    batch: DeviceBatch
+    #: `GOES_ON` for an item that has none yet.
+    outcomes: list[Any]
+    #: Number of items without an outcome.
+    left: int
+    #: Pieces that were sent before it came here.
+    pieces: Sequence[Any]
+    #: When its time is over, on the clock of `time.monotonic`, and what it ends with.
+    due_s: float
+    verdict: Verdict
+
+
+class StepLoop:
+    """Runs jobs in the slots of a model; for one thread, but for `prepare`."""
+
+    def __init__(
+        self,
+        model: StepModel,
+        setup: Setup,
+        finish: Finish,
+        tell: Callable[[Reply], None],
+    ) -> None:
+        """Has no jobs.
+
+        Args:
+            model: Loaded and warmed up.
+            setup: Of the device.
+            finish: Answers a job.
+            tell: Sends a message to the parent.
+        """
+        self._model = model
+        self._setup = setup
+        self._slots: Slots[ItemId] = Slots(model, setup.slots)
+        self._finish = finish
+        self._tell = tell
+        self._jobs: dict[int, SlotJob] = {}
+        self._pieces: Pieces = NoPieces()
+        self._steps = 0
+        self._steps_s = 0.0
+
+    def prepare(self, work: Work) -> SlotJob:
+        """Makes a job of a message."""
+        started_s = time.perf_counter()
+        (_, items, _) = work.jobs[0]
+        prepared = prepare(self._model, items, work.keywords)
+        pieces = self._pieces.read(work) if work.streams else ()
+        ended_s = time.perf_counter()
+        batch = DeviceBatch(work, prepared, prepare_ms=(ended_s - started_s) * 1e3, ended_s=ended_s)
+        outcomes = [each if isinstance(each, NON_VALUES) else GOES_ON for each in prepared]
+        return SlotJob(batch, outcomes, outcomes.count(GOES_ON), pieces, *_find_end(work))
+
+    def run(self, intake: Intake) -> None:
+        """Works until the process ends.
+
+        Raises:
+            Exception: The model has, in `step` or `leave`: nothing is known of its items any more.
+        """
+        while True:
+            if self._jobs:
+                intake.read_ahead()
+            else:
+                self._take_in(intake.take())
+            with suppress(queue.Empty):
+                while True:
+                    self._take_in(intake.take_arrived())
+            self._end_late()
+            if self._jobs:
+                self._step()
+
+    def figures(self) -> dict[str, Any]:
+        """What `batchery stats` shows of the model."""
+        return {
+            "slots": self._setup.slots,
+            "slots_taken": self._slots.taken,
+            "steps": self._steps,
+            "step_ms": round(self._steps_s * 1e3 / self._steps, 3) if self._steps else None,
+        }
+
+    def _take_in(self, message: SlotJob | Cancel) -> None:
+        if isinstance(message, Cancel):
+            # Its parent has revoked the job, and drops whatever it is told of it.
+            self._drop({message.id: CommitStatus.FENCED})
+            return
+        batch, work = message.batch, message.batch.work
+        now_s = time.perf_counter()
+        batch.queued_ms, batch.ended_s = (now_s - batch.ended_s) * 1e3, now_s
+        self._jobs[work.id] = message
+        self._slots.add(
+            *(
+                SlotItem((work.id, at), prepared, work.keywords, message.pieces)
+                for at, prepared in enumerate(batch.items)
+                if not isinstance(prepared, NON_VALUES)
+            )
+        )
+        if not message.left:
+            self._end(message)
+
+    def _step(self) -> None:
+        started_s = time.perf_counter()
+        told = self._slots.step()
+        self._steps += 1
+        self._steps_s += time.perf_counter() - started_s
+        pieces: dict[int, list[Any]] = {}
+        for (work_id, _), piece, _ in told:
+            if piece is not None and self._jobs[work_id].batch.work.streams:
+                pieces.setdefault(work_id, []).append(piece)
+        if pieces:
+            sent = [(self._jobs[each].batch.work, made) for each, made in pieces.items()]
+            self._drop(self._pieces.write(sent))
+        for (work_id, at), _, outcome in told:
+            job = self._jobs.get(work_id)
+            if job is None or outcome is GOES_ON:
+                continue
+            job.outcomes[at] = outcome
+            job.left -= 1
+            if job.left:
+                self._tell(Left(work_id))
+            else:
+                self._end(job)
+
+    def _end_late(self) -> None:
+        """Ends the jobs whose time is over."""
+        now_s = time.monotonic()
+        late = {each: job.verdict for each, job in self._jobs.items() if job.due_s <= now_s}
+        if late:
+            self._drop(late)
+
+    def _drop(self, verdicts: Mapping[int, Verdict]) -> None:
+        """Ends jobs before their time, if they are here."""
+        jobs = [(self._jobs[each], why) for each, why in verdicts.items() if each in self._jobs]
+        for job, verdict in jobs:
+            work = job.batch.work
+            self._slots.drop({(work.id, at) for at in range(len(job.outcomes))})
+            if isinstance(verdict, CommitStatus):
+                job.batch.dropped = verdict
+            else:
+                outcomes = job.outcomes
+                job.outcomes = [verdict if each is GOES_ON else each for each in outcomes]
+            self._end(job)
+
+    def _end(self, job: SlotJob) -> None:
+        """Has a job answered that has no item here any more."""
+        batch = job.batch
+        del self._jobs[batch.work.id]
+        if batch.work.slot_limits.hard_s is not None:
+            # Its time must not count while the commit waits for Redis.
+            self._tell(ResultsWait(batch.work.id))
+        batch.outcomes = job.outcomes
+        now_s = time.perf_counter()
+        batch.forward_ms, batch.ended_s = (now_s - batch.ended_s) * 1e3, now_s
+        self._finish(batch, is_last=not self._jobs)
+
+
+def _find_end(work: Work) -> tuple[float, Verdict]:
+    """When the time of a job is over that has come now, and what it ends with then."""
+    soft_s, limits = work.soft_time_limit_s, work.slot_limits
+    (job_id, _, _) = work.jobs[0]
+    late = f"{work.task}[{job_id}] did not end before its deadline"
+    ends: list[tuple[float | None, Verdict]] = [
+        (soft_s, Failed(SoftTimeLimitExceeded(soft_s))),
+        (limits.hard_s, Failed(TimeLimitExceeded(limits.hard_s))),
+        (limits.deadline_s, Failed(DeadlineExceeded(late))),
+        (limits.expires_s, CommitStatus.REVOKED),
+    ]
+    left_s, verdict = min(
+        ((inf if after_s is None else after_s, verdict) for after_s, verdict in ends),
+        key=lambda end: end[0],
+    )
+    return time.monotonic() + left_s, verdict
