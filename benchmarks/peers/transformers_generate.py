@@ -13,6 +13,7 @@ from transformers import (
     AutoTokenizer,
     ContinuousBatchingConfig,
     GenerationConfig,
+    logging,
 )
 
 from benchmarks.peers.generation_jobs import Job, answering, arguments
@@ -119,6 +120,7 @@ WAYS: Mapping[str, Callable[[Loaded, Sequence[Job]], Sequence[str]]] = {
 def main() -> None:
     """Answers runs."""
     options = arguments()
+    logging.disable_progress_bar()
     loaded = Loaded(options)
     serve(answering(lambda jobs: WAYS[options.way](loaded, jobs)))
 
