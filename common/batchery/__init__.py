@@ -46,11 +46,12 @@ if TYPE_CHECKING:
     )
     from batchery.installer import install, register
     from batchery.model import Advance, Model, StepModel
-    from batchery.outcomes import Failed, Ignore, Reject, Replace, RetryAfter
+    from batchery.outcomes import Failed, Ignore, Partial, Reject, Replace, RetryAfter
     from batchery.results import (
         Classification,
         Embedding,
         Entity,
+        Generation,
         MultiVectorEmbedding,
         Score,
         SparseEmbedding,
@@ -62,10 +63,12 @@ if TYPE_CHECKING:
     from batchery.transport.dead_letters import DeadLetter, DeadLetters
     from batchery_producer import (
         AsyncClient,
+        AsyncPieceStream,
         AsyncTask,
         Client,
         Ending,
         Outcome,
+        PieceStream,
         Progress,
         Publisher,
         Snapshot,
@@ -81,6 +84,7 @@ __all__ = [
     "Advance",
     "AppNotImportable",
     "AsyncClient",
+    "AsyncPieceStream",
     "AsyncTask",
     "BatchArgumentError",
     "BatchTask",
@@ -102,6 +106,7 @@ __all__ = [
     "Entity",
     "Failed",
     "GaveUp",
+    "Generation",
     "Ignore",
     "InvalidItem",
     "ItemError",
@@ -113,6 +118,8 @@ __all__ = [
     "NoResult",
     "OutOfMemory",
     "Outcome",
+    "Partial",
+    "PieceStream",
     "Progress",
     "PublishError",
     "Publisher",
@@ -172,12 +179,15 @@ _MODULES = {
         ),
         "batchery.errors",
     ),
-    **dict.fromkeys(("Failed", "Ignore", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"),
+    **dict.fromkeys(
+        ("Failed", "Ignore", "Partial", "Reject", "Replace", "RetryAfter"), "batchery.outcomes"
+    ),
     **dict.fromkeys(
         (
             "Classification",
             "Embedding",
             "Entity",
+            "Generation",
             "MultiVectorEmbedding",
             "Score",
             "SparseEmbedding",

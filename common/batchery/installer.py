@@ -155,6 +155,7 @@ def _register_models(app: Celery) -> None:
 
 
 def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
+    has_slots = settings.kind == "generation"
     register(
         app,
         name,
@@ -164,5 +165,7 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
         options={"settings": settings},
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
-        **{name: getattr(settings, name) for name in TASK_OPTIONS},
+        slots=(settings.slots or StepModel.slots) if has_slots else None,
+        # `max_batch_tokens` is the model's own matter there.
+        **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
     )

@@ -1,7 +1,8 @@
 """What a batch function may answer for one item.
 
 A function returns one outcome per item, in order: a plain value, `Failed`, `RetryAfter`, `Replace`,
-or Celery's `Ignore` and `Reject`. Anything else is a value.
+or Celery's `Ignore` and `Reject`. Anything else is a value. A function that is a generator may also
+yield a `Partial` at any time, which is no outcome.
 """
 
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from celery.canvas import Signature
     from celery.exceptions import Ignore, Reject
 
-__all__ = ["Failed", "Ignore", "Reject", "Replace", "RetryAfter"]
+__all__ = ["Failed", "Ignore", "Partial", "Reject", "Replace", "RetryAfter"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,19 @@ class Failed:
     def exception(self) -> BaseException:
         """The error as an exception, even if it was given as a text."""
         return ItemFailed(self.error) if isinstance(self.error, str) else self.error
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """A piece of the result of one item, for those who read its stream; nobody else pays for it.
+
+    Attributes:
+        index: Index of the item in the list that the function was given.
+        piece: What JSON can write.
+    """
+
+    index: int
+    piece: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ it a type.
 
 import base64
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -131,6 +131,74 @@ class MultiVectorEmbedding(Result):
         if isinstance(self.vectors, str):
             return to_numpy(self.vectors).reshape(-1, self.dimensions or 1)
         return np.array(self.vectors, dtype=np.float32)
+
+
+class TokenLogprob(BaseModel):
+    """A token of a text, and how likely it was.
+
+    Attributes:
+        token: Its text.
+        id: Its number in the vocabulary.
+        logprob: Natural logarithm of its probability, before any keyword changes it.
+        top: Text, number and logarithm of the likeliest tokens, as many as were asked for.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    token: str
+    id: int
+    logprob: float
+    top: list[tuple[str, int, float]] = []
+
+
+class GeneratedText(BaseModel):
+    """A text that a model has written.
+
+    Attributes:
+        text: Without the prompt, special tokens and the stop string.
+        finish_reason: `stop` if the model or a stop string ended it, `length` if a limit did.
+        logprobs: One per token; only with the keyword.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text: str
+    finish_reason: Literal["stop", "length"]
+    logprobs: list[TokenLogprob] | None = None
+
+
+class GenerationTimings(BaseModel):
+    """How long a job of text generation took, from when it had a slot."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    first_token_ms: float
+    total_ms: float
+    tokens_per_s: float
+
+
+class Generation(BaseModel):
+    """What a model has written for one item.
+
+    Attributes:
+        text: See `GeneratedText`; None with `n` above 1.
+        finish_reason: As there.
+        logprobs: As there.
+        choices: With `n` above 1, one per text.
+        tokens_in: Tokens of the prompt.
+        tokens_out: Tokens of all texts, with the ones that end them.
+        timings: How long it took.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text: str | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    logprobs: list[TokenLogprob] | None = None
+    choices: list[GeneratedText] = []
+    tokens_in: int
+    tokens_out: int
+    timings: GenerationTimings
 
 
 def to_numpy(result: Mapping[str, Any] | Sequence[float] | str) -> "NDArray[np.float32]":

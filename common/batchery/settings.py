@@ -408,6 +408,17 @@ class Settings(BaseSettings):
     cache_max_bytes: Annotated[
         int, Field(gt=0, description="Maximum memory of Redis for such results, per task.")
     ] = 268_435_456
+    stream_max_pieces: Annotated[
+        int, Field(gt=0, description="Maximum partial results of a job that Redis keeps.")
+    ] = 10_000
+    stream_grace_s: Annotated[
+        float,
+        Field(
+            ge=5,
+            le=3600,
+            description="How long a streamed job goes on without a reader, in seconds.",
+        ),
+    ] = 30
     gateway: Annotated[
         GatewaySettings, Field(description="What `batchery serve` serves, and to whom.")
     ] = GatewaySettings()

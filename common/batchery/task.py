@@ -42,6 +42,9 @@ SEND_MANY = "batchery_producer.submit_many:send_many"
 #: Their results; the same.
 JOB_SET = "batchery_producer.submit_many:JobSet"
 
+#: Sends a job, and yields its partial results; the same.
+STREAM_JOB = "batchery_producer.client:stream_job"
+
 #: Options that jobs of a chain, group or chord have, callbacks, and jobs that are tried again. They
 #: have room in every class: half a workflow would be worse than a long queue.
 WORKFLOW_OPTIONS = ("producer", "reply_to", "parent_id", "root_id", "group_id", "chord", "retries")
@@ -356,6 +359,24 @@ class BatchTask(_Task):
         where = find_destination(self.app, self.name, options)
         priority = place(self.app, limits, where, 1)
         return options if priority == where.priority else {**options, "priority": priority}
+
+    def stream(self, item: Any, *, timeout_s: float | None = None, **keywords: Any) -> Any:
+        """Sends one job, and yields its partial results while it runs, as `TaskClient.stream` does.
+
+        Args:
+            item: The item.
+            timeout_s: How long to wait for each partial result, in seconds; None for ever.
+            keywords: Keyword arguments of the job.
+
+        Returns:
+            A `batchery.PieceStream`.
+
+        Raises:
+            SettingsError: The app's result backend is no Redis.
+            GaveUp: Redis stays away.
+            Exception: What `delay` raises.
+        """
+        return symbol_by_name(STREAM_JOB)(self, item, timeout_s, keywords)
 
     def submit_many(
         self,

@@ -17,13 +17,15 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import suppress
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Self
+from weakref import WeakValueDictionary
 
 from celery import Celery, uuid
 from kombu.utils import json
 
 from batchery.errors import BatcheryError, GaveUp, NoResult
-from batchery.protocol.headers import deadline_header, with_tenant
+from batchery.protocol.headers import STREAMED, deadline_header, with_tenant
 from batchery.retry import AWAY_S, Interrupted, RetryPolicy
 from batchery.tracing import trace_headers
 from batchery_producer.answers import (
@@ -36,6 +38,8 @@ from batchery_producer.answers import (
 from batchery_producer.broker import BrokerConnection
 from batchery_producer.client import close_app, make_app
 from batchery_producer.collector import Collector, collector_for
+from batchery_producer.piece_reader import PieceReader
+from batchery_producer.piece_stream import AsyncPieceStream
 from batchery_producer.publisher import Publisher
 from batchery_producer.stream import WAIT_S, Window
 from batchery_producer.template import OutgoingJob
@@ -114,8 +118,30 @@ class AsyncClient:
         call = Terms(name, {"wait_s": 0, **expires, **options}, deadline_s, timeout_s, keep_s)
         return AsyncTask(self._session, call, Terms(name, options, deadline_s))
 
+    def follow(
+        self, job_id: str, after: str | None = None, *, timeout_s: float | None = None
+    ) -> AsyncPieceStream:
+        """The partial results of a job that was sent by `stream`; see `Client.follow`.
+
+        Raises:
+            BatchArgumentError: `after` is no such id.
+            SettingsError: The app's result backend is no Redis.
+        """
+        reader = self._session.reader
+        stream = AsyncPieceStream(reader, job_id, after=after, timeout_s=timeout_s)
+        reader.follow(stream)
+        asyncio.get_running_loop().run_in_executor(None, reader.wake)
+        return stream
+
+    def cancel(self, job_id: str) -> None:
+        """Ends a job that was sent by `stream`, whoever reads it; must be called in the event loop.
+
+        Nothing says whether it had ended before.
+        """
+        self._session.abandon(job_id)
+
     async def close(self) -> None:
-        """Revokes jobs that no worker has begun, and closes all connections."""
+        """Revokes jobs that no worker has begun, and those streamed; closes all connections."""
         await self._session.close()
         if self._owns_app:
             close_app(self.app)
@@ -141,6 +167,8 @@ class PendingSend(NamedTuple):
     keywords: Mapping[str, Any]
     headers: Mapping[str, Any]
     job: OutgoingJob
+    #: Who reads its partial results; None for a call that waits for its result.
+    stream: AsyncPieceStream | None = None
 
     def build_key(self, headers: Mapping[str, Any] | None = None) -> str:
         """Key of the jobs that one publisher sends; with headers, of those that go together."""
@@ -169,6 +197,9 @@ class Session:
         self._broker = BrokerConnection(app, sending, persistent=True)
         self._publishers: dict[str, Publisher] = {}
         self._collector: Collector | None = None
+        #: Those that are read; and the ids of jobs that nobody reads any more.
+        self._streams: WeakValueDictionary[str, AsyncPieceStream] = WeakValueDictionary()
+        self._abandoned: set[str] = set()
 
     @property
     def collector(self) -> Collector:
@@ -177,7 +208,38 @@ class Session:
             self._collector = collector_for(self.app, self._retries, forgets_dropped=True)
         return self._collector
 
+    @cached_property
+    def reader(self) -> PieceReader:
+        """Reads partial results."""
+        return PieceReader(self.app, lambda: self._ended)
+
     # The event loop
+
+    def stream(self, terms: Terms, item: Any, keywords: Mapping[str, Any]) -> AsyncPieceStream:
+        """Sends one job whose partial results are read."""
+        headers = {**trace_headers(), **deadline_header(terms.deadline_s), **STREAMED}
+        task_id = uuid()
+        stream = AsyncPieceStream(
+            self.reader,
+            task_id,
+            timeout_s=terms.timeout_s,
+            cancel=partial(self.abandon, task_id),
+        )
+        self._streams[task_id] = stream
+        self._gather(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item), stream))
+        return stream
+
+    def abandon(self, task_id: str) -> None:
+        """Cancels a job whose partial results are read."""
+        self._abandoned.add(task_id)
+        self._cancel(task_id)
+
+    def _gather(self, pending: PendingSend) -> None:
+        self._loop = asyncio.get_running_loop()
+        if not self._gathered:
+            # Calls of the same turn of the event loop are sent together.
+            self._loop.call_soon(self._notify)
+        self._gathered.append(pending)
 
     async def call(
         self, terms: Terms, item: Any, count: int, keywords: Mapping[str, Any]
@@ -196,15 +258,11 @@ class Session:
             **deadline_header(terms.deadline_s),
             **build_header(count, self.collector.headers, terms.keep_s),
         }
-        loop = self._loop = asyncio.get_running_loop()
         task_id = uuid()
-        future: asyncio.Future[Answer] = loop.create_future()
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._futures[task_id] = future
         self._unsent.add(task_id)
-        if not self._gathered:
-            # Calls of the same turn of the event loop are sent together.
-            loop.call_soon(self._notify)
-        self._gathered.append(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item)))
+        self._gather(PendingSend(terms, keywords, headers, OutgoingJob(task_id, item)))
         try:
             async with asyncio.timeout(terms.timeout_s):
                 return await future
@@ -239,10 +297,14 @@ class Session:
         """Revokes jobs that no worker has begun, and ends the threads and their connections."""
         for future in list(self._futures.values()):
             future.cancel()
+        for stream in list(self._streams.values()):
+            stream.close()
         self._ended = True
         self._notify()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
+        if "reader" in vars(self):
+            await asyncio.to_thread(self.reader.close)
 
     def _notify(self) -> None:
         if not self._threads and not self._ended:
@@ -268,6 +330,10 @@ class Session:
 
     def _settle(self, answers: Sequence[tuple[str, Answer | Exception]]) -> None:
         for task_id, answer in answers:
+            stream = self._streams.get(task_id)
+            if stream is not None and isinstance(answer, Exception):
+                self.reader.drop([stream])
+                stream.give([answer])
             future = self._futures.get(task_id)
             if future is None or future.done():
                 continue
@@ -299,12 +365,18 @@ class Session:
             if self._ended:
                 break
             # Nobody waits for the others any more.
-            self._send_some([call for call in some if call.job.id in self._futures])
+            self._send_some([call for call in some if self._is_wanted(call)])
+            del some  # A stream that its user has dropped must go.
             self._unsent -= revoked
             self._revoke_some(revoked)
         self._broker.retries = RetryPolicy(away_s=0, command_s=LAST_COMMAND_S)
-        self._revoke_some({*self.collector.awaited, *revoked})
+        self._revoke_some({*self.collector.awaited, *revoked, *self._abandoned})
         self._broker.close()
+
+    def _is_wanted(self, call: PendingSend) -> bool:
+        if call.stream is None:
+            return call.job.id in self._futures
+        return not call.stream.is_over
 
     def _send_some(self, calls: Sequence[PendingSend]) -> None:
         groups: dict[str, list[PendingSend]] = {}
@@ -313,9 +385,12 @@ class Session:
         for group in groups.values():
             ids = [call.job.id for call in group]
             try:
-                self.collector.expect(ids)
-                with self._wake:
-                    self._wake.notify_all()
+                if streams := [call.stream for call in group if call.stream is not None]:
+                    self.reader.open(streams)
+                else:
+                    self.collector.expect(ids)
+                    with self._wake:
+                        self._wake.notify_all()
                 self._publisher(group[0]).send([each.job for each in group], group[0].headers)
             except Interrupted:
                 return
@@ -354,8 +429,12 @@ class Session:
     def _revoke_some(self, task_ids: set[str]) -> None:
         begun = [each for each in task_ids if each in self.collector.awaited]
         self.collector.drop(begun)
+        streamed = self._abandoned & task_ids
+        self._abandoned -= streamed
         with suppress(Exception):  # This thread must go on, and no caller waits for the answer.
-            self._broker.revoke(begun)
+            if streamed:
+                self.reader.give_up(streamed)
+            self._broker.revoke([*begun, *streamed])
 
     # The collecting thread
 
@@ -403,6 +482,17 @@ class AsyncTask:
         if outcome.error is not None:
             raise outcome.error
         return outcome.value
+
+    def stream(self, item: Any, **keywords: Any) -> AsyncPieceStream:
+        """Sends one job, whose partial results `async for` reads; then it has the `result`.
+
+        The task's `timeout_s` is how long to wait for each of them. Must be called in the event
+        loop.
+
+        Raises:
+            SettingsError: The app's result backend is no Redis.
+        """
+        return self._session.stream(self._call, item, keywords)
 
     async def outcomes(
         self, items: Sequence[Any], *, per_job: int = 1, keywords: Mapping[str, Any] | None = None

@@ -5,21 +5,31 @@ Its messages are stock Celery messages, and the results are stock Celery results
 
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Self
 
-from celery import Celery
+from celery import Celery, uuid
 from celery.result import AsyncResult
 from celery.utils.functional import chunks
 
 from batchery.errors import BatcheryError, NoResult
-from batchery.protocol.headers import with_tenant
+from batchery.protocol.headers import STREAMED, with_tenant
+from batchery.queue_limits import find_destination
 from batchery.retry import RetryPolicy
 from batchery.valkey import given_redis_url
-from batchery_producer.answers import Answer, Outcome, check_per_job, read_outcomes
+from batchery_producer.answers import (
+    Answer,
+    Outcome,
+    check_per_job,
+    read_answer,
+    read_outcomes,
+)
 from batchery_producer.broker import BrokerConnection
 from batchery_producer.collector import collector_for
 from batchery_producer.diagnosis import explain_stall
+from batchery_producer.piece_reader import PieceReader, reader_for
+from batchery_producer.piece_stream import PieceStream
 from batchery_producer.publisher import Publisher, is_known
 from batchery_producer.stream import NewJob, Stream, Window
 from batchery_producer.template import uuids
@@ -48,6 +58,7 @@ class Client:
         """
         self._owns_app = isinstance(app, str)
         self.app = make_app(app)
+        self._reader: PieceReader | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -68,10 +79,39 @@ class Client:
         Raises:
             InvalidItem: The tenant is no name.
         """
-        return TaskClient(self.app, name, with_tenant(options, tenant))
+        return TaskClient(self.app, name, with_tenant(options, tenant), self._open_reader)
+
+    def follow(
+        self, job_id: str, after: str | None = None, *, timeout_s: float | None = None
+    ) -> PieceStream:
+        """The partial results of a job that was sent by `stream`, here or elsewhere.
+
+        While anybody reads them, the job goes on.
+
+        Args:
+            job_id: Id of the job.
+            after: `last_id` of an earlier reader, which is read on from there; None for all.
+            timeout_s: How long to wait for each, in seconds; None for ever.
+
+        Raises:
+            BatchArgumentError: `after` is no such id.
+            SettingsError: The app's result backend is no Redis.
+        """
+        reader = self._open_reader()
+        stream = PieceStream(reader, job_id, after=after, timeout_s=timeout_s)
+        reader.follow(stream)
+        reader.wake()
+        return stream
+
+    def _open_reader(self) -> PieceReader:
+        if self._reader is None:
+            self._reader = PieceReader(self.app)
+        return self._reader
 
     def close(self) -> None:
-        """Closes the app that was made for a URL."""
+        """Ends the streams that are still read, and closes the app that was made for a URL."""
+        if self._reader is not None:
+            self._reader.close()
         if self._owns_app:
             close_app(self.app)
 
@@ -79,16 +119,69 @@ class Client:
 class TaskClient:
     """A task that is called with many items."""
 
-    def __init__(self, app: Celery, name: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        app: Celery,
+        name: str,
+        options: Mapping[str, Any],
+        open_reader: Callable[[], PieceReader],
+    ) -> None:
         self._app = app
         self.name = name
         self._options = dict(options)
+        self._open_reader = open_reader
 
     def delay(self, item: Any, **keywords: Any) -> AsyncResult[Any]:
         """Sends one job, as Celery does; returns its result."""
-        options = dict(self._options)
-        if not is_known(self._app, self.name):
-            options.setdefault("queue", self.name)
+        return self._send(item, keywords, self._options)
+
+    def stream(self, item: Any, *, timeout_s: float | None = None, **keywords: Any) -> PieceStream:
+        """Sends one job, and yields its partial results while it runs; then it has the `result`.
+
+        Args:
+            item: The item.
+            timeout_s: How long to wait for each partial result, in seconds; None for ever.
+            keywords: Keyword arguments of the job.
+
+        Raises:
+            SettingsError: The app's result backend is no Redis.
+            GaveUp: Redis stays away.
+            Exception: What `delay` raises.
+        """
+        app, name, options = self._app, self.name, self._options
+        if app.conf.task_always_eager and name in app.tasks:
+            ended = self.delay(item, **keywords)
+            stream = PieceStream(None, ended.id)
+            stream.give([read_answer(ended.state, ended.result) or Answer()])
+            return stream
+        task_id, reader = uuid(), self._open_reader()
+
+        def cancel() -> None:
+            reader.give_up([task_id])
+            app.control.revoke(task_id)
+
+        def explain() -> str:
+            return explain_stall(app, name, find_destination(app, name, routed).queue)
+
+        routed = self._routed(options)
+        stream = PieceStream(reader, task_id, timeout_s=timeout_s, cancel=cancel, explain=explain)
+        reader.open([stream])
+        headers = {**(options.get("headers") or {}), **STREAMED}
+        try:
+            self._send(item, keywords, {**options, "task_id": task_id, "headers": headers})
+        except BaseException:
+            stream.close()
+            raise
+        return stream
+
+    def _routed(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options, with a queue for a task that the app does not know."""
+        return dict(options) if is_known(self._app, self.name) else {"queue": self.name, **options}
+
+    def _send(
+        self, item: Any, keywords: dict[str, Any], given: Mapping[str, Any]
+    ) -> AsyncResult[Any]:
+        options = self._routed(given)
         known: Any = self._app.tasks.get(self.name)
         if known is None:
             return self._app.send_task(self.name, (item,), keywords, **options)
@@ -219,6 +312,12 @@ class ItemSource:
             self.taken = indexes.stop
             jobs.append(NewJob(task_id, argument, count, indexes))
         return jobs
+
+
+def stream_job(task: Any, item: Any, timeout_s: float | None, keywords: Any) -> PieceStream:
+    """`BatchTask.stream`."""
+    client = TaskClient(task.app, task.name, {}, partial(reader_for, task.app))
+    return client.stream(item, timeout_s=timeout_s, **keywords)
 
 
 def make_app(app: Celery | str) -> Celery:

@@ -317,7 +317,7 @@ class RedisCollector(Collector):
         if not is_there:
             # The stream expired, or Redis lost its data.
             self._make_reply()
-        return _entries(answer)
+        return entries_by_key(answer).get(self._key, [])
 
     def _answers(self, task_ids: Sequence[str]) -> Iterator[tuple[str, Answer]]:
         for chunk in chunks(iter(task_ids), CHUNK):
@@ -410,10 +410,9 @@ def _after(entry_id: bytes) -> str:
     return f"{time_ms}-{int(number) + 1}"
 
 
-def _entries(answer: Any) -> list[tuple[bytes, Mapping[bytes, bytes]]]:
-    """The entries of one stream: a mapping of lists in RESP3, a list of pairs in RESP2."""
-    if not answer:
-        return []
-    (found,) = answer.values() if isinstance(answer, dict) else [pair[1] for pair in answer]
-    # RESP3 has one more list around them.
-    return list(found[0] if isinstance(answer, dict) and found else found)
+def entries_by_key(answer: Any) -> dict[bytes, list[tuple[bytes, Mapping[bytes, bytes]]]]:
+    """The entries that an XREAD brings: a mapping of lists in RESP3, a list of pairs in RESP2."""
+    if isinstance(answer, dict):
+        # RESP3 has one more list around them.
+        return {key: list(found[0] if found else ()) for key, found in answer.items()}
+    return {key: list(found) for key, found in answer or ()}

@@ -2,13 +2,13 @@
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from celery import Celery
 
-from batchery import Advance, BatchTask, Failed, InvalidItem, StepModel, install, register
+from batchery import Advance, Failed, InvalidItem, StepModel, install, register
 
 app = install(Celery("slots", set_as_current=False))
 app.conf.worker_hijack_root_logger = False

@@ -1,6 +1,5 @@
 """Step models in real workers: jobs join and leave while others run, each with its own end."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from apps import slots
 from conftest import StartWorker
-from support.harness import Worker, wait_for
+from support.harness import Worker
 from support.patience import patient
 
 TIMEOUT_S = patient(60)

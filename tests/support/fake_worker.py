@@ -56,7 +56,7 @@ class FakeLeaseStore:
     def deaths(self, token: str) -> Deaths | None:
         return self.died.get(token)
 
-    def began(self, jobs: Mapping[str, str], *, alone: bool) -> int:
+    def began(self, jobs: Mapping[str, str], *, alone: bool, in_slots: bool = False) -> int:
         return 1
 
     def flush(self) -> None:

@@ -19,8 +19,24 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+#: Writes each message of a chat on a line of its own, behind the names of tools.
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.role }} {{ message.content }}\n{% endfor %}"
+)
+
+
+def save_writer(folder: Path, *, has_template: bool = True) -> dict[str, Any]:
+    """Writes a model that writes texts of up to 4096 tokens; returns its settings."""
+    save_model(folder, "llama", head="CausalLM", max_position_embeddings=4096)
+    if has_template:
+        (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return {"kind": "generation", "model": str(folder), "slots": 8, "cache_tokens": 16_384}
+
+
 def save_models(folder: Path) -> dict[str, dict[str, Any]]:
     """Writes a model of each kind; returns the setting `models`, named by their kinds."""
     for kind, options in KINDS.items():
         save_model(folder / kind, "bert", **options)
-    return {kind: {"kind": kind, "model": str(folder / kind)} for kind in KINDS}
+    found = {kind: {"kind": kind, "model": str(folder / kind)} for kind in KINDS}
+    return {**found, "generation": {**save_writer(folder / "generation"), "max_new_tokens": 20}}

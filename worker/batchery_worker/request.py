@@ -8,6 +8,7 @@ from celery.worker import state as worker_state
 from celery.worker.request import Request as CeleryRequest
 
 from batchery.protocol.headers import expiring_as_asked
+from batchery.protocol.pieces import tell_readers
 from batchery.transport.lease_store import LeaseStore
 
 if TYPE_CHECKING:
@@ -106,8 +107,10 @@ class BatchRequest(_Request):  # type: ignore[misc]
         self._announce_revoked("expired" if is_expired else "cancelled", True, None, is_expired)
 
     def _announce_revoked(self, *args: Any) -> None:
-        with expiring_as_asked(self.task.backend, self._context):
+        backend = self.task.backend
+        with expiring_as_asked(backend, self._context):
             super()._announce_revoked(*args)
+        tell_readers(backend, self.id, self.request_dict)
 
     def send_event(self, type: str, **fields: Any) -> None:  # noqa: A002 - Celery's name
         """Sends a task event, with the facts of the batch where the job succeeded."""

@@ -8,7 +8,7 @@ import asyncio
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -19,10 +19,10 @@ from celery.exceptions import SoftTimeLimitExceeded
 from kombu.utils import json
 from kombu.utils.compat import detect_environment
 
-from batchery.errors import ONE_JOB_EACH, UnserialisableResult
+from batchery.errors import ONE_JOB_EACH, BatchArgumentError, UnserialisableResult, counted
 from batchery.execution.bisect_failures import NON_VALUES, as_failed, is_out_of_memory, isolate
 from batchery.model import Model
-from batchery.outcomes import Failed
+from batchery.outcomes import Failed, Partial
 
 #: Makes a context manager that is entered around each call of the user's code.
 Limit = Callable[[], AbstractContextManager[Any]]
@@ -32,6 +32,10 @@ Plan = Callable[[Sequence[int]], Sequence[Sequence[int]]]
 
 #: Makes a context manager that is entered around each call; takes the positions of its items.
 Around = Callable[[range], AbstractContextManager[Any]]
+
+#: Is told of each call before it begins, by the positions of its items; returns what takes the
+#: partial results of that call.
+Receive = Callable[[range], Callable[[Partial], None]]
 
 
 def max_lookahead(model: Model) -> int:
@@ -116,8 +120,9 @@ def run_function(
     *,
     resolve: Callable[[Any], Any] | None = None,
     around: Around = lambda _: nullcontext(),
+    receive: Receive = lambda _: lambda _: None,
 ) -> list[Any]:
-    """Runs a batch function, plain or `async def`, over one batch.
+    """Runs a batch function, plain, `async def` or a generator, over one batch.
 
     Args:
         function: Takes a list of items and the keywords.
@@ -125,6 +130,7 @@ def run_function(
         keywords: Passed once for the whole batch.
         resolve: Runs a coroutine to its end; by default on an event loop of its own.
         around: Entered around each call of the function.
+        receive: Takes the partial results of a generator.
 
     Returns:
         One outcome per item, in order. After an exception the batch is split, until the item that
@@ -134,13 +140,16 @@ def run_function(
     def call(part: Sequence[int]) -> Any:
         assert isinstance(part, range)
         own_items = [items[position] for position in part]
+        take = partial(_take, name, len(part), receive(part))
         try:
             with around(part):
                 answer = function(own_items, **keywords)
+                if inspect.isasyncgen(answer):
+                    answer = _collect_async(answer, take)
                 if inspect.iscoroutine(answer):
                     answer = (resolve or _resolve)(answer)
                 # A generator runs the function's body here, so its exceptions belong here as well.
-                return list(answer) if inspect.isgenerator(answer) else answer
+                return _collect(answer, take) if inspect.isgenerator(answer) else answer
         except AttributeError as error:
             if error.obj is own_items:
                 error.args = (f"{error}; {name} gets a list of items, not one: loop over them",)
@@ -150,6 +159,37 @@ def run_function(
 
     name = getattr(function, "__name__", type(function).__name__)
     return isolate(call, range(len(items)), name=name)
+
+
+def _collect(generator: Iterator[Any], take: Callable[[Any], bool]) -> Any:
+    """Runs a generator; its outcomes are what it yielded, or else what it returned."""
+    outcomes: list[Any] = []
+    while True:
+        try:
+            each = next(generator)
+        except StopIteration as end:
+            return outcomes if outcomes or end.value is None else end.value
+        if not take(each):
+            outcomes.append(each)
+
+
+async def _collect_async(generator: AsyncIterator[Any], take: Callable[[Any], bool]) -> list[Any]:
+    """As `_collect`; such a generator cannot return anything."""
+    return [each async for each in generator if not take(each)]
+
+
+def _take(name: str, count: int, receive: Callable[[Partial], None], yielded: Any) -> bool:
+    """Whether what a function of so many items has yielded was a partial result, and is taken."""
+    if not isinstance(yielded, Partial):
+        return False
+    index = yielded.index
+    if not isinstance(index, int) or not 0 <= index < count:
+        raise BatchArgumentError(
+            f"{name} yielded a Partial for index {index!r:.80}, and was given"
+            f" {counted(count, 'item')}; count them from 0"
+        )
+    receive(yielded)
+    return True
 
 
 def read_back(outcome: Any) -> Any:

@@ -6,7 +6,7 @@
 - `batchery_sent_at`: when it was sent, in Unix seconds. A worker takes a job only when it has room:
   under overload, that is much later.
 - `batchery`: an object, with `v` = 1. `n` and `values` are those of multi-item jobs, `reply` and
-  `keep_s` those of completion streams; `stream` is true where somebody reads partial results.
+  `keep_s` those of completion streams, `stream` that of piece streams (`protocol/pieces.py`).
 
 A multi-item job is one message that carries n items, on any pool. `"n": 3` says that the argument
 is a list of three items; the result is then a list of three `{"ok": value}` or `{"error": {...}}`.
@@ -166,9 +166,19 @@ def read_keep_s(header: Any) -> int | None:
     return keep_s
 
 
-def streams_pieces(header: Any) -> bool:
-    """Whether somebody streams the pieces of a job, by the value of its `batchery` header."""
-    return isinstance(header, Mapping) and header.get("stream") is True
+#: The headers of a job whose pieces somebody reads.
+STREAMED = {HEADER: {"v": VERSION, "stream": True}}
+
+
+def is_streamed(header: Any) -> bool:
+    """Whether somebody may read the pieces of a job; a multi-item job has none.
+
+    Args:
+        header: The value of the `batchery` header, or None.
+    """
+    if not isinstance(header, Mapping) or header.get("v") != VERSION:
+        return False
+    return header.get("stream") is True and header.get("n") is None
 
 
 #: Field of an entry of the stream: a JSON list of task ids.

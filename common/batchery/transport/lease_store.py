@@ -22,7 +22,6 @@ from batchery.transport.redis_schema import Keys, transport_scripts
 from batchery.transport.suspects import (
     DELIVERY,
     AckBookkeeping,
-    NoteKind,
     RunningBatches,
     build_delivery_field,
 )
@@ -398,7 +397,7 @@ class LeaseStore:
         """Has the note of a fetch removed whose answer may be lost; and any that was not used."""
         self._running_batches.forget_fetched()
 
-    def began(self, jobs: Mapping[str, str], kind: NoteKind) -> int:
+    def began(self, jobs: Mapping[str, str], *, alone: bool, in_slots: bool = False) -> int:
         """Notes in Redis which jobs go to a device: they are the suspects if this worker dies.
 
         Redis gets the note even if this process dies now. Nobody waits for its answer. Call this
@@ -406,13 +405,16 @@ class LeaseStore:
 
         Args:
             jobs: Task id by token.
-            kind: What runs meanwhile on their device.
+            alone: Whether no other job runs meanwhile.
+            in_slots: Whether others do on this device, and are suspects together with these.
 
         Returns:
             A number for `ended`.
         """
         cleared = self._bookkeeping.take_cleared()
-        return self._running_batches.began(self.worker, jobs, kind, cleared=cleared)
+        return self._running_batches.began(
+            self.worker, jobs, alone=alone, in_slots=in_slots, cleared=cleared
+        )
 
     def ended(self, batch: int) -> None:
         """Notes that a batch is back or its device has died; deaths of devices count elsewhere."""

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import count, islice
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 import redis
@@ -50,10 +50,6 @@ DELIVERY = "delivery"
 
 #: The note that a fetch made, as a batch; those that are sent from here begin at 1.
 FETCHED = 0
-
-#: What runs on a device beside a batch that is noted: nothing, batches with notes of their own, or
-#: jobs in slots, which are all one group of suspects.
-NoteKind = Literal["alone", "shared", "slots"]
 
 _Command = tuple[str | int, ...]
 
@@ -174,18 +170,25 @@ class RunningBatches:
             self._ended.append(FETCHED)
 
     def began(
-        self, worker: str, jobs: Mapping[str, str], kind: NoteKind, cleared: Sequence[str] = ()
+        self,
+        worker: str,
+        jobs: Mapping[str, str],
+        *,
+        alone: bool,
+        in_slots: bool = False,
+        cleared: Sequence[str] = (),
     ) -> int:
         """Notes a batch that is about to run; see `LeaseStore.began`.
 
         Args:
             worker: Id of this worker.
             jobs: Task id by token.
-            kind: What runs meanwhile on their device.
+            alone: Whether no other job runs meanwhile.
+            in_slots: Whether others do on this device, and are suspects together with these.
             cleared: Suspects that were cleared. Redis must know before this batch can kill the
                 worker.
         """
-        if list(jobs) == [self._fetched] and kind == "shared" and not cleared:
+        if list(jobs) == [self._fetched] and not (alone or in_slots or cleared):
             self._fetched = None
             self._running.add(FETCHED)
             return FETCHED
@@ -193,7 +196,7 @@ class RunningBatches:
             self.forget_fetched()
         batch = next(self._numbers)
         self._running.add(batch)
-        words: list[str] = [kind]
+        words = ["alone" if alone else "slots" if in_slots else "shared"]
         for token, task_id in jobs.items():
             words += (token, encode_id(task_id))
         key = self._keys.running(worker)

@@ -51,8 +51,8 @@ HELP = """Submit every row of SOURCE as one job, and write every result to a fil
 
 SOURCE is one or many files, URLs (s3://, hf://, https://) or patterns ('data/*.jsonl'), or - for
 standard input: JSON lines, CSV, TSV, plain text (one item per line), Parquet, Arrow, or requests of
-OpenAI's batch API for embeddings. gzip, zstd, bz2 and xz are recognised, and so are semicolons,
-tabs and bars in a CSV. Blank lines are skipped.
+OpenAI's batch API for embeddings and texts. gzip, zstd, bz2 and xz are recognised, and so are
+semicolons, tabs and bars in a CSV. Blank lines are skipped.
 
 Results are JSON lines {"id", "line", "result"} in order of completion; if OUTPUT ends in .csv,
 .tsv, .parquet or .arrow, they are a table that is written at the end. Jobs that fail, and lines

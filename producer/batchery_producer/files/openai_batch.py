@@ -1,9 +1,9 @@
-"""OpenAI's batch files: requests for embeddings as input, responses and errors as output.
+"""OpenAI's batch files: requests as input, responses and errors as output.
 
 A request is `{"custom_id": ..., "method": "POST", "url": "/v1/embeddings", "body": {"model": ...,
-"input": ...}}`. All requests of a run name one model, as in OpenAI's own batches. The model is the
-task, or an alias of it, unless the caller names one. `dimensions` and `encoding_format` are each
-request's own.
+"input": ...}}`; chats and prompts have other URLs. All requests of a run name one model and one
+URL, as in OpenAI's own batches. The model is the task, or an alias of it, unless the caller names
+one. `dimensions` and `encoding_format`, `temperature` and the like are each request's own.
 """
 
 import base64
@@ -13,12 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from batchery.errors import InvalidItem
 from batchery.protocol.headers import MAX_ITEMS
 from batchery_producer.answers import Answer
 from batchery_producer.files.journal import Journal
 from batchery_producer.files.records import Broken, Picker, Record
+from batchery_producer.openai_generation import REQUESTS, build_completion, read_line
 
 URL = "/v1/embeddings"
+
+#: The URLs that requests may have.
+URLS = (URL, *REQUESTS)
 
 #: Types of errors that get status 400, because the request was wrong; all others get 500.
 CLIENT_ERRORS = ("InvalidItem", "BatchArgumentError", "ValueError", "TypeError")
@@ -31,7 +36,7 @@ INPUT = f"body: input must be a text or token ids, or a list of 1 to {MAX_ITEMS:
 
 #: Why token ids are refused where a model has the place of another one.
 ALIAS_IDS = (
-    "input: has token ids, but {!r:.100} is an alias, so they may be another tokenizer's; send"
+    "{}: has token ids, but {!r:.100} is an alias, so they may be another tokenizer's; send"
     " texts (LangChain: check_embedding_ctx_length=False), or the model's own ids under its own"
     " name"
 )
@@ -83,6 +88,9 @@ class RequestPicker(Picker):
     #: Whether the name of a model is no alias, so that token ids are of its own tokenizer.
     is_own_name: Callable[[str], bool] = staticmethod(lambda _: True)
 
+    #: The URL of all requests; empty until the first one says it.
+    url: str = ""
+
     def pick(self, line: int, row: Mapping[str, Any] | str) -> Record | Broken:
         """As `Picker.pick`; it raises nothing."""
         if not isinstance(row, Mapping):
@@ -91,16 +99,20 @@ class RequestPicker(Picker):
         error = self.find_error(line, row)
         if error and not (isinstance(id_, str) and id_):
             return self.broken(line, error.text)
-        reason = error.text if error else self._reject(body)
-        if reason:
-            return Broken(line, id_, reason, self.source)
-        items = _read_items(body.get("input"))
+        try:
+            if error:
+                raise InvalidItem(error.text)
+            items = self._read(body)
+        except InvalidItem as reason:
+            return Broken(line, id_, str(reason), self.source)
         item, item_count = (items[0], 0) if len(items) == 1 else (items, len(items))
         wanted = {name: body.get(name) for name in FORM}
         form = {name: value for name, value in wanted.items() if value not in (None, "float")}
+        if self.url in REQUESTS:
+            form = {"url": self.url}
         return Record(line, id_, item, self.source, item_count, form or None)
 
-    def find_error(self, line: int, row: Mapping[str, Any], url: str = URL) -> RequestError | None:
+    def find_error(self, line: int, row: Mapping[str, Any]) -> RequestError | None:
         """What makes a row no request of its file, whatever its body asks for; remembers its id."""
         id_, body, method = row.get("custom_id"), row.get("body"), row.get("method", "POST")
         if not isinstance(id_, str) or not id_:
@@ -114,8 +126,11 @@ class RequestPicker(Picker):
             return RequestError("missing_body", text, "body")
         if method != "POST":
             return RequestError("invalid_method", f"method {method!r:.100}: must be POST", "method")
-        if row.get("url") != url:
-            text = f"url {row.get('url')!r:.100}: must be {url}, the endpoint of the batch"
+        given = row.get("url")
+        self.url = self.url or (given if given in URLS else "")
+        if not self.url or given != self.url:
+            there = f"{self.url}, the endpoint of the batch" if self.url else " or ".join(URLS)
+            text = f"url {given!r:.100}: must be {there}"
             return RequestError("invalid_url", text, "url")
         model = body.get("model")
         if not isinstance(model, str) or not model:
@@ -125,17 +140,30 @@ class RequestPicker(Picker):
             return RequestError("mismatched_model", f"{text}; a batch has one model", "body.model")
         return None
 
+    def _read(self, body: Mapping[str, Any]) -> list[Any]:
+        """The items of a request.
+
+        Raises:
+            InvalidItem: What its own body has wrong.
+        """
+        for field in ("input", "prompt"):
+            if has_ids(body.get(field)) and not self.is_own_name(body["model"]):
+                raise InvalidItem(ALIAS_IDS.format(field, body["model"]))
+        if self.url in REQUESTS:
+            return read_line(self.url, body)
+        if reason := self._reject(body):
+            raise InvalidItem(reason)
+        return _read_items(body.get("input"))
+
     def _reject(self, body: Mapping[str, Any]) -> str:
-        """Says what a request's own body has wrong."""
+        """Says what the body of a request for embeddings has wrong."""
         unserved = [name for name in UNSERVED if body.get(name) is not None]
         encoding, dimensions = (body.get(name) for name in FORM)
-        model, given = body["model"], body.get("input")
         clauses = (
             (encoding not in (None, "float", "base64"), "encoding_format: float or base64"),
             (not _is_dimensions(dimensions), "dimensions: a whole number from 1 on"),
-            (not _read_items(given), INPUT),
+            (not _read_items(body.get("input")), INPUT),
             (bool(unserved), f"{', '.join(unserved)}: not served in batch files; leave it out"),
-            (has_ids(given) and not self.is_own_name(model), ALIAS_IDS.format(model)),
         )
         return next((reason for holds, reason in clauses if holds), "")
 
@@ -240,8 +268,13 @@ class OpenAIFormat:
 
     def result(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """A line of the output file."""
-        encoding = entry.get("form", {}).get("encoding_format", "float")
-        return self._line(entry, 200, self._body(entry["result"], encoding))
+        form, result = entry.get("form", {}), entry["result"]
+        if "url" not in form:
+            body = self._body(result, form.get("encoding_format", "float"))
+            return self._line(entry, 200, body)
+        results = result if isinstance(result, list) else [result]
+        job = self._journal.task_id(self._source(entry), entry["line"])
+        return self._line(entry, 200, build_completion(form["url"], job, self._model, results))
 
     def failure(self, entry: Mapping[str, Any]) -> Mapping[str, Any]:
         """A line of the error file."""

@@ -31,6 +31,7 @@ from batchery_producer.gateway.problems import (
 )
 from batchery_producer.gateway.routes import (
     cohere,
+    completions,
     openai,
     operations,
     page,
@@ -38,6 +39,7 @@ from batchery_producer.gateway.routes import (
     tasks,
     tei,
     tei_server,
+    tgi,
 )
 from batchery_producer.gateway.running import running
 
@@ -121,9 +123,11 @@ NO_OBJECT = ("missing", "dict_type", "model_attributes_type")
 ROUTERS = (
     openai.router,
     openai.plain_router,
+    completions.router,
     cohere.router,
     tei.router,
     tei_server.router,
+    tgi.router,
     process_batch.router,
     tasks.router,
     operations.router,

@@ -2,26 +2,18 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.routing import APIRoute
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import CoreSchema, from_json
+from pydantic import BeforeValidator, Field
+from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from batchery_producer.gateway.inference import read_timeout_s
 from batchery_producer.gateway.problems import Kind, Problem
+from batchery_producer.request_fields import expected
 
 #: Maximum values of a body: parsing and checking as many takes some milliseconds, for which the
 #: event loop stands still. OpenAI takes as many token ids.
@@ -38,32 +30,6 @@ MAX_FIELDS = 100
 
 #: How much longer than its results a request may take in all, in seconds.
 SPARE_S = 2.0
-
-
-def _fail_fast(schema: Any) -> None:
-    if isinstance(schema, dict):
-        if schema.get("type") in ("list", "dict"):
-            schema["fail_fast"] = True
-        schema = schema.values()
-    elif not isinstance(schema, list | tuple):
-        return
-    for part in schema:
-        _fail_fast(part)
-
-
-class RequestBody(BaseModel):
-    """A body, or an object in one: of JSON's own types, and wrong by its first error alone."""
-
-    model_config = ConfigDict(strict=True)
-
-    @classmethod
-    def __get_pydantic_core_schema__(
-        cls, source: type[BaseModel], handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        """The schema of a class, in which no list goes on after an item that is wrong."""
-        schema = handler(source)
-        _fail_fast(schema)
-        return schema
 
 
 class JsonRoute(APIRoute):
@@ -178,20 +144,6 @@ ModelName = Annotated[
 ]
 
 
-def expected(what: str) -> WrapValidator:
-    """Tells in one sentence what a field may be, not what each of its types lacks."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return handler(value)
-        except ValidationError as error:
-            places = [part for part in error.errors()[-1]["loc"] if isinstance(part, int)]
-            where = f" (see item {places[0]})" if places else ""
-            raise ValueError(f"expected {what}{where}") from None
-
-    return WrapValidator(check)
-
-
 #: A text, token ids of the model's own tokenizer, or a list of either.
 Inputs = Annotated[
     str | list[TokenId] | list[str | list[TokenId]],
@@ -201,16 +153,6 @@ Inputs = Annotated[
         examples=["the cat", ["the cat", "a dog"], [[101, 1996, 4937, 102], "a dog"]],
     ),
 ]
-
-
-def _refuse(value: Any) -> Any:
-    if value is None or value is False:
-        return value
-    raise ValueError("expected null or false, as it is not served here")
-
-
-#: A field that would change the answer, and is not served.
-Unserved = Annotated[Literal[False] | None, BeforeValidator(_refuse)]
 
 
 def _whole(value: Any) -> Any:

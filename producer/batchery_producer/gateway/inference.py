@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 
 from batchery_producer.answers import Outcome
+from batchery_producer.async_client import AsyncTask
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, shorten
 from batchery_producer.gateway.problems import Kind, Problem, build_problem
 from batchery_producer.gateway.running import get_gateway
@@ -208,18 +209,7 @@ async def run_outcomes(
     Raises:
         Problem: There are no outcomes: no time, no space, no worker, no Redis.
     """
-    gateway, caller = get_gateway(request), request.state.caller
-    gateway.health.check()
-    timeout_s = read_timeout_s(request)
-    options = {} if caller.priority is None else {"priority": caller.priority}
-    task = gateway.client.task(
-        model.name,
-        timeout_s=timeout_s,
-        tenant=caller.tenant,
-        deadline_s=timeout_s,
-        queue=model.queue,
-        **options,
-    )
+    gateway, task = get_gateway(request), choose_task(request, model)
     try:
         async with gateway.health.absence.refusing(model.name, model.queue):
             outcomes = await unless_gone(
@@ -231,6 +221,26 @@ async def run_outcomes(
         raise build_problem(error) from error
     gateway.measurements.results(model.name, outcomes)
     return outcomes
+
+
+def choose_task(request: Request, model: ServedModel) -> AsyncTask:
+    """The task of a model on behalf of a caller: with its tenant and class, in its time.
+
+    Raises:
+        Problem: Redis is away, or a header is wrong.
+    """
+    gateway, caller = get_gateway(request), request.state.caller
+    gateway.health.check()
+    timeout_s = read_timeout_s(request)
+    options = {} if caller.priority is None else {"priority": caller.priority}
+    return gateway.client.task(
+        model.name,
+        timeout_s=timeout_s,
+        tenant=caller.tenant,
+        deadline_s=timeout_s,
+        queue=model.queue,
+        **options,
+    )
 
 
 def read_timeout_s(request: Request) -> float:
@@ -276,7 +286,7 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
         Problem: The caller has gone, so nobody reads an answer; or the process ends.
     """
     answer = asyncio.ensure_future(call)
-    gone = asyncio.ensure_future(_hung_up(request))
+    gone = asyncio.ensure_future(wait_gone(request))
     try:
         await asyncio.wait([answer, gone], return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
@@ -287,7 +297,8 @@ async def unless_gone(request: Request, call: Awaitable[T]) -> T:
         gone.cancel()
 
 
-async def _hung_up(request: Request) -> Problem:
+async def wait_gone(request: Request) -> Problem:
+    """Returns why nobody waits for an answer any more, as soon as that is so."""
     # A body that no route wanted may be there still.
     try:
         while (await request.receive())["type"] != "http.disconnect":

@@ -85,8 +85,10 @@ class Measurements:
 
 
 def _tokens(value: object) -> int:
-    tokens = value.get("tokens", 0) if isinstance(value, dict) else 0
-    return tokens if isinstance(tokens, int) else 0
+    if not isinstance(value, dict):
+        return 0
+    counts = [value.get(name) for name in ("tokens", "tokens_in", "tokens_out")]
+    return sum(count for count in counts if isinstance(count, int))
 
 
 class Measured:

@@ -368,7 +368,7 @@ def test_any_backend_is_polled_job_by_job(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_answers_of_either_protocol_are_read() -> None:
     entry = (b"1-1", {b"ids": b"[]"})
-    assert module._entries(None) == []
-    assert module._entries([[b"key", [entry]]]) == [entry]
-    assert module._entries({b"key": [[entry]]}) == [entry]
-    assert module._entries({b"key": []}) == []
+    assert module.entries_by_key(None) == {}
+    assert module.entries_by_key([[b"key", [entry]]]) == {b"key": [entry]}
+    assert module.entries_by_key({b"key": [[entry]]}) == {b"key": [entry]}
+    assert module.entries_by_key({b"key": []}) == {b"key": []}

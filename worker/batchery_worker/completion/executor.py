@@ -20,6 +20,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from batchery.completion import JobCompletion, completing
 from batchery.fork_gate import fork_gate
+from batchery.protocol.pieces import tell_readers
 from batchery.retry import RetryDeadlineExceeded, is_away
 from batchery_worker.commit.committer import CommitStatus
 from batchery_worker.commit.listeners import Listeners, Stacks
@@ -209,6 +210,8 @@ class CompletionExecutor:
             # Events tell of it by its repr: a pool of processes loses the wrapper on the way.
             value.exception = error
         is_failure = error is not None and not isinstance(error, NOT_FAILURES)
+        if is_failure or error is None:
+            tell_readers(self._app.backend, completion.task_id, completion.call.message)
 
         def notify(result: Any) -> None:
             request = completion.call.request

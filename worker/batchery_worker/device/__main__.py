@@ -44,6 +44,7 @@ from batchery_worker.device.loading import (
     load_model,
     serve_model,
 )
+from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.reply import DeviceBatch, answer
 from batchery_worker.device.served_model import LoadedModel
 from batchery_worker.device.started import StartedStates
@@ -105,6 +106,7 @@ class Device:
         self._reported_s = -math.inf
         self._app: Celery
         self._committer: RedisCommitter
+        self._pieces: PieceWriter
         self._name = "cpu"
         self._setup: Setup
         self._memory = Memory()
@@ -133,9 +135,9 @@ class Device:
             self._app = app
         self._memory = find_memory(setup.device, setup.memory_fraction)
         self._reuse = SingleFlight(ResultCache(self._app.backend))
-        self._committer = RedisCommitter(
-            self._app.backend, partial(broker_client, self._app), self._report_waiting
-        )
+        connect_broker = partial(broker_client, self._app)
+        self._committer = RedisCommitter(self._app.backend, connect_broker, self._report_waiting)
+        self._pieces = PieceWriter(self._app.backend, connect_broker)
         self._started = StartedStates(self._app)
         if app is None:
             # Celery's own pools send it in each process: apps open clients and profilers here.
@@ -144,7 +146,7 @@ class Device:
             task = cast(ModelTask, self._app.tasks[name])
             if setup.slots:
                 model = cast(StepModel, load_model(task, setup.device))
-                self._steps = StepLoop(model, setup, self._finish, self.tell)
+                self._steps = StepLoop(model, setup, self._finish, self.tell, self._pieces)
             else:
                 self._serve(task)
         if app is None:
@@ -236,6 +238,7 @@ class Device:
         self._started.store(work)
         prepared_s = time.perf_counter()
         prepare_ms = (prepared_s - started_s) * 1e3
+        self._pieces.open(work)
         return DeviceBatch(work, items, served, deduped, prepare_ms, prepared_s)
 
     def _choose(
@@ -279,7 +282,11 @@ class Device:
 
         def run(part: list[Any]) -> list[Any]:
             if served is None:
-                return self._run_function(task, work, part, resolve, run_urgent)
+                parts = (part, resolve, run_urgent)
+                if deduped is None:
+                    return self._run_function(task, work, *parts, self._pieces.receive(work))
+                # Of results that are cached or shared there are no pieces.
+                return self._run_function(task, work, *parts)
             limit = partial(soft_time_limit, work.soft_time_limit_s)
             # Behind an urgent batch comes the rest of what it has interrupted.
             start_next = _nothing if work.urgent else self._start_next
@@ -325,8 +332,10 @@ class Device:
     def _answer(self, batch: DeviceBatch) -> None:
         self._committing = batch.work.id
         batch.queued_ms += (time.perf_counter() - batch.ended_s) * 1e3
+        self._pieces.flush(batch.work)
         done = answer(batch, self._setup.name, self._committer, self._app.backend, self._reuse)
         self.tell(done)
+        self._pieces.end(batch.work, [status for status, _ in done.jobs])
 
     def _report_waiting(self) -> None:
         self.tell(ResultsWait(self._committing))

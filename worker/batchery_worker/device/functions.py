@@ -13,7 +13,8 @@ from celery import Celery
 from celery.exceptions import SoftTimeLimitExceeded
 from celery.fixups.django import DjangoFixup
 
-from batchery.execution.batch import run_function
+from batchery.execution.batch import Receive, run_function
+from batchery.outcomes import Partial
 from batchery.request import BatchContext, JobContext, bind_request, shares
 from batchery.task import BatchTask
 from batchery_worker.ipc.messages import Work, load_context
@@ -72,20 +73,32 @@ def run_batch(
     items: Sequence[Any],
     resolve: Callable[[Any], Any],
     between_calls: Callable[[], None],
+    receive: Receive = lambda _: lambda _: None,
 ) -> list[Any]:
     """Runs the function of a task over the items of a batch; see `run_function`.
 
     A batch of more than `max_batch_size` items takes several calls. Before each one but the first
-    `between_calls` is called, which may run something else first.
+    `between_calls` is called, which may run something else first. Positions that `receive` gets are
+    those in `items`.
     """
     outcomes: list[Any] = []
     for start in range(0, len(items), work.max_batch_size):
         if start:
             between_calls()
         part = items[start : start + work.max_batch_size]
-        around = partial(_around, task, work, device, start)
-        outcomes += run_function(task.run, part, work.keywords, resolve=resolve, around=around)
+        outcomes += run_function(
+            task.run,
+            part,
+            work.keywords,
+            resolve=resolve,
+            around=partial(_around, task, work, device, start),
+            receive=partial(_receive, receive, start),
+        )
     return outcomes
+
+
+def _receive(receive: Receive, start: int, part: range) -> Callable[[Partial], None]:
+    return receive(range(start + part.start, start + part.stop))
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from batchery.execution.steps import SlotItem, Slots
 from batchery.model import GOES_ON, StepModel
 from batchery.outcomes import Failed
 from batchery_worker.commit.committer import CommitStatus
+from batchery_worker.device.pieces import PieceWriter
 from batchery_worker.device.reply import DeviceBatch
 from batchery_worker.ipc.messages import Cancel, Left, Reply, ResultsWait, Setup, Work
 
@@ -29,36 +30,6 @@ ItemId = tuple[int, int]
 
 #: What is known of a job whose time is over: its failure, or that nobody wants it any more.
 Verdict = Failed | CommitStatus
-
-
-class Pieces(Protocol):
-    """Partial results of jobs that somebody streams."""
-
-    def read(self, work: Work) -> Sequence[Any]:
-        """What readers of a job have already, as it ran before; on the thread that prepares."""
-
-    def write(self, pieces: Sequence[tuple[Work, Sequence[Any]]]) -> Mapping[int, CommitStatus]:
-        """Sends what a step has made of jobs, before the jobs that it has ended are answered.
-
-        Returns:
-            The jobs that must leave their slots, by `Work.id`: `FENCED` where another worker has
-            the job, `REVOKED` where nobody reads it any more.
-        """
-
-
-class NoPieces:
-    """For a device that sends no pieces."""
-
-    def read(self, work: Work) -> Sequence[Any]:  # noqa: ARG002 - as the protocol has it
-        """Nothing was sent before."""
-        return ()
-
-    def write(
-        self,
-        pieces: Sequence[tuple[Work, Sequence[Any]]],  # noqa: ARG002 - as the protocol has it
-    ) -> Mapping[int, CommitStatus]:
-        """Sends nothing, and drops no job."""
-        return {}
 
 
 class Intake(Protocol):
@@ -106,6 +77,7 @@ class StepLoop:
         setup: Setup,
         finish: Finish,
         tell: Callable[[Reply], None],
+        pieces: PieceWriter,
     ) -> None:
         """Has no jobs.
 
@@ -114,6 +86,7 @@ class StepLoop:
             setup: Of the device.
             finish: Answers a job.
             tell: Sends a message to the parent.
+            pieces: Writes partial results.
         """
         self._model = model
         self._setup = setup
@@ -121,7 +94,7 @@ class StepLoop:
         self._finish = finish
         self._tell = tell
         self._jobs: dict[int, SlotJob] = {}
-        self._pieces: Pieces = NoPieces()
+        self._pieces = pieces
         self._steps = 0
         self._steps_s = 0.0
 
@@ -191,9 +164,7 @@ class StepLoop:
         for (work_id, _), piece, _ in told:
             if piece is not None and self._jobs[work_id].batch.work.streams:
                 pieces.setdefault(work_id, []).append(piece)
-        if pieces:
-            sent = [(self._jobs[each].batch.work, made) for each, made in pieces.items()]
-            self._drop(self._pieces.write(sent))
+        self._drop(self._pieces.write(pieces))
         for (work_id, at), _, outcome in told:
             job = self._jobs.get(work_id)
             if job is None or outcome is GOES_ON:

@@ -19,7 +19,6 @@ from celery.worker import state as worker_state
 from kombu.asynchronous import Hub
 
 from batchery.errors import BatcheryError, DeadlineExceeded, InvalidItem, StartError
-from batchery.protocol.headers import HEADER, streams_pieces
 from batchery.settings import Settings
 from batchery.task import BatchTask
 from batchery.tracing import TracedBatch, TracedJob, current_tracing
@@ -31,6 +30,7 @@ from batchery_worker.device_pool.process import DeviceProcess, RecyclingLimits
 from batchery_worker.device_pool.supervisor import MAX_STEP_S, DeviceSupervisor
 from batchery_worker.dispatch.admission import Admission
 from batchery_worker.dispatch.demand import BatchDemand
+from batchery_worker.dispatch.pieces import piece_context
 from batchery_worker.dispatch.poison import PoisonDetector, note_begin, note_end
 from batchery_worker.event_loop import begin_next_turn
 from batchery_worker.in_flight import DispatchedBatch, InFlight, TaskCall
@@ -415,6 +415,7 @@ class Dispatcher:
             soft_time_limit_s=soft_limit_s,
             contexts=[job.payload.context for job in jobs] if options.needs_context else (),
             commit=self._eligibility.context(task, jobs, dispatched_s),
+            pieces=piece_context(jobs, self._settings),
             cache=options.cache,
             urgent=urgent,
         )
@@ -443,7 +444,6 @@ class Dispatcher:
                 None if deadline_s == inf else deadline_s,
                 expires and (expires - datetime.now(expires.tzinfo)).total_seconds(),
             ),
-            streams=streams_pieces(job.payload.message.get(HEADER)),
         )
 
     def cancel(self, job_id: str) -> None:

@@ -15,7 +15,6 @@ from celery.exceptions import TimeLimitExceeded
 
 from batchery.errors import DeviceDied
 from batchery.transport.lease_store import LeaseStore
-from batchery.transport.suspects import NoteKind
 from batchery_worker.batching.scheduler import Scheduler
 from batchery_worker.completion.settlement import Settlement
 from batchery_worker.dispatch.dead_letters import dead_letter_on_ack
@@ -124,8 +123,7 @@ def note_begin(
         for job, lease in zip(jobs, leases, strict=True)
         if lease is not None and lease.store is store
     }
-    kind: NoteKind = "alone" if alone else "slots" if in_slots else "shared"
-    return RunningNote(store, store.began(held, kind))
+    return RunningNote(store, store.began(held, alone=alone, in_slots=in_slots))
 
 
 def note_end(dispatched: DispatchedBatch) -> None:

@@ -80,6 +80,25 @@ class CommitContext:
 
 
 @dataclass(frozen=True, slots=True)
+class PieceContext:
+    """How the partial results of a batch reach their readers."""
+
+    #: Index of each job that is streamed -> token of its lease; empty if it has none.
+    tokens: Mapping[int, str]
+    #: Ids of those that may have run before.
+    resumed: Sequence[str]
+    #: Maximum number of pieces of a job that are kept.
+    max_pieces: int
+    #: How long a job goes on without a reader, in seconds.
+    grace_s: float
+    #: As in `CommitContext`; empty where there are no leases.
+    worker: str = ""
+    workers_key: str = ""
+    lease_key: str = ""
+    broker_db: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Setup:
     """The first message to a device process."""
 
@@ -141,14 +160,19 @@ class Work:
     contexts: Sequence[bytes] = ()
     #: For the commit of the results; None if Celery's tracer must complete all jobs.
     commit: CommitContext | None = None
+    #: None if nobody streams one of the jobs.
+    pieces: PieceContext | None = None
     #: None for a task without a cache.
     cache: CachePolicy | None = None
     #: Whether it goes before the rest of what the device holds, between two forward passes.
     urgent: bool = False
     #: For a device with slots, where all batches have one job.
     slot_limits: SlotLimits = NO_LIMITS
-    #: Whether somebody streams the pieces of its job.
-    streams: bool = False
+
+    @property
+    def streams(self) -> bool:
+        """Whether somebody may stream the pieces of one of its jobs."""
+        return self.pieces is not None
 
 
 class Cancel(NamedTuple):

@@ -262,3 +262,22 @@ def read_keywords(kind: type[K], given: Mapping[str, Any]) -> K:
         there_are = ", ".join(sorted(kind.model_fields))
         raise InvalidItem(f"keyword {name}: no such keyword; there are {there_are}")
     raise InvalidItem(f"keyword {name} = {first['input']!r:.80}: {first['msg']}")
+
+
+def split_options(item: Any) -> tuple[Any, Mapping[str, Any]]:
+    """A prompt or a chat, and what it says of how its text is made.
+
+    Args:
+        item: May be an object with `options`: keywords for this item alone, as lines of one file
+            have them. `{"prompt": ...}` is as good as the prompt.
+
+    Raises:
+        InvalidItem: The options are no object.
+    """
+    if not isinstance(item, Mapping):
+        return item, {}
+    rest = dict(item)
+    options = rest.pop("options", {})
+    if not isinstance(options, Mapping):
+        raise InvalidItem(f"options: must be an object of keywords, not {type(options).__name__}")
+    return rest["prompt"] if rest.keys() == {"prompt"} else rest, options

@@ -51,10 +51,13 @@ class ModelSource:
 
     def __init__(self, settings: ModelSettings, *, takes_gguf: bool = False) -> None:
         folder = Path(settings.model).expanduser()
+        self.folder: Path | None
+        self.options: dict[str, Any]
         if takes_gguf and folder.suffix == ".gguf" and folder.is_file():
             _check_gguf(settings.model)
-            self.folder, self.name = folder.parent, str(folder.parent)
-            self.options: dict[str, Any] = {"gguf_file": folder.name}
+            self.folder = folder.parent
+            self.name = str(folder.parent)
+            self.options = {"gguf_file": folder.name}
             return
         self.folder = folder if folder.exists() else None
         if self.folder is None and not HUB_ID.fullmatch(settings.model):

@@ -22,6 +22,7 @@ from batchery_producer.collector import collector_for
 from batchery_producer.files.journal import Journal, encoded
 from batchery_producer.files.openai_batch import (
     EXPIRED,
+    URL,
     OpenAIFormat,
     RequestError,
     RequestPicker,
@@ -34,6 +35,7 @@ from batchery_producer.gateway.batches.store import MAX_REQUESTS, BatchError, Ba
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.models import ITEMS_PER_JOB, ServedModel, numbers
 from batchery_producer.gateway.problems import Problem
+from batchery_producer.openai_generation import REQUESTS, count_item_chars
 from batchery_producer.publisher import Publisher
 from batchery_producer.run.file_run import InFlightRecovery
 from batchery_producer.run.options import SubmitOptions
@@ -42,7 +44,10 @@ from batchery_producer.run.options import SubmitOptions
 
 
 #: Routes that a batch may ask for, and the kinds of models that they need.
-ENDPOINTS: Mapping[str, tuple[str, ...]] = {"/v1/embeddings": ("embedding",)}
+ENDPOINTS: Mapping[str, tuple[str, ...]] = {
+    URL: ("embedding",),
+    **dict.fromkeys(REQUESTS, ("generation",)),
+}
 
 #: Maximum errors that are told of one file.
 MAX_ERRORS = 100
@@ -96,7 +101,7 @@ def validated(
 
     with SeenIds() as seen:
         picker = RequestPicker(None, None, seen)
-        picker.settle = settle
+        picker.settle, picker.url = settle, endpoint
         for start, line, row in _rows(file):
             look()
             found.requests += 1
@@ -108,7 +113,7 @@ def validated(
                 text = f"more than {MAX_REQUESTS:,} requests; send several batches"
                 found.errors = [BatchError(code="too_many_requests", message=text)]
                 break
-            error = _find_error(picker, line, row, endpoint)
+            error = _find_error(picker, line, row)
             if error is not None and len(found.errors) < MAX_ERRORS:
                 found.errors.append(error)
     if not found.requests:
@@ -140,17 +145,17 @@ def _rows(file: BinaryIO) -> Iterator[tuple[Slice, int, Mapping[str, Any] | Batc
 def _count_jobs(row: Mapping[str, Any] | BatchError) -> int:
     """How many jobs a request becomes at most."""
     body = row.get("body") if isinstance(row, Mapping) else None
-    given = body.get("input") if isinstance(body, Mapping) else None
+    given = body.get("input", body.get("prompt")) if isinstance(body, Mapping) else None
     return -(-len(given) // ITEMS_PER_JOB) if isinstance(given, list) and given else 1
 
 
 def _find_error(
-    picker: RequestPicker, line: int, row: Mapping[str, Any] | BatchError, endpoint: str
+    picker: RequestPicker, line: int, row: Mapping[str, Any] | BatchError
 ) -> BatchError | None:
     if isinstance(row, BatchError):
         return row
     try:
-        error = picker.find_error(line, row, endpoint)
+        error = picker.find_error(line, row)
     except Problem as problem:
         error = RequestError("model_not_found", problem.message, "body.model")
     return _bad(line, *error) if error else None
@@ -265,7 +270,7 @@ class BatchLines:
             picker = RequestPicker(None, None, seen)
             # The file was validated: all of its requests name one model.
             picker.settle = lambda model: model
-            picker.is_own_name = self._is_own_name
+            picker.is_own_name, picker.url = self._is_own_name, record.batch.endpoint
             rows = JsonRows(lines)
             for row in rows:
                 if following and rows.number > following[0].lines:
@@ -279,7 +284,7 @@ class BatchLines:
         items = row.item if row.item_count else [row.item]
         limits = Caller("", None, None, 0, self._record.max_items, self._record.max_chars)
         try:
-            limits.check(len(items), sum(map(len, items)))
+            limits.check(len(items), sum(map(count_item_chars, items)))
         except Problem as problem:
             return Broken(row.line, row.id, problem.message)
         if not row.item_count:
@@ -292,11 +297,12 @@ class BatchLines:
             jobs[job.id] = job
         return Line(row, jobs)
 
-    def result(self, row: Record, value: Any) -> tuple[bytes, int]:
-        """A line of the output file, and its tokens."""
+    def result(self, row: Record, value: Any) -> tuple[bytes, tuple[int, int]]:
+        """A line of the output file, and the tokens that were read and written."""
         form = {"form": row.form} if row.form else {}
         line = self._format.result({"id": row.id, "line": row.line, **form, "result": value})
-        tokens = int(line["response"]["body"].get("usage", {}).get("total_tokens", 0))
+        usage = line["response"]["body"].get("usage", {})
+        tokens = (int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0)))
         try:
             content = orjson.dumps(line, option=orjson.OPT_SERIALIZE_NUMPY)
         except orjson.JSONEncodeError:  # Half a character, or an integer that is too large for it.
@@ -362,7 +368,8 @@ class Ended:
         errors: Lines of the error file.
         lines: Numbers of these lines.
         completed: How many have a result.
-        tokens: Their tokens.
+        tokens_in: Tokens that they read.
+        tokens_out: Tokens that they wrote.
         jobs: Ids of jobs whose results are not needed any more.
     """
 
@@ -370,7 +377,8 @@ class Ended:
     errors: list[bytes] = field(default_factory=list)
     lines: list[int] = field(default_factory=list)
     completed: int = 0
-    tokens: int = 0
+    tokens_in: int = 0
+    tokens_out: int = 0
     jobs: list[str] = field(default_factory=list)
 
 
@@ -397,7 +405,7 @@ class SlicesInFlight:
             model.name,
             queue=model.queue,
             # As /v1/embeddings asks, so that its jobs share batches with these.
-            keywords={"encoding": "base64"},
+            keywords={"encoding": "base64"} if record.batch.endpoint == URL else {},
             outage_policy=retries,
             wait_s=ROOM_WAIT_S,
             persistent=True,
@@ -497,11 +505,12 @@ class SlicesInFlight:
         if answer.error is not None:
             self._fail(row.line, self._lines.failure(row, *answer.error))
         else:
-            content, tokens = self._lines.result(row, answer.value)
+            content, (tokens_in, tokens_out) = self._lines.result(row, answer.value)
             self.ended.output.append(content)
             self.ended.lines.append(row.line)
             self.ended.completed += 1
-            self.ended.tokens += tokens
+            self.ended.tokens_in += tokens_in
+            self.ended.tokens_out += tokens_out
         self.ended.jobs += line.jobs
         for waiting in self._waiting.values():
             waiting.pop(row.line, None)

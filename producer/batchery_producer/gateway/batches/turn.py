@@ -279,10 +279,16 @@ class BatchTurn:
             "completed": counts.completed + ended.completed,
             "failed": counts.failed + failed,
         }
-        tokens = (self._batch.usage or BatchUsage()).input_tokens + ended.tokens
+        known = self._batch.usage or BatchUsage()
+        tokens_in = known.input_tokens + ended.tokens_in
+        tokens_out = known.output_tokens + ended.tokens_out
         changes = {
             "request_counts": counts.model_copy(update=counted),
-            "usage": BatchUsage(input_tokens=tokens, total_tokens=tokens),
+            "usage": BatchUsage(
+                input_tokens=tokens_in,
+                output_tokens=tokens_out,
+                total_tokens=tokens_in + tokens_out,
+            ),
         }
         kept = record.with_batch(self._batch.model_copy(update=changes))
         self._save(kept.model_copy(update={"ended_lines": lines}), pieces=pieces)

@@ -22,6 +22,7 @@ const CALLS = {
   sparse_embedding: (model) => ["/embed_sparse", { model, inputs: "The food was delicious" }],
   multi_vector_embedding: (model) => ["/embed_all", { model, inputs: "The food was delicious" }],
   classification: (model) => ["/predict", { model, inputs: "The food was delicious" }],
+  generation: (model) => ["/v1/chat/completions", { model, messages: chatOf("Tell me a story"), stream: true }],
   rerank: (model) => ["/v1/rerank", { model, query: MORE.rerank.example, documents: ["The food", "The rain"] }],
 };
 
@@ -64,10 +65,18 @@ function bytes(size) {
 
 // The gateway
 
-async function ask(path, options = {}) {
+async function send(path, options = {}) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
-  const response = await fetch(path, { ...options, headers, cache: "no-store" });
+  return fetch(path, { ...options, headers, cache: "no-store" });
+}
+
+async function ask(path, options = {}) {
+  return read(await send(path, options));
+}
+
+async function read(response) {
+  const key = sessionStorage.getItem(KEY);
   const body = await response.json();
   if (response.status === 401) askForKey(key ? "This key is not known." : "");
   const why = body.detail ?? body.error?.message ?? `status ${response.status}`;
@@ -343,6 +352,14 @@ function showMore() {
 id("try").addEventListener("submit", async (event) => {
   event.preventDefault();
   const chosen = id("model").selectedOptions[0];
+  if (typing) {
+    typing.abort();
+    return;
+  }
+  if (kindOf(chosen) === "generation") {
+    await type(chosen.value, id("item").value);
+    return;
+  }
   id("run").disabled = true;
   id("answer").replaceChildren(make("p", "Running …", "muted"));
   try {
@@ -360,6 +377,71 @@ id("try").addEventListener("submit", async (event) => {
   }
   id("run").disabled = false;
 });
+
+// Text generation: the answer grows as the model writes it.
+
+let typing = null; // What ends the stream that is shown.
+
+const chatOf = (text) => [{ role: "user", content: text }];
+
+async function type(model, text) {
+  const given = itemOf(text);
+  const messages = Array.isArray(given) ? given : chatOf(text);
+  const shown = make("pre", "", "typed");
+  const facts = make("p", "Waiting …", "muted");
+  id("answer").replaceChildren(facts, shown);
+  typing = new AbortController();
+  id("run").textContent = "Stop";
+  const wanted = { model, stream: true, stream_options: { include_usage: true } };
+  const began = performance.now();
+  let stream = "";
+  try {
+    let response = await post("/v1/chat/completions", { ...wanted, messages });
+    // A model without a template for chats goes on with the text.
+    if (response.status === 400) {
+      const other = await post("/v1/completions", { ...wanted, prompt: text });
+      if (other.ok) response = other;
+    }
+    if (!response.ok) await read(response);
+    for await (const event of events(response)) {
+      if (event.error) throw new Refused(event.error.message, response.status);
+      stream = event.id;
+      for (const choice of event.choices) shown.append(choice.delta?.content ?? choice.text ?? "");
+      const { completion_tokens: tokens } = event.usage ?? {};
+      const seconds = (performance.now() - began) / 1000;
+      facts.textContent = tokens ? `${number(tokens)} tokens, ${rate(tokens / seconds)} tokens/s` : "Writing …";
+    }
+  } catch (error) {
+    if (error.name === "AbortError") facts.textContent = "Stopped.";
+    else id("answer").append(make("p", error.message, "error"));
+    if (stream) send(`/v1/chat/completions/${stream}`, { method: "DELETE" }).catch(() => {});
+  }
+  typing = null;
+  id("run").textContent = "Run";
+}
+
+const post = (path, body) =>
+  send(path, {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body),
+    signal: typing.signal,
+  });
+
+// What the events of an answer say, as JSON.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      if (line.startsWith("data: {")) yield JSON.parse(line.slice("data: ".length));
+    }
+  }
+}
 
 // The item, and the keywords of the model's task.
 function wish(kind, text, more) {

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import best_first, json_response
-from batchery_producer.gateway.bodies import JsonRoute, RequestBody, Unserved, expected
+from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import (
     build_overflow_keywords,
     choose_prompt,
@@ -24,6 +24,7 @@ from batchery_producer.gateway.models import numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.routes.openai import Usage
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.request_fields import RequestBody, Unserved, expected
 
 router = APIRouter(route_class=JsonRoute)
 

@@ -24,7 +24,7 @@ from batchery_producer.gateway.batches.files import (
 )
 from batchery_producer.gateway.batches.requests import ENDPOINTS
 from batchery_producer.gateway.batches.store import BATCH_ID, BatchObject, Metadata, ObjectPage
-from batchery_producer.gateway.bodies import JsonRoute, RequestBody, TokenId, Unserved, expected
+from batchery_producer.gateway.bodies import JsonRoute, TokenId
 from batchery_producer.gateway.inference import (
     build_overflow_keywords,
     choose_prompt,
@@ -34,6 +34,7 @@ from batchery_producer.gateway.inference import (
 from batchery_producer.gateway.models import Numbers, ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.request_fields import RequestBody, Unserved, expected
 
 router = APIRouter(tags=["openai"], route_class=JsonRoute)
 
@@ -156,7 +157,7 @@ async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
     """One vector for each input."""
     model = get_gateway(request).models.find(body.model, ("embedding",))
     if has_ids(body.input) and not model.is_own_name(body.model):
-        raise Problem(Kind.INVALID, ALIAS_IDS.format(body.model), param="input")
+        raise Problem(Kind.INVALID, ALIAS_IDS.format("input", body.model), param="input")
     dimensions = body.choose_value("dimensions", "output_dimension")
     as_text = body.choose_value("encoding_format", "embedding_type") == "base64"
     items = read_items(request, "input", body.items)

@@ -10,10 +10,11 @@ from starlette.responses import FileResponse, Response
 from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_of_arguments, json_response
-from batchery_producer.gateway.bodies import JsonRoute, RequestBody
+from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.request_fields import RequestBody
 
 router = APIRouter(tags=["page"], route_class=JsonRoute)
 

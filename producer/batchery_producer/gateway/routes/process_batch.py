@@ -2,42 +2,34 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Annotated, Any, Literal, Required
 
 import orjson
 from fastapi import APIRouter, Query, Request
-from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from fastapi.sse import format_sse_event
 from pydantic import BaseModel, Field, StringConstraints, TypeAdapter
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Send
 from typing_extensions import TypedDict
 
 from batchery_producer.answers import BatchSummary, Outcome
 from batchery_producer.gateway.answers import json_response
-from batchery_producer.gateway.bodies import WHOLE, JsonRoute, RequestBody
+from batchery_producer.gateway.bodies import WHOLE, JsonRoute
+from batchery_producer.gateway.event_stream import SSE_TYPE, EventStream
 from batchery_producer.gateway.inference import check_all, run_outcomes
 from batchery_producer.gateway.models import ServedModel
 from batchery_producer.gateway.monitor import DeviceFigures, find_devices, in_gb
-from batchery_producer.gateway.problems import Problem, build_problem
+from batchery_producer.gateway.problems import build_problem
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.request_fields import RequestBody
 
 # Answers that come in pieces: server-sent events, or a line of JSON for each
 
 
 Format = Literal["sse", "jsonl"]
 
-SSE_TYPE = "text/event-stream"
-
 #: Media types of lines of JSON; we answer with the first.
 LINE_TYPES = ("application/x-ndjson", "application/jsonl", "application/x-jsonlines")
-
-#: Silence after which an event stream says that it is alive, in seconds: proxies close connections
-#: that are silent for longer.
-PING_S = 15.0
-
-#: A proxy must neither keep events nor gather them.
-HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def format_for(accept: str, given: Format | None) -> Format:
@@ -58,53 +50,11 @@ def format_for(accept: str, given: Format | None) -> Format:
     return "sse"
 
 
-class EventStream(StreamingResponse):
-    """Sends each event as soon as it is there."""
-
-    def __init__(
-        self, events: AsyncIterator[Any], format_: Format, stop: Callable[[], object]
-    ) -> None:
-        """Prepares.
-
-        Args:
-            events: What JSON can say.
-            format_: Their format.
-            stop: Called at the end, which comes early if the caller hangs up.
-        """
-        is_sse = format_ == "sse"
-        super().__init__(
-            _encoded(events, is_sse=is_sse),
-            media_type=SSE_TYPE if is_sse else LINE_TYPES[0],
-            headers=HEADERS,
-        )
-        self._stop = stop
-
-    async def listen_for_disconnect(self, receive: Receive) -> None:
-        """Returns when the caller has hung up; where the process ends, the events say so."""
-        try:
-            await super().listen_for_disconnect(receive)
-        except Problem:
-            await asyncio.Future()
-
-    async def stream_response(self, send: Send) -> None:
-        """Sends all events."""
-        try:
-            await super().stream_response(send)
-        finally:
-            self._stop()
-
-
-async def _encoded(events: AsyncIterator[Any], *, is_sse: bool) -> AsyncIterator[bytes]:
-    while True:
-        following = asyncio.ensure_future(anext(events, None))
-        while not (await asyncio.wait([following], timeout=PING_S))[0]:
-            # An empty line is no JSON, but readers of lines skip it.
-            yield KEEPALIVE_COMMENT if is_sse else b"\n"
-        event = following.result()
-        if event is None:
-            return
+async def encode_events(events: AsyncIterator[Any], format_: Format) -> AsyncIterator[bytes]:
+    """Writes what JSON can say as events of a format."""
+    async for event in events:
         text = orjson.dumps(event)
-        yield format_sse_event(data_str=text.decode()) if is_sse else text + b"\n"
+        yield format_sse_event(data_str=text.decode()) if format_ == "sse" else text + b"\n"
 
 
 # Texts in batches, and what models make of them
@@ -357,8 +307,9 @@ async def process_batch_stream(
 ) -> Response:
     """The labels batch by batch, as server-sent events or as lines of JSON."""
     run = _Run(request, _model_for(request, body), body)
-    accept = request.headers.get("accept", "")
-    return EventStream(run.events(), format_for(accept, format_), run.stop)
+    chosen = format_for(request.headers.get("accept", ""), format_)
+    media_type = SSE_TYPE if chosen == "sse" else LINE_TYPES[0]
+    return EventStream(encode_events(run.events(), chosen), run.stop, media_type)
 
 
 class _Run:

@@ -21,7 +21,7 @@ from batchery.task import BatchTask
 from batchery.tracing import trace_headers
 from batchery_producer.answers import build_header
 from batchery_producer.gateway.answers import json_of_arguments
-from batchery_producer.gateway.bodies import JsonRoute, RequestBody
+from batchery_producer.gateway.bodies import JsonRoute
 from batchery_producer.gateway.callers import Caller
 from batchery_producer.gateway.inference import read_timeout_s, unless_gone
 from batchery_producer.gateway.problems import Kind, Problem, build_problem, redis_problem
@@ -29,6 +29,7 @@ from batchery_producer.gateway.running import get_gateway
 from batchery_producer.gateway.task_records import TaskRecord, TaskState, to_json
 from batchery_producer.gateway.webhooks import resolve_target
 from batchery_producer.publisher import is_known
+from batchery_producer.request_fields import RequestBody
 
 # Which tasks callers may name
 

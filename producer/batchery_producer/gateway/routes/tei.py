@@ -10,14 +10,7 @@ from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import best_first, json_list, json_response, off_loop
-from batchery_producer.gateway.bodies import (
-    Inputs,
-    JsonRoute,
-    ModelName,
-    RequestBody,
-    Unserved,
-    expected,
-)
+from batchery_producer.gateway.bodies import Inputs, JsonRoute, ModelName
 from batchery_producer.gateway.inference import (
     build_overflow_keywords,
     check_growth,
@@ -29,6 +22,7 @@ from batchery_producer.gateway.inference import (
 from batchery_producer.gateway.models import LEAST_NORM, ModelTokenizer, ServedModel, numbers
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.request_fields import RequestBody, Unserved, expected
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
 

@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Body, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,8 +13,9 @@ from typing_extensions import TypedDict
 
 from batchery.settings import Settings
 from batchery_producer.gateway.answers import json_response, off_loop
-from batchery_producer.gateway.bodies import JsonRoute, ModelName, TokenId, expected
+from batchery_producer.gateway.bodies import JsonRoute, ModelName, TokenId
 from batchery_producer.gateway.callers import Caller
+from batchery_producer.gateway.generation import KINDS as WRITERS
 from batchery_producer.gateway.inference import check_growth, count_chars, read_items
 from batchery_producer.gateway.models import (
     UNKNOWN,
@@ -45,7 +46,9 @@ from batchery_producer.gateway.routes.tei import (
     similarity,
     zero_shot,
 )
+from batchery_producer.gateway.routes.tgi import GenerateRequest, generate_as_root
 from batchery_producer.gateway.running import get_gateway
+from batchery_producer.request_fields import expected
 
 router = APIRouter(tags=["tei"], route_class=JsonRoute)
 
@@ -59,7 +62,8 @@ HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] 
     "sparse_embedding": (EmbedSparseRequest, embed_sparse),
     "classification": (PredictRequest, predict),
     "rerank": (RerankTextsRequest, rerank),
-    # Kinds that TEI does not have.
+    # Kinds that TEI does not have; the first of them is TGI's.
+    "generation": (GenerateRequest, generate_as_root),
     "zero_shot": (ZeroShotRequest, zero_shot),
     "token_classification": (TokenRequest, find_entities),
 }
@@ -67,7 +71,7 @@ HANDLERS: dict[str, tuple[type[BaseModel], Callable[..., Awaitable[Response]]]] 
 #: Forms that the schema has for `POST /`.
 ROOT_FORMS: tuple[type[BaseModel], ...] = (
     *(EmbedRequest, EmbedAllRequest, EmbedSparseRequest),
-    *(PredictRequest, RerankTextsRequest, SimilarityRequest),
+    *(PredictRequest, RerankTextsRequest, SimilarityRequest, GenerateRequest),
 )
 BODIES = [{"$ref": f"#/components/schemas/{form.__name__}"} for form in ROOT_FORMS]
 
@@ -197,7 +201,42 @@ def _describe_type(
     return {"reranker": labels} if model.kind == "rerank" else {"classifier": labels}
 
 
-@router.get("/info", response_model=ServerInfo)
+class WriterInfo(TypedDict):
+    """A model that writes and the limits of the server, as TGI tells them."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_pipeline_tag: Literal["text-generation"]
+    max_concurrent_requests: Count
+    max_best_of: Count
+    max_stop_sequences: Count
+    max_input_tokens: Annotated[int, Field(ge=0, description="0 if unknown here.")]
+    max_total_tokens: Annotated[int, Field(ge=0, description="0 if unknown here.")]
+    max_client_batch_size: Count
+    router: str
+    version: str
+    sha: str | None
+    docker_label: str | None
+
+
+#: What TEI tells of a server that TGI tells, too.
+SHARED_INFO = (
+    *("model_id", "model_sha", "model_dtype", "max_concurrent_requests", "max_client_batch_size"),
+    *("version", "sha", "docker_label"),
+)
+
+
+def build_writer_info(known: ServerInfo) -> WriterInfo:
+    """A model that writes, in TGI's words."""
+    tokens = known["max_input_length"]
+    found: Any = {name: known[name] for name in SHARED_INFO}  # type: ignore[literal-required]
+    found |= {"model_pipeline_tag": "text-generation", "router": "batchery", "max_best_of": 1}
+    found |= {"max_stop_sequences": 16, "max_input_tokens": tokens, "max_total_tokens": tokens}
+    return cast(WriterInfo, found)
+
+
+@router.get("/info", response_model=ServerInfo | WriterInfo)
 async def info(request: Request, model: ModelName = None) -> Response:
     """The first model, or the named one, and the limits of requests."""
     gateway = get_gateway(request)
@@ -207,7 +246,8 @@ async def info(request: Request, model: ModelName = None) -> Response:
     except Problem:
         # Only a worker has its files.
         known = UNKNOWN
-    return json_response(build_info(served, known, gateway.settings, request.state.caller))
+    found = build_info(served, known, gateway.settings, request.state.caller)
+    return json_response(build_writer_info(found) if served.kind in WRITERS else found)
 
 
 # Tokens, which need no worker

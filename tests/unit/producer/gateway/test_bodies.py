@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from batchery_producer.gateway import bodies
 from batchery_producer.gateway.app import list_routes
-from batchery_producer.gateway.bodies import CONTAINER_VALUES, JsonRoute, RequestBody, parse
+from batchery_producer.gateway.bodies import CONTAINER_VALUES, JsonRoute, parse
 from batchery_producer.gateway.problems import Kind, Problem
 from batchery_producer.gateway.problems import answer as read_answer
 from batchery_producer.gateway.routes.cohere import CohereRerankRequest
@@ -25,6 +25,7 @@ from batchery_producer.gateway.routes.openai import CreateBatchRequest, Embeddin
 from batchery_producer.gateway.routes.process_batch import ProcessBatchRequest
 from batchery_producer.gateway.routes.tei import PipelineRequest, PredictRequest, SimilarityRequest
 from batchery_producer.gateway.routes.tei_server import HANDLERS, DecodeRequest
+from batchery_producer.request_fields import RequestBody
 
 #: Characters that matter in texts of JSON, and others.
 TEXTS = st.text(st.sampled_from('ab,[]{}:"\\\n\u00e9'), max_size=8)

@@ -198,13 +198,13 @@ def test_jobs_that_went_to_another_worker_are_forgotten_and_suspects_never_go() 
     scheduler.quarantine_recovered(recovered(8))
     assert scheduler.has_suspects
     assert sorted(each.id for each in scheduler.held()) == ["1", "2", "2", "3"]
-    assert scheduler.oldest_held_s == 0.0
+    assert scheduler.oldest_held_s("") == 0.0
     # Two messages with one id are two jobs.
     scheduler.remove([waiting[1], waiting[2]])
     assert [each.id for each in scheduler.held()] == ["1", "2"]
     assert len(scheduler) == 4
     scheduler.remove([waiting[0], waiting[3]])
-    assert scheduler.oldest_held_s is None
+    assert scheduler.oldest_held_s("") is None
     assert len(scheduler) == 2
 
 

@@ -31,6 +31,8 @@ class Device:
         self.in_turn: list[DispatchedBatch] = []
         self.is_ready = True
         self.takes_urgent = False
+        self.setup = SimpleNamespace(task="", slots=0)
+        self.free_slots = 0
 
     @property
     def is_idle(self) -> bool:

@@ -168,7 +168,7 @@ def test_job_that_reached_its_hard_limit_alone_fails_at_once(scene: Scene) -> No
 
 def test_note_has_the_leased_jobs_of_one_store(scene: Scene) -> None:
     noted: list[Any] = []
-    scene.store.began = lambda jobs, *, alone: noted.append((jobs, alone))
+    scene.store.began = lambda jobs, *, alone, **_: noted.append((jobs, alone))
     other = replace(scene.job("b"), payload=Scene(pytest.MonkeyPatch()).job("b").payload)
     note_begin([scene.job("a"), other, scene.job("c", is_leased=False)], alone=False)
     assert noted == [({"a": "a"}, False)]

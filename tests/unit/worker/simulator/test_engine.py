@@ -47,8 +47,11 @@ class Watched(RealScheduler):
         elsewhere: int = 0,
         behind: Sequence[SimulatedBatch] = (),
         left_s: float = 0.0,
+        **options: Any,
     ) -> SimulatedBatch | None:
-        return self._noted(super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s))
+        return self._noted(
+            super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s, **options)
+        )
 
     def urgent_batch(
         self, behind: Sequence[SimulatedBatch], now_s: float, left_s: float = math.inf
@@ -274,8 +277,9 @@ class Conserving(Watched):
         elsewhere: int = 0,
         behind: Sequence[SimulatedBatch] = (),
         left_s: float = 0.0,
+        **options: Any,
     ) -> SimulatedBatch | None:
-        batch = super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s)
+        batch = super().next_batch(in_flight, alone, now_s, elsewhere, behind, left_s, **options)
         assert batch or in_flight or not len(self)
         return batch
 

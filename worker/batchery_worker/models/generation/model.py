@@ -15,12 +15,12 @@ from batchery.execution.bisect_failures import is_out_of_memory
 from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
-from batchery_worker.models.generation.prompts import Prompts, decoder, ending_tokens
+from batchery_worker.models.generation.prompts import Prompts, ending_tokens, make_decoder
 from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
 from batchery_worker.models.generation.texts import Prompt, SlotJob, SlotText
 from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
-from batchery_worker.models.inputs import GenerationKeywords, read_keywords
+from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
 from batchery_worker.models.source import ModelSource, identity, quiet, reason
 from batchery_worker.models.tokenizer import load_tokenizer, longest_text
 
@@ -51,6 +51,10 @@ class GenerationModel(StepModel):
     Items: see `Prompts.read`. Keywords of a job: see `GenerationKeywords`. A result has the shape
     of `batchery.Generation`; pieces have its `text`, and `tokens`.
     """
+
+    #: Of transformers.
+    model: Any
+    tokenizer: Any
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
@@ -83,7 +87,8 @@ class GenerationModel(StepModel):
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._check_config(config)
         self.tokenizer = load_tokenizer(source)
-        self.model, info = AutoModelForCausalLM.from_pretrained(
+        loader: Any = AutoModelForCausalLM
+        self.model, info = loader.from_pretrained(
             source.name,
             dtype=dtype_for(self.settings.dtype, self._device),
             use_safetensors=True,
@@ -100,7 +105,7 @@ class GenerationModel(StepModel):
         self.model.to(self._device).eval()
         self._endings = ending_tokens(self.model, self.tokenizer)
         self._penalty = float(self.model.generation_config.repetition_penalty or 1.0)
-        self._decode = decoder(self.tokenizer)
+        self._decode = make_decoder(self.tokenizer)
         embedded = self.model.get_input_embeddings().weight.shape[0]
         self._prompts = Prompts(self.tokenizer, embedded, self.settings.max_chars)
         found = longest_text(self.settings, source, self.tokenizer, self.model)
@@ -178,8 +183,9 @@ class GenerationModel(StepModel):
         prepared: list[Any] = []
         for item in items:
             try:
-                options = read_keywords(GenerationKeywords, keywords)
-                prepared.append(self._prompt(self._prompts.read(item), options))
+                content, own = split_options(item)
+                options = read_keywords(GenerationKeywords, {**keywords, **own})
+                prepared.append(self._prompt(self._prompts.read(content), options))
             except InvalidItem as error:
                 prepared.append(Failed(InvalidItem(str(error))))
         return prepared
@@ -266,7 +272,9 @@ class GenerationModel(StepModel):
                         "token": self.tokenizer.decode([token]),
                         "id": token,
                         "logprob": own,
-                        "top": [[self.tokenizer.decode([id]), id, value] for id, value in top],
+                        "top": [
+                            [self.tokenizer.decode([each]), each, value] for each, value in top
+                        ],
                     }
                 )
         return tokens

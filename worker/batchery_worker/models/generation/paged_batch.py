@@ -84,9 +84,8 @@ class PagedBatch:
             auto_switch_to_flash=False,
         )
         # Nothing of the model's own configuration applies: tokens are not chosen there.
-        manager = ContinuousBatchingManager(
-            self._model, GenerationConfig(do_sample=False, eos_token_id=-1), config
-        )
+        own = GenerationConfig(do_sample=False, eos_token_id=-1)  # type: ignore[no-untyped-call]
+        manager = ContinuousBatchingManager(self._model, own, config)
         self._processor = manager._create_batch_processor()
         self._processor.model_runner._sample = self._keep
         self.capacity = infer_max_single_request_tokens(self._processor.cache)

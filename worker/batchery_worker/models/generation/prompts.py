@@ -35,9 +35,9 @@ class Prompts:
             text = check_text("prompt", item, self._max_chars)
             return self._not_empty(self._tokenizer(text)["input_ids"])
         if isinstance(item, Mapping):
-            if unknown := sorted(map(str, item.keys() - {"messages", "tools"})):
+            if unknown := sorted(map(str, item.keys() - {"messages", "tools", "tool_choice"})):
                 raise InvalidItem(f"item: has {unknown[0]!r}; a chat has 'messages' and 'tools'")
-            return self._chat(item.get("messages"), item.get("tools"))
+            return self._chat(item.get("messages"), item.get("tools"), item.get("tool_choice"))
         if isinstance(item, list) and item and isinstance(item[0], Mapping):
             return self._chat(item, None)
         if isinstance(item, list):
@@ -51,7 +51,7 @@ class Prompts:
             raise InvalidItem("prompt: has no tokens")
         return tokens
 
-    def _chat(self, messages: Any, tools: Any) -> list[int]:
+    def _chat(self, messages: Any, tools: Any, tool_choice: Any = None) -> list[int]:
         template = self._tokenizer.chat_template
         if not template:
             raise InvalidItem("messages: the model has no chat template; send a prompt")
@@ -62,7 +62,12 @@ class Prompts:
         checked = [self._message(at, each, str(template)) for at, each in enumerate(messages)]
         try:
             text = self._tokenizer.apply_chat_template(
-                checked, tools=tools, add_generation_prompt=True, tokenize=False
+                checked,
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=False,
+                # Few templates read it.
+                **({} if tool_choice is None else {"tool_choice": tool_choice}),
             )
         except (TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidItem(
@@ -100,14 +105,14 @@ def _text(at: int, part: Any) -> str:
     return text
 
 
-def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+def make_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     """A function from tokens to text, without special tokens."""
     # The Rust tokenizer alone takes microseconds; transformers checks for a while what it is given.
     fast = getattr(tokenizer, "backend_tokenizer", None)
     if fast is not None:
-        return fast.decode
-    return lambda ids: tokenizer.decode(
-        ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        return lambda tokens: str(fast.decode(tokens))
+    return lambda tokens: str(
+        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )
 
 

@@ -1,16 +1,11 @@
 """Texts in batches, and the form in which events are told."""
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from starlette.types import Message
 
 from batchery_producer.answers import BatchSummary, Outcome
-from batchery_producer.gateway.routes import process_batch
 from batchery_producer.gateway.routes.process_batch import (
-    EventStream,
     Format,
     collect_batches,
     format_for,
@@ -80,35 +75,3 @@ def test_format_is_that_of_the_query_or_the_first_accepted_one(
     accept: str, given: Format | None, format_: Format
 ) -> None:
     assert format_for(accept, given) == format_
-
-
-def sent(stream: EventStream) -> list[bytes]:
-    """The bodies that a stream sends."""
-    bodies: list[bytes] = []
-
-    async def send(message: Message) -> None:
-        bodies.append(message.get("body", b""))
-
-    asyncio.run(stream.stream_response(send))
-    return [body for body in bodies if body]
-
-
-@pytest.mark.parametrize(
-    ("format_", "first", "ping"),
-    [("sse", b'data: {"a":1}\n\n', b": ping\n\n"), ("jsonl", b'{"a":1}\n', b"\n")],
-)
-def test_silent_stream_says_that_it_is_alive(
-    format_: Format, first: bytes, ping: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_batch, "PING_S", 0.01)
-    stopped: list[bool] = []
-
-    async def events() -> AsyncIterator[Any]:
-        yield {"a": 1}
-        await asyncio.sleep(0.05)
-        yield {"a": 1}
-
-    bodies = sent(EventStream(events(), format_, lambda: stopped.append(True)))
-    assert bodies[0] == bodies[-1] == first
-    assert set(bodies[1:-1]) == {ping}
-    assert stopped == [True]

@@ -1,0 +1,79 @@
+"""Piece streams: the partial results of a job on their way from its device to its readers.
+
+Who sends a job with `"stream": true` in its header makes its piece stream first, in the result
+backend's Redis. Devices write to it only if it is there, so that nothing is written for a job that
+nobody reads, such as the next step of a chain, which inherits headers.
+
+The n-th piece has the id `n-0`. A function that runs again numbers its pieces from 1 again, and
+Redis refuses those that it has. So a reader sees each number once, however often the job has run,
+and however often a device has sent a piece because an answer was lost.
+
+A reader key says that somebody reads. Readers set its time to live anew every few seconds, so what
+is left of it says how long ago that was.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import redis
+from celery.backends.redis import RedisBackend
+
+from batchery.protocol.headers import HEADER, backend_prefix, is_streamed
+
+#: Field of an entry with a piece, in JSON; and of the entry that says that a result is stored.
+PIECE, END = b"p", b"end"
+
+#: Id of the first entry, which makes the stream; and of what a reader has who has nothing.
+FIRST_ID, NOTHING_READ = "0-1", "0-0"
+
+#: To what time to live readers set the reader key, in seconds, and how often.
+READER_S = 3600
+RENEW_S = 2.0
+
+#: How long a stream is kept once its job has ended, in seconds; its result may be kept for less.
+KEEP_S = 3600
+
+
+def pieces_key(backend: Any, task_id: str) -> bytes:
+    """The key of a job's piece stream in a Redis backend."""
+    return backend_prefix(backend) + b"batchery-pieces:" + task_id.encode()
+
+
+def reader_key(backend: Any, task_id: str) -> bytes:
+    """The key that the readers of a job renew; its value is empty."""
+    return backend_prefix(backend) + b"batchery-reader:" + task_id.encode()
+
+
+def piece_number(entry_id: bytes | str) -> int:
+    """The number of a piece, from 1, by its id."""
+    text = entry_id.decode() if isinstance(entry_id, bytes) else entry_id
+    return int(text.partition("-")[0])
+
+
+def mark_ended(client: Any, backend: Any, task_ids: Iterable[str]) -> None:
+    """Tells the readers of jobs that their results are stored; readers also look for themselves.
+
+    Raises:
+        RedisError: As for any command.
+    """
+    kept_s = min(int(backend.expires or KEEP_S), KEEP_S)
+    with client.pipeline(transaction=False) as pipe:
+        for task_id in task_ids:
+            key = pieces_key(backend, task_id)
+            pipe.xadd(key, {END: b""}, nomkstream=True)
+            pipe.expire(key, kept_s)
+        pipe.execute()
+
+
+def tell_readers(backend: Any, task_id: str, message: Mapping[str, Any]) -> None:
+    """Tells the readers of a job, if it is streamed, that its result is stored.
+
+    Args:
+        backend: Any of Celery's.
+        task_id: Id of the job.
+        message: The headers of its message.
+    """
+    if is_streamed(message.get(HEADER)) and isinstance(backend, RedisBackend):
+        with suppress(redis.RedisError, OSError):  # Readers also look for the result.
+            mark_ended(backend.client, backend, [task_id])

@@ -1,0 +1,178 @@
+"""Texts that models write: whole, or piece by piece to callers who may come back for the rest."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import orjson
+from fastapi.sse import format_sse_event
+from starlette.requests import Request
+
+from batchery_producer.answers import Outcome
+from batchery_producer.gateway.inference import (
+    check_all,
+    choose_task,
+    read_timeout_s,
+    run_outcomes,
+    wait_gone,
+)
+from batchery_producer.gateway.models import ServedModel
+from batchery_producer.gateway.problems import (
+    Kind,
+    Problem,
+    build_problem,
+    choose_error_format,
+    log_failure,
+)
+from batchery_producer.gateway.running import get_gateway
+from batchery_producer.openai_generation import count_item_chars
+
+#: Kinds of models that write.
+KINDS = ("generation",)
+
+#: Header of a caller who comes back: the id of the last event that he has.
+LAST_EVENT_HEADER = "last-event-id"
+
+#: Ids of events: that of the job, and that of the piece.
+EVENT_ID = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/([0-9]{1,15}-[0-9]{1,6})")
+
+
+def check_prompts(request: Request, items: Sequence[Mapping[str, Any]], texts: int = 1) -> None:
+    """Makes sure that a request is within its caller's limits; each text counts as an item.
+
+    Raises:
+        Problem: It is not.
+    """
+    request.state.caller.check(len(items) * texts, sum(map(count_item_chars, items)))
+
+
+async def generate(request: Request, model: ServedModel, items: Sequence[Any]) -> list[Any]:
+    """The result of each item, in order.
+
+    Raises:
+        Problem: One of them failed, or there are no results.
+    """
+    # Each is a job of its own: they end at different times.
+    outcomes = check_all(await run_outcomes(request, model, items, {}, per_job=1))
+    return [outcome.value for outcome in outcomes]
+
+
+class PieceFeed:
+    """The pieces of a job's text, for one caller.
+
+    A caller who hangs up may come back with the id of its last event, so the job goes on for the
+    time that the setting `stream_grace_s` says.
+
+    Attributes:
+        job_id: Id of the job.
+        is_resumed: Whether the caller has the beginning.
+    """
+
+    def __init__(self, request: Request, model: ServedModel, item: Any) -> None:
+        """Reads on, or prepares a job.
+
+        Raises:
+            Problem: Redis is away, no worker is there, or a header is wrong.
+        """
+        self._request, self._gateway, self._model = request, get_gateway(request), model
+        self._timeout_s = read_timeout_s(request)
+        task = choose_task(request, model)
+        self._gateway.health.absence.check(model.name, model.queue)
+        last = request.headers.get(LAST_EVENT_HEADER)
+        self.is_resumed = bool(last)
+        if last:
+            found = EVENT_ID.fullmatch(last)
+            if found is None:
+                raise Problem(
+                    Kind.INVALID,
+                    f"header Last-Event-ID is {last!r:.100}: expected the id of an event, or none",
+                )
+            self._stream = self._gateway.client.follow(found[1], after=found[2])
+        else:
+            self._stream = task.stream(item)
+        self.job_id = self._stream.id
+        self._first: Any = None
+        self._gone = asyncio.ensure_future(wait_gone(request))
+
+    async def begin(self) -> None:
+        """Waits for the first piece, so that until then errors have a status of their own.
+
+        Raises:
+            Problem: There is none.
+        """
+        try:
+            async with self._gateway.health.absence.refusing(self._model.name, self._model.queue):
+                self._first = await self._next()
+            if self._first is None:
+                # A job that has failed has an error in place of pieces.
+                _ = self._stream.result
+        except BaseException as error:
+            self._gone.cancel()
+            # Nobody knows its id, so nobody can come back.
+            self._stream.close()
+            if isinstance(error, Exception):
+                raise build_problem(error) from error
+            raise
+
+    async def pieces(self) -> AsyncIterator[tuple[str, Mapping[str, Any]]]:
+        """Each piece with the id of its event.
+
+        Raises:
+            Problem: There is no more, though the text has not ended.
+        """
+        while self._first is not None:
+            piece, id_ = self._first, f"{self.job_id}/{self._stream.last_id}"
+            yield id_, piece
+            self._first = await self._next()
+
+    def result(self) -> Any:
+        """The result, after the last piece.
+
+        Raises:
+            Exception: Why there is none.
+        """
+        try:
+            value = self._stream.result
+        except Exception as error:
+            self._gateway.measurements.results(self._model.name, [Outcome(0, error=error)])
+            raise
+        self._gateway.measurements.results(self._model.name, [Outcome(0, value)])
+        return value
+
+    def leave(self) -> None:
+        """Reads no more; a job that has not ended has some time left."""
+        self._gone.cancel()
+        self._stream.leave()
+
+    async def _next(self) -> Any:
+        """The next piece; None if there are no more."""
+        if self._stream.backlog:
+            return await anext(self._stream, None)
+        following = asyncio.ensure_future(anext(self._stream, None))
+        try:
+            await asyncio.wait(
+                [following, self._gone],
+                timeout=self._timeout_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if following.done():
+                return following.result()
+            if self._gone.done():
+                raise self._gone.result()
+            raise Problem(Kind.TIMEOUT, f"nothing new of the text within {self._timeout_s:g} s")
+        finally:
+            following.cancel()
+
+
+def write_event(content: Any, id_: str | None = None, event: str | None = None) -> bytes:
+    """A server-sent event."""
+    return format_sse_event(data_str=orjson.dumps(content).decode(), id=id_, event=event)
+
+
+def write_error(request: Request, error: Exception) -> bytes:
+    """The event of an error, in the form of the route: the head of the answer is sent."""
+    problem = build_problem(error)
+    log_failure(request.scope, problem)
+    form = choose_error_format(request.url.path)
+    return write_event(form.body(problem, form.get_status(problem.kind)), event="error")

@@ -1,0 +1,259 @@
+"""The partial results of one job, as its caller reads them: with `for`, or with `async for`."""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Self
+
+from batchery.errors import BatcheryError, GaveUp, NoResult
+from batchery_producer.answers import Answer, build_exception
+from batchery_producer.piece_reader import Event, Piece, PieceReader, check_after
+
+
+class FollowedJob:
+    """What both kinds of streams have in common.
+
+    Attributes:
+        id: Id of the job.
+    """
+
+    def __init__(
+        self,
+        reader: PieceReader | None,
+        task_id: str,
+        *,
+        after: str | None = None,
+        timeout_s: float | None = None,
+        explain: Callable[[], str] = lambda: "see `batchery stats`",
+    ) -> None:
+        """Follows nothing yet.
+
+        Args:
+            reader: Reads the stream; None for a job that has ended already.
+            task_id: Id of the job.
+            after: Id of the last piece that is known already.
+            timeout_s: How long to wait for each piece, in seconds; None for ever.
+            explain: Says why none comes.
+
+        Raises:
+            BatchArgumentError: `after` is no id of a piece.
+        """
+        self.id = task_id
+        #: Of `Following`.
+        self.fetched = check_after(after)
+        self.saw_end = False
+        self._last_id = after
+        self._reader = reader
+        self._timeout_s = timeout_s
+        self._explain = explain
+        self._events: deque[Event] = deque()
+        self._answer: Answer | None = None
+        self._is_over = False
+
+    @property
+    def last_id(self) -> str | None:
+        """Id of the last piece that was read, for `follow`; None before the first one."""
+        return self._last_id
+
+    @property
+    def backlog(self) -> int:
+        """Number of pieces that have come and were not read yet."""
+        return len(self._events)
+
+    @property
+    def result(self) -> Any:
+        """The result of the job, once its pieces are read to the end.
+
+        Raises:
+            NoResult: They are not.
+            Exception: Why the job failed.
+        """
+        if self._answer is None:
+            raise NoResult(f"job {self.id}: its stream was not read to the end; read on")
+        if self._answer.error is not None:
+            raise build_exception(self._answer, self._reader and self._reader.backend)
+        return self._answer.value
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will be read."""
+        return self._is_over
+
+    def _take(self) -> Piece | None:
+        """The next piece that has come; None at the end.
+
+        Raises:
+            Exception: Why no more pieces come.
+        """
+        event = self._events.popleft()
+        if isinstance(event, Piece):
+            self._last_id = event.id
+            return event
+        self._is_over = True
+        if isinstance(event, Exception):
+            raise event
+        self._answer = event
+        return None
+
+    def _complain(self) -> BatcheryError:
+        """The error of a caller for whom nothing has come in time."""
+        waited = f"job {self.id}: nothing within {self._timeout_s:g} s"
+        if self._reader is not None and self._reader.retries.is_away:
+            return GaveUp(f"{waited}, as Redis does not answer; this program's log says why")
+        return NoResult(f"{waited}: {self._explain()}")
+
+
+class PieceStream(FollowedJob):
+    """Yields the partial results of a job, as it yields them; used by one thread at a time.
+
+    `with` closes it at the end of the block.
+    """
+
+    def __init__(
+        self,
+        reader: PieceReader | None,
+        task_id: str,
+        *,
+        cancel: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """Follows nothing yet.
+
+        Args:
+            reader: Reads the stream.
+            task_id: Id of the job.
+            cancel: Ends the job, as nobody wants it; None if that is not ours to say.
+            options: As `FollowedJob` has them.
+        """
+        super().__init__(reader, task_id, **options)
+        self._cancel = cancel
+        self._arrived = threading.Condition()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Any:
+        """The next partial result.
+
+        Raises:
+            NoResult: None came within `timeout_s`, so the job is revoked; or some were dropped.
+            GaveUp: None came, as Redis does not answer.
+        """
+        if self._is_over:
+            raise StopIteration
+        with self._arrived:
+            came = self._arrived.wait_for(lambda: self._events, self._timeout_s)
+        if not came:
+            error = self._complain()
+            self.close()
+            raise error
+        piece = self._take()
+        if piece is None:
+            raise StopIteration
+        return piece.value
+
+    def give(self, events: Sequence[Event]) -> None:
+        """As `Following.give`."""
+        with self._arrived:
+            self._events.extend(events)
+            self._arrived.notify_all()
+
+    def close(self) -> None:
+        """Reads no further, and cancels the job if it has not ended; not one that is followed."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._reader is not None:
+            self._reader.drop([self])
+        if self._cancel is not None:
+            with suppress(Exception):  # Nobody waits for it, and it ends after the grace time.
+                self._cancel()
+
+
+class AsyncPieceStream(FollowedJob):
+    """Yields the partial results of a job to `async for`, in one event loop.
+
+    `async with` closes it at the end of the block.
+    """
+
+    def __init__(
+        self,
+        reader: PieceReader | None,
+        task_id: str,
+        *,
+        cancel: Callable[[], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """As that of `PieceStream`, in the event loop that reads."""
+        super().__init__(reader, task_id, **options)
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        """The next partial result.
+
+        Raises:
+            NoResult: None came within `timeout_s`, so the job is revoked; or some were dropped.
+            GaveUp: None came, as Redis does not answer.
+            Exception: Why the job could not be sent.
+        """
+        if self._is_over:
+            raise StopAsyncIteration
+        if not self._events:
+            self._arrived.clear()
+            try:
+                async with asyncio.timeout(self._timeout_s):
+                    await self._arrived.wait()
+            except TimeoutError:
+                error = self._complain()
+                self.close()
+                raise error from None
+            if self._is_over:
+                raise StopAsyncIteration  # Somebody has closed it meanwhile.
+        piece = self._take()
+        if piece is None:
+            raise StopAsyncIteration
+        return piece.value
+
+    def give(self, events: Sequence[Event]) -> None:
+        """As `Following.give`."""
+        with suppress(RuntimeError):  # The event loop is closed, so nobody reads.
+            self._loop.call_soon_threadsafe(self._extend, events)
+
+    def close(self) -> None:
+        """Reads no further, and cancels the job if it has not ended; not one that is followed."""
+        if self._is_over:
+            return
+        self._is_over = True
+        self._arrived.set()
+        if self._reader is not None:
+            self._reader.drop([self])
+        if self._cancel is not None:
+            self._cancel()
+
+    def leave(self) -> None:
+        """Reads no further; `follow` finds the job until `stream_grace_s` is over."""
+        self._cancel = None
+        self.close()
+
+    def _extend(self, events: Sequence[Event]) -> None:
+        self._events.extend(events)
+        self._arrived.set()

@@ -1,0 +1,114 @@
+"""An app whose batch functions yield partial results."""
+
+import os
+import time
+from collections.abc import AsyncGenerator, Generator
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+from celery.result import AsyncResult
+
+from batchery import BatchTask, Failed, Partial, RetryAfter, install
+
+app = install(Celery("streaming", set_as_current=False), stream_grace_s=5)
+app.conf.worker_hijack_root_logger = False
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def spell(words: list[str], *, pause_s: float = 0.0) -> Generator[Partial, None, list[Any]]:
+    """Yields the letters of all words in turn; a word with a `!` fails after its letters."""
+    for position in range(max(map(len, words))):
+        for index, word in enumerate(words):
+            if position < len(word):
+                yield Partial(index, word[position])
+        time.sleep(pause_s)
+    return [Failed("shouted") if "!" in word else word.upper() for word in words]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def spell_yielding(words: list[str]) -> Generator[Any, None, None]:
+    """Yields outcomes as well."""
+    for index, word in enumerate(words):
+        for letter in word:
+            yield Partial(index, letter)
+        yield word.upper()
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+async def spell_async(words: list[str]) -> AsyncGenerator[Any, None]:
+    for index, word in enumerate(words):
+        for letter in word:
+            yield Partial(index, letter)
+        yield word.upper()
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def explosive(words: list[str]) -> Generator[Partial, None, list[str]]:
+    """Raises in the middle of a word with a `!`, whatever is in the batch with it."""
+    for index, word in enumerate(words):
+        for letter in word:
+            if letter == "!":
+                raise ValueError(word)
+            yield Partial(index, letter)
+    return [word.upper() for word in words]
+
+
+@app.task(shared=False, base=BatchTask)
+def wrong(items: list[str]) -> Generator[Partial, None, list[str]]:
+    for item in items:
+        yield Partial(len(items), 1) if item == "index" else Partial(0, object())
+    return items
+
+
+@app.task(shared=False, base=BatchTask, max_retries=3)
+def second_time(paths: list[str]) -> Generator[Partial, None, list[Any]]:
+    """Answers at the second attempt, with the same pieces and one more."""
+    there = [Path(path).exists() for path in paths]
+    for index, path in enumerate(paths):
+        yield Partial(index, 1)
+        yield Partial(index, 2)
+        if there[index]:
+            yield Partial(index, 3)
+        Path(path).touch()
+    return [len(path) if there[index] else RetryAfter(0) for index, path in enumerate(paths)]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=1)
+def gated(paths: list[str]) -> Generator[Partial, None, list[int]]:
+    """Yields numbers up to 10, and waits for a file after the fifth; then its process id."""
+    (path,) = paths
+    for number in range(10):
+        yield Partial(0, number)
+        while number == 4 and not Path(path).exists():
+            time.sleep(0.01)
+    return [os.getpid()]
+
+
+@app.task(shared=False, base=BatchTask, max_batch_size=64)
+def flood(counts: list[int]) -> Generator[Partial, None, list[int]]:
+    for index, count in enumerate(counts):
+        for number in range(count):
+            yield Partial(index, number)
+    return counts
+
+
+@app.task(shared=False, base=BatchTask, ignore_result=True)
+def forgetful(items: list[Any]) -> Generator[Partial, None, list[Any]]:
+    for index, item in enumerate(items):
+        yield Partial(index, item)
+    return items
+
+
+@app.task(shared=False, base=BatchTask)
+def silent(items: list[Any]) -> list[Any]:
+    return items
+
+
+@app.task(shared=False, base=BatchTask, bind=True)
+def relay(self: BatchTask, items: list[Any]) -> list[Any]:
+    return [type(self.request).__name__, *items][: len(items)]
+
+
+def result(task_id: str) -> AsyncResult[Any]:
+    return AsyncResult(task_id, app=app)

@@ -1,0 +1,434 @@
+"""Text generation over HTTP: clients of OpenAI and TGI, unmodified, in front of a real worker."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from celery import Celery
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import TextGenerationError
+
+from batchery_producer.gateway.callers import make_key
+from conftest import StartGateway, StartWorker
+from support.commands import run
+from support.gateway import EMBED, GatewayProcess
+from support.harness import Worker, wait_for
+from support.patience import patient
+from support.served_models import save_writer
+
+Models = dict[str, dict[str, Any]]
+
+MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat"}]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A model that chats, one without a template, one that no worker serves, and another kind."""
+    folder: Path = tmp_path_factory.mktemp("models")
+    chat = {**save_writer(folder / "chat"), "aliases": ["gpt-4o-mini"]}
+    bare = {**save_writer(folder / "bare", has_template=False), "max_new_tokens": 5}
+    return {"chat": chat, "bare": bare, "away": chat | {"aliases": []}, "embed": EMBED["embed"]}
+
+
+@pytest.fixture(scope="module")
+def worker(start_module_worker: StartWorker, models: Models) -> Worker:
+    served = {name: models[name] for name in ("chat", "bare")}
+    env = {"BATCHERY_MODELS": json.dumps(served), "BATCHERY_STREAM_GRACE_S": "5"}
+    return start_module_worker("batchery.app", env=env)
+
+
+@pytest.fixture(scope="module")
+def gateway(
+    models: Models,
+    worker: Worker,
+    start_gateway: StartGateway,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> GatewayProcess:
+    return start_gateway(models=models, gateway={"files": str(tmp_path_factory.mktemp("files"))})
+
+
+@pytest.fixture
+def api(gateway: GatewayProcess) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client, as it comes."""
+    with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_chat_is_answered(api: openai.OpenAI) -> None:
+    asked: Any = {"model": "gpt-4o-mini", "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+    answer = api.chat.completions.create(**asked)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content
+    assert choice.finish_reason in ("length", "stop")
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 8
+    assert answer.usage.prompt_tokens > 6
+    again = api.chat.completions.create(**asked)
+    assert again.choices[0].message.content == choice.message.content
+    assert again.id != answer.id
+
+
+def stream(api: openai.OpenAI, **fields: Any) -> list[Any]:
+    """All events of a chat."""
+    asked = {"model": "chat", "messages": MESSAGES, "temperature": 0, "max_tokens": 8, **fields}
+    return list(api.chat.completions.create(stream=True, **asked))
+
+
+def text_of(events: list[Any], index: int = 0) -> str:
+    choices = [choice for event in events for choice in event.choices if choice.index == index]
+    return "".join(choice.delta.content or "" for choice in choices)
+
+
+def test_streamed_chat_is_the_whole_one_in_pieces(api: openai.OpenAI) -> None:
+    asked: Any = {"model": "chat", "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
+    whole = api.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    events = stream(api, stream_options={"include_usage": True}, logprobs=True, top_logprobs=2)
+    assert text_of(events) == whole.choices[0].message.content
+    assert events[0].choices[0].delta.role == "assistant"
+    assert events[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert events[-1].choices == []
+    assert events[-1].usage == whole.usage
+    assert all(event.usage is None for event in events[:-1])
+    assert len({event.id for event in events}) == 1
+    assert whole.choices[0].logprobs is not None
+    content = whole.choices[0].logprobs.content
+    assert content
+    parts = [event.choices[0].logprobs for event in events[:-1]]
+    told = [token for part in parts if part for token in part.content]
+    assert told == content[: len(told)]
+    assert len(told) >= 7
+    for token in content:
+        assert token.logprob == max(each.logprob for each in token.top_logprobs)
+
+
+def test_several_texts_and_seeds(api: openai.OpenAI) -> None:
+    events = stream(api, n=2, seed=3, temperature=1.5)
+    texts = [text_of(events, 0), text_of(events, 1)]
+    assert texts[0] != texts[1]
+    ends = [(each.index, each.finish_reason) for each in events[-1].choices + events[-2].choices]
+    assert sorted(ends) == [(0, "length"), (1, "length")]
+    whole: Any = api.chat.completions.create(
+        model="chat", messages=MESSAGES, n=2, seed=3, temperature=1.5, max_tokens=8
+    )
+    assert [choice.message.content for choice in whole.choices] == texts
+    # OpenAI's default temperature draws.
+    drawn = {text_of(stream(api, temperature=None, seed=seed)) for seed in range(4)}
+    assert len(drawn) > 1
+
+
+def test_text_goes_on(api: openai.OpenAI) -> None:
+    asked: Any = {"model": "bare", "prompt": "the cat", "temperature": 0}
+    whole = api.completions.create(**asked, logprobs=2)
+    assert whole.usage is not None
+    # The model's setting.
+    assert whole.usage.completion_tokens == 5
+    text = whole.choices[0].text
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.tokens
+    assert len(logprobs.tokens) == len(logprobs.top_logprobs or ()) == 5
+    events = list(api.completions.create(**asked, stream=True))
+    assert "".join(event.choices[0].text for event in events) == text
+    assert events[-1].choices[0].finish_reason == "length"
+    several = api.completions.create(**{**asked, "prompt": ["the cat", "a dog"]}, n=2)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    assert several.choices[0].text == several.choices[1].text == text
+    word = text.split()[2]
+    stopped = api.completions.create(**asked, stop=[word])
+    assert stopped.choices[0].finish_reason == "stop"
+    assert word not in stopped.choices[0].text
+    ids = api.completions.create(**{**asked, "prompt": [[5, 6]]})
+    assert ids.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role: Field required"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages[0].role = 'wizard'"),
+        ({"temperature": 3}, "temperature: Input should be less than or equal to 2"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than"),
+        ({"max_tokens": 5000}, "are more than max_length = 4096"),
+        ({"presence_penalty": 1.0}, "presence_penalty: no such keyword"),
+        ({"response_format": {"type": "json_object"}}, "response_format: no such keyword"),
+        ({"functions": [{"name": "f"}]}, "functions: expected null or false"),
+        ({"stop": ["a"] * 17}, "stop: expected a text, or a list of up to 16 texts"),
+        ({"n": 3000}, "n: Input should be less than or equal to 128"),
+        ({"model": "bare"}, "the model has no chat template"),
+        ({"model": "embed"}, "model 'embed': is of kind embedding, not generation"),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_bad_request_says_what_is_wrong_before_a_stream_begins(
+    gateway: GatewayProcess, fields: dict[str, Any], text: str, is_stream: bool
+) -> None:
+    body = {"model": "chat", "messages": MESSAGES, "max_tokens": 5, "stream": is_stream, **fields}
+    answer = gateway.post("/v1/chat/completions", body)
+    assert answer.status_code == (404 if "embed" in text else 400), answer.text
+    error = answer.json()["error"]
+    assert text in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_bad_request_is_an_exception_of_openai_s_client(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        stream(api, model="bare")
+    with pytest.raises(openai.NotFoundError, match="no such model"):
+        stream(api, model="nobody")
+    with pytest.raises(openai.BadRequestError, match="a stream has one prompt"):
+        api.completions.create(model="bare", prompt=["a", "b"], stream=True)
+
+
+def test_model_without_a_worker_is_refused_at_once(
+    models: Models, start_gateway: StartGateway
+) -> None:
+    lonely = start_gateway(models=models, gateway={"worker_grace_s": 0})
+    body = {"model": "away", "messages": MESSAGES, "stream": True}
+
+    def is_refused() -> bool:
+        answer = lonely.post("/v1/chat/completions", body, headers={"X-Request-Timeout": "1"})
+        return answer.status_code == 503 and answer.json()["error"]["code"] == "no_worker"
+
+    wait_for(is_refused, "refused, as there is no worker", patient(30))
+
+
+def test_text_generation_of_hugging_face_s_client(gateway: GatewayProcess) -> None:
+    client = InferenceClient(model=f"{gateway.url}/?model=bare")
+    text = client.text_generation("the cat", max_new_tokens=6)
+    assert text
+    pieces = list(client.text_generation("the cat", max_new_tokens=6, stream=True))
+    assert "".join(pieces) == text
+    full = client.text_generation("the cat", max_new_tokens=6, return_full_text=True)
+    assert full == f"the cat{text}"
+    whole = client.text_generation("the cat", max_new_tokens=6, details=True)
+    assert whole.details is not None
+    assert whole.details.generated_tokens == len(whole.details.tokens) == 6
+    assert whole.details.finish_reason == "length"
+    *_, last = client.text_generation("the cat", max_new_tokens=6, details=True, stream=True)
+    assert last.generated_text == text
+    assert last.details is not None
+    assert last.details.generated_tokens == 6
+    drawn = {client.text_generation("the cat", do_sample=True, seed=seed) for seed in range(4)}
+    assert len(drawn) > 1
+    with pytest.raises(TextGenerationError, match="max_length = 4096"):
+        client.text_generation("the cat", max_new_tokens=6000)
+
+
+def test_chat_of_hugging_face_s_client(gateway: GatewayProcess) -> None:
+    client = InferenceClient(model=gateway.url)
+    asked: Any = {"messages": MESSAGES, "model": "chat", "max_tokens": 8, "temperature": 0}
+    whole = client.chat_completion(**asked)
+    events = list(client.chat_completion(**asked, stream=True))
+    text = "".join(event.choices[0].delta.content or "" for event in events)
+    assert text == whole.choices[0].message.content
+    assert whole.usage.completion_tokens == 8
+
+
+def test_routes_of_tgi(gateway: GatewayProcess) -> None:
+    body = {"inputs": "the cat", "parameters": {"max_new_tokens": 4, "details": True}}
+    whole = gateway.post("/generate?model=bare", body).raise_for_status().json()
+    with gateway.stream("/generate_stream?model=bare", body) as answer:
+        lines = [json.loads(line[5:]) for line in answer.iter_lines() if line.startswith("data:")]
+    assert "".join(line["token"]["text"] for line in lines) == whole["generated_text"]
+    assert lines[-1]["generated_text"] == whole["generated_text"]
+    assert [line["index"] for line in lines] == list(range(1, len(lines) + 1))
+    refused = gateway.post(
+        "/generate", {"inputs": "a", "parameters": {"grammar": {"type": "json"}}}
+    )
+    assert refused.status_code == 422
+    assert refused.json()["error_type"] == "validation"
+    assert "parameters.grammar: expected null or false" in refused.json()["error"]
+    info = gateway.get("/info?model=bare").json()
+    assert info["model_pipeline_tag"] == "text-generation"
+    assert info["max_input_tokens"] == 4096
+
+
+# Streams that are cut off
+
+
+LONG: dict[str, Any] = {
+    "model": "chat",
+    "messages": MESSAGES,
+    "stream": True,
+    "temperature": 0,
+    "max_tokens": 3000,
+    "ignore_eos": True,
+}
+
+
+def read_events(lines: Iterator[str], count: int | None = None) -> list[tuple[str, Any]]:
+    """The next events that have an id, with their id; all of them if there is no count."""
+    found: list[tuple[str, Any]] = []
+    id_ = ""
+    for line in lines:
+        if line.startswith("id: "):
+            id_ = line.removeprefix("id: ")
+        elif line.startswith("data: {"):
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            if id_:
+                found.append((id_, event))
+            id_ = ""
+        if count is not None and len(found) >= count:
+            break
+    return found
+
+
+def joined(events: list[tuple[str, Any]]) -> str:
+    return "".join(event["choices"][0]["delta"].get("content", "") for _, event in events)
+
+
+def test_caller_who_was_cut_off_reads_on(gateway: GatewayProcess) -> None:
+    body = {**LONG, "max_tokens": 400}
+    with gateway.stream("/v1/chat/completions", body) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        begun = read_events(answer.iter_lines(), 20)
+    last_id, last = begun[-1]
+    headers = {"Last-Event-ID": last_id}
+    with gateway.stream("/v1/chat/completions", body, headers=headers) as answer:
+        assert answer.status_code == 200
+        rest = read_events(answer.iter_lines())
+    assert rest[0][1]["id"] == last["id"]
+    ids = [id_ for id_, _ in begun + rest]
+    assert len(set(ids)) == len(ids)
+    whole = gateway.post("/v1/chat/completions", {**body, "stream": False}).json()
+    assert joined(begun) + joined(rest) == whole["choices"][0]["message"]["content"]
+    # At its end, too.
+    headers = {"Last-Event-ID": rest[-1][0]}
+    with gateway.stream("/v1/chat/completions", body, headers=headers) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert json.loads(lines[0][6:])["choices"][0]["finish_reason"] == "length"
+    assert lines[-1] == "data: [DONE]"
+    answer = gateway.post("/v1/chat/completions", body, headers={"Last-Event-ID": "17"})
+    assert answer.status_code == 400
+    assert "Last-Event-ID is '17'" in answer.json()["error"]["message"]
+
+
+def test_caller_who_stays_away_has_his_slot_freed_after_the_grace_time(
+    gateway: GatewayProcess, client: Celery
+) -> None:
+    with gateway.stream("/v1/chat/completions", LONG) as answer:
+        ((_, event),) = read_events(answer.iter_lines(), 1)
+    job = event["id"].removeprefix("chatcmpl-")
+    result: Any = client.AsyncResult(job)
+    assert result.state == "PENDING"
+    wait_for(lambda: result.state == "REVOKED", "slot freed", patient(30))
+
+
+def test_stream_is_ended_at_once_by_its_id(
+    gateway: GatewayProcess, client: Celery, api: openai.OpenAI
+) -> None:
+    began_s = time.monotonic()
+    fields = {name: value for name, value in LONG.items() if name != "ignore_eos"}
+    fields["extra_body"] = {"ignore_eos": True}
+    with api.chat.completions.create(**fields) as events:
+        job = next(iter(events)).id
+        assert api.chat.completions.delete(job).deleted
+        with pytest.raises(openai.APIError):
+            list(events)
+    state: Any = client.AsyncResult(job.removeprefix("chatcmpl-"))
+    wait_for(lambda: state.state == "REVOKED", "revoked", patient(10))
+    assert time.monotonic() - began_s < patient(10)
+    assert gateway.request("DELETE", "/v1/chat/completions/nobody").status_code == 404
+
+
+def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI) -> None:
+    with gateway.sent("/v1/chat/completions", LONG):
+        # It reads nothing.
+        assert text_of(stream(api))
+
+
+def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> None:
+    key, hashed = make_key()
+    limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
+    keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}})
+    headers = {"Authorization": f"Bearer {key}"}
+    body = {"model": "chat", "messages": MESSAGES, "max_tokens": 2}
+
+    def send(**fields: Any) -> int:
+        path = "/v1/chat/completions"
+        return int(keyed.post(path, {**body, **fields}, headers=headers).status_code)
+
+    assert send() == 200
+    assert send(n=3) == 413
+    assert send(messages=[{"role": "user", "content": "a " * 300}]) == 413
+    with keyed.stream("/v1/chat/completions", LONG, headers=headers) as answer:
+        read_events(answer.iter_lines(), 1)
+        assert send() == 429
+    wait_for(lambda: send() == 200, "its request is over", patient(30))
+
+
+def test_batch_file_of_chats(api: openai.OpenAI) -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "custom_id": f"r{temperature}",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {
+                "model": "gpt-4o-mini",
+                "messages": MESSAGES,
+                "temperature": temperature,
+                "max_tokens": 6,
+                "n": 2,
+                "seed": 1,
+            },
+        }
+        for temperature in (0, 1.5)
+    ]
+    wrong = {**rows[0], "custom_id": "wrong", "body": {**rows[0]["body"], "stream": True}}
+    content = "\n".join(map(json.dumps, [*rows, wrong])).encode()
+    file = api.files.create(file=("chats.jsonl", content), purpose="batch")
+    batch = api.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    wait_for(
+        lambda: api.batches.retrieve(batch.id).status in ("completed", "failed"),
+        "over",
+        patient(60),
+    )
+    ended = api.batches.retrieve(batch.id)
+    assert ended.status == "completed"
+    assert ended.usage is not None
+    assert ended.usage.output_tokens == 24
+    assert ended.output_file_id is not None
+    assert ended.error_file_id is not None
+    lines = map(json.loads, api.files.content(ended.output_file_id).text.splitlines())
+    bodies = {line["custom_id"]: line["response"]["body"] for line in lines}
+    whole = api.chat.completions.create(**rows[0]["body"])
+    texts = [choice.message.content for choice in whole.choices]
+    assert [each["message"]["content"] for each in bodies["r0"]["choices"]] == texts
+    assert bodies["r1.5"]["object"] == "chat.completion"
+    assert bodies["r1.5"]["usage"]["completion_tokens"] == 12
+    (failed,) = map(json.loads, api.files.content(ended.error_file_id).text.splitlines())
+    assert "stream: batch files have" in failed["response"]["body"]["error"]["message"]
+
+
+@pytest.mark.usefixtures("gateway")
+def test_batchery_submit_takes_such_files(
+    redis_url: str, tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {
+            "custom_id": name,
+            "url": "/v1/completions",
+            "body": {"model": "bare", "prompt": prompt, "temperature": 0, "max_tokens": 3},
+        }
+        for name, prompt in (("one", "the cat"), ("two", ["the cat", "a dog"]))
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setenv("BATCHERY_MODELS", json.dumps(models))
+    monkeypatch.setenv("BATCHERY_REDIS_URL", redis_url)
+    command = ("batchery", "submit", "in.jsonl", "-o", "out.jsonl", "--ordered")
+    code, _, error = run(redis_url, *command, cwd=tmp_path)
+    assert code == 0, error
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    one, two = (line["response"]["body"] for line in lines)
+    assert one["object"] == "text_completion"
+    assert len(two["choices"]) == 2
+    assert two["choices"][0]["text"] == one["choices"][0]["text"]

@@ -1,0 +1,178 @@
+"""Tiny models that write texts, with random weights, and how tests drive them step by step."""
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from batchery.outcomes import Failed
+from support.tiny_models import CORPUS
+
+#: Characters of one to four bytes.
+FOREIGN = "Zürich, жизнь, 数字と日本語 🙂🚀 naïve façade"
+
+#: As many models have it, with a role that it refuses.
+TEMPLATE = (
+    "{% if tools %}[tools {{ tools | length }}] {% endif %}"
+    "{% for each in messages %}"
+    "{% if each.role == 'developer' %}{{ raise_exception('no developer here') }}{% endif %}"
+    "{{ each.role }} : {{ each.content }} [SEP] {% endfor %}"
+    "{% if add_generation_prompt %}assistant : {% endif %}"
+)
+
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 160,
+    # Large weights, so that the likeliest token is so by far.
+    "initializer_range": 0.4,
+}
+
+#: By name: class prefix in transformers, and options of its config.
+WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SMALL),
+    "qwen": ("Qwen3", {**SMALL, "head_dim": 8}),
+    "mistral": ("Mistral", {**SMALL, "sliding_window": 8}),
+    "gpt2": (
+        "GPT2",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 160, "initializer_range": 0.4},
+    ),
+}
+
+
+def make_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte by byte, as most models have it: a character may be several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["[UNK]", "[SEP]"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="[SEP]", chat_template=TEMPLATE
+    )
+
+
+def save_writer(folder: Path, architecture: str = "llama", **options: Any) -> Path:
+    """Writes a model and its tokenizer; `options` are those of its config."""
+    prefix, config_options = WRITERS[architecture]
+    tokenizer = make_byte_tokenizer()
+    end = tokenizer.eos_token_id
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=len(tokenizer),
+        eos_token_id=end,
+        bos_token_id=None,
+        pad_token_id=end,
+        **{**config_options, **options},
+    )
+    suffix = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        model = getattr(transformers, prefix + suffix)(config)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+class PlainWriter:
+    """The same model as transformers runs it, one prompt at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    def write(self, prompt: str, max_new_tokens: int) -> list[int]:
+        """The likeliest tokens."""
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        whole = self.model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
+        tokens: list[int] = whole[0, ids.shape[1] :].tolist()
+        return tokens
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """As readers see it."""
+        return str(self.tokenizer.backend_tokenizer.decode(list(tokens)))
+
+
+class Driver:
+    """Drives a step model as a device process does."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.free = list(range(model.slots))
+        #: Of each job that runs, by its slot.
+        self.running: dict[int, Any] = {}
+        self.outcomes: dict[Any, Any] = {}
+        self.pieces: dict[Any, list[Any]] = {}
+
+    def join(self, name: Any, item: Any, pieces: Sequence[Any] = (), **keywords: Any) -> None:
+        """Takes a job in; an unfit one has its outcome at once."""
+        (prepared,) = self.model.preprocess([item], **keywords)
+        self.pieces[name] = []
+        if isinstance(prepared, Failed):
+            self.outcomes[name] = prepared
+            return
+        slot = self.free.pop()
+        self.running[slot] = name
+        self.model.join(slot, prepared, pieces, **keywords)
+
+    def leave(self, name: Any) -> None:
+        """Cancels a job."""
+        slot = next(each for each, job in self.running.items() if job == name)
+        del self.running[slot]
+        self.model.leave(slot)
+        self.free.append(slot)
+
+    def step(self) -> None:
+        """One step."""
+        for slot, piece, outcome in self.model.step():
+            if piece is not None:
+                self.pieces[self.running[slot]].append(piece)
+            if isinstance(outcome, dict | Failed):
+                self.outcomes[self.running.pop(slot)] = outcome
+                self.free.append(slot)
+
+    def step_until_idle(self) -> None:
+        """Steps until no job runs."""
+        while self.running:
+            self.step()
+
+    def run(self, jobs: Iterator[tuple[Any, Any, dict[str, Any]]]) -> dict[Any, Any]:
+        """Runs jobs (name, item, keywords), and returns their outcomes."""
+        more = True
+        while more or self.running:
+            while more and self.free:
+                job = next(jobs, None)
+                more = job is not None
+                if job is not None:
+                    self.join(job[0], job[1], **job[2])
+            self.step()
+        return self.outcomes
+
+    def one(self, item: Any, pieces: Sequence[Any] = (), **keywords: Any) -> Any:
+        """The outcome of one job."""
+        self.join("one", item, pieces, **keywords)
+        self.step_until_idle()
+        return self.outcomes["one"]
+
+
+def make_prompts(count: int, seed: int = 5) -> list[str]:
+    """Prompts of many lengths; some begin alike."""
+    choose = random.Random(seed)
+    words = " ".join(CORPUS).split()
+    return [
+        " ".join(
+            [*CORPUS[:1] * choose.randint(0, 1), *choose.choices(words, k=choose.randint(1, 9))]
+        )
+        for _ in range(count)
+    ]

@@ -1,0 +1,52 @@
+"""Pieces of a growing text: whole characters, nothing of a stop string, nothing twice."""
+
+import random
+
+import pytest
+
+from batchery_worker.models.generation.growing_text import GrowingText
+from batchery_worker.models.generation.prompts import make_decoder
+from support.tiny_models import CORPUS
+from support.tiny_writers import FOREIGN, make_byte_tokenizer
+
+TOKENIZER = make_byte_tokenizer()
+DECODE = make_decoder(TOKENIZER)
+
+
+def grow(text: str, stops: tuple[str, ...] = ()) -> tuple[GrowingText, list[str]]:
+    growing, pieces = GrowingText(DECODE, stops), []
+    for token in TOKENIZER(text)["input_ids"]:
+        pieces.append(growing.add(token))
+        if growing.has_stopped:
+            break
+    pieces.append(growing.finish())
+    return growing, pieces
+
+
+@pytest.mark.parametrize("text", [FOREIGN, *CORPUS, "🙂" * 20, "[SEP] a [SEP] [UNK]é"])
+def test_pieces_are_whole_characters_and_make_the_text(text: str) -> None:
+    growing, pieces = grow(text)
+    assert "".join(pieces) == growing.text == DECODE(TOKENIZER(text)["input_ids"])
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_random_stop_strings_cut_where_the_first_of_them_begins() -> None:
+    choose = random.Random(1)
+    for _ in range(500):
+        text = "".join(choose.choices("ab é🙂", k=30))
+        stops = tuple("".join(choose.choices("ab é🙂", k=choose.randint(1, 4))) for _ in range(3))
+        growing, pieces = grow(text, stops)
+        ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+        assert growing.has_stopped == bool(ends)
+        # Several may be complete with the same token; the one that was complete first wins.
+        assert "".join(pieces) == growing.text
+        assert text.startswith(growing.text)
+        if not ends:
+            assert growing.text == text
+        assert not any(stop in growing.text for stop in stops)
+
+
+def test_bytes_that_are_no_character_do_not_wait_for_ever() -> None:
+    lone = TOKENIZER("é")["input_ids"][0]
+    growing = GrowingText(DECODE)
+    assert any(growing.add(lone) for _ in range(20))

@@ -1,0 +1,293 @@
+"""Texts of jobs that share their steps: the same as each alone, whatever its neighbours do."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from batchery import Generation
+from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory
+from batchery.outcomes import Failed
+from batchery_worker.models.generation import paged_batch
+from support.tiny_models import CORPUS, Build, Copy, Load
+from support.tiny_writers import WRITERS, Driver, make_prompts, save_writer
+
+
+def refusal(outcome: Any) -> str:
+    assert isinstance(outcome, Failed)
+    assert isinstance(outcome.exception, InvalidItem)
+    return str(outcome.exception)
+
+
+def test_500_jobs_with_cancels_between_write_what_generate_writes_one_by_one(writer: Load) -> None:
+    model, plain = writer("llama")
+    choose = random.Random(3)
+    jobs = [(prompt, choose.randint(1, 8)) for prompt in make_prompts(500)]
+    driver = Driver(model)
+    cancelled = set(choose.sample(range(500), 50))
+    waiting = list(enumerate(jobs))
+    choose.shuffle(waiting)
+    while waiting or driver.running:
+        while waiting and driver.free:
+            name, (prompt, count) = waiting.pop()
+            driver.join(name, prompt, max_new_tokens=count)
+        driver.step()
+        for name in cancelled.intersection(driver.running.values()):
+            if choose.random() < 0.3:
+                driver.leave(name)
+    for name, (prompt, count) in enumerate(jobs):
+        if name in driver.outcomes:
+            tokens = plain.write(prompt, count)
+            outcome = driver.outcomes[name]
+            assert outcome["text"] == plain.text(tokens)
+            assert outcome["tokens_out"] == len(tokens)
+            assert "".join(piece["text"] for piece in driver.pieces[name]) == outcome["text"]
+    assert len(driver.outcomes) > 450 - 1
+    assert not model._texts
+    assert not model._jobs
+
+
+@pytest.mark.parametrize("architecture", sorted(set(WRITERS) - {"llama"}))
+def test_other_architectures_write_what_generate_writes(architecture: str, writer: Load) -> None:
+    # A prompt of 12 tokens a step, and a cache for a third of the jobs: they wait, are cut short,
+    # and are computed again.
+    model, plain = writer(architecture, slots=6, max_batch_tokens=12, cache_tokens=224)
+    prompts = make_prompts(30)
+    jobs = ((prompt, prompt, {"max_new_tokens": 20}) for prompt in prompts)
+    outcomes = Driver(model).run(jobs)
+    for prompt in prompts:
+        assert outcomes[prompt]["text"] == plain.text(plain.write(prompt, 20))
+
+
+def test_result_has_the_public_type(writer: Load) -> None:
+    model, plain = writer("llama")
+    result = Generation.model_validate(Driver(model).one(CORPUS[0], max_new_tokens=5))
+    assert result.tokens_in == len(plain.tokenizer(CORPUS[0])["input_ids"])
+    assert (result.finish_reason, result.tokens_out) == ("length", 5)
+    assert 0 < result.timings.first_token_ms <= result.timings.total_ms
+
+
+def test_seed_draws_the_same_text_whatever_the_neighbours_are(writer: Load) -> None:
+    model, _ = writer("llama")
+    keywords = {"temperature": 1.5, "seed": 7, "max_new_tokens": 12}
+    for more in ({}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3}):
+        alone = Driver(model).one(CORPUS[1], **keywords, **more)
+        noise = [{"temperature": 2.0}, {"top_k": 3, "temperature": 0.5}, {"logprobs": 2}, {"n": 2}]
+        jobs: Iterator[Any] = iter(
+            [
+                *((number, each, noise[number % 4]) for number, each in enumerate(make_prompts(8))),
+                ("same", CORPUS[1], {**keywords, **more}),
+            ]
+        )
+        assert Driver(model).run(jobs)["same"]["text"] == alone["text"]
+    other = Driver(model).one(CORPUS[1], **{**keywords, "seed": 8})
+    assert other["text"] != Driver(model).one(CORPUS[1], **keywords)["text"]
+
+
+def test_repetition_penalty_is_that_of_generate(writer: Load) -> None:
+    model, plain = writer("llama")
+    ids = plain.tokenizer(CORPUS[2], return_tensors="pt")["input_ids"]
+    whole = plain.model.generate(ids, max_new_tokens=15, do_sample=False, repetition_penalty=1.8)
+    result = Driver(model).one(CORPUS[2], max_new_tokens=15, repetition_penalty=1.8)
+    assert result["text"] == plain.text(whole[0, ids.shape[1] :].tolist())
+
+
+def test_stop_string_ends_the_text_and_is_never_shown(writer: Load) -> None:
+    model, _ = writer("llama")
+    text = Driver(model).one(CORPUS[0], max_new_tokens=20)["text"]
+    stop = text[6:9]
+    driver = Driver(model)
+    result = driver.one(CORPUS[0], max_new_tokens=20, stop=["never so", stop])
+    assert result["text"] == text[: text.index(stop)]
+    assert result["finish_reason"] == "stop"
+    assert "".join(piece["text"] for piece in driver.pieces["one"]) == result["text"]
+
+
+def test_end_token_ends_the_text_unless_it_is_ignored(writer: Load) -> None:
+    model, plain = writer("llama")
+    end = plain.write(CORPUS[0], 5)[3]
+    usual, model._endings = model._endings, frozenset([end])
+    try:
+        result = Driver(model).one(CORPUS[0], max_new_tokens=9)
+        assert (result["finish_reason"], result["tokens_out"]) == ("stop", 4)
+        ignored = Driver(model).one(CORPUS[0], max_new_tokens=9, ignore_eos=True)
+        assert (ignored["finish_reason"], ignored["tokens_out"]) == ("length", 9)
+    finally:
+        model._endings = usual
+
+
+def test_n_texts_are_as_many_draws_and_their_pieces_say_which(writer: Load) -> None:
+    model, _ = writer("llama")
+    driver = Driver(model)
+    result = driver.one(CORPUS[3], n=20, temperature=1.0, seed=1, max_new_tokens=6)
+    texts = [choice["text"] for choice in Generation.model_validate(result).model_dump()["choices"]]
+    assert len(texts) == 20
+    assert len(set(texts)) > 10
+    for number, text in enumerate(texts):
+        own = [piece["text"] for piece in driver.pieces["one"] if piece["choice"] == number]
+        assert "".join(own) == text
+    assert result["tokens_out"] <= 120
+
+
+def test_logprobs_are_those_of_a_plain_pass(writer: Load) -> None:
+    model, plain = writer("llama")
+    result = Driver(model).one(CORPUS[1], logprobs=3, max_new_tokens=6, ignore_eos=True)
+    prompt = plain.tokenizer(CORPUS[1])["input_ids"]
+    written = [each["id"] for each in result["logprobs"]]
+    with torch.no_grad():
+        logits = plain.model(torch.tensor([prompt + written])).logits[0]
+    for at, each in enumerate(result["logprobs"], len(prompt) - 1):
+        expected = logits[at].log_softmax(-1)
+        assert each["logprob"] == pytest.approx(float(expected[each["id"]]), abs=1e-4)
+        assert [top[1] for top in each["top"]] == expected.topk(3).indices.tolist()
+        assert each["top"][0][2] == pytest.approx(float(expected.max()), abs=1e-4)
+
+
+@pytest.mark.parametrize("after", [1, 5, 11])
+@pytest.mark.parametrize("keywords", [{}, {"temperature": 1.0, "seed": 3, "n": 2, "logprobs": 1}])
+def test_resumed_job_goes_on_behind_its_pieces(
+    after: int, keywords: dict[str, Any], writer: Load
+) -> None:
+    model, _ = writer("llama")
+    whole = Driver(model)
+    expected = whole.one(CORPUS[2], max_new_tokens=12, **keywords)
+    known = whole.pieces["one"][:after]
+    again = Driver(model)
+    result = again.one(CORPUS[2], known, max_new_tokens=12, **keywords)
+    del expected["timings"], result["timings"]
+    for each in [*expected.get("choices", ()), *result.get("choices", ())]:
+        for token in each.pop("logprobs"):
+            assert token["logprob"] <= 0
+    assert result == expected
+    texts = [piece["text"] for piece in [*known, *again.pieces["one"]]]
+    assert sorted("".join(texts)) == sorted("".join(p["text"] for p in whole.pieces["one"]))
+
+
+def test_memory_that_runs_out_in_a_step_costs_no_job(
+    writer: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = writer("llama", slots=5)
+    compute = paged_batch.PagedBatch.forward
+    steps = iter(range(1000))
+
+    def forward(batch: Any) -> Any:
+        if next(steps) in (3, 7):
+            batch._processor.prepare_next_batch()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return compute(batch)
+
+    before = model._batch.cache_tokens
+    monkeypatch.setattr(paged_batch.PagedBatch, "forward", forward)
+    prompts = make_prompts(12)
+    outcomes = Driver(model).run((each, each, {"max_new_tokens": 9}) for each in prompts)
+    for prompt in prompts:
+        assert outcomes[prompt]["text"] == plain.text(plain.write(prompt, 9))
+    assert model._batch.cache_tokens < before
+
+
+def test_job_that_has_no_memory_alone_fails_and_the_next_one_runs(
+    writer: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = writer("llama", slots=3)
+
+    def forward(batch: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(paged_batch.PagedBatch, "forward", forward)
+        driver = Driver(model)
+        failed = driver.one(CORPUS[0], max_new_tokens=4)
+        assert isinstance(failed.exception, OutOfMemory)
+        # With several, the process ends, and they run again in smaller groups.
+        driver.join("a", "some")
+        driver.join("b", "more")
+        with pytest.raises(MemoryError):
+            driver.step_until_idle()
+    model._jobs.clear()
+    model._batch.build()
+    assert Driver(model).one(CORPUS[0], max_new_tokens=4)["text"] == plain.text(
+        plain.write(CORPUS[0], 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("item", "keywords", "says"),
+    [
+        ("", {}, "prompt: is empty"),
+        (7, {}, "item: must be a prompt, or the messages of a chat, not int"),
+        ([1, 100_000], {}, "token ids: 100000 at position 1"),
+        ("a " * 400, {}, "are more than max_length = 160"),
+        ("a b", {"max_new_tokens": 500}, "max_length = 160; shorten it, or lower max_new_tokens"),
+        ({"messages": []}, {}, "messages: must be a list with at least one message"),
+        ({"prompt": "a"}, {}, "item: has 'prompt'"),
+        ([{"role": "asistant", "content": "a"}], {}, "messages[0].role = 'asistant': there are"),
+        ([{"role": "developer", "content": "a"}], {}, "refuses them: no developer here"),
+        ([{"role": "user"}], {}, "messages[0].content: must be a text, not NoneType"),
+        (["a"], {}, "token ids: position 0 has a str"),
+        ("a", {"temperatur": 1}, "keyword temperatur: no such keyword"),
+        ("a", {"temperature": -1}, "keyword temperature = -1"),
+        ("a", {"top_p": 0}, "keyword top_p = 0"),
+        ("a", {"n": 1000}, "keyword n = 1000"),
+        ("a", {"stop": [""]}, "keyword stop"),
+        ("a", {"logprobs": 1000}, "keyword logprobs = 1000"),
+    ],
+)
+def test_bad_input_is_refused_by_name(
+    item: Any, keywords: dict[str, Any], says: str, writer: Load
+) -> None:
+    model, _ = writer("llama")
+    assert says in refusal(Driver(model).one(item, **keywords))
+
+
+def test_prompt_that_the_cache_cannot_hold_is_refused(writer: Load) -> None:
+    model, _ = writer("llama", cache_tokens=64)
+    problem = refusal(Driver(model).one(CORPUS[0] * 3, max_new_tokens=32))
+    assert "cache_tokens = 64" in problem
+
+
+def test_chat_goes_through_the_template_of_the_model(writer: Load) -> None:
+    model, plain = writer("llama")
+    messages = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "rain"}, {"type": "text", "text": "!"}],
+        }
+    ]
+    expected = "[tools 1] user : rain! [SEP] assistant : "
+    chat = {"messages": messages, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    (prepared,) = model.preprocess([chat])
+    assert prepared.tokens == plain.tokenizer(expected)["input_ids"]
+    assert Driver(model).one(messages, max_new_tokens=3)["tokens_out"] == 3
+
+
+def test_chat_without_a_template_is_refused(load: Load, tmp_path: Path) -> None:
+    folder = save_writer(tmp_path / "plain")
+    (folder / "chat_template.jinja").unlink()
+    model = load("generation", folder)
+    problem = refusal(Driver(model).one([{"role": "user", "content": "a"}]))
+    assert problem == "messages: the model has no chat template; send a prompt"
+
+
+def test_models_that_write_no_texts_are_refused(build: Build, load: Load, tmp_path: Path) -> None:
+    for architecture, kind in (("bert", "BertModel"), ("llama", "LlamaModel"), ("t5", "T5Model")):
+        with pytest.raises(ModelLoadError, match=f"is a {kind}, and generation takes decoders"):
+            load("generation", build(architecture))
+    (tmp_path / "weights.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelLoadError, match=r"pip install gguf"):
+        load("generation", tmp_path / "weights.gguf")
+
+
+def test_output_that_is_not_finite_fails_its_job_alone(
+    load: Load, tmp_path: Path, copied: Copy
+) -> None:
+    model = load("generation", save_writer(tmp_path / "writer"))
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight[5] = float("nan")
+    outcomes = Driver(model).run(
+        iter([("bad", [5, 6], {}), ("good", [6, 7], {"max_new_tokens": 1})])
+    )
+    assert "not finite" in str(outcomes["bad"].exception)
+    assert outcomes["good"]["tokens_out"] == 1

@@ -1,0 +1,58 @@
+-- Appends pieces to the streams of jobs whose leases are held, and says which jobs nobody reads any
+-- more. If the leases are on another server, held.lua has asked for them there.
+-- include result.lua
+--
+-- KEYS[1]   ZSET    workers, of the broker's database; see commit.lua. Empty where there are no leases.
+-- KEYS[2]   HASH    lease:<worker>, of the broker's database; see commit.lua.
+-- KEYS[3..] STREAM  for each job <prefix>batchery-pieces:<task id>, of the result backend's database:
+--                   entries {p: JSON} with the ids 1-0, 2-0... and at the end {end: ""}. Made by who
+--                   sends the job, with an entry 0-1; written here and, at the job's end, by whoever
+--                   stores its result; read by any number of readers; expires as the result does, and
+--                   at most an hour after the end.
+--           STRING  and its <prefix>batchery-reader:<task id>. Made by who sends the job, its time to
+--                   live is renewed by readers; goes when the sender gives the job up, or expires.
+-- ARGV      worker id, number of the backend's database, number of the broker's (empty if the leases
+--           are on another server), maximum pieces of a stream, milliseconds to live that a reader key
+--           must have, tokens with spaces between; then for each job the number of its first piece,
+--           how many there are, and the pieces.
+-- Returns   a digit for each job: 1 written, 0 fenced, 2 its readers have gone, 3 it has no stream.
+--           Nil if this server does not know the worker: the broker is another one, or the worker is
+--           fenced.
+local worker, backend, broker = ARGV[1], ARGV[2], ARGV[3]
+local workers, leases, most, least_ms = KEYS[1], KEYS[2], ARGV[4], tonumber(ARGV[5])
+local has_leases, tokens = broker ~= '', words(ARGV[6])
+local count, held = (#KEYS - 2) / 2, {}
+if has_leases then
+  if not use(broker, backend) or not is_known(workers, leases, worker) then
+    return false
+  end
+  for i = 1, count do
+    held[i] = redis.call('HEXISTS', leases, tokens[i]) == 1
+  end
+  use(backend, broker)
+else
+  begin_to_write(leases)
+end
+
+local answers, at = {}, 7
+for i = 1, count do
+  local stream, reader = KEYS[2 * i + 1], KEYS[2 * i + 2]
+  local first, pieces = tonumber(ARGV[at]), tonumber(ARGV[at + 1])
+  local left_ms = redis.call('PTTL', reader)
+  if has_leases and not held[i] then
+    answers[i] = 0
+  elseif redis.call('EXISTS', stream) == 0 then
+    answers[i] = 3
+  elseif left_ms ~= -1 and left_ms < least_ms then
+    answers[i] = 2
+  else
+    answers[i] = 1
+    for n = 0, pieces - 1 do
+      -- Redis refuses an id that is not above the last one: it has this piece already.
+      local id = string.format('%d-0', first + n)
+      redis.pcall('XADD', stream, 'MAXLEN', '~', most, id, 'p', ARGV[at + 2 + n])
+    end
+  end
+  at = at + 2 + pieces
+end
+return table.concat(answers)

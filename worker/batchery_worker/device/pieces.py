@@ -1,0 +1,355 @@
+"""Partial results of jobs on their way from a device to the streams that their readers follow.
+
+One thread writes, one script for all that has gathered since the last one: while Redis is away the
+pieces wait, and the device goes on. Each write is fenced by the leases of its jobs. Its answer also
+says which jobs nobody reads any more.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import redis
+from celery.backends.redis import RedisBackend
+from kombu.utils import json
+
+from batchery.errors import UnserialisableResult
+from batchery.execution.batch import Receive, refuse_value
+from batchery.outcomes import Failed, Partial
+from batchery.protocol.pieces import (
+    PIECE,
+    READER_S,
+    mark_ended,
+    piece_number,
+    pieces_key,
+    reader_key,
+)
+from batchery_worker.commit.committer import CommitStatus, RetryingRedis, get_database
+from batchery_worker.ipc.messages import PieceContext, Work
+
+logger = logging.getLogger("batchery.device")
+
+#: Maximum number of pieces per call of the script, during which Redis serves nobody else.
+MAX_PIECES_PER_SCRIPT = 2000
+
+#: How often readers are looked for while no job makes pieces, in seconds.
+PROBE_S = 1.0
+
+#: Why nothing is written of a job that has no stream: nobody has ever read it.
+UNREAD = "unread"
+
+#: Answers of the script, by their digits, after which nothing more is written of a job: another
+#: worker has it, or its readers have gone, so that nobody wants it.
+REFUSALS = {"0": CommitStatus.FENCED, "2": CommitStatus.REVOKED, "3": UNREAD}
+
+
+class StreamedJob:
+    """A job that somebody may read.
+
+    Attributes:
+        refusal: Why nothing more is written, one of `REFUSALS`; else empty.
+        number: Number of the last piece that was given to the writer; set it to 0 where the job
+            begins anew.
+    """
+
+    def __init__(self, work_id: int, task_id: str, token: str, context: PieceContext) -> None:
+        self.work_id, self.task_id, self.token, self.context = work_id, task_id, token, context
+        self.refusal = ""
+        self.number = 0
+        #: Number of the last piece that waits or was sent.
+        self._last = 0
+        #: In JSON; the last one has the number `_last`.
+        self._waiting: deque[bytes] = deque(maxlen=context.max_pieces)
+        self.is_sending = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are pieces to write."""
+        return bool(self._waiting)
+
+    def add(self, piece: bytes) -> None:
+        """Adds the next piece, unless an earlier run has sent it."""
+        self.number += 1
+        if self.number > self._last and not self.refusal:
+            self._last = self.number
+            self._waiting.append(piece)
+
+    def skip(self, number: int) -> None:
+        """Goes on after a piece that an earlier run has sent."""
+        self.number = self._last = number
+
+    def take(self, count: int) -> tuple[int, list[bytes]]:
+        """Takes so many waiting pieces, and the number of the first one."""
+        first = self._last - len(self._waiting) + 1
+        return first, [self._waiting.popleft() for _ in range(min(count, len(self._waiting)))]
+
+    def refuse(self, refusal: str) -> None:
+        """Ends the stream; what waits is dropped."""
+        self.refusal = refusal
+        self._waiting.clear()
+
+
+class PieceWriter:
+    """Writes the pieces of a device's jobs; its thread starts with the first job that has any."""
+
+    def __init__(self, backend: Any, connect_broker: Callable[[], Any]) -> None:
+        """Does not connect yet.
+
+        Args:
+            backend: Celery's result backend; pieces are written if it is one for Redis.
+            connect_broker: Makes a client of the broker's database, if that is on another server.
+        """
+        self._backend = backend
+        self._results = RetryingRedis(
+            lambda: backend._create_client(**backend.connparams), lambda: None
+        )
+        self._broker = RetryingRedis(connect_broker, lambda: None)
+        #: Guards the jobs; notified when there is something to write, and when it is written.
+        self._changed = threading.Condition()
+        #: The streamed jobs of each batch, by their indexes in it.
+        self._open: dict[int, dict[int, StreamedJob]] = {}
+        #: Jobs with pieces that wait, by task id; those of one worker id are written together.
+        self._waiting: dict[str, StreamedJob] = {}
+        #: Batches whose job the device must drop, and why; those that it does not know yet.
+        self._refused: dict[int, Failed | CommitStatus] = {}
+        self._thread: threading.Thread | None = None
+        #: Id of a worker that the backend's server does not know.
+        self._elsewhere = ""
+
+    def open(self, work: Work) -> Mapping[int, StreamedJob]:
+        """The streamed jobs of a batch, by their indexes in it; until `end`."""
+        context = work.pieces
+        if context is None or not isinstance(self._backend, RedisBackend):
+            return {}
+        jobs = {
+            index: StreamedJob(work.id, work.jobs[index][0], token, context)
+            for index, token in context.tokens.items()
+        }
+        with self._changed:
+            self._open[work.id] = jobs
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="batchery-pieces", daemon=True
+                )
+                self._thread.start()
+        return jobs
+
+    def read(self, work: Work) -> list[Any]:
+        """Opens a batch of one job; the pieces that earlier runs of that job have sent.
+
+        The job goes on after them. Waits as long as Redis is away.
+
+        Returns:
+            All of them, in order; empty if there are none, or not all are there any more. Then the
+            job must begin anew, and what its readers have is not sent again.
+        """
+        for job in self.open(work).values():
+            if job.task_id not in job.context.resumed:
+                continue
+            key = pieces_key(self._backend, job.task_id)
+            entries, _ = self._results.attempt(partial(_read_all, key), "-")
+            pieces = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
+            if [number for number, _ in pieces] == list(range(1, len(pieces) + 1)):
+                job.skip(len(pieces))
+                return [json.loads(piece) for _, piece in pieces]
+        return []
+
+    def receive(self, work: Work) -> Receive:
+        """Takes the partial results of a batch function; see `run_function`."""
+        streamed = self._open.get(work.id, {})
+        owners = [index for index, (_, items, _) in enumerate(work.jobs) for _ in items]
+
+        def begin(part: range) -> Callable[[Partial], None]:
+            jobs = [streamed.get(owners[position]) for position in part] if streamed else []
+            for job in jobs:
+                if job is not None:
+                    job.number = 0
+
+            def take(piece: Partial) -> None:
+                job = jobs[piece.index] if jobs else None
+                if job is not None:
+                    self._add([(job, [_encode(piece.piece)])])
+
+            return take
+
+        return begin
+
+    def write(self, pieces: Mapping[int, Sequence[Any]]) -> Mapping[int, Failed | CommitStatus]:
+        """Writes what a step has made of jobs, soon; does not wait.
+
+        Args:
+            pieces: By `Work.id`, of batches of one job.
+
+        Returns:
+            The jobs that must leave their slots, by `Work.id`, if they have not left by now:
+            `FENCED` where another worker has the job, `REVOKED` where nobody reads it any more, a
+            failure where JSON cannot write a piece.
+        """
+        refused, self._refused = self._refused, {}
+        encoded: list[tuple[StreamedJob, Sequence[bytes]]] = []
+        for work_id, each in pieces.items():
+            try:
+                texts = list(map(_encode, each))
+                encoded += [(job, texts) for job in self._open.get(work_id, {}).values()]
+            except UnserialisableResult as error:
+                refused[work_id] = Failed(error)
+        if encoded:
+            self._add(encoded)
+        return refused
+
+    def flush(self, work: Work) -> None:
+        """Waits until all pieces of a batch are written, as long as Redis is away."""
+        if work.id in self._open:
+            jobs = self._open[work.id].values()
+            with self._changed:
+                self._changed.wait_for(lambda: not any(job.waits or job.is_sending for job in jobs))
+
+    def end(self, work: Work, statuses: Sequence[str]) -> None:
+        """Forgets a batch, and tells the readers of its jobs whose results are stored."""
+        if work.id not in self._open:
+            return
+        with self._changed:
+            jobs = self._open.pop(work.id)
+            self._refused.pop(work.id, None)
+        stored = [
+            job.task_id
+            for index, job in jobs.items()
+            if statuses[index] == CommitStatus.COMMITTED and job.refusal != UNREAD
+        ]
+        if stored:
+            with suppress(redis.RedisError, OSError):  # Readers also look for results.
+                mark_ended(self._results.client, self._backend, stored)
+
+    def _add(self, pieces: Iterable[tuple[StreamedJob, Sequence[bytes]]]) -> None:
+        with self._changed:
+            for job, each in pieces:
+                for piece in each:
+                    job.add(piece)
+                if job.waits:
+                    self._waiting[job.task_id] = job
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._changed.wait_for(
+                    lambda: self._waiting, PROBE_S if self._open else None
+                ):
+                    # Readers may go while a job makes no pieces.
+                    jobs = [job for each in self._open.values() for job in each.values()]
+                    self._waiting = {job.task_id: job for job in jobs if not job.refusal}
+                    continue
+                context = next(iter(self._waiting.values())).context
+                taken = self._take(context)
+            answers = self._write(context, taken)
+            with self._changed:
+                for job, answer in zip(taken, answers, strict=True):
+                    job.is_sending = False
+                    if answer in REFUSALS:
+                        job.refuse(REFUSALS[answer])
+                        if job.refusal != UNREAD:
+                            self._refused[job.work_id] = CommitStatus(job.refusal)
+                self._changed.notify_all()
+
+    def _take(self, context: PieceContext) -> dict[StreamedJob, tuple[int, list[bytes]]]:
+        """Takes what waits of the jobs whose leases are those of this one."""
+        left, taken = MAX_PIECES_PER_SCRIPT, dict[StreamedJob, tuple[int, list[bytes]]]()
+        same = [job for job in self._waiting.values() if job.context.worker == context.worker]
+        for job in islice(same, MAX_PIECES_PER_SCRIPT):
+            taken[job] = _, pieces = job.take(left)
+            job.is_sending = True
+            left -= len(pieces)
+            if not job.waits:
+                del self._waiting[job.task_id]
+            if not left:
+                break
+        return taken
+
+    def _write(
+        self, context: PieceContext, taken: Mapping[StreamedJob, tuple[int, list[bytes]]]
+    ) -> str:
+        """Writes pieces, as long as Redis is away; a digit for each job."""
+        try:
+            if context.worker and context.worker != self._elsewhere:
+                answer = self._call(context, taken, context.broker_db)
+                if answer is not None:
+                    return answer
+                self._elsewhere = context.worker
+            return self._write_in_steps(context, taken)
+        except Exception:
+            # The jobs go on, and their results tell everything.
+            logger.exception("pieces of %d jobs cannot be written, and are dropped", len(taken))
+            return "3" * len(taken)
+
+    def _write_in_steps(
+        self, context: PieceContext, taken: Mapping[StreamedJob, tuple[int, list[bytes]]]
+    ) -> str:
+        """Writes where the leases are on another server, or where there are none."""
+        if not context.worker:
+            return self._call(context, taken, None) or ""
+        keys, tokens = (context.workers_key, context.lease_key), " ".join(j.token for j in taken)
+        held, _ = self._broker.attempt(
+            lambda broker: broker.scripts.run_once("held", keys, context.worker, tokens),
+            context.lease_key,
+        )
+        if held is None:
+            # This worker counts as dead; who has its jobs now writes their pieces.
+            self._broker.disconnect()
+            return "3" * len(taken)
+        is_held = dict(zip(taken, held.decode(), strict=True))
+        ours = {job: each for job, each in taken.items() if is_held[job] == "1"}
+        answers = iter(self._call(context, ours, None) or "")
+        return "".join(next(answers) if job in ours else "0" for job in taken)
+
+    def _call(
+        self,
+        context: PieceContext,
+        taken: Mapping[StreamedJob, tuple[int, list[bytes]]],
+        broker_db: int | None,
+    ) -> str | None:
+        """Runs the script; a digit for each job, None if this server does not know the worker.
+
+        Args:
+            context: That of the jobs.
+            taken: Their pieces, each with the number of the first one.
+            broker_db: Number of the broker's database; None if that is on another server.
+        """
+        if not taken:
+            return ""
+        keys: list[Any] = [context.workers_key, context.lease_key]
+        args: list[Any] = [
+            context.worker,
+            get_database(self._results.client),
+            "" if broker_db is None else broker_db,
+            context.max_pieces,
+            int((READER_S - context.grace_s) * 1000),
+            " ".join(job.token for job in taken),
+        ]
+        for job, (first, pieces) in taken.items():
+            keys += pieces_key(self._backend, job.task_id), reader_key(self._backend, job.task_id)
+            args += (first, len(pieces), *pieces)
+        answer, _ = self._results.attempt(
+            lambda results: results.scripts.run_once("pieces", keys, *args), context.lease_key
+        )
+        return None if answer is None else bytes(answer).decode()
+
+
+def _read_all(key: bytes, results: RetryingRedis) -> Any:
+    return results.client.xrange(key)
+
+
+def _encode(piece: Any) -> bytes:
+    """A piece as JSON.
+
+    Raises:
+        UnserialisableResult: JSON cannot write it.
+    """
+    try:
+        return json.dumps(piece).encode()
+    except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
+        raise refuse_value(piece, error).exception from None
