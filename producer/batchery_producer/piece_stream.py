@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from batchery.errors import BatcheryError, GaveUp, NoResult
 from batchery_producer.answers import Answer, build_exception
@@ -80,6 +80,12 @@ class FollowedJob:
     def is_over(self) -> bool:
         """Whether nothing more will be read."""
         return self._is_over
+
+    def leave(self) -> None:
+        """Reads no further; the job goes on if somebody follows it within the grace time."""
+        self._is_over = True
+        if self._reader is not None:
+            self._reader.drop([cast(Any, self)])
 
     def _take(self) -> Piece | None:
         """The next piece that has come; None at the end.
@@ -170,9 +176,7 @@ class PieceStream(FollowedJob):
         """Reads no further, and cancels the job if it has not ended; not one that is followed."""
         if self._is_over:
             return
-        self._is_over = True
-        if self._reader is not None:
-            self._reader.drop([self])
+        self.leave()
         if self._cancel is not None:
             with suppress(Exception):  # Nobody waits for it, and it ends after the grace time.
                 self._cancel()
@@ -242,10 +246,8 @@ class AsyncPieceStream(FollowedJob):
         """Reads no further, and cancels the job if it has not ended; not one that is followed."""
         if self._is_over:
             return
-        self._is_over = True
+        self.leave()
         self._arrived.set()
-        if self._reader is not None:
-            self._reader.drop([self])
         if self._cancel is not None:
             self._cancel()
 

@@ -2,17 +2,29 @@
 
 import os
 import time
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from celery import Celery
-from celery.result import AsyncResult
 
-from batchery import BatchTask, Failed, Partial, RetryAfter, install
+from batchery import (
+    Advance,
+    BatchTask,
+    Failed,
+    Partial,
+    RetryAfter,
+    StepModel,
+    install,
+    register,
+)
 
-app = install(Celery("streaming", set_as_current=False), stream_grace_s=5)
+app = install(Celery("streaming", set_as_current=False), stream_grace_s=5, stream_max_pieces=1000)
 app.conf.worker_hijack_root_logger = False
+app.conf.broker_transport_options = {"lease_expiry_s": 1.5}
+
+#: How long a step takes, in seconds.
+STEP_S = 0.005
 
 
 @app.task(shared=False, base=BatchTask, max_batch_size=64)
@@ -105,10 +117,56 @@ def silent(items: list[Any]) -> list[Any]:
     return items
 
 
-@app.task(shared=False, base=BatchTask, bind=True)
-def relay(self: BatchTask, items: list[Any]) -> list[Any]:
-    return [type(self.request).__name__, *items][: len(items)]
+@app.task(shared=False, base=BatchTask, cache="1")
+def cached(words: list[str]) -> Generator[Partial, None, list[str]]:
+    for index, word in enumerate(words):
+        yield Partial(index, word)
+    return [word.upper() for word in words]
 
 
-def result(task_id: str) -> AsyncResult[Any]:
-    return AsyncResult(task_id, app=app)
+@app.task(shared=False)
+def shout(word: str) -> str:
+    return word.upper()
+
+
+class Speller(StepModel):
+    """Each step is one letter of each text. A text goes on after the letters that were sent."""
+
+    slots = 8
+
+    def load(self, device: str) -> None:
+        self.items: dict[int, dict[str, Any]] = {}
+
+    def join(self, slot: int, prepared: str, pieces: Sequence[Any], **keywords: Any) -> None:
+        self.items[slot] = {
+            "text": prepared,
+            "at": len(pieces),
+            "resumed": "".join(pieces),
+            **keywords,
+        }
+
+    def leave(self, slot: int) -> None:
+        del self.items[slot]
+
+    def step(self) -> list[Advance]:
+        time.sleep(STEP_S)
+        told = []
+        for slot, item in list(self.items.items()):
+            # Half of the text, then a gate.
+            gate, text = item.get("gate"), item["text"]
+            if gate and item["at"] >= len(text) // 2 and not Path(gate).exists():
+                continue
+            if item["at"] < len(text):
+                told.append(Advance(slot, piece=text[item["at"]]))
+                item["at"] += 1
+                continue
+            del self.items[slot]
+            told.append(
+                Advance(
+                    slot, outcome={"text": text, "resumed": item["resumed"], "pid": os.getpid()}
+                )
+            )
+        return told
+
+
+speller = register(app, "speller", Speller)

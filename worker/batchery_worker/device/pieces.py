@@ -38,7 +38,7 @@ logger = logging.getLogger("batchery.device")
 MAX_PIECES_PER_SCRIPT = 2000
 
 #: How often readers are looked for while no job makes pieces, in seconds.
-PROBE_S = 1.0
+PROBE_S = 0.2
 
 #: Why nothing is written of a job that has no stream: nobody has ever read it.
 UNREAD = "unread"
