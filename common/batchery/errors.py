@@ -22,6 +22,7 @@ BatcheryError
     ├── WrongLength             the function returned more or fewer outcomes than items
     ├── UnserialisableResult    the outcome cannot be written as JSON
     ├── OutOfMemory             the device has no memory for this item alone
+    ├── ServerFailed            the server that computes it is away, refuses, or sends nonsense
     ├── DeadlineExceeded        the job could not make its deadline, and was not begun
     └── DeviceDied              the job killed its device process or worker, each time alone
 ```
@@ -122,6 +123,10 @@ class UnserialisableResult(ItemError):
 
 class OutOfMemory(ItemError):
     """The device has no memory for this item, even alone."""
+
+
+class ServerFailed(ItemError):
+    """The server that computes this item is away, refuses, or sends what cannot be read."""
 
 
 class DeadlineExceeded(ItemError):

@@ -38,6 +38,15 @@ KINDS = {
     "generation": "batchery_worker.models.generation.model:GenerationModel",
 }
 
+#: The same for what computes texts.
+ENGINES = {
+    "transformers": KINDS["generation"],
+    "openai": "batchery_worker.models.openai_server.model:OpenAIServerModel",
+}
+
+#: Maximum jobs at once by engine, where the settings say nothing: a server takes hundreds.
+SLOTS = {"transformers": 16, "openai": 256}
+
 
 def install(app: Celery, **settings: Any) -> Celery:
     """Makes an app able to run batch tasks; ordinary tasks and clients notice nothing.
@@ -159,13 +168,13 @@ def _register_builtin(app: Celery, name: str, settings: ModelSettings) -> None:
     register(
         app,
         name,
-        KINDS[settings.kind],
+        ENGINES[settings.engine] if has_slots else KINDS[settings.kind],
         queue=settings.queue,
         model_aliases=",".join(settings.aliases) or None,
         options={"settings": settings},
         # The rest of the version is the model's own: see `Model.identity`.
         cache="built-in" if settings.cache else None,
-        slots=(settings.slots or StepModel.slots) if has_slots else None,
+        slots=(settings.slots or SLOTS[settings.engine]) if has_slots else None,
         # `max_batch_tokens` is the model's own matter there.
         **{each: getattr(settings, each) for each in (() if has_slots else TASK_OPTIONS)},
     )

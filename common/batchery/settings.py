@@ -26,6 +26,7 @@ from pydantic_settings import SettingsError as JsonError
 
 from batchery.errors import SettingsError
 from batchery.gateway_settings import GatewaySettings
+from batchery.generation_settings import GenerationSettings
 
 __all__ = ["LOWEST_PRIORITY", "ModelSettings", "PriorityClass", "Settings"]
 
@@ -100,7 +101,7 @@ TASK_OPTIONS = (
 )
 
 
-class ModelSettings(BaseModel):
+class ModelSettings(GenerationSettings, BaseModel):
     """One model, which becomes a Celery task with its own queue."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
@@ -122,9 +123,6 @@ class ModelSettings(BaseModel):
         str,
         Field(min_length=1, description="A local folder, or a model id of the Hugging Face hub."),
     ]
-    engine: Annotated[
-        Literal["transformers"], Field(description="Generation: what computes the texts.")
-    ] = "transformers"
     revision: Annotated[
         str | None, Field(description="Branch, tag or commit of the model on the hub.")
     ] = None
@@ -222,20 +220,6 @@ class ModelSettings(BaseModel):
         bool | None,
         Field(
             description="Classification: labels are independent; the config decides where unset."
-        ),
-    ] = None
-    slots: Annotated[
-        int | None, Field(gt=0, description="Generation: maximum jobs at once; 16 where unset.")
-    ] = None
-    max_new_tokens: Annotated[
-        int, Field(gt=0, description="Generation: maximum tokens of a text, if the job says none.")
-    ] = 256
-    cache_tokens: Annotated[
-        int | None,
-        Field(
-            gt=0,
-            description="Generation: keys and values of so many tokens are kept, of all jobs"
-            " together; by the free memory if unset.",
         ),
     ] = None
 
@@ -531,6 +515,13 @@ def describe_file() -> str:
     """For the log: which file was read, or where there is none."""
     path = settings_file()
     return str(path.absolute()) if path.exists() else f"there is no {path.absolute()}"
+
+
+def read_secret(variable: str) -> str:
+    """The value of a variable that a setting names. Raises SettingsError: it is not set."""
+    if value := os.environ.get(variable):
+        return value
+    raise SettingsError(f"environment variable {variable}: a setting names it; set it")
 
 
 def _refuse_missing_file() -> None:

@@ -1,6 +1,5 @@
 """The kind `generation` with the engine `transformers`."""
 
-import itertools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -10,19 +9,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from batchery.errors import InvalidItem, ModelLoadError, OutOfMemory, StartError
+from batchery.errors import ModelLoadError, OutOfMemory
 from batchery.execution.bisect_failures import is_out_of_memory
-from batchery.model import Advance, StepModel
+from batchery.model import Advance
 from batchery.outcomes import Failed
-from batchery.settings import ModelSettings
-from batchery_worker.models.generation.prompts import Prompts, ending_tokens, make_decoder
+from batchery_worker.models.generation.generator import TextGenerator
 from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
-from batchery_worker.models.generation.texts import Prompt, SlotJob, SlotText
-from batchery_worker.models.hardware.devices import device_named, dtype_for, settle_cuda
+from batchery_worker.models.generation.texts import SlotJob, SlotText
+from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
-from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
-from batchery_worker.models.source import ModelSource, identity, quiet, reason
-from batchery_worker.models.tokenizer import load_tokenizer, longest_text
+from batchery_worker.models.source import ModelSource, identity, reason
+from batchery_worker.models.tokenizer import longest_text
 
 try:
     from batchery_worker.models.generation.paged_batch import (
@@ -45,23 +42,16 @@ UNLIMITED_TOKENS = 32_768
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.1}
 
 
-class GenerationModel(StepModel):
+class GenerationModel(TextGenerator):
     """Writes texts with any decoder of transformers, by continuous batching.
 
-    Items: see `Prompts.read`. Keywords of a job: see `GenerationKeywords`. A result has the shape
-    of `batchery.Generation`; pieces have its `text`, and `tokens`.
+    Keywords of a job: see `GenerationKeywords`.
     """
+
+    takes_gguf = True
 
     #: Of transformers.
     model: Any
-    tokenizer: Any
-
-    def __init__(self, settings: ModelSettings) -> None:
-        self.settings = settings
-        self.slots = settings.slots or StepModel.slots
-        self._jobs: dict[int, SlotJob] = {}
-        self._texts: dict[str, SlotText] = {}
-        self._serials = itertools.count()
 
     def load(self, device: str) -> None:
         """Loads tokenizer and weights, allocates the cache, and compares it with a plain pass.
@@ -71,22 +61,13 @@ class GenerationModel(StepModel):
                 there is no memory for it; one line says which.
             DeviceUnavailable: There is no such device.
         """
-        self._device = device_named(device)
-        if self._device.type == "cuda":
-            settle_cuda()
-        try:
-            with quiet():
-                self._load(ModelSource(self.settings, takes_gguf=True))
-        except StartError:
-            raise
-        except Exception as error:
-            raise ModelLoadError(f"model {self.settings.model!r}: {reason(error)}") from error
+        super().load(device)
 
     def _load(self, source: ModelSource) -> None:
-        self._source = source
+        if self._device.type == "cuda":
+            settle_cuda()
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._check_config(config)
-        self.tokenizer = load_tokenizer(source)
         loader: Any = AutoModelForCausalLM
         self.model, info = loader.from_pretrained(
             source.name,
@@ -103,11 +84,8 @@ class GenerationModel(StepModel):
         if self.settings.quantize != "none":
             quantize(self.settings.model, self.model, self.settings.quantize, self._device)
         self.model.to(self._device).eval()
-        self._endings = ending_tokens(self.model, self.tokenizer)
-        self._penalty = float(self.model.generation_config.repetition_penalty or 1.0)
-        self._decode = make_decoder(self.tokenizer)
         embedded = self.model.get_input_embeddings().weight.shape[0]
-        self._prompts = Prompts(self.tokenizer, embedded, self.settings.max_chars)
+        self._read_tokenizer(source, self.model.generation_config, embedded)
         found = longest_text(self.settings, source, self.tokenizer, self.model)
         self.max_length = found or UNLIMITED_TOKENS
         self._open_batch()
@@ -156,7 +134,11 @@ class GenerationModel(StepModel):
     @torch.no_grad()
     def _plain_logits(self, tokens: list[int]) -> Tensor:
         inputs = torch.tensor([tokens], device=self._device)
+        attention = self.model.config._attn_implementation
+        if attention == "paged|eager":
+            self.model.set_attn_implementation("eager")
         logits: Tensor = self.model(inputs, use_cache=False).logits[0, -1].float()
+        self.model.set_attn_implementation(attention)
         return logits
 
     def _paged_logits(self, tokens: list[int]) -> Tensor:
@@ -174,48 +156,8 @@ class GenerationModel(StepModel):
         run = {"device": self._device.type, "dtype": str(self.model.dtype)}
         return identity(self.settings, self._source, run, self.model)
 
-    def preprocess(self, items: Sequence[Any], **keywords: Any) -> list[Any]:
-        """Reads items and keywords.
-
-        Returns:
-            A `Prompt` per item; `Failed` with an `InvalidItem` for each that cannot run.
-        """
-        prepared: list[Any] = []
-        for item in items:
-            try:
-                content, own = split_options(item)
-                options = read_keywords(GenerationKeywords, {**keywords, **own})
-                prepared.append(self._prompt(self._prompts.read(content), options))
-            except InvalidItem as error:
-                prepared.append(Failed(InvalidItem(str(error))))
-        return prepared
-
-    def _prompt(self, tokens: list[int], options: GenerationKeywords) -> Prompt:
-        limits = {"cache_tokens": self._batch.capacity, "max_length": self.max_length}
-        name = min(limits, key=limits.__getitem__)
-        room = limits[name] - len(tokens)
-        if room < (options.max_new_tokens or 1):
-            raise InvalidItem(
-                f"prompt: its {len(tokens)} tokens and {options.max_new_tokens or 1} new ones are"
-                f" more than {name} = {limits[name]}; shorten it"
-                + (", or lower max_new_tokens" if options.max_new_tokens else "")
-            )
-        wanted = options.max_new_tokens or min(self.settings.max_new_tokens, room)
-        return Prompt(tokens, options, wanted)
-
-    def tokens(self, prepared: Prompt) -> int:
-        """Length of the prompt."""
-        return len(prepared.tokens)
-
-    def join(self, slot: int, prepared: Prompt, pieces: Sequence[Any], **_: Any) -> None:
-        """Takes a job in; see `StepModel.join`."""
-        # The cache may have become smaller.
-        self._prompt(prepared.tokens, prepared.options)
-        job = SlotJob(slot, next(self._serials), prepared, self._decode)
-        for text in job.texts:
-            text.resume(pieces, self._endings)
-        self._jobs[slot] = job
-        self._add(job)
+    def _limits(self) -> dict[str, int]:
+        return {"cache_tokens": self._batch.capacity, "max_length": self.max_length}
 
     def _add(self, job: SlotJob) -> None:
         penalty = job.prompt.options.repetition_penalty or self._penalty
@@ -226,19 +168,15 @@ class GenerationModel(StepModel):
                 self._texts[text.name] = text
                 self._batch.add(text.name, text.known_tokens())
 
-    def leave(self, slot: int) -> None:
-        """Drops a job; see `StepModel.leave`."""
-        for text in self._jobs.pop(slot).texts:
-            if self._texts.pop(text.name, None) is not None:
-                self._batch.drop(text.name)
+    def _drop(self, name: str) -> None:
+        self._batch.drop(name)
 
     def step(self) -> list[Advance]:
         """Computes the next token of each text.
 
         Where the memory is short, the cache becomes smaller, and all texts go on from their tokens.
         """
-        # A job that came with all its pieces, but without its result.
-        advances = [self._end(job) for job in list(self._jobs.values()) if job.has_ended]
+        advances = self._end_resumed()
         try:
             names, logits = self._batch.forward()
             texts = [self._texts[name] for name in names]
@@ -250,7 +188,10 @@ class GenerationModel(StepModel):
         else:
             self._batch.accept([max(token, 0) for token in tokens])
             for text, token in zip(texts, tokens, strict=True):
-                advances += self._advance(text, token)
+                if token != NO_TOKEN:
+                    advances += self._advance(text, token)
+            if NO_TOKEN in tokens:
+                advances += self._weed_out()
             return advances
         return advances + self._shrink(failure)
 
@@ -261,46 +202,34 @@ class GenerationModel(StepModel):
         tokens = choose_tokens(logits, samplings)
         widths = [text.prompt.options.logprobs for text in texts]
         rows = [row for row, width in enumerate(widths) if width is not None]
+        rows = [row for row in rows if tokens[row] != NO_TOKEN]
         if rows:
             width = max(each for each in widths if each is not None)
-            chosen = [max(tokens[row], 0) for row in rows]
+            chosen = [tokens[row] for row in rows]
             values = zip(*logprobs(logits[rows], chosen, width), strict=True)
             for row, token, (own, likeliest, theirs) in zip(rows, chosen, values, strict=True):
                 top = list(zip(likeliest, theirs, strict=True))[: widths[row]]
-                texts[row].logprobs.append(
-                    {
-                        "token": self.tokenizer.decode([token]),
-                        "id": token,
-                        "logprob": own,
-                        "top": [
-                            [self.tokenizer.decode([each]), each, value] for each, value in top
-                        ],
-                    }
-                )
+                self._note_logprob(texts[row], token, own, top)
         return tokens
 
-    def _advance(self, text: SlotText, token: int) -> list[Advance]:
-        """What became of a text; nothing if its job has ended in this step."""
-        job = self._jobs.get(text.slot)
-        if job is None or text not in job.texts:
-            return []
-        if token == NO_TOKEN:
-            self.leave(job.slot)
-            problem = f"the model's output is not finite in {self.model.dtype}"
-            return [Advance(job.slot, outcome=Failed(problem))]
-        job.note_token()
-        piece = text.piece(text.add(token, self._endings))
-        advances = [] if piece is None else [Advance(job.slot, piece)]
-        if text.finish_reason is not None:
-            del self._texts[text.name]
-            self._batch.drop(text.name)
-            if job.has_ended:
-                advances.append(self._end(job))
-        return advances
+    def _weed_out(self) -> list[Advance]:
+        """Fails the jobs whose own output is not finite.
 
-    def _end(self, job: SlotJob) -> Advance:
-        del self._jobs[job.slot]
-        return Advance(job.slot, outcome=job.result())
+        In attention a number that is not finite spoils all texts of the step, and what the cache
+        keeps of them. So all texts go on from their tokens, with a new cache.
+        """
+        jobs = list(self._jobs.values())
+        self._texts.clear()
+        self._batch.build()
+        advances = []
+        for job in jobs:
+            growing = [text for text in job.texts if text.finish_reason is None]
+            if all(self._plain_logits(text.known_tokens()).isfinite().all() for text in growing):
+                self._add(job)
+            else:
+                problem = f"the model's output is not finite in {self.model.dtype}"
+                advances.append(self._fail(job, problem))
+        return advances
 
     def _shrink(self, failure: str) -> list[Advance]:
         """Goes on with a smaller cache; a job that is alone and has no memory even so, fails."""

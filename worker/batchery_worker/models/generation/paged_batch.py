@@ -71,7 +71,9 @@ class PagedBatch:
         self.build()
 
     def build(self) -> None:
-        """Allocates the cache; see `__init__` for its errors."""
+        """Allocates a new cache, without any text; see `__init__` for its errors."""
+        # The old cache must be gone before the new one is there.
+        self._processor = self._logits = None
         config = ContinuousBatchingConfig(
             page_size=PAGE_TOKENS,
             num_blocks=ceil(self.cache_tokens / PAGE_TOKENS),
@@ -144,7 +146,6 @@ class PagedBatch:
         Returns:
             Whether anything could be made smaller.
         """
-        # The old cache must be gone before the new one is there.
         self._processor = self._logits = None
         before = self.cache_tokens, self.step_tokens
         needed = min(self.cache_tokens, ceil(needed_tokens / PAGE_TOKENS) * PAGE_TOKENS)

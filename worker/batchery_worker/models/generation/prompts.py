@@ -116,9 +116,9 @@ def make_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
     )
 
 
-def ending_tokens(model: Any, tokenizer: Any) -> frozenset[int]:
+def ending_tokens(defaults: Any, tokenizer: Any) -> frozenset[int]:
     """The tokens with which a text ends."""
-    known = model.generation_config.eos_token_id
+    known = defaults.eos_token_id
     if known is None:
         known = tokenizer.eos_token_id
     several: Sequence[int] = known if isinstance(known, (list, tuple)) else [known]

@@ -91,9 +91,13 @@ class SlotText:
         elif len(self.tokens) >= self.prompt.max_new_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None:
-            released += self._growing.finish()
-            if self._growing.has_stopped:
-                self.finish_reason = "stop"
+            released += self.end(self.finish_reason)
+        return released
+
+    def end(self, reason: str) -> str:
+        """Ends it; returns the text that was held back."""
+        released = self._growing.finish()
+        self.finish_reason = "stop" if self._growing.has_stopped else reason
         return released
 
     def resume(self, pieces: Sequence[Mapping[str, Any]], endings: frozenset[int]) -> None:

@@ -1,0 +1,390 @@
+"""The engine `openai` against a real server that misbehaves."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from batchery.errors import InvalidItem, ModelLoadError, ServerFailed, SettingsError
+from batchery.settings import ModelSettings
+from batchery_worker.devstack.redis_server import free_port
+from batchery_worker.models.openai_server.model import OpenAIServerModel
+from support.harness import TESTS, wait_for
+from support.openai_server import (
+    Call,
+    Cut,
+    OpenAIServer,
+    cut_after,
+    echo,
+    pause_after,
+    raw,
+    status,
+)
+from support.patience import patient
+from support.step_driver import StepDriver, find_errors
+
+Start = Callable[..., StepDriver]
+
+
+@pytest.fixture
+def server() -> Iterator[OpenAIServer]:
+    with OpenAIServer() as made:
+        yield made
+
+
+@pytest.fixture
+def start(server: OpenAIServer) -> Iterator[Start]:
+    """Loads models that ask the server."""
+    models: list[OpenAIServerModel] = []
+
+    def load(**settings: Any) -> StepDriver:
+        fields = {"base_url": server.url, "server_retry_s": patient(10), **settings}
+        model = OpenAIServerModel(
+            ModelSettings(kind="generation", engine="openai", model="tiny", **fields)
+        )
+        model.load("cpu")
+        models.append(model)
+        return StepDriver(model)
+
+    yield load
+    for model in models:
+        model.unload()
+
+
+@pytest.fixture
+def driver(start: Start) -> StepDriver:
+    return start()
+
+
+def test_prompt_and_chat_go_to_their_routes_with_keywords_by_openais_names(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    result = driver.run("one two", max_new_tokens=7, stop=["x"], seed=3, top_k=5)
+    assert result["text"] == "ONE TWO "
+    assert result["finish_reason"] == "stop"
+    assert (result["tokens_in"], result["tokens_out"]) == (3, 2)
+    assert 0 < result["timings"]["first_token_ms"] <= result["timings"]["total_ms"]
+    assert driver.text(0) == "ONE TWO "
+
+    messages = [{"role": "user", "content": "hello"}]
+    schema = {"type": "json_object"}
+    chat = {"messages": messages, "options": {"temperature": 0.5, "n": 2}}
+    extra = {"min_p": 0.1, "max_tokens": None}
+    result = driver.run(chat, temperature=1.0, response_format=schema, extra_body=extra)
+    assert [each["text"] for each in result["choices"]] == ["HELLO ", "HELLO "]
+    assert [piece["choice"] for piece in driver.pieces[1]] == [0, 1]
+
+    first, second = server.asked
+    shared = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
+    assert first.path == "/v1/completions"
+    assert first.body == {
+        **shared,
+        "prompt": "one two",
+        "max_tokens": 7,
+        "temperature": 0,
+        "stop": ["x"],
+        "seed": 3,
+        "top_k": 5,
+    }
+    assert second.path == "/v1/chat/completions"
+    assert second.body == {
+        **shared,
+        "messages": messages,
+        "temperature": 0.5,
+        "n": 2,
+        "response_format": schema,
+        "min_p": 0.1,
+    }
+    # The connection is used again.
+    assert server.connections == 1
+
+
+def test_tool_calls_and_log_probabilities_come_in_the_result(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    def delta(delta: Any, **others: Any) -> Any:
+        return {"choices": [{"index": 0, "delta": delta, "finish_reason": None, **others}]}
+
+    def call(**function: str) -> Any:
+        return {"tool_calls": [{"index": 0, "function": function}]}
+
+    first = call(name="add", arguments="")
+    first["tool_calls"][0] |= {"id": "call_1", "type": "function"}
+    end = {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]}
+    server.replies["add"] = [
+        raw(
+            delta({"role": "assistant", "content": None}),
+            delta({"reasoning_content": "Hm"}),
+            delta({"reasoning_content": "m."}),
+            *(delta(first), delta(call(arguments='{"a":')), delta(call(arguments="1}"))),
+            end,
+            then=Call.done,
+        )
+    ]
+    result = driver.run([{"role": "user", "content": "add"}], tools=[{"type": "function"}])
+    assert result["finish_reason"] == "tool_calls"
+    made = {"name": "add", "arguments": '{"a":1}'}
+    assert result["message"] == {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Hmm.",
+        "tool_calls": [{"id": "call_1", "type": "function", "function": made}],
+    }
+    assert len(driver.pieces[0]) == 5
+    assert driver.pieces[0][2] == {"text": "", "delta": first}
+
+    likely = {"token": "a", "logprob": -0.1, "top_logprobs": [{"token": "b", "logprob": -2}]}
+    of_chat = delta({"content": "a"}, logprobs={"content": [likely]})
+    server.replies["chat"] = [raw(of_chat, end, then=Call.done)]
+    result = driver.run([{"role": "user", "content": "chat"}], logprobs=1)
+    told = [{"token": "a", "id": None, "logprob": -0.1, "top": [["b", None, -2]]}]
+    assert result["logprobs"] == driver.pieces[1][0]["logprobs"] == told
+    assert server.asked[-1].body["logprobs"] is True
+    assert server.asked[-1].body["top_logprobs"] == 1
+
+
+def test_busy_and_failing_server_is_asked_again_as_late_as_it_says(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    server.replies["busy"] = [status(429, retry_after="1"), echo]
+    server.replies["broken"] = [status(500), status(503), echo]
+    server.replies["hung up"] = [cut_after("HUNG"), echo]
+    server.replies["breaks off"] = [raw({"error": {"message": "overloaded", "code": 503}}), echo]
+    slots = [driver.join(prompt) for prompt in server.replies]
+    texts = [each["text"] for each in driver.wait(*slots)]
+    assert texts == ["BUSY ", "BROKEN ", "HUNG UP ", "BREAKS OFF "]
+    # Nothing is repeated for those who stream.
+    assert driver.text(slots[2]) == "HUNG UP "
+    first, second = (asked.at_s for asked in server.asked if asked.prompt == "busy")
+    assert second - first >= 1
+
+
+def test_refusals_fail_at_once_and_say_why(server: OpenAIServer, driver: StepDriver) -> None:
+    server.replies["who"] = [status(401, "bad key")]
+    server.replies["where"] = [status(404, "no model tiny")]
+    server.replies["what"] = [status(400, "top_k is not supported")]
+    server.replies["money"] = [
+        raw({"error": {"message": "too long", "code": 400}}, content_type="text/event-stream")
+    ]
+    server.replies["later"] = [status(429, retry_after="86400")]
+    server.replies["elsewhere"] = [status(307, location="http://127.0.0.1:1/")]
+    began_s = time.monotonic()
+    outcomes = driver.wait(*[driver.join(prompt) for prompt in server.replies])
+    assert time.monotonic() - began_s < patient(5)
+    errors = find_errors(outcomes)
+    assert f"server {server.url}/: it answered 401: bad key; check api_key_env" == errors[0]
+    assert "404: no model tiny; check base_url and model" in errors[1]
+    assert isinstance(outcomes[2].exception, InvalidItem)
+    assert "400: top_k is not supported" in errors[2]
+    assert "it broke off: too long" in errors[3]
+    assert "it asks for a pause of 86400 s" in errors[4]
+    assert "it answered 307" in errors[5]
+    assert len(server.asked) == 6
+    with pytest.raises(InvalidItem, match="keyword top_q: no such keyword"):
+        driver.run("a text", top_q=1)
+    with pytest.raises(InvalidItem, match="not empty"):
+        driver.run({"messages": []})
+
+
+async def endless_line(call: Call) -> None:
+    await call.head()
+    await call.part(b"data: ")
+    while True:
+        await call.part(b"x" * 65536)
+        await asyncio.sleep(0.001)
+
+
+async def endless_text(call: Call) -> None:
+    await call.head()
+    while True:
+        await call.part(b'data: {"choices": [{"text": "word "}]}\n\n' * 100)
+        await asyncio.sleep(0.01)
+
+
+async def endless_comments(call: Call) -> None:
+    await call.head()
+    while True:
+        await call.part(b": still here\n\n")
+        await asyncio.sleep(0.01)
+
+
+async def nonsense(call: Call) -> None:
+    await call.send(b"SSH-2.0-OpenSSH_9.6\r\n")
+    raise Cut
+
+
+LIES: dict[str, tuple[Any, str]] = {
+    "json": (raw("{not json"), r"none of a completion: \{not json"),
+    "list": (raw([1, 2]), r"none of a completion: \[1, 2\]"),
+    "types": (raw({"choices": [{"index": "no"}]}), "none of a completion"),
+    "text": (raw({"choices": [{"text": ["a"]}]}), "none of a completion"),
+    "delta": (raw({"choices": [{"delta": {"content": 5}}]}), "none of a completion"),
+    "calls": (raw({"choices": [{"delta": {"tool_calls": [5]}}]}), "none of a completion"),
+    "logprobs": (raw({"choices": [{"logprobs": {"content": [5]}}]}), "none of a completion"),
+    "choice": (raw({"choices": [{"index": 9, "text": "a"}]}), "none of a completion"),
+    "usage": (raw({"usage": {"prompt_tokens": -1}}), "none of a completion"),
+    "page": (raw("<html>", content_type="text/html"), "no stream of events: .*'text/html'"),
+    "nothing": (raw("[DONE]"), "ended its stream without a finish_reason"),
+    "line": (endless_line, "no stream of events: .*limit"),
+    "endless": (endless_text, "goes on after 1048576 characters"),
+    "comments": (endless_comments, "it sent nothing new for .*; gave up"),
+    "silent": (pause_after("a", 60), "it sent nothing new for .*; gave up"),
+    "protocol": (nonsense, "gave up after"),
+    "cut": (cut_after("CUT"), "its stream ended before|incomplete.*gave up after"),
+}
+
+
+def test_lying_and_slow_servers_fail_their_own_job_in_one_line(
+    server: OpenAIServer, start: Start
+) -> None:
+    driver = start(server_timeout_s=patient(2), server_retry_s=1)
+    server.replies.update({name: [reply] for name, (reply, _) in LIES.items()})
+    slots = [driver.join(name) for name in LIES]
+    good = driver.join("still fine")
+    outcomes = driver.wait()
+    assert outcomes[good]["text"] == "STILL FINE "
+    errors = find_errors(outcomes)
+    assert sorted(errors) == slots
+    for (name, (_, expected)), slot in zip(LIES.items(), slots, strict=True):
+        assert re.search(expected, errors[slot]), f"{name}: {errors[slot]}"
+        assert isinstance(outcomes[slot].exception, ServerFailed)
+        assert "\n" not in errors[slot]
+        assert len(errors[slot]) < 400
+    wait_for(lambda: server.running == 0, "all their connections are closed")
+
+
+def test_second_stream_goes_on_only_from_what_readers_have(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    server.replies["differs"] = [cut_after("SOMETHING"), echo]
+    slot = driver.join("differs")
+    (outcome,) = driver.wait(slot)
+    assert "does not go on from what readers have" in str(outcome.exception)
+    assert driver.text(slot) == "SOMETHING "
+
+    # Where nobody streams, it need not agree.
+    driver.model.is_streamed = False  # type: ignore[attr-defined]
+    server.replies["nobody"] = [cut_after("SOMETHING"), echo]
+    slot = driver.join("nobody")
+    assert driver.wait(slot)[0]["text"] == "NOBODY "
+    assert driver.pieces[slot] == []
+
+    # Pieces of a worker that has died.
+    slot = driver.join("go on here", [{"text": "GO "}, {"text": "ON "}])
+    assert driver.wait(slot)[0]["text"] == "GO ON HERE "
+    assert driver.text(slot) == "HERE "
+
+
+def test_server_that_is_away_is_waited_for_and_then_named(start: Start) -> None:
+    url = f"http://127.0.0.1:{free_port()}/v1"
+    driver = start(base_url=url, server_retry_s=1)
+    with pytest.raises(ServerFailed, match=rf"{url}.*attempts.*; gave up after \d attempts, as"):
+        driver.run("anybody")
+    with pytest.raises(ModelLoadError, match="needs a base_url"):
+        start(base_url=None)
+
+
+def test_api_key_comes_from_the_variable_that_the_setting_names(
+    server: OpenAIServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINY_KEY", "sk-abc")
+    start(api_key_env="TINY_KEY").run("hello")
+    assert server.asked[0].headers["authorization"] == "bearer sk-abc"
+    with pytest.raises(SettingsError, match="variable NO_KEY: a setting names it"):
+        start(api_key_env="NO_KEY")
+
+
+def test_two_hundred_jobs_run_at_once_and_those_that_leave_hang_up(
+    server: OpenAIServer, driver: StepDriver
+) -> None:
+    slow = pause_after("a", 600)
+    server.replies = {f"slow {number}": [slow] for number in range(200)}
+    slots = [driver.join(prompt) for prompt in server.replies]
+
+    def all_began() -> bool:
+        driver.step()
+        return all(driver.pieces.values())
+
+    wait_for(all_began, "all have their first piece")
+    assert server.running == 200
+    assert driver.run("in between")["text"] == "IN BETWEEN "
+    for slot in slots:
+        driver.model.leave(slot)
+    wait_for(lambda: server.running == 0, "the server notices that nobody waits")
+    driver.step()
+    assert not driver.outcomes.keys() & set(slots)
+
+
+# Asks for as much as it may, for some seconds.
+ASK = """
+import sys, time
+from celery import Celery
+from batchery import install
+install(Celery("limited", broker=sys.argv[1])).set_default()
+from batchery.settings import ModelSettings
+from batchery_worker.models.openai_server.model import OpenAIServerModel
+from support.step_driver import StepDriver
+model = OpenAIServerModel(ModelSettings(
+    kind="generation", engine="openai", model="tiny", base_url=sys.argv[2],
+    **{sys.argv[3]: int(sys.argv[4])},
+))
+model.load("cpu")
+driver = StepDriver(model)
+for number in range(100):
+    driver.join(f"{sys.argv[5]} {number}", max_new_tokens=int(sys.argv[6]))
+while True:
+    driver.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "per_minute", "max_new_tokens", "at_once"),
+    [
+        # A tenth of a minute's worth may leave at once; the rest comes evenly.
+        ("max_requests_per_minute", 200, 5, 20),
+        # Estimated at about 130 each, they take 50: the others are given back.
+        ("max_tokens_per_minute", 10_000, 100, 20),
+    ],
+)
+def test_limits_hold_for_all_processes_together(
+    server: OpenAIServer,
+    redis_url: str,
+    setting: str,
+    per_minute: int,
+    max_new_tokens: int,
+    at_once: int,
+) -> None:
+    async def reply(call: Call) -> None:
+        await call.head()
+        await call.words("a")
+        await call.done(tokens_in=30, tokens_out=20)
+
+    names = ("left", "right")
+    server.replies = {f"{name} {number}": [reply] for name in names for number in range(100)}
+    command = [sys.executable, "-c", textwrap.dedent(ASK), redis_url, server.url, setting]
+    processes = [
+        subprocess.Popen([*command, str(per_minute), name, str(max_new_tokens)], cwd=TESTS)
+        for name in names
+    ]
+    try:
+        wait_for(lambda: len(server.asked) >= at_once + 20, "both ask", patient(60))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    times_s = [asked.at_s for asked in server.asked]
+    per_s = 0.9 * 200 / 60
+    for first, begin_s in enumerate(times_s):
+        for count, end_s in enumerate(times_s[first:], 1):
+            # One more, as they take a moment from the bucket to the server.
+            assert count <= at_once + per_s * (end_s - begin_s) + 2
+    took_s = times_s[-1] - times_s[0]
+    assert took_s < patient(3 * 20 / per_s)
+    assert set(Counter(asked.prompt.split()[0] for asked in server.asked)) == set(names)

@@ -1,0 +1,104 @@
+"""Items and keywords as a server takes them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from batchery.errors import InvalidItem
+from batchery.settings import ModelSettings
+from batchery_worker.models.inputs import GenerationKeywords, Keywords, check_text, read_keywords
+from batchery_worker.models.openai_server.exchange import ServerPrompt
+
+#: Characters of a token, about, until the server has counted.
+CHARS_PER_TOKEN = 4
+
+
+class ServerKeywords(GenerationKeywords):
+    """Keywords of a job; a server refuses those that it does not know.
+
+    Attributes:
+        response_format: The form of the answer, such as a JSON schema, as OpenAI has it.
+        tools: Functions that the model may call, as OpenAI has them.
+        tool_choice: Which of them it must call.
+        extra_body: More fields of the request, which outrank all others; None leaves one out.
+    """
+
+    response_format: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    extra_body: dict[str, Any] | None = None
+
+
+class ServerItem(Keywords):
+    """An item that is a dictionary.
+
+    Attributes:
+        prompt: A text, or its tokens.
+        messages: A chat; either this or `prompt`.
+        tools: As the keyword.
+        tool_choice: As the keyword.
+        options: Keywords of this item alone, which outrank those of the job.
+    """
+
+    prompt: str | list[int] | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    options: dict[str, Any] | None = None
+
+
+def read_prompt(item: Any, keywords: Mapping[str, Any], settings: ModelSettings) -> ServerPrompt:
+    """The request for an item.
+
+    Args:
+        item: A text, its tokens, a list of messages, or a dictionary as `ServerItem`.
+        keywords: Keywords of its job.
+        settings: The model's.
+
+    Raises:
+        InvalidItem: The item or one of the keywords is wrong; names it.
+    """
+    read = read_item(item)
+    own = {"tools": read.tools, "tool_choice": read.tool_choice}
+    own = {name: value for name, value in own.items() if value is not None}
+    options = read_keywords(ServerKeywords, {**keywords, **own, **(read.options or {})})
+    body = options.model_dump(exclude={"extra_body", "max_new_tokens"}, exclude_unset=True)
+    body["max_tokens"] = options.max_new_tokens or settings.max_new_tokens
+    body["temperature"] = options.temperature
+    body["stream_options"] = {"include_usage": True}
+    if read.messages and options.logprobs is not None:
+        body |= {"logprobs": True, "top_logprobs": options.logprobs}
+    body |= options.extra_body or {}
+    body |= {"prompt": read.prompt, "messages": read.messages}
+    body |= {"model": settings.model, "stream": True}
+    body = {name: value for name, value in body.items() if value is not None}
+    text = json.dumps(body, ensure_ascii=False)
+    check_text("item", text, settings.max_chars)
+    max_tokens = (options.max_new_tokens or settings.max_new_tokens) * options.n
+    return ServerPrompt(
+        path="chat/completions" if read.messages else "completions",
+        content=text.encode(),
+        choices=options.n,
+        max_tokens=max_tokens,
+        tokens=len(text) // CHARS_PER_TOKEN + max_tokens,
+    )
+
+
+def read_item(item: Any) -> ServerItem:
+    """The parts of an item.
+
+    Raises:
+        InvalidItem: It is none; names what is wrong.
+    """
+    is_chat = isinstance(item, list) and item and isinstance(item[0], dict)
+    fields = item if isinstance(item, dict) else {"messages" if is_chat else "prompt": item}
+    try:
+        read = ServerItem.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidItem(f"item.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    if bool(read.prompt) == bool(read.messages):
+        raise InvalidItem("item: must be a prompt, or the messages of a chat, and not empty")
+    return read
