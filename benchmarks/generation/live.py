@@ -88,10 +88,12 @@ def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict
 
 
 @contextlib.asynccontextmanager
-async def feeding(client: AsyncClient, priority: int, callers: int) -> AsyncIterator[list[Ended]]:
+async def feeding(
+    client: AsyncClient, priority: int, options: argparse.Namespace
+) -> AsyncIterator[list[Ended]]:
     """Keeps so many jobs of bulk waiting or running, and cancels them at the end of the block."""
     ended: list[Ended] = []
-    texts = cycle(draw_texts(BULK_TEXTS, seed=f"bulk {priority}"))
+    texts = cycle(draw_texts(BULK_TEXTS, options.longest, f"bulk {priority}"))
     call = client.task(CHAT, priority=priority)
 
     async def caller() -> None:
@@ -102,7 +104,7 @@ async def feeding(client: AsyncClient, priority: int, callers: int) -> AsyncIter
             ended.append(Ended(end_s - total_s, end_s, result["tokens_out"]))
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(caller()) for _ in range(callers)]
+        tasks = [group.create_task(caller()) for _ in range(CALLERS_PER_SLOT * options.slots)]
         yield ended
         for task in tasks:
             task.cancel()
@@ -115,7 +117,7 @@ async def measure_live(url: str, options: argparse.Namespace) -> dict[str, Any]:
     texts = cycle(draw_texts(BULK_TEXTS, seed="live"))
     async with AsyncClient(url) as client:
         alone = [await chat(client, next(texts)) for _ in range(5)]
-        async with feeding(client, BULK, CALLERS_PER_SLOT * options.slots) as ended:
+        async with feeding(client, BULK, options) as ended:
             await asyncio.sleep(WARM_S)
             for number in range(2 * options.stretches):
                 is_live, begin_s = number % 2 == 1, time.perf_counter()
@@ -188,10 +190,9 @@ def row_for(
 
 async def measure_shares(url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Part of the tokens that each class gets, while all of them wait without end."""
-    callers = CALLERS_PER_SLOT * options.slots
     async with AsyncClient(url) as client, contextlib.AsyncExitStack() as stack:
         ended = {
-            name: await stack.enter_async_context(feeding(client, priority, callers))
+            name: await stack.enter_async_context(feeding(client, priority, options))
             for name, (priority, _) in CLASSES.items()
         }
         await asyncio.sleep(WARM_S)

@@ -1,7 +1,7 @@
 """Reads many streams at once, in a process that may be killed: `URL LOG STREAMS PIECES [--follow]`.
 
 Each piece becomes a line of the log: its job, its id in the stream, itself, when it was read. With
-`--follow` it goes on where the log ends.
+`--follow` it goes on where the log ends. At the end it prints its processor time, without imports.
 """
 
 import asyncio
@@ -43,8 +43,9 @@ async def read_all(url: str, log: Path, streams: int, pieces: int, *, follow: bo
 def main() -> None:
     """Entry point."""
     url, log, streams, pieces, *rest = sys.argv[1:]
-    follow = rest == ["--follow"]
+    follow, used_s = rest == ["--follow"], time.process_time()
     asyncio.run(read_all(url, Path(log), int(streams), int(pieces), follow=follow))
+    print(json.dumps({"cpu_s": time.process_time() - used_s}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ Redis, reader. The readers are one process; in the last case it is killed, and a
 import argparse
 import contextlib
 import json
-import os
 import random
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -115,7 +113,7 @@ def measure_kill(streams: int, step_ms: float, seconds: float) -> dict[str, Any]
             time.sleep(0.5)
         time.sleep(random.uniform(*KILLED_AT) * pieces * step_ms / 1e3)
         reader.kill()
-        reader.wait()
+        reader.communicate()
         read_before = sum(map(len, read_log(log).values()))
         again = start_reader(served.url, log, streams, pieces, follow=True)
         await_reader(again, pieces * step_ms / 1e3 + PATIENCE_S)
@@ -129,34 +127,29 @@ def measure_kill(streams: int, step_ms: float, seconds: float) -> dict[str, Any]
 
 def start_reader(
     url: str, log: Path, streams: int, pieces: int, *, follow: bool = False
-) -> psutil.Popen:
+) -> "subprocess.Popen[str]":
     """Starts `reader.py`."""
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.generation.reader", url, str(log)]
-    numbers = [str(streams), str(pieces)]
-    return psutil.Popen(
-        [*command, *numbers, *(["--follow"] if follow else [])], cwd=ROOT, env=dict(os.environ)
-    )
+    command += [str(streams), str(pieces), *(["--follow"] if follow else [])]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def await_reader(reader: psutil.Popen, timeout_s: float) -> float:
+def await_reader(reader: "subprocess.Popen[str]", timeout_s: float) -> float:
     """Waits for its end; returns its processor time in seconds.
 
     Raises:
         SystemExit: It failed, or took too long.
     """
-    used_s, deadline_s = 0.0, time.monotonic() + timeout_s
-    while reader.poll() is None:
-        with contextlib.suppress(psutil.Error):
-            used_s = sum(reader.cpu_times()[:2])
-        if time.monotonic() > deadline_s:
-            reader.kill()
-            raise SystemExit(f"streams: the reader was not done after {timeout_s:g} s")
-        time.sleep(0.1)
+    try:
+        said, _ = reader.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        reader.kill()
+        raise SystemExit(f"streams: the reader was not done after {timeout_s:g} s") from None
     check_runs(reader)
-    return used_s
+    return float(json.loads(said)["cpu_s"])
 
 
-def check_runs(reader: "subprocess.Popen[bytes]") -> None:
+def check_runs(reader: "subprocess.Popen[str]") -> None:
     """Raises SystemExit where it has failed."""
     if reader.poll():
         raise SystemExit(f"streams: the reader ended with exit code {reader.returncode}; see above")
