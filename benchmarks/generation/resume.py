@@ -28,8 +28,11 @@ from benchmarks.generation.workload import Text, draw_texts
 #: The task.
 COUNTED = "counted"
 
-#: When the two kills of a round are: parts of the time that a round takes without any.
-KILLED_AT = (0.1, 0.8)
+#: When the two kills of a round are: once such a part of all tokens has been read.
+KILLED_AT = (0.05, 0.85)
+
+#: Pause between two looks at that, in seconds.
+LOOK_S = 0.02
 
 #: How long a round may take, in seconds: a worker starts, a lease runs out, texts go on.
 ROUND_S = 600.0
@@ -56,17 +59,17 @@ def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict
         with Served({}, options.device, {"counted": counted}) as served:
             served.wait_ready(COUNTED, *FIRST)
             began_s = time.perf_counter()
-            plain = asyncio.run(read_all(served, texts, ()))
+            plain = asyncio.run(Reading(served, texts).run((), draw))
             usual_s = time.perf_counter() - began_s
             console.print(f"{len(texts)} streams without a kill: {usual_s:.1f} s")
             rows = []
             for number in range(options.kill_rounds):
-                kills = sorted(draw.uniform(*KILLED_AT) * usual_s for _ in range(2))
+                kills = sorted(draw.uniform(*KILLED_AT) for _ in range(2))
                 before, began_s = read_counts(ledger), time.perf_counter()
-                read = asyncio.run(read_all(served, texts, kills, draw))
+                read = asyncio.run(Reading(served, texts).run(kills, draw))
                 seconds = time.perf_counter() - began_s
                 rows.append(row_for(plain, read, before, read_counts(ledger)))
-                rows[-1] |= {"kills_s": [round(each, 2) for each in kills]}
+                rows[-1] |= {"killed_at": [round(each, 2) for each in kills]}
                 rows[-1] |= {"seconds": round(seconds, 1)}
                 console.print(f"round {number + 1} of {options.kill_rounds}: {rows[-1]}")
     total = {name: sum(row[name] for row in rows) for name in FAULTS + COSTS}
@@ -81,46 +84,49 @@ def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict
     }
 
 
-async def read_all(
-    served: Served,
-    texts: Sequence[Text],
-    kills_s: Sequence[float],
-    draw: random.Random | None = None,
-) -> Sequence[Read]:
-    """Streams all texts, while device and worker are killed at these times."""
-    async with AsyncClient(served.url) as client, asyncio.timeout(ROUND_S):
-        killing = asyncio.create_task(kill(served, kills_s, draw or random.Random()))
-        read = await asyncio.gather(*(read_one(client, text) for text in texts))
-        await killing
-    return read
+class Reading:
+    """All texts of a round, streamed at once; used by one event loop."""
 
+    def __init__(self, served: Served, texts: Sequence[Text]) -> None:
+        self._served = served
+        self._texts = texts
+        #: Read so far, and of all texts.
+        self._tokens = 0
+        self._all_tokens = sum(text.max_new_tokens for text in texts)
 
-async def kill(served: Served, kills_s: Sequence[float], draw: random.Random) -> None:
-    """Kills the device once and the worker once, in any order; starts another worker."""
-    began_s, targets = time.perf_counter(), ["device", "worker"]
-    draw.shuffle(targets)
-    for at_s, target in zip(kills_s, targets, strict=False):
-        await asyncio.sleep(max(0.0, at_s - (time.perf_counter() - began_s)))
-        if target == "worker":
-            await asyncio.to_thread(served.kill_worker)
-        else:
-            while not served.kill_device():
-                # The worker starts, and has none yet.
-                await asyncio.sleep(0.1)
+    async def run(self, kills: Sequence[float], draw: random.Random) -> Sequence[Read]:
+        """Reads all texts, while device and worker are killed after these parts of the tokens."""
+        async with AsyncClient(self._served.url) as client, asyncio.timeout(ROUND_S):
+            killing = asyncio.create_task(self._kill(kills, draw))
+            read = await asyncio.gather(*(self._read(client, text) for text in self._texts))
+            await killing
+        return read
 
+    async def _kill(self, kills: Sequence[float], draw: random.Random) -> None:
+        """Kills the device once and the worker once, in any order; starts another worker."""
+        targets = ["device", "worker"]
+        draw.shuffle(targets)
+        for part, target in zip(kills, targets, strict=False):
+            while self._tokens < part * self._all_tokens:
+                await asyncio.sleep(LOOK_S)
+            if target == "worker":
+                await asyncio.to_thread(self._served.kill_worker)
+            else:
+                self._served.kill_device()
 
-async def read_one(client: AsyncClient, text: Text) -> Read:
-    """Streams one text to its end."""
-    parts, tokens = [], []
-    stream = client.task(COUNTED).stream(text.prompt, **text.keywords)
-    try:
-        async for piece in stream:
-            parts.append(piece["text"])
-            tokens += piece["tokens"]
-        result: Mapping[str, Any] = stream.result
-    except Exception as error:  # noqa: BLE001 - a job that fails is a finding, whatever the reason
-        return Read("".join(parts), tokens, None, f"{type(error).__name__}: {error}")
-    return Read("".join(parts), tokens, result)
+    async def _read(self, client: AsyncClient, text: Text) -> Read:
+        """Streams one text to its end."""
+        parts, tokens = [], []
+        stream = client.task(COUNTED).stream(text.prompt, **text.keywords)
+        try:
+            async for piece in stream:
+                parts.append(piece["text"])
+                tokens += piece["tokens"]
+                self._tokens += len(piece["tokens"])
+            result: Mapping[str, Any] = stream.result
+        except Exception as error:  # noqa: BLE001 - whatever the reason, a failure is a finding
+            return Read("".join(parts), tokens, None, f"{type(error).__name__}: {error}")
+        return Read("".join(parts), tokens, result)
 
 
 #: What must not be, and what it costs; both are summed up over all rounds.
@@ -186,7 +192,7 @@ def verdicts(jobs: int, total: Mapping[str, int]) -> list[dict[str, Any]]:
 def show(console: Console, report: Mapping[str, Any]) -> None:
     """Prints a table, ready for a page of docs."""
     heads = ("rounds", "jobs", "failed", "gaps", "repeats", "other texts", "resumed")
-    table = Table(*heads, "computed twice", "fed again", box=box.MARKDOWN)
+    table = Table(*heads, "computed twice", "fed again, without prompts", box=box.MARKDOWN)
     total, rounds = report["total"], len(report["rows"])
     of_tokens = max(rounds * report["tokens"], 1)
     table.add_row(
