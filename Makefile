@@ -23,13 +23,14 @@ PROCESSES ?= 3
 REDIS_SERVER ?=
 
 # What `make bench` measures, as docs/benchmarks.md lists it: queue, engine, engine.requests,
-# inprocess, http, load, bulk or chaos. `make bench BENCH=engine ARGS=--help` lists the options.
+# inprocess, generation, http, load, bulk or chaos. ARGS=--help lists the options of each.
 BENCH ?= queue
 
 # Versions of transformers for `make matrix`: the oldest one that packs all models, and one between.
 MATRIX ?= 5.10.4 5.16.1
 
-# `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C.
+# `make demo KEEP=1` leaves Redis, worker and Flower up until Ctrl-C; `make demo-chat KEEP=1` answers
+# what you type.
 KEEP ?=
 
 VENV := .venv
@@ -44,13 +45,16 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test vllm test-vllm mutants matrix lint docs bench gpu-check constraints clean
+.PHONY: help demo demo-chat test vllm test-vllm mutants matrix lint docs bench gpu-check constraints clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(DEMO_INSTALLED) ## embed real text through Redis, Celery and Flower (KEEP=1 leaves them up)
 	$(PY) -m benchmarks.demo $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
+
+demo-chat: $(DEMO_INSTALLED) ## ask the Python reference questions, and read answers as they are written
+	$(PY) -m benchmarks.demo_chat $(if $(filter 1,$(KEEP)),--keep) $(ARGS)
 
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
 	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
@@ -85,7 +89,7 @@ docs: $(INSTALLED) ## build the documentation as a site, in build/site/index.htm
 	cp -R README.md CHANGELOG.md CONTRIBUTING.md LICENSE docs deploy examples build/docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
-bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, engine.requests, inprocess, load, bulk or chaos)
+bench: $(INSTALLED) ## measure against others (BENCH=queue, engine, generation, http, ...)
 	$(PY) -m benchmarks.$(BENCH) $(ARGS)
 
 gpu-check: $(INSTALLED) ## what works on this GPU, in ten minutes (ARGS=--dry tries it on a CPU)

@@ -1,0 +1,235 @@
+"""Tokens per second on mixed lengths: transformers' own ways, our engine, and the whole queue."""
+
+import argparse
+import asyncio
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from batchery_producer import AsyncClient
+from benchmarks.engine.child import Child
+from benchmarks.engine.sample import cpu_by_name, cpu_since
+from benchmarks.generation.served import Served
+from benchmarks.generation.workload import Text, draw_texts
+
+#: The name of our model in the worker, and its first job.
+CHAT = "chat"
+FIRST = ("The first", {"max_new_tokens": 4})
+
+#: Tokens of one step, in all systems that have one.
+STEP_TOKENS = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One system, its texts, once."""
+
+    seconds: float
+    cpu_s: float
+    tokens: int
+    texts: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """One row."""
+
+    name: str
+    run: Callable[[Sequence[Text]], Sample]
+    #: Every so manieth of the texts, sorted by length: slow ways shall take minutes, not hours.
+    every: int = 1
+
+
+#: Name of each row of transformers -> its way in `transformers_generate.py`.
+WAYS = {
+    "one by one": "one by one",
+    "static batches, sorted by prompt": "static by prompt",
+    "static batches, sorted by length": "static by length",
+    "generate_batch": "generate_batch",
+}
+DIRECT, QUEUE = "our engine", "through the queue"
+NAMES = (*WAYS, DIRECT, QUEUE)
+
+#: Row, the row that it is compared with, and the least ratio that is claimed.
+CLAIMS = (
+    (QUEUE, "generate_batch", 0.95),
+    (DIRECT, "generate_batch", 0.95),
+    (QUEUE, "one by one", 3.0),
+    (QUEUE, "static batches, sorted by prompt", 1.0),
+    (QUEUE, "static batches, sorted by length", 1.0),
+)
+
+
+def measure(console: Console, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Runs all systems in turn, so often; returns a row for each, and verdicts."""
+    texts = draw_texts(options.texts, options.longest)
+    samples: dict[str, list[Sample]] = {}
+    with running(folder, options) as systems:
+        for number in range(options.rounds):
+            # To and fro, so that a machine that slows down slows all of them.
+            for system in systems if number % 2 == 0 else reversed(systems):
+                console.print(f"round {number + 1} of {options.rounds}: {system.name}")
+                some = sorted(texts, key=lambda text: text.max_new_tokens)[:: system.every]
+                chosen = [text for text in texts if text in set(some)]
+                samples.setdefault(system.name, []).append(system.run(chosen))
+    made: dict[str, Any] = {
+        "texts": options.texts,
+        "tokens": sum(text.max_new_tokens for text in texts),
+        "rounds": options.rounds,
+        "slots": options.slots,
+        "rows": [row_for(name, samples) for name in NAMES if name in samples],
+    }
+    return {**made, "verdicts": verdicts(samples)}
+
+
+@contextlib.contextmanager
+def running(folder: Path, options: argparse.Namespace) -> Iterator[Sequence[System]]:
+    """Starts what is measured, all models loaded, and ends it with the block."""
+    given = {
+        "--model": folder,
+        "--device": options.device,
+        "--dtype": options.dtype,
+        "--slots": options.slots,
+        "--max-length": options.max_length,
+        "--step-tokens": STEP_TOKENS,
+    }
+    wanted = [name for name in NAMES if name.startswith(tuple(options.systems or NAMES))]
+    with contextlib.ExitStack() as stack:
+        children: dict[str, Child] = {}
+        for name in wanted:
+            if name != QUEUE:
+                module = "batchery_generate" if name == DIRECT else "transformers_generate"
+                way = {"--way": WAYS[name]} if name in WAYS else {}
+                children[name] = Child(Path(sys.executable), module, {**given, **way})
+                stack.callback(children[name].stop)
+        systems = []
+        for name, child in children.items():
+            child.wait_ready()
+            every = options.one_in if name == "one by one" else 1
+            systems.append(System(name, lambda texts, child=child: run_child(child, texts), every))
+        if QUEUE in wanted:
+            served = stack.enter_context(Served({CHAT: settings(folder, options)}, options.device))
+            served.wait_ready(CHAT, *FIRST)
+            systems.append(System(QUEUE, lambda texts: run_queue(served, texts)))
+        yield systems
+
+
+def settings(folder: Path, options: argparse.Namespace) -> Mapping[str, Any]:
+    """Of the model in our worker."""
+    return {
+        "kind": "generation",
+        "model": str(folder),
+        "dtype": options.dtype,
+        "slots": options.slots,
+        "max_length": options.max_length,
+        "cache_tokens": options.slots * options.max_length,
+        "max_batch_tokens": STEP_TOKENS,
+    }
+
+
+def run_child(child: Child, texts: Sequence[Text]) -> Sample:
+    """Has a peer generate all texts."""
+    answer = child.ask({"jobs": [(text.prompt, text.max_new_tokens) for text in texts]})
+    return Sample(answer["seconds"], answer["cpu_s"], answer["tokens"], answer["texts"])
+
+
+def run_queue(served: Served, texts: Sequence[Text]) -> Sample:
+    """Sends all texts as jobs, and awaits all results."""
+    processes = served.processes()
+    used, began_s = cpu_by_name(processes), time.perf_counter()
+    results = asyncio.run(call_all(served.url, texts))
+    seconds = time.perf_counter() - began_s
+    cpu_s = sum(cpu_since(used, processes).values())
+    tokens = sum(result["tokens_out"] for result in results)
+    return Sample(seconds, cpu_s, tokens, [result["text"] for result in results])
+
+
+async def call_all(url: str, texts: Sequence[Text]) -> Sequence[Mapping[str, Any]]:
+    """The results of all texts, in order."""
+    async with AsyncClient(url) as client:
+        call = client.task(CHAT)
+        jobs = (call(text.prompt, **text.keywords) for text in texts)
+        results: list[Mapping[str, Any]] = await asyncio.gather(*jobs)
+    return results
+
+
+def row_for(name: str, samples: Mapping[str, Sequence[Sample]]) -> dict[str, Any]:
+    """Median and spread of a system, and its ratios to the others within each round."""
+    rates = speeds(samples[name])
+    return {
+        "system": name,
+        "tokens_per_s": round(statistics.median(rates), 1),
+        "spread": [round(min(rates), 1), round(max(rates), 1)],
+        "cpu_ms_per_token": round(
+            statistics.median(each.cpu_s / each.tokens * 1e3 for each in samples[name]), 2
+        ),
+        "tokens": samples[name][0].tokens,
+        "ratios": {
+            other: round(ratio(samples, name, other), 3) for other in samples if other != name
+        },
+        "same_texts": same_texts(samples, name),
+    }
+
+
+def speeds(samples: Sequence[Sample]) -> Sequence[float]:
+    """Tokens per second of each round."""
+    return [each.tokens / each.seconds for each in samples]
+
+
+def ratio(samples: Mapping[str, Sequence[Sample]], name: str, other: str) -> float:
+    """How many times as fast one is as another: the median of the rounds."""
+    pairs = zip(speeds(samples[name]), speeds(samples[other]), strict=True)
+    return statistics.median(one / two for one, two in pairs)
+
+
+def same_texts(samples: Mapping[str, Sequence[Sample]], name: str) -> str | None:
+    """How many texts are those of `generate_batch`, which computes the same in another order."""
+    if "generate_batch" not in samples:
+        return None
+    ours, theirs = samples[name][0].texts, samples["generate_batch"][0].texts
+    common = set(theirs)
+    return f"{sum(text in common for text in ours)} of {len(ours)}"
+
+
+def verdicts(samples: Mapping[str, Sequence[Sample]]) -> list[dict[str, Any]]:
+    """What is claimed, whether it holds, and what was found."""
+    return [
+        {
+            "claim": f"{name}: at least {least:g} times the tokens/s of {other}",
+            "holds": ratio(samples, name, other) >= least,
+            "found": f"{ratio(samples, name, other):.3f}",
+        }
+        for name, other, least in CLAIMS
+        if name in samples and other in samples
+    ]
+
+
+def show(console: Console, report: Mapping[str, Any]) -> None:
+    """Prints a table, ready for a page of docs."""
+    heads = ("", "tokens/s", "spread", "of generate_batch", "of one by one", "processor time")
+    table = Table(*heads, "same texts", box=box.MARKDOWN)
+    for row in report["rows"]:
+        low, high = row["spread"]
+        table.add_row(
+            row["system"],
+            f"{row['tokens_per_s']:,}",
+            f"{low:,} to {high:,}",
+            *(_times(row, other) for other in ("generate_batch", "one by one")),
+            f"{row['cpu_ms_per_token']} ms/token",
+            row["same_texts"] or "",
+        )
+    console.print(f"{report['texts']} texts, {report['tokens']:,} tokens, {report['slots']} slots")
+    console.print(table)
+
+
+def _times(row: Mapping[str, Any], other: str) -> str:
+    return f"{row['ratios'][other]:.2f}" if other in row["ratios"] else ""
