@@ -52,7 +52,7 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     """Byte by byte, as most models have it: a character may be several tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["[UNK]", "[SEP]"],
@@ -93,7 +93,8 @@ class PlainWriter:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        loader: Any = transformers.AutoModelForCausalLM
+        self.model = loader.from_pretrained(folder).eval()
 
     def write(self, prompt: str, max_new_tokens: int) -> list[int]:
         """The likeliest tokens."""

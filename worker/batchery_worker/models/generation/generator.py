@@ -11,7 +11,7 @@ from batchery.model import Advance, StepModel
 from batchery.outcomes import Failed
 from batchery.settings import ModelSettings
 from batchery_worker.models.generation.prompts import Prompts, ending_tokens, make_decoder
-from batchery_worker.models.generation.texts import Prompt, SlotJob, SlotText
+from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
 from batchery_worker.models.hardware.devices import device_named
 from batchery_worker.models.inputs import GenerationKeywords, read_keywords, split_options
 from batchery_worker.models.source import ModelSource, quiet, reason
@@ -42,7 +42,7 @@ class TextGenerator(StepModel):
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
         self.slots = settings.slots or self.slots
-        self._jobs: dict[int, SlotJob] = {}
+        self._jobs: dict[int, TextJob] = {}
         self._texts: dict[str, SlotText] = {}
         self._serials = itertools.count()
 
@@ -68,7 +68,7 @@ class TextGenerator(StepModel):
         """Starts the engine."""
         raise NotImplementedError
 
-    def _add(self, job: SlotJob) -> None:
+    def _add(self, job: TextJob) -> None:
         """Has the engine write the texts of a job that have not ended, and registers them."""
         raise NotImplementedError
 
@@ -131,7 +131,8 @@ class TextGenerator(StepModel):
         """Takes a job in; see `StepModel.join`."""
         # The cache may have become smaller.
         self._prompt(prepared.tokens, prepared.options)
-        job = SlotJob(slot, next(self._serials), prepared, self._decode)
+        job = TextJob(slot, next(self._serials), prepared, self._decode)
+        job.is_streamed = self.is_streamed
         for text in job.texts:
             text.resume(pieces, self._endings)
         self._jobs[slot] = job
@@ -158,7 +159,7 @@ class TextGenerator(StepModel):
     def _show(self, text: SlotText, released: str) -> list[Advance]:
         """A piece of a text; and the result of its job, if that has ended."""
         job = self._jobs[text.slot]
-        piece = text.piece(released)
+        piece = text.piece(released) if job.is_streamed else None
         advances = [] if piece is None else [Advance(job.slot, piece)]
         if text.finish_reason is not None:
             del self._texts[text.name]
@@ -167,11 +168,11 @@ class TextGenerator(StepModel):
                 advances.append(self._end(job))
         return advances
 
-    def _fail(self, job: SlotJob, why: Any) -> Advance:
+    def _fail(self, job: TextJob, why: Any) -> Advance:
         self.leave(job.slot)
         return Advance(job.slot, outcome=Failed(why))
 
-    def _end(self, job: SlotJob) -> Advance:
+    def _end(self, job: TextJob) -> Advance:
         del self._jobs[job.slot]
         return Advance(job.slot, outcome=job.result())
 

@@ -15,7 +15,7 @@ from batchery.model import Advance
 from batchery.outcomes import Failed
 from batchery_worker.models.generation.generator import TextGenerator
 from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
-from batchery_worker.models.generation.texts import SlotJob, SlotText
+from batchery_worker.models.generation.texts import SlotText, TextJob
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
 from batchery_worker.models.source import ModelSource, identity, reason
@@ -159,7 +159,7 @@ class GenerationModel(TextGenerator):
     def _limits(self) -> dict[str, int]:
         return {"cache_tokens": self._batch.capacity, "max_length": self.max_length}
 
-    def _add(self, job: SlotJob) -> None:
+    def _add(self, job: TextJob) -> None:
         penalty = job.prompt.options.repetition_penalty or self._penalty
         for text in job.texts:
             if text.finish_reason is None:

@@ -28,7 +28,7 @@ PAGE_TOKENS = 32
 
 #: Tokens of one step, unless the settings say: of a long prompt so many are computed in each step,
 #: and all other texts wait for them.
-STEP_TOKENS = {"cpu": 512, "mps": 512, "cuda": 2048}
+STEP_TOKENS = {"cpu": 256, "mps": 256, "cuda": 2048}
 
 #: Share of the free memory that the cache and what comes with it may take.
 MEMORY_SHARE = {"cpu": 0.25, "mps": 0.25, "cuda": 0.8}

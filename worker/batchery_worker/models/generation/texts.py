@@ -41,7 +41,7 @@ class SlotText:
         finish_reason: `stop`, or `length`; None while it grows.
     """
 
-    def __init__(self, job: "SlotJob", choice: int, decode: Decode) -> None:
+    def __init__(self, job: "TextJob", choice: int, decode: Decode) -> None:
         self.name = f"{job.serial}/{choice}"
         self.slot = job.slot
         self.choice = choice
@@ -129,7 +129,7 @@ class SlotText:
         return result
 
 
-class SlotJob:
+class TextJob:
     """A job in a slot.
 
     Attributes:
@@ -138,7 +138,10 @@ class SlotJob:
         prompt: What it asks.
         seed: Of what is drawn for it.
         texts: One, or as many as the keyword `n` says.
+        is_streamed: Whether somebody reads its pieces.
     """
+
+    is_streamed = True
 
     def __init__(self, slot: int, serial: int, prompt: Prompt, decode: Decode) -> None:
         self.slot = slot

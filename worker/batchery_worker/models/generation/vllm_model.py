@@ -14,7 +14,7 @@ from batchery.errors import InvalidItem, ItemFailed, ModelLoadError
 from batchery.model import Advance
 from batchery_worker.models.generation.generator import TextGenerator
 from batchery_worker.models.generation.sampling import draw
-from batchery_worker.models.generation.texts import SlotJob, SlotText
+from batchery_worker.models.generation.texts import TextJob, SlotText
 from batchery_worker.models.generation.vllm_process import VllmProcess, visible_gpus
 from batchery_worker.models.inputs import GenerationKeywords
 from batchery_worker.models.source import ModelSource, identity
@@ -117,7 +117,7 @@ class VllmModel(TextGenerator):
         """Ends the engine."""
         self._engine.close()
 
-    def _add(self, job: SlotJob) -> None:
+    def _add(self, job: TextJob) -> None:
         sampling = self._sampling(job)
         for text in job.texts:
             if text.finish_reason is not None:
@@ -133,7 +133,7 @@ class VllmModel(TextGenerator):
                 own["seed"] = int(draw(job.seed, text.choice, position) * SEEDS)
             self._engine.send("generate", text.name, tokens, {**sampling, **own})
 
-    def _sampling(self, job: SlotJob) -> dict[str, Any]:
+    def _sampling(self, job: TextJob) -> dict[str, Any]:
         """The parameters of vLLM that all texts of a job share."""
         options = job.prompt.options
         assert isinstance(options, VllmKeywords)

@@ -70,9 +70,22 @@ def test_result_has_the_public_type(writer: Load) -> None:
     assert 0 < result.timings.first_token_ms <= result.timings.total_ms
 
 
+def test_pieces_are_made_for_those_who_read_them(writer: Load) -> None:
+    model, _ = writer("llama")
+    read, unread = Driver(model), Driver(model)
+    text = read.one(CORPUS[0], max_new_tokens=5)["text"]
+    model.is_streamed = False
+    try:
+        assert unread.one(CORPUS[0], max_new_tokens=5)["text"] == text
+    finally:
+        model.is_streamed = True
+    assert read.pieces["one"]
+    assert not unread.pieces["one"]
+
+
 def test_seed_draws_the_same_text_whatever_the_neighbours_are(writer: Load) -> None:
     model, _ = writer("llama")
-    keywords = {"temperature": 1.5, "seed": 7, "max_new_tokens": 12}
+    keywords: dict[str, Any] = {"temperature": 1.5, "seed": 7, "max_new_tokens": 12}
     for more in ({}, {"top_k": 5}, {"top_p": 0.8}, {"repetition_penalty": 1.3}):
         alone = Driver(model).one(CORPUS[1], **keywords, **more)
         noise = [{"temperature": 2.0}, {"top_k": 3, "temperature": 0.5}, {"logprobs": 2}, {"n": 2}]
