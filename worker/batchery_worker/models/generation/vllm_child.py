@@ -166,12 +166,8 @@ async def serve(link: Any, setup: dict[str, Any]) -> int:
         link.send(json.dumps({"error": one_line(error)}).encode())
         return 1
     server = EngineServer(engine, link)
-    config = engine.vllm_config
-    ready = {
-        "version": vllm.__version__,
-        "max_model_len": config.model_config.max_model_len,
-        "vocabulary": config.model_config.get_vocab_size(),
-    }
+    longest = engine.vllm_config.model_config.max_model_len
+    ready = {"version": vllm.__version__, "max_model_len": longest}
     link.send(json.dumps({"ready": ready}).encode())
     asyncio.get_running_loop().add_reader(link.reader, server.receive)
     why = await server.ended

@@ -4,7 +4,6 @@ import json
 import logging
 from collections import deque
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -14,10 +13,10 @@ from batchery.errors import InvalidItem, ItemFailed, ModelLoadError
 from batchery.model import Advance
 from batchery_worker.models.generation.generator import TextGenerator
 from batchery_worker.models.generation.sampling import draw
-from batchery_worker.models.generation.texts import SlotJob, SlotText
+from batchery_worker.models.generation.texts import SlotText, TextJob
 from batchery_worker.models.generation.vllm_process import VllmProcess, visible_gpus
 from batchery_worker.models.inputs import GenerationKeywords
-from batchery_worker.models.source import ModelSource, identity
+from batchery_worker.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -66,28 +65,23 @@ class VllmModel(TextGenerator):
 
     def _load(self, source: ModelSource) -> None:
         settings = self.settings
-        if settings.engine_python is None:
-            raise ModelLoadError(
-                f"model {settings.model!r}: engine = 'vllm' needs engine_python, the Python of an"
-                " environment that has vllm, such as /opt/vllm/bin/python"
-            )
         if settings.quantize != "none":
             raise ModelLoadError(
                 f"model {settings.model!r}: quantize is not for the engine vllm; set"
                 " engine_options.quantization"
             )
-        self._config = AutoConfig.from_pretrained(source.name, **source.options)
+        config = AutoConfig.from_pretrained(source.name, **source.options)
         try:
             defaults = GenerationConfig.from_pretrained(source.name, **source.options)
         except OSError:
-            defaults = GenerationConfig.from_model_config(self._config)
+            defaults = GenerationConfig.from_model_config(config)
+        self._read_tokenizer(source, defaults, config.get_text_config().vocab_size)
         setup = {"options": self._options(source), "cache_tokens": settings.cache_tokens}
         gpus = visible_gpus(str(self._device), settings.engine_options)
-        self._engine = VllmProcess(settings.engine_python, setup, gpus)
+        self._engine = VllmProcess(settings.engine_python or "", setup, gpus)
         self.max_length = self._engine.facts["max_model_len"]
         #: Of texts that are computed anew: the tokens that are known already.
         self._known: dict[str, deque[int]] = {}
-        self._read_tokenizer(source, defaults, self._engine.facts["vocabulary"])
         logger.info(
             "model %s: %d slots, texts of up to %d tokens, by vLLM %s",
             *(settings.model, self.slots, self.max_length, self._engine.facts["version"]),
@@ -108,16 +102,11 @@ class VllmModel(TextGenerator):
             **settings.engine_options,
         }
 
-    def identity(self) -> str:
-        """The content of the model's files, and how it is run."""
-        run = {"device": self._device.type, "vllm": self._engine.facts["version"]}
-        return identity(self.settings, self._source, run, SimpleNamespace(config=self._config))
-
     def unload(self) -> None:
         """Ends the engine."""
         self._engine.close()
 
-    def _add(self, job: SlotJob) -> None:
+    def _add(self, job: TextJob) -> None:
         sampling = self._sampling(job)
         for text in job.texts:
             if text.finish_reason is not None:
@@ -133,7 +122,7 @@ class VllmModel(TextGenerator):
                 own["seed"] = int(draw(job.seed, text.choice, position) * SEEDS)
             self._engine.send("generate", text.name, tokens, {**sampling, **own})
 
-    def _sampling(self, job: SlotJob) -> dict[str, Any]:
+    def _sampling(self, job: TextJob) -> dict[str, Any]:
         """The parameters of vLLM that all texts of a job share."""
         options = job.prompt.options
         assert isinstance(options, VllmKeywords)
