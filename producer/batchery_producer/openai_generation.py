@@ -234,26 +234,6 @@ class CompletionUsage(TypedDict):
     total_tokens: int
 
 
-class LikelyToken(TypedDict):
-    """A token that was likely in a place."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChosenToken(LikelyToken):
-    """A token of the answer, and those that were likely in its place."""
-
-    top_logprobs: list[LikelyToken]
-
-
-class ChatLogprobs(TypedDict):
-    """How likely the tokens of a message were."""
-
-    content: list[ChosenToken]
-
-
 class AssistantMessage(TypedDict):
     """What the model said."""
 
@@ -270,7 +250,7 @@ class ChatChoice(TypedDict):
 
     index: int
     message: AssistantMessage
-    logprobs: ChatLogprobs | None
+    logprobs: dict[str, Any] | None
     finish_reason: FinishReason
 
 
@@ -285,21 +265,12 @@ class ChatCompletion(TypedDict):
     usage: CompletionUsage
 
 
-class TextLogprobs(TypedDict):
-    """How likely the tokens of a text were."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
 class TextChoice(TypedDict):
     """One text."""
 
     index: int
     text: str
-    logprobs: TextLogprobs | None
+    logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
 
 
@@ -327,7 +298,7 @@ def count_usage(results: Iterable[Mapping[str, Any]]) -> CompletionUsage:
     return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
-def _likely(token: str, logprob: float) -> LikelyToken:
+def _likely(token: str, logprob: float) -> dict[str, Any]:
     return {"token": token, "logprob": logprob, "bytes": list(token.encode(errors="replace"))}
 
 
@@ -366,7 +337,7 @@ class ChatForm:
     def _delta(self, index: int, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def logprobs(self, _: int, found: Mapping[str, Any]) -> ChatLogprobs | None:
+    def logprobs(self, _: int, found: Mapping[str, Any]) -> dict[str, Any] | None:
         """How likely the tokens of a choice or piece were."""
         if found.get("logprobs") is None:
             return None
@@ -409,7 +380,7 @@ class TextForm:
         """What comes after the last piece of a choice."""
         return self.whole(index, {"text": "", "finish_reason": choice["finish_reason"]})
 
-    def logprobs(self, index: int, found: Mapping[str, Any]) -> TextLogprobs | None:
+    def logprobs(self, index: int, found: Mapping[str, Any]) -> dict[str, Any] | None:
         """How likely the tokens of a choice or piece were."""
         tokens = found.get("logprobs")
         if tokens is None:

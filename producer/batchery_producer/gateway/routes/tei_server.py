@@ -3,7 +3,7 @@
 from collections.abc import Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Request
 from fastapi.exceptions import RequestValidationError
@@ -201,25 +201,6 @@ def _describe_type(
     return {"reranker": labels} if model.kind == "rerank" else {"classifier": labels}
 
 
-class WriterInfo(TypedDict):
-    """A model that writes and the limits of the server, as TGI tells them."""
-
-    model_id: str
-    model_sha: str | None
-    model_dtype: str
-    model_pipeline_tag: Literal["text-generation"]
-    max_concurrent_requests: Count
-    max_best_of: Count
-    max_stop_sequences: Count
-    max_input_tokens: Annotated[int, Field(ge=0, description="0 if unknown here.")]
-    max_total_tokens: Annotated[int, Field(ge=0, description="0 if unknown here.")]
-    max_client_batch_size: Count
-    router: str
-    version: str
-    sha: str | None
-    docker_label: str | None
-
-
 #: What TEI tells of a server that TGI tells, too.
 SHARED_INFO = (
     *("model_id", "model_sha", "model_dtype", "max_concurrent_requests", "max_client_batch_size"),
@@ -227,16 +208,16 @@ SHARED_INFO = (
 )
 
 
-def build_writer_info(known: ServerInfo) -> WriterInfo:
+def build_writer_info(known: ServerInfo) -> dict[str, Any]:
     """A model that writes, in TGI's words."""
     tokens = known["max_input_length"]
-    found: Any = {name: known[name] for name in SHARED_INFO}  # type: ignore[literal-required]
+    found: dict[str, Any] = {name: dict(known)[name] for name in SHARED_INFO}
     found |= {"model_pipeline_tag": "text-generation", "router": "batchery", "max_best_of": 1}
     found |= {"max_stop_sequences": 16, "max_input_tokens": tokens, "max_total_tokens": tokens}
-    return cast(WriterInfo, found)
+    return found
 
 
-@router.get("/info", response_model=ServerInfo | WriterInfo)
+@router.get("/info", response_model=ServerInfo | dict[str, Any])
 async def info(request: Request, model: ModelName = None) -> Response:
     """The first model, or the named one, and the limits of requests."""
     gateway = get_gateway(request)

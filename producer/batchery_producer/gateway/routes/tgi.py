@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_response
@@ -75,30 +75,11 @@ class GenerateRequest(RequestBody):
     ] = None
 
 
-class TgiToken(TypedDict):
-    """One token, or the tokens of one piece."""
-
-    id: int
-    text: str
-    logprob: float
-    special: bool
-
-
-class GenerateDetails(TypedDict):
-    """How a text was made."""
-
-    finish_reason: Literal["length", "eos_token"]
-    generated_tokens: int
-    seed: int | None
-    prefill: list[TgiToken]
-    tokens: list[TgiToken]
-
-
 class GenerateResponse(TypedDict):
     """How a text goes on."""
 
     generated_text: str
-    details: GenerateDetails | None
+    details: Annotated[dict[str, Any] | None, Field(description="Tokens, and why it ended.")]
 
 
 @router.post("/generate", response_model=GenerateResponse)
@@ -111,7 +92,7 @@ async def generate_text(
 
 @router.post(
     "/generate_stream",
-    response_class=EventStream,
+    response_class=StreamingResponse,
     responses={
         200: {
             "description": "An event for each piece of the text.",
@@ -146,7 +127,7 @@ async def _generate(request: Request, body: GenerateRequest, model: str | None) 
     item = {"prompt": body.inputs, "options": parameters.options(with_tokens=with_tokens)}
     check_prompts(request, [item])
     (result,) = await generate(request, served, [item])
-    details: Any = {
+    details = {
         **_describe_end(result, parameters),
         "prefill": [],
         "tokens": [_describe_token(each) for each in result.get("logprobs") or ()],
@@ -170,7 +151,7 @@ async def _list_events(
             yield write_event({"index": index, "token": _join_tokens(piece), **nothing}, id_)
         result = feed.result()
         before = prompt if parameters.return_full_text else ""
-        last: TgiToken = {"id": 0, "text": "", "logprob": 0.0, "special": True}
+        last = {"id": 0, "text": "", "logprob": 0.0, "special": True}
         yield write_event(
             {
                 "index": index + 1,
@@ -195,7 +176,7 @@ def _describe_end(result: Mapping[str, Any], parameters: GenerateParameters) -> 
     }
 
 
-def _describe_token(token: Mapping[str, Any]) -> TgiToken:
+def _describe_token(token: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "id": token["id"] or 0,
         "text": token["token"],
@@ -204,7 +185,7 @@ def _describe_token(token: Mapping[str, Any]) -> TgiToken:
     }
 
 
-def _join_tokens(piece: Mapping[str, Any]) -> TgiToken:
+def _join_tokens(piece: Mapping[str, Any]) -> dict[str, Any]:
     """The tokens of a piece as one: its last one's id, and the probability of all of them."""
     return {
         "id": (piece.get("tokens") or [0])[-1],
