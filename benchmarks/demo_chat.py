@@ -127,7 +127,7 @@ def ask_at_once(client: Client, library: Library, tokens: int) -> float:
     items = [messages(question, library.find(question)) for question in QUESTIONS]
     began_s = time.perf_counter()
     jobs = [client.task("chat").delay(each, max_new_tokens=tokens) for each in items]
-    made = sum(job.get(timeout=ANSWER_S)["tokens_out"] for job in jobs)
+    made: int = sum(job.get(timeout=ANSWER_S)["tokens_out"] for job in jobs)
     return made / (time.perf_counter() - began_s)
 
 

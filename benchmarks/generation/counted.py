@@ -28,7 +28,7 @@ class CountedModel(GenerationModel):
         if pieces:
             self._ledger.write(fed_again=sum(len(each["tokens"]) for each in pieces))
 
-    def step(self) -> Sequence[Advance]:
+    def step(self) -> list[Advance]:
         """As the kind does."""
         advances = super().step()
         self._ledger.write(

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,11 @@ def running(folder: Path, options: argparse.Namespace) -> Iterator[Sequence[Syst
         for name, child in children.items():
             child.wait_ready()
             every = options.one_in if name == "one by one" else 1
-            systems.append(System(name, lambda texts, child=child: run_child(child, texts), every))
+            systems.append(System(name, partial(run_child, child), every))
         if QUEUE in wanted:
             served = stack.enter_context(Served({CHAT: settings(folder, options)}, options.device))
             served.wait_ready(CHAT, *FIRST)
-            systems.append(System(QUEUE, lambda texts: run_queue(served, texts)))
+            systems.append(System(QUEUE, partial(run_queue, served)))
         yield systems
 
 
