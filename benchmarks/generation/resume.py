@@ -165,7 +165,7 @@ def is_short(read: Read) -> bool:
 def is_long(read: Read) -> bool:
     """Whether the stream had more than the result."""
     assert read.result is not None
-    return bool(len(read.tokens) > read.result["tokens_out"])
+    return len(read.tokens) > int(read.result["tokens_out"])
 
 
 def verdicts(jobs: int, total: Mapping[str, int]) -> list[dict[str, Any]]:

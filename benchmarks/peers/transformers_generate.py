@@ -12,14 +12,17 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     ContinuousBatchingConfig,
-    GenerationConfig,
     logging,
 )
+from transformers import GenerationConfig as _GenerationConfig
 
 from benchmarks.peers.generation_jobs import Job, answering, arguments
 from benchmarks.peers.text_peer import serve
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+#: Without types of its own.
+GenerationConfig: Any = _GenerationConfig
 
 #: Tokens of a page of the cache, as `generate_batch` has it where nobody says.
 PAGE_TOKENS = 256
@@ -120,7 +123,7 @@ WAYS: Mapping[str, Callable[[Loaded, Sequence[Job]], Sequence[str]]] = {
 def main() -> None:
     """Answers runs."""
     options = arguments()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     loaded = Loaded(options)
     serve(answering(lambda jobs: WAYS[options.way](loaded, jobs)))
 

@@ -41,7 +41,7 @@ class TextGenerator(StepModel):
 
     def __init__(self, settings: ModelSettings) -> None:
         self.settings = settings
-        self.slots = settings.slots or StepModel.slots
+        self.slots = settings.slots or self.slots
         self._jobs: dict[int, TextJob] = {}
         self._texts: dict[str, SlotText] = {}
         self._serials = itertools.count()
