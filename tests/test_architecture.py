@@ -44,7 +44,6 @@ ENVIRONMENT = {
     "batchery_producer.gateway.server": "tells its processes where they share their metrics",
     "batchery_worker.device_pool.process": "hands its own on to the processes that it starts",
     "batchery_worker.devstack.stack": "hands its own on to the processes that it starts",
-    "batchery_worker.models.generation.vllm_process": "hands its own on to the process of vLLM",
     "batchery_worker.models.generation.vllm_process": "hands its own on to the engine",
 }
 

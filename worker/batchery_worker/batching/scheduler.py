@@ -27,7 +27,7 @@ from typing import Generic
 
 from batchery_worker.batching.cost_model import TaskCosts
 from batchery_worker.batching.latency_target import LatencyTarget
-from batchery_worker.batching.shares import Charge, Flow, KeyQueue, SharesByTask
+from batchery_worker.batching.shares import Charge, Flow, KeyFlows, SharesByTask
 from batchery_worker.job import DEVICE_DEPTH, USUAL_LANE, Batch, BatchKey, Job, T
 
 #: Jobs of a higher class have a batch of their own if it saves them so many times its own time to
@@ -73,7 +73,7 @@ class Scheduler(Generic[T]):
         #: Jobs that were given up and not told yet.
         self._late: list[Job[T]] = []
         self._ranks = {name: rank for rank, name in enumerate(shares)}
-        self._queues: dict[BatchKey, KeyQueue[T]] = {}
+        self._queues: dict[BatchKey, KeyFlows[T]] = {}
         self._suspects: deque[Job[T]] = deque()
         #: Suspects of an earlier worker: they were not started here.
         self._recovered: deque[Job[T]] = deque()
@@ -93,7 +93,7 @@ class Scheduler(Generic[T]):
         """Takes a job in; it waits behind those of its lane and key that came before."""
         waiting = self._queues.get(job.key)
         if waiting is None:
-            waiting = self._queues[job.key] = KeyQueue(job.key, job.limits)
+            waiting = self._queues[job.key] = KeyFlows(job.key, job.limits)
         flow = waiting.flows.get(job.lane)
         if flow is None:
             flow = waiting.flows[job.lane] = self._shares[job.key.task].wake(job.key, job.lane)
@@ -239,12 +239,12 @@ class Scheduler(Generic[T]):
             return None
         turn = self._find_turn(behind, now_s)
 
-        def accepts(waiting: KeyQueue[T], rank: int, place: float) -> bool:
+        def accepts(waiting: KeyFlows[T], rank: int, place: float) -> bool:
             return _goes_before(turn, rank, place) and self._saves(waiting, rank, left_s)
 
         return self._take_next(accepts, now_s, 0.0, task=task)
 
-    def _saves(self, waiting: KeyQueue[T], rank: int, left_s: float) -> bool:
+    def _saves(self, waiting: KeyFlows[T], rank: int, left_s: float) -> bool:
         """Whether jobs of a class gain enough by a batch of their own.
 
         Otherwise they would wait for what the device holds, and then for a batch with all others.
@@ -284,7 +284,7 @@ class Scheduler(Generic[T]):
 
     def _take_next(
         self,
-        accepts: Callable[[KeyQueue[T], int, float], bool],
+        accepts: Callable[[KeyFlows[T], int, float], bool],
         now_s: float,
         left_s: float,
         *,
@@ -358,7 +358,7 @@ class Scheduler(Generic[T]):
     def _rank(self, flow: Flow[T]) -> int:
         return self._ranks[flow.lane.priority_class]
 
-    def _pass_over(self, chosen: KeyQueue[T], best: float, now_s: float) -> None:
+    def _pass_over(self, chosen: KeyFlows[T], best: float, now_s: float) -> None:
         """Notes which keys were before the chosen one, but for the size of their batches."""
         came_before = True
         for waiting in self._for_device(""):
@@ -369,7 +369,7 @@ class Scheduler(Generic[T]):
                 if first < best or (came_before and first == best):
                     waiting.passed_over = True
 
-    def _max_items(self, waiting: KeyQueue[T]) -> int:
+    def _max_items(self, waiting: KeyFlows[T]) -> int:
         task, limits = waiting.key.task, waiting.limits
         if limits.target_s is None:
             return limits.max_batch_size
@@ -396,7 +396,7 @@ class Scheduler(Generic[T]):
 
     def _shed_late(
         self,
-        waiting: KeyQueue[T],
+        waiting: KeyFlows[T],
         flows: list[tuple[float, Flow[T]]],
         limit: int,
         begin_s: float,
@@ -413,7 +413,7 @@ class Scheduler(Generic[T]):
 
     def _take_out(
         self,
-        waiting: KeyQueue[T],
+        waiting: KeyFlows[T],
         flows: Iterable[Flow[T]],
         is_wanted: Callable[[Job[T]], bool],
     ) -> list[Job[T]]:
@@ -469,7 +469,7 @@ class Scheduler(Generic[T]):
         """Whether jobs are for a kind of device."""
         return key.task == task if task else key.task not in self.slotted
 
-    def _for_device(self, task: str) -> Collection[KeyQueue[T]]:
+    def _for_device(self, task: str) -> Collection[KeyFlows[T]]:
         """The jobs for a kind of device, see `next_batch`."""
         queues = self._queues.values()
         if not self.slotted:
@@ -512,7 +512,7 @@ class Scheduler(Generic[T]):
 
     def _take(
         self,
-        waiting: KeyQueue[T],
+        waiting: KeyFlows[T],
         flows: list[tuple[float, Flow[T]]],
         limit: int,
         now_s: float,
@@ -569,7 +569,7 @@ class Scheduler(Generic[T]):
         charged = zip(flows, taken, strict=True)
         return jobs, [shares.charge(flow, count, item_s) for (_, flow), count in charged if count]
 
-    def _end_empty(self, waiting: KeyQueue[T]) -> None:
+    def _end_empty(self, waiting: KeyFlows[T]) -> None:
         """Forgets the flows without jobs, and the key if it has no other."""
         for flow in list(waiting.flows.values()):
             if not flow:

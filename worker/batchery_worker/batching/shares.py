@@ -122,7 +122,7 @@ class Flow(Generic[T]):
 
 
 @dataclass(slots=True)
-class KeyQueue(Generic[T]):
+class KeyFlows(Generic[T]):
     """The waiting jobs of one key, in the flows of their lanes; never empty."""
 
     key: BatchKey
