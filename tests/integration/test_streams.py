@@ -225,8 +225,11 @@ def test_a_reader_that_comes_back_misses_nothing(
     with Client(redis_url) as other:
         second = other.follow(task_id, last_id, timeout_s=TIMEOUT_S)
         assert next(second) == "d"
+        # Beside one that reads the end already.
+        beside = other.follow(task_id, timeout_s=TIMEOUT_S)
         gate.touch()
         assert (list(second), second.result["text"]) == (list("efgh"), "abcdefgh")
+        assert "".join(beside) == "abcdefgh"
         whole = other.follow(task_id, timeout_s=TIMEOUT_S)
         assert "".join(whole) == "abcdefgh"
         with pytest.raises(BatchArgumentError, match="expected the id of a piece"):
