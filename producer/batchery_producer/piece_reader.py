@@ -234,8 +234,8 @@ class PieceReader:
             streams = list(self._streams)
         for stream in streams:
             key = pieces_key(self.backend, stream.id)
-            # One that came meanwhile, and has less than another of the same job, is read next time.
-            if key in after and entry_order(stream.fetched) >= entry_order(after[key]):
+            # One that was added meanwhile may lack what came before this.
+            if key in after and entry_order(after[key]) <= entry_order(stream.fetched):
                 own = entries.get(key, ())
                 is_looked = stream.id in stored and len(own) < COUNT
                 self._hand_on(stream, own, stored[stream.id] if is_looked else NOT_LOOKED)

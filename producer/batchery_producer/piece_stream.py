@@ -26,6 +26,7 @@ class FollowedJob:
         *,
         after: str | None = None,
         timeout_s: float | None = None,
+        cancel: Callable[[], None] | None = None,
         explain: Callable[[], str] = lambda: "see `batchery stats`",
     ) -> None:
         """Follows nothing yet.
@@ -35,6 +36,7 @@ class FollowedJob:
             task_id: Id of the job.
             after: Id of the last piece that is known already.
             timeout_s: How long to wait for each piece, in seconds; None for ever.
+            cancel: Ends the job, as nobody wants it; None if that is not ours to say.
             explain: Says why none comes.
 
         Raises:
@@ -47,6 +49,7 @@ class FollowedJob:
         self._last_id = after
         self._reader = reader
         self._timeout_s = timeout_s
+        self._cancel = cancel
         self._explain = explain
         self._events: deque[Event] = deque()
         self._answer: Answer | None = None
@@ -117,24 +120,9 @@ class PieceStream(FollowedJob):
     `with` closes it at the end of the block.
     """
 
-    def __init__(
-        self,
-        reader: PieceReader | None,
-        task_id: str,
-        *,
-        cancel: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> None:
-        """Follows nothing yet.
-
-        Args:
-            reader: Reads the stream.
-            task_id: Id of the job.
-            cancel: Ends the job, as nobody wants it; None if that is not ours to say.
-            options: As `FollowedJob` has them.
-        """
+    def __init__(self, reader: PieceReader | None, task_id: str, **options: Any) -> None:
+        """As `FollowedJob` has it."""
         super().__init__(reader, task_id, **options)
-        self._cancel = cancel
         self._arrived = threading.Condition()
 
     def __enter__(self) -> Self:
@@ -188,17 +176,9 @@ class AsyncPieceStream(FollowedJob):
     `async with` closes it at the end of the block.
     """
 
-    def __init__(
-        self,
-        reader: PieceReader | None,
-        task_id: str,
-        *,
-        cancel: Callable[[], None] | None = None,
-        **options: Any,
-    ) -> None:
-        """As that of `PieceStream`, in the event loop that reads."""
+    def __init__(self, reader: PieceReader | None, task_id: str, **options: Any) -> None:
+        """As `FollowedJob` has it, in the event loop that reads."""
         super().__init__(reader, task_id, **options)
-        self._cancel = cancel
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
 

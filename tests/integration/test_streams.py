@@ -225,8 +225,11 @@ def test_a_reader_that_comes_back_misses_nothing(
     with Client(redis_url) as other:
         second = other.follow(task_id, last_id, timeout_s=TIMEOUT_S)
         assert next(second) == "d"
+        # Beside one that reads the end already.
+        beside = other.follow(task_id, timeout_s=TIMEOUT_S)
         gate.touch()
         assert (list(second), second.result["text"]) == (list("efgh"), "abcdefgh")
+        assert "".join(beside) == "abcdefgh"
         whole = other.follow(task_id, timeout_s=TIMEOUT_S)
         assert "".join(whole) == "abcdefgh"
         with pytest.raises(BatchArgumentError, match="expected the id of a piece"):
@@ -294,18 +297,21 @@ def test_streams_are_bounded_and_expire(caller: Client, store: Any) -> None:
 
 
 def test_results_on_another_server_stream_as_well(
-    start_worker: StartWorker, redis_url: str, own_redis: OwnRedis, tmp_path: Path
+    start_module_worker: StartWorker, redis_url: str, own_redis: OwnRedis, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    start_worker("apps.streaming", "-c", "1", env={"CELERY_RESULT_BACKEND": own_redis.url})
-    app = Celery("apart", broker=redis_url, backend=own_redis.url, set_as_current=False)
+    apart = start_module_worker(
+        "apps.streaming", "-c", "1", env={"CELERY_BROKER_URL": own_redis.url}
+    )
+    app = Celery("apart", broker=own_redis.url, backend=redis_url, set_as_current=False)
     with contextlib.closing(app), Client(app) as caller:
         pieces = stream(caller, "gated", str(gate))
         assert [next(pieces) for _ in range(5)] == list(range(5))
         gate.touch()
         assert list(pieces) == list(range(5, 10))
-        with contextlib.closing(Redis.from_url(redis_url)) as broker:
+        with contextlib.closing(Redis.from_url(own_redis.url)) as broker:
             assert not broker.exists(f"batchery-pieces:{pieces.id}")
+    apart.kill()
 
 
 def test_eager_tasks_and_their_own_method_stream() -> None:
