@@ -121,10 +121,13 @@ class StepModel(Model):
     Attributes:
         slots: Maximum number of items at once; an option `slots` of the task outranks it.
         is_streamed: Whether anybody gets the pieces of the item that joins; set before each `join`.
+        resumes: Whether an item that has left goes on after its pieces, which costs little. Then a
+            job of a higher class may take its slot, and it goes on later.
     """
 
     slots = 16
     is_streamed = True
+    resumes = False
 
     def join(self, slot: int, prepared: Any, pieces: Sequence[Any], **keywords: Any) -> None:
         """Takes an item in; it is part of all steps from now on.
@@ -132,8 +135,8 @@ class StepModel(Model):
         Args:
             slot: A number that no other item has now.
             prepared: From `preprocess`.
-            pieces: What its readers have of it already, where a process that ran it has died. The
-                item goes on after them. Empty for an item that is new, or that nobody streams.
+            pieces: What was made of it already, where a process that ran it has died, or another
+                item took its slot. It goes on after them. Empty for an item that is new.
             keywords: The keywords of its job.
 
         Raises:
@@ -141,8 +144,12 @@ class StepModel(Model):
         """
         raise NotImplementedError(f"{type(self).__name__} has no join method")
 
-    def leave(self, slot: int) -> None:
-        """Drops an item, because nobody wants it any more; its slot is free at once."""
+    def leave(self, slot: int) -> Sequence[Any] | None:
+        """Drops an item, because nobody wants it any more, or another one needs its slot.
+
+        Returns:
+            Pieces that no step has told: with them it goes on where it was. None for none.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no leave method")
 
     def step(self) -> Sequence[Advance]:

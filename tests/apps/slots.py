@@ -23,6 +23,7 @@ class Countdown(StepModel):
     """An item is a number of steps; `gate` holds it back while there is no such file."""
 
     slots = 4
+    resumes = True
 
     def load(self, device: str) -> None:
         self.items: dict[int, dict[str, Any]] = {}

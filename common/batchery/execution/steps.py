@@ -1,7 +1,8 @@
 """The slots of a step model: which item is in which, and what each step did."""
 
+import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from batchery.execution.bisect_failures import NON_VALUES, as_failed, isolate
@@ -24,19 +25,26 @@ class SlotItem(NamedTuple, Generic[Owner]):
 class Slots(Generic[Owner]):
     """The items of a step model; for one thread."""
 
-    def __init__(self, model: StepModel, count: int) -> None:
+    def __init__(
+        self, model: StepModel, count: int, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         """Has no items.
 
         Args:
             model: Loaded; nobody else may use it.
             count: Maximum number of items at once.
+            clock: Seconds, on any scale.
         """
+        self._clock = clock
         self._model = model
         self._free = list(reversed(range(count)))
         self._taken: dict[int, SlotItem[Owner]] = {}
         #: Pieces that each of them made since it joined.
         self._made: dict[int, list[Any]] = {}
         self._waiting: deque[SlotItem[Owner]] = deque()
+        #: When the item of a slot joined; and how long items were in slots before that.
+        self._joined_s: dict[int, float] = {}
+        self._held_s: dict[Owner, float] = {}
 
     @property
     def taken(self) -> int:
@@ -55,9 +63,13 @@ class Slots(Generic[Owner]):
         """Frees the slots of items that go on later, after their pieces, before all that wait."""
         for slot in [slot for slot, item in self._taken.items() if item.owner in owners]:
             item, made = self._taken[slot], self._made[slot]
-            self._model.leave(slot)
+            rest = self._model.leave(slot) or ()
             self._release(slot)
-            self.add_first(item._replace(pieces=[*item.pieces, *made]))
+            self.add_first(item._replace(pieces=[*item.pieces, *made, *rest]))
+
+    def take_held_s(self, owner: Owner) -> float:
+        """How long an item that has ended was in slots, in seconds; once."""
+        return self._held_s.pop(owner, 0.0)
 
     def drop(self, owners: Collection[Owner]) -> None:
         """Frees the slots of items that nobody wants any more."""
@@ -100,6 +112,7 @@ class Slots(Generic[Owner]):
             failure = self._join(slot, item)
             if failure is None:
                 self._taken[slot], self._made[slot] = item, []
+                self._joined_s[slot] = self._clock()
             else:
                 self._free.append(slot)
                 failed.append((item.owner, None, failure))
@@ -116,7 +129,9 @@ class Slots(Generic[Owner]):
         return isolate(join, [item.prepared], name=f"{type(self._model).__name__}.join")[0]
 
     def _release(self, slot: int) -> None:
-        del self._taken[slot], self._made[slot]
+        owner, held_s = self._taken.pop(slot).owner, self._clock() - self._joined_s.pop(slot)
+        self._held_s[owner] = self._held_s.get(owner, 0.0) + held_s
+        del self._made[slot]
         self._free.append(slot)
 
 

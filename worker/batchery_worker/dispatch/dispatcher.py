@@ -499,6 +499,8 @@ class Dispatcher:
         jobs = dispatched.batch.jobs
         items = dispatched.batch.items
         run_s = None if dispatched.began_s is None else monotonic() - dispatched.began_s
+        if dispatched.in_slots:
+            run_s = done.forward_ms / 1e3
         self._scheduler.ended(dispatched.batch, run_s)
         if run_s is not None:
             task = jobs[0].key.task

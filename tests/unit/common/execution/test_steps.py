@@ -70,6 +70,19 @@ def test_what_made_room_twice_repeats_nothing() -> None:
         some.put_aside({"abcd"})
 
 
+def test_the_time_of_an_item_is_that_in_slots() -> None:
+    times = iter(range(100))
+    some: Slots[str] = Slots(Letters(), 1, lambda: next(times))
+    some.add(SlotItem("ab", "ab", {}, ()))
+    some.step()
+    some.put_aside({"ab"})
+    for _ in range(7):
+        next(times)
+    some.step()
+    assert some.take_held_s("ab") == 2
+    assert some.take_held_s("ab") == 0
+
+
 def test_items_that_cannot_join_or_are_dropped_leave_their_slots_to_others() -> None:
     some = slots("abc", "", "de")
     failed, first, other = some.step()

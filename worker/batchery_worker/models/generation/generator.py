@@ -34,6 +34,8 @@ class TextGenerator(StepModel):
     #: Whether it reads files of the format GGUF.
     takes_gguf: ClassVar[bool] = False
 
+    resumes = True
+
     max_length: int
 
     #: Of transformers.
@@ -138,11 +140,13 @@ class TextGenerator(StepModel):
         self._jobs[slot] = job
         self._add(job)
 
-    def leave(self, slot: int) -> None:
+    def leave(self, slot: int) -> Sequence[Any] | None:
         """Drops a job; see `StepModel.leave`."""
-        for text in self._jobs.pop(slot).texts:
+        job = self._jobs.pop(slot)
+        for text in job.texts:
             if self._texts.pop(text.name, None) is not None:
                 self._drop(text.name)
+        return None if job.is_streamed else [text.take_rest() for text in job.texts]
 
     def _end_resumed(self) -> list[Advance]:
         """Ends the jobs that came with all their pieces, but without their results."""

@@ -111,8 +111,13 @@ class SlotText:
 
     def piece(self, released: str) -> dict[str, Any] | None:
         """What its readers get now; None if there is no text to show."""
-        if not released:
-            return None
+        return self._take(released) if released else None
+
+    def take_rest(self) -> dict[str, Any]:
+        """Its tokens that no piece has had, as a piece for `resume`."""
+        return self._take("")
+
+    def _take(self, released: str) -> dict[str, Any]:
         piece: dict[str, Any] = {"text": released, "tokens": self.tokens[self._sent :]}
         if self.prompt.options.n > 1:
             piece["choice"] = self.choice
