@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import JsonRoute, ModelName
-from batchery_producer.gateway.event_stream import SSE_TYPE, EventStream
+from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
 from batchery_producer.gateway.generation import (
     KINDS,
     PieceFeed,
@@ -96,7 +96,7 @@ async def generate_text(
     responses={
         200: {
             "description": "An event for each piece of the text.",
-            "content": {SSE_TYPE: {"schema": {"type": "string"}}},
+            "content": EVENTS_CONTENT,
         }
     },
 )
