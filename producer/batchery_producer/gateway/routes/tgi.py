@@ -35,7 +35,7 @@ class GenerateParameters(RequestBody):
     max_new_tokens: Annotated[
         int | None, Field(ge=1, description="The model's `max_new_tokens` if missing.")
     ] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     seed: Annotated[int | None, Field(ge=0, lt=2**64)] = None
     stop: Annotated[list[str] | None, Field(max_length=16)] = None
