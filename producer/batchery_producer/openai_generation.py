@@ -73,7 +73,7 @@ class GenerationRequest(RequestBody):
     response_format: dict[str, Any] | None = None
     top_k: Annotated[int | None, Field(ge=-1, description="vLLM's; -1 and 0 are no limit.")] = None
     min_p: Annotated[float | None, Field(ge=0, le=1, description="vLLM's.")] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, description="vLLM's.")] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, description="vLLM's.")] = None
     ignore_eos: Annotated[bool | None, Field(description="vLLM's.")] = None
     user: str | None = None
 

@@ -265,17 +265,18 @@ LONG: dict[str, Any] = {
 def read_events(lines: Iterator[str], count: int | None = None) -> list[tuple[str, Any]]:
     """The next events that have an id, with their id; all of them if there is no count."""
     found: list[tuple[str, Any]] = []
-    id_ = ""
+    fields: dict[str, str] = {}
     for line in lines:
-        if line.startswith("id: "):
-            id_ = line.removeprefix("id: ")
-        elif line.startswith("data: {"):
-            event = json.loads(line.removeprefix("data: "))
-            assert "error" not in event, event
-            if id_:
-                found.append((id_, event))
-            id_ = ""
-        if count is not None and len(found) >= count:
+        name, _, value = line.partition(": ")
+        if name:
+            fields[name] = value
+            continue
+        if fields.get("data", "[DONE]") != "[DONE]":
+            assert "error" not in fields["data"], fields
+            if "id" in fields:
+                found.append((fields["id"], json.loads(fields["data"])))
+        fields = {}
+        if len(found) == count:
             break
     return found
 

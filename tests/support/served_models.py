@@ -39,4 +39,6 @@ def save_models(folder: Path) -> dict[str, dict[str, Any]]:
     for kind, options in KINDS.items():
         save_model(folder / kind, "bert", **options)
     found = {kind: {"kind": kind, "model": str(folder / kind)} for kind in KINDS}
-    return {**found, "generation": {**save_writer(folder / "generation"), "max_new_tokens": 20}}
+    # Whoever makes up requests asks for as many tokens as there may be.
+    writer = {**save_writer(folder / "generation"), "max_new_tokens": 20, "max_length": 64}
+    return {**found, "generation": writer}

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.responses import StreamingResponse
@@ -11,6 +12,11 @@ from batchery_producer.gateway.problems import Problem
 
 #: Type of server-sent events.
 SSE_TYPE = "text/event-stream"
+
+#: What the schema says of such answers where events differ: their data is JSON, or `[DONE]`.
+EVENTS_CONTENT: dict[str, Any] = {
+    SSE_TYPE: {"itemSchema": {"type": "object", "properties": {"data": {"type": "string"}}}}
+}
 
 #: Silence after which an event stream says that it is alive, in seconds: proxies close connections
 #: that are silent for longer.

@@ -233,7 +233,7 @@ class GenerationKeywords(Keywords):
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = []
     logprobs: Annotated[int, Field(ge=0, le=MAX_LIKELIEST)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_TEXTS)] = 1
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     ignore_eos: bool = False
 
     @property

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from batchery_producer.files.openai_batch import ALIAS_IDS, has_ids
 from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import JsonRoute
-from batchery_producer.gateway.event_stream import SSE_TYPE, EventStream
+from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
 from batchery_producer.gateway.generation import (
     KINDS,
     PieceFeed,
@@ -46,7 +46,7 @@ router = APIRouter(tags=["openai"], route_class=JsonRoute)
 EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The whole answer, or with `stream` an event for each piece of it.",
-        "content": {SSE_TYPE: {"schema": {"type": "string"}}},
+        "content": EVENTS_CONTENT,
     }
 }
 

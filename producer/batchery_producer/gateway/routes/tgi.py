@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from batchery_producer.gateway.answers import json_response
 from batchery_producer.gateway.bodies import JsonRoute, ModelName
-from batchery_producer.gateway.event_stream import SSE_TYPE, EventStream
+from batchery_producer.gateway.event_stream import EVENTS_CONTENT, EventStream
 from batchery_producer.gateway.generation import (
     KINDS,
     PieceFeed,
@@ -35,7 +35,7 @@ class GenerateParameters(RequestBody):
     max_new_tokens: Annotated[
         int | None, Field(ge=1, description="The model's `max_new_tokens` if missing.")
     ] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     seed: Annotated[int | None, Field(ge=0, lt=2**64)] = None
     stop: Annotated[list[str] | None, Field(max_length=16)] = None
@@ -96,7 +96,7 @@ async def generate_text(
     responses={
         200: {
             "description": "An event for each piece of the text.",
-            "content": {SSE_TYPE: {"schema": {"type": "string"}}},
+            "content": EVENTS_CONTENT,
         }
     },
 )

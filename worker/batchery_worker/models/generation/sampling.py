@@ -42,6 +42,10 @@ def draw(seed: int, choice: int, position: int) -> float:
     return float((int.from_bytes(digest) >> 11) / 2**53)
 
 
+#: Lower temperatures count as this one, by which scores can be divided.
+MIN_TEMPERATURE = 1e-3
+
+
 def choose_tokens(logits: Tensor, samplings: Sequence[Sampling]) -> list[int]:
     """Chooses the next token of each text.
 
@@ -61,7 +65,8 @@ def choose_tokens(logits: Tensor, samplings: Sequence[Sampling]) -> list[int]:
     for rows, pick in ((whole, _pick), (cut, _pick_of_likeliest)):
         if rows:
             wanted = [samplings[row] for row in rows]
-            tokens[rows] = pick(scores[rows] / _column(wanted, "temperature", logits), wanted)
+            temperatures = _column(wanted, "temperature", logits).clamp(min=MIN_TEMPERATURE)
+            tokens[rows] = pick(scores[rows] / temperatures, wanted)
     return [int(each) for each in torch.where(best.values.isfinite(), tokens, NO_TOKEN).tolist()]
 
 
@@ -111,7 +116,8 @@ def _pick_of_likeliest(scores: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     vocabulary = scores.shape[1]
     limits = [min(each.top_k or vocabulary, vocabulary) for each in samplings]
     limit = torch.tensor(limits, device=scores.device)[:, None]
-    top_p = _column(samplings, "top_p", scores)
+    # One that is 0 in this precision would leave nothing.
+    top_p = _column(samplings, "top_p", scores).clamp(min=1e-6)
     # Where `top_k` limits, probabilities are those among its tokens.
     everything = scores.logsumexp(dim=-1, keepdim=True)
     width = min(
@@ -136,5 +142,6 @@ def _drawn(shares: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Draws a column of each row, by its shares."""
     precise = torch.float32 if shares.device.type == "mps" else torch.float64
     mass = shares.cumsum(dim=-1, dtype=precise)
-    at = _column(samplings, "uniform", shares).to(precise) * mass[:, -1:]
+    uniform = [each.uniform for each in samplings]
+    at = torch.tensor(uniform, dtype=precise, device=shares.device)[:, None] * mass[:, -1:]
     return torch.searchsorted(mass, at, right=True)[:, 0].clamp_(max=shares.shape[1] - 1)
