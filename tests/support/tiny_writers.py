@@ -47,6 +47,38 @@ WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+#: The same for models with an encoder.
+ENCODER_WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": (
+        "T5",
+        {
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "initializer_factor": 3.0,
+        },
+    ),
+    "bart": (
+        "Bart",
+        {
+            "d_model": 32,
+            "encoder_layers": 2,
+            "decoder_layers": 2,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 80,
+            "init_std": 0.4,
+        },
+    ),
+}
+
+#: Of a generation config: the first token of a text, as mBART has it, and the last one, as BART.
+FORCED = {"forced_bos_token_id": 70, "forced_eos_token_id": 1}
+
 
 def make_byte_tokenizer() -> PreTrainedTokenizerFast:
     """Byte by byte, as most models have it: a character may be several tokens."""
@@ -66,9 +98,11 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def save_writer(folder: Path, architecture: str = "llama", **options: Any) -> Path:
     """Writes a model and its tokenizer; `options` are those of its config."""
-    prefix, config_options = WRITERS[architecture]
+    prefix, config_options = (WRITERS | ENCODER_WRITERS)[architecture]
     tokenizer = make_byte_tokenizer()
     end = tokenizer.eos_token_id
+    if architecture in ENCODER_WRITERS:
+        options = {"decoder_start_token_id": end, **options}
     config = getattr(transformers, f"{prefix}Config")(
         **{
             "vocab_size": len(tokenizer),
@@ -80,9 +114,13 @@ def save_writer(folder: Path, architecture: str = "llama", **options: Any) -> Pa
         }
     )
     suffix = "LMHeadModel" if prefix == "GPT2" else "ForCausalLM"
+    if architecture in ENCODER_WRITERS:
+        suffix = "ForConditionalGeneration"
     with torch.random.fork_rng():
         torch.manual_seed(11)
         model = getattr(transformers, prefix + suffix)(config)
+    if architecture == "bart":
+        model.generation_config.update(**FORCED)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -93,14 +131,19 @@ class PlainWriter:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._has_encoder = transformers.AutoConfig.from_pretrained(folder).is_encoder_decoder
         loader: Any = transformers.AutoModelForCausalLM
+        if self._has_encoder:
+            loader = transformers.AutoModelForSeq2SeqLM
         self.model = loader.from_pretrained(folder).eval()
 
-    def write(self, prompt: str, max_new_tokens: int) -> list[int]:
-        """The likeliest tokens."""
+    def write(self, prompt: str, max_new_tokens: int, **options: Any) -> list[int]:
+        """The likeliest tokens; `options` are those of `generate`."""
         ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        whole = self.model.generate(ids, max_new_tokens=max_new_tokens, do_sample=False)
-        tokens: list[int] = whole[0, ids.shape[1] :].tolist()
+        options = {"max_new_tokens": max_new_tokens, "do_sample": False, **options}
+        # What begins an answer is no part of it.
+        before = 1 if self._has_encoder else ids.shape[1]
+        tokens: list[int] = self.model.generate(ids, **options)[0, before:].tolist()
         return tokens
 
     def text(self, tokens: Sequence[int]) -> str:

@@ -38,6 +38,9 @@ class TextGenerator(StepModel):
 
     max_length: int
 
+    #: Whether prompts are read by an encoder: limits hold for a prompt and for its text, each.
+    has_encoder = False
+
     #: Of transformers.
     tokenizer: Any
 
@@ -115,11 +118,12 @@ class TextGenerator(StepModel):
     def _prompt(self, tokens: list[int], options: GenerationKeywords) -> Prompt:
         limits = self._limits()
         name = min(limits, key=limits.__getitem__)
-        room = limits[name] - len(tokens)
-        if room < (options.max_new_tokens or 1):
+        room = limits[name] - (0 if self.has_encoder else len(tokens))
+        if room < (options.max_new_tokens or 1) or len(tokens) > limits[name]:
+            each = "or" if self.has_encoder else "and"
             raise InvalidItem(
-                f"prompt: its {len(tokens)} tokens and {options.max_new_tokens or 1} new ones are"
-                f" more than {name} = {limits[name]}; shorten it"
+                f"prompt: its {len(tokens)} tokens {each} {options.max_new_tokens or 1} new ones"
+                f" are more than {name} = {limits[name]}; shorten it"
                 + (", or lower max_new_tokens" if options.max_new_tokens else "")
             )
         wanted = options.max_new_tokens or min(self.settings.max_new_tokens, room)

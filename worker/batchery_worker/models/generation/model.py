@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as WITH_ENCODER,
+)
 
 from batchery.errors import ModelLoadError, OutOfMemory
 from batchery.execution.bisect_failures import is_out_of_memory
@@ -15,9 +18,11 @@ from batchery.model import Advance
 from batchery.outcomes import Failed
 from batchery_worker.models.generation.generator import TextGenerator
 from batchery_worker.models.generation.sampling import NO_TOKEN, choose_tokens, logprobs
-from batchery_worker.models.generation.texts import SlotText, TextJob
+from batchery_worker.models.generation.static_batch import StaticBatch, start_token
+from batchery_worker.models.generation.texts import Prompt, SlotText, TextJob
 from batchery_worker.models.hardware.devices import dtype_for, settle_cuda
 from batchery_worker.models.hardware.quantization import quantize
+from batchery_worker.models.inputs import GenerationKeywords
 from batchery_worker.models.source import ModelSource, identity, reason
 from batchery_worker.models.tokenizer import longest_text
 
@@ -45,6 +50,8 @@ TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.1}
 class GenerationModel(TextGenerator):
     """Writes texts with any decoder of transformers, by continuous batching.
 
+    Models with an encoder as well have static batches.
+
     Keywords of a job: see `GenerationKeywords`.
     """
 
@@ -52,6 +59,8 @@ class GenerationModel(TextGenerator):
 
     #: Of transformers.
     model: Any
+
+    _batch: PagedBatch | StaticBatch
 
     def load(self, device: str) -> None:
         """Loads tokenizer and weights, allocates the cache, and compares it with a plain pass.
@@ -68,7 +77,7 @@ class GenerationModel(TextGenerator):
             settle_cuda()
         config = AutoConfig.from_pretrained(source.name, **source.options)
         self._check_config(config)
-        loader: Any = AutoModelForCausalLM
+        loader: Any = AutoModelForSeq2SeqLM if self.has_encoder else AutoModelForCausalLM
         self.model, info = loader.from_pretrained(
             source.name,
             dtype=dtype_for(self.settings.dtype, self._device),
@@ -91,30 +100,30 @@ class GenerationModel(TextGenerator):
         self._open_batch()
 
     def _check_config(self, config: Any) -> None:
-        """Refuses what is no decoder. Raises ModelLoadError."""
+        """Refuses what writes no texts. Raises ModelLoadError."""
         names = config.architectures or []
-        known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-        if config.is_encoder_decoder or not (
-            self.settings.trust_remote_code or not names or known.intersection(names)
-        ):
-            kind = names[0] if names else type(config).__name__
+        self.has_encoder = config.is_encoder_decoder
+        written = WITH_ENCODER if self.has_encoder else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if names and not self.settings.trust_remote_code and not {*written.values()} & {*names}:
             raise ModelLoadError(
-                f"model {self.settings.model!r}: is a {kind}, and generation takes decoders alone"
-                " (...ForCausalLM); name one, or choose another kind"
+                f"model {self.settings.model!r}: is a {names[0]}, and generation takes models that"
+                " write texts (...ForCausalLM, ...ForConditionalGeneration); name one, or choose"
+                " another kind"
             )
+        for name in ("cache_tokens", "max_batch_tokens"):
+            if self.has_encoder and getattr(self.settings, name) is not None:
+                raise ModelLoadError(
+                    f"model {self.settings.model!r}: {name} has no meaning for a model with an"
+                    " encoder; take it away, and limit its batches by slots"
+                )
 
     def _open_batch(self) -> None:
-        step_tokens = self.settings.max_batch_tokens or STEP_TOKENS[self._device.type]
-        wanted = self.slots * self.max_length
-        cache_tokens = self.settings.cache_tokens or choose_cache_tokens(
-            self.model, wanted, step_tokens
-        )
         sample = self._prompts.read("a b c")[:3] * 2
-        plain = self._plain_logits(sample)
+        plain = self._plain_logits(sample[:-1], sample[-1:])
         self._vocabulary = plain.shape[0]
         try:
-            self._batch = PagedBatch(self.model, self.slots, cache_tokens, step_tokens)
-            difference = (self._paged_logits(sample) - plain).abs().max() / plain.std()
+            self._batch = self._make_batch()
+            difference = (self._batched_logits(sample) - plain).abs().max() / plain.std()
         except (ValueError, TypeError) as error:
             raise ModelLoadError(
                 f"model {self.settings.model!r}: transformers has no continuous batching for it:"
@@ -122,28 +131,44 @@ class GenerationModel(TextGenerator):
             ) from error
         if not difference < TOLERANCE[self.model.dtype]:
             raise ModelLoadError(
-                f"model {self.settings.model!r}: from a paged cache it gives other tokens than"
-                f" without ({difference:.2g} of their spread); it cannot be batched"
+                f"model {self.settings.model!r}: from a cache it gives other tokens than without"
+                f" ({difference:.2g} of their spread); it cannot be batched"
             )
         logger.info(
-            "model %s: %d slots, %d tokens of cache, texts of up to %d tokens on %s",
-            *(self.settings.model, self.slots, self._batch.cache_tokens),
+            "model %s: %d slots, %s, texts of up to %d tokens on %s",
+            *(self.settings.model, self.slots, self._batch.size),
             *(min(self.max_length, self._batch.capacity), self._device),
         )
 
+    def _make_batch(self) -> PagedBatch | StaticBatch:
+        if self.has_encoder:
+            return StaticBatch(self.model, self.slots)
+        step_tokens = self.settings.max_batch_tokens or STEP_TOKENS[self._device.type]
+        wanted = self.slots * self.max_length
+        cache_tokens = self.settings.cache_tokens or choose_cache_tokens(
+            self.model, wanted, step_tokens
+        )
+        return PagedBatch(self.model, self.slots, cache_tokens, step_tokens)
+
     @torch.no_grad()
-    def _plain_logits(self, tokens: list[int]) -> Tensor:
-        inputs = torch.tensor([tokens], device=self._device)
+    def _plain_logits(self, prompt: Sequence[int], written: Sequence[int]) -> Tensor:
+        inputs = {"input_ids": [[*prompt, *written]]}
+        if self.has_encoder:
+            inputs = {
+                "input_ids": [[*prompt]],
+                "decoder_input_ids": [[start_token(self.model), *written]],
+            }
+        tensors = {name: torch.tensor(ids, device=self._device) for name, ids in inputs.items()}
         attention = self.model.config._attn_implementation
         if attention == "paged|eager":
             self.model.set_attn_implementation("eager")
-        logits: Tensor = self.model(inputs, use_cache=False).logits[0, -1].float()
+        logits: Tensor = self.model(**tensors, use_cache=False).logits[0, -1].float()
         self.model.set_attn_implementation(attention)
         return logits
 
-    def _paged_logits(self, tokens: list[int]) -> Tensor:
+    def _batched_logits(self, tokens: list[int]) -> Tensor:
         """The same after two steps: all tokens but the last, and the last one."""
-        self._batch.add("trial", tokens[:-1])
+        self._batch.add("trial", Prompt(tokens[:-1], GenerationKeywords(), 0))
         self._batch.forward()
         self._batch.accept(tokens[-1:])
         _, logits = self._batch.forward()
@@ -163,10 +188,11 @@ class GenerationModel(TextGenerator):
         penalty = job.prompt.options.repetition_penalty or self._penalty
         for text in job.texts:
             if text.finish_reason is None:
-                if penalty != 1:
+                # `StaticBatch` has its own, as it counts no prompts.
+                if penalty != 1 and not self.has_encoder:
                     text.penalize(self._vocabulary, self._device)
                 self._texts[text.name] = text
-                self._batch.add(text.name, text.known_tokens())
+                self._batch.add(text.name, text.prompt, text.tokens)
 
     def _drop(self, name: str) -> None:
         self._batch.drop(name)
@@ -224,7 +250,8 @@ class GenerationModel(TextGenerator):
         advances = []
         for job in jobs:
             growing = [text for text in job.texts if text.finish_reason is None]
-            if all(self._plain_logits(text.known_tokens()).isfinite().all() for text in growing):
+            logits = [self._plain_logits(each.prompt.tokens, each.tokens) for each in growing]
+            if all(each.isfinite().all() for each in logits):
                 self._add(job)
             else:
                 problem = f"the model's output is not finite in {self.model.dtype}"
@@ -255,8 +282,8 @@ class GenerationModel(TextGenerator):
             )
             return [Advance(jobs[0].slot, outcome=Failed(OutOfMemory(problem)))]
         logger.warning(
-            "model %s: out of memory; it goes on with %d tokens of cache, %d tokens a step",
-            *(self.settings.model, self._batch.cache_tokens, self._batch.step_tokens),
+            "model %s: out of memory; it goes on with %s",
+            *(self.settings.model, self._batch.size),
         )
         for job in jobs:
             self._add(job)

@@ -23,6 +23,8 @@ from transformers.generation.continuous_batching.utils import (
     find_num_key_value_heads,
 )
 
+from batchery_worker.models.generation.texts import Prompt
+
 #: Tokens of a page. What equal beginnings share is whole pages.
 PAGE_TOKENS = 32
 
@@ -95,14 +97,20 @@ class PagedBatch:
     def _keep(self, scores: Tensor, _: Tensor) -> None:
         self._logits = scores[0]
 
-    def add(self, name: str, tokens: Sequence[int]) -> None:
+    @property
+    def size(self) -> str:
+        """For people."""
+        return f"{self.cache_tokens} tokens of cache, {self.step_tokens} tokens a step"
+
+    def add(self, name: str, prompt: Prompt, written: Sequence[int] = ()) -> None:
         """Takes a text in, which is part of the next step if there is room.
 
         Args:
             name: That no text had before.
-            tokens: All that is known of it.
+            prompt: What it goes on from.
+            written: Its tokens so far.
         """
-        state = RequestState(name, list(tokens), max_new_tokens=None)
+        state = RequestState(name, [*prompt.tokens, *written], max_new_tokens=None)
         self._processor.scheduler.add_waiting_request(state)
 
     def drop(self, name: str) -> None:
