@@ -24,9 +24,10 @@ NO_CODE = {
     *(tokenize.ENCODING, tokenize.ENDMARKER),
 }
 
-#: Of all files of common, producer and worker; docstrings are lines of code here.
-MAX_FILES = 240
-MAX_LINES = 40_500
+#: Of all files of common, producer and worker; docstrings are lines of code here. 5,300 lines of
+#: them are text generation: slots, streams, three engines, routes of HTTP.
+MAX_FILES = 260
+MAX_LINES = 45_800
 
 
 class Road(NamedTuple):
