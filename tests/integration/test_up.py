@@ -101,7 +101,7 @@ class Up:
 
     def ended(self) -> int:
         """Waits for its end and that of everything it has started; returns its exit code."""
-        code = self.process.wait(120)
+        code = self.process.wait(patient(120))
         wait_ended(self.family)
         return code
 

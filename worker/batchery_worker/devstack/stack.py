@@ -154,7 +154,7 @@ class RemoteWorker:
             with Connection(self._redis_url, transport_options=NO_RETRIES) as connection:
                 inspect = control.inspect([self._name], timeout=timeout_s, connection=connection)
                 answers = getattr(inspect, question)(*arguments)
-        except (OperationalError, RedisError):
+        except (OperationalError, RedisError, OSError):
             return None
         return (answers or {}).get(self._name)
 
