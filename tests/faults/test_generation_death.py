@@ -3,7 +3,7 @@
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -48,7 +48,7 @@ class Writing:
         self._client = client
         self._redis_url = redis_url
         self._redis: Any = Redis.from_url(redis_url)
-        self._told = self._redis.pubsub()
+        self._told = self._redis.pubsub()  # type: ignore[no-untyped-call]
         self._told.psubscribe("celery-task-meta-*")
         assert self._told.get_message(timeout=TIMEOUT_S)["type"] == "psubscribe"
         self._caller = Client(redis_url)
@@ -96,9 +96,10 @@ class Writing:
 
     def wait_for_some(self) -> None:
         """Waits until some have ended, and cancels others."""
-        for count in (10, 25):
-            wait_for(lambda count=count: self.ended() >= count, f"{count} have ended", TIMEOUT_S)
-            self.cancel_some()
+        wait_for(lambda: self.ended() >= 10, "some have ended", TIMEOUT_S)
+        self.cancel_some()
+        wait_for(lambda: self.ended() >= 25, "more have ended", TIMEOUT_S)
+        self.cancel_some()
 
     def check(self) -> None:
         """Waits for all; each must have ended once, with the text of `generate`."""
@@ -135,16 +136,16 @@ class Writing:
 
 
 @pytest.fixture
-def start(start_worker: StartWorker, wanted: Wanted) -> Iterator[Any]:
+def start(start_worker: StartWorker, wanted: Wanted) -> Callable[[], Worker]:
     chat = {"kind": "generation", "model": str(wanted.folder), "slots": 8, "cache_tokens": 1024}
     env = {"BATCHERY_MODELS": json.dumps({"chat": chat})}
     return lambda: start_worker("batchery.app", "-c", "1", "-Q", "chat", env=env)
 
 
 def test_texts_of_a_killed_device(
-    start: Any, wanted: Wanted, client: Celery, redis_url: str
+    start: Callable[[], Worker], wanted: Wanted, client: Celery, redis_url: str
 ) -> None:
-    worker: Worker = start()
+    worker = start()
     (device,) = worker.devices()
     with Writing(wanted, client, redis_url) as writing:
         writing.wait_for_some()
@@ -156,9 +157,9 @@ def test_texts_of_a_killed_device(
 
 
 def test_texts_of_a_killed_worker(
-    start: Any, wanted: Wanted, client: Celery, redis_url: str
+    start: Callable[[], Worker], wanted: Wanted, client: Celery, redis_url: str
 ) -> None:
-    first: Worker = start()
+    first = start()
     with Writing(wanted, client, redis_url) as writing:
         writing.wait_for_some()
         assert writing.ended() < COUNT - 8

@@ -91,7 +91,8 @@ class StaticBatch:
 
     def _rules(self, prompt: Prompt) -> Any:
         """What `generate` makes of the model's generation config."""
-        own = {"max_length": 1 + prompt.max_new_tokens, "do_sample": False, "num_beams": 1}
+        own: dict[str, Any] = {"do_sample": False, "num_beams": 1}
+        own["max_length"] = 1 + prompt.max_new_tokens
         if prompt.options.repetition_penalty is not None:
             own["repetition_penalty"] = prompt.options.repetition_penalty
         config, _ = self._model._prepare_generation_config(None, **own)

@@ -70,7 +70,12 @@ def test_seed_draws_the_same_text_whatever_the_neighbours_are(
     model, _ = writer(architecture)
     keywords: dict[str, Any] = {"temperature": 1.5, "top_p": 0.9, "seed": 7, "max_new_tokens": 12}
     alone = Driver(model).one(CORPUS[1], **keywords)
-    noise = [{"temperature": 2.0}, {"top_k": 3, "temperature": 0.5}, {"logprobs": 2}, {"n": 2}]
+    noise: list[Any] = [
+        {"temperature": 2.0},
+        {"top_k": 3, "temperature": 0.5},
+        {"logprobs": 2},
+        {"n": 2},
+    ]
     jobs: list[Any] = [
         (number, each, {**noise[number % 4], "max_new_tokens": 9 + number})
         for number, each in enumerate(make_prompts(8))
