@@ -40,7 +40,7 @@ class Pen:
         self.leases.zadd("batchery:workers", {"me": 1})
         self.leases.hset(LEASES, "7", "celery\0message")
         self.writer = PieceWriter(self.app.backend, lambda: redis.Redis.from_url(f"{url[:-1]}1"))
-        self._works = 0
+        self._works: list[Work] = []
 
     def stream(self) -> None:
         """As a client does it."""
@@ -48,8 +48,17 @@ class Pen:
         self.results.set("batchery-reader:job", "", ex=READER_S)
 
     def work(self, context: PieceContext = LEASED) -> Work:
-        self._works += 1
-        return Work(self._works, "task", {}, [("job", ["item"], False)], 8, None, pieces=context)
+        number = len(self._works) + 1
+        work = Work(number, "task", {}, [("job", ["item"], False)], 8, None, pieces=context)
+        self._works.append(work)
+        return work
+
+    def close(self) -> None:
+        """Has the writer's thread ask this server for nothing more."""
+        for work in self._works:
+            self.writer.end(work, [CommitStatus.NEEDS_TRACER.value])
+        self.results.close()
+        self.leases.close()
 
     def write(self, work: Work, *pieces: Any) -> None:
         assert self.writer.write({work.id: pieces}) == {}
@@ -67,8 +76,7 @@ class Pen:
 def pen(url: str) -> Iterator[Pen]:
     made = Pen(url)
     yield made
-    made.results.close()
-    made.leases.close()
+    made.close()
 
 
 def test_a_job_whose_lease_is_lost_writes_nothing_and_leaves(pen: Pen) -> None:
