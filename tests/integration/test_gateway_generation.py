@@ -188,7 +188,8 @@ def test_bad_request_is_an_exception_of_openai_s_client(api: openai.OpenAI) -> N
 def test_model_without_a_worker_is_refused_at_once(
     models: Models, start_gateway: StartGateway
 ) -> None:
-    lonely = start_gateway(models=models, gateway={"worker_grace_s": 0})
+    # A worker beside it would take the batches of the other gateway, whose files it lacks.
+    lonely = start_gateway(models=models, gateway={"worker_grace_s": 0, "worker": False})
     body = {"model": "away", "messages": MESSAGES, "stream": True}
 
     def is_refused() -> bool:
@@ -348,7 +349,7 @@ def test_slow_reader_holds_up_nobody(gateway: GatewayProcess, api: openai.OpenAI
 def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> None:
     key, hashed = make_key()
     limits = {"hash": hashed, "max_items": 2, "max_concurrency": 1, "max_chars": 500}
-    keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}})
+    keyed = start_gateway(models=models, gateway={"keys": {"shop": limits}, "worker": False})
     headers = {"Authorization": f"Bearer {key}"}
     body = {"model": "chat", "messages": MESSAGES, "max_tokens": 2}
 
