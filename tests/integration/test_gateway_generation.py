@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,12 @@ def test_streamed_chat_is_the_whole_one_in_pieces(api: openai.OpenAI) -> None:
     assert content
     parts = [event.choices[0].logprobs for event in events[:-1]]
     told = [token for part in parts if part for token in part.content]
-    assert told == content[: len(told)]
+    # Its neighbours in a step change the last digits.
+    pairs = list(zip(told, content, strict=False))
+    assert [one.token for one, _ in pairs] == [other.token for _, other in pairs]
+    assert [one.logprob for one, _ in pairs] == pytest.approx(
+        [other.logprob for _, other in pairs], abs=1e-4
+    )
     assert len(told) >= 7
     for token in content:
         assert token.logprob == max(each.logprob for each in token.top_logprobs)
@@ -360,10 +366,10 @@ def test_limits_of_a_key_hold(models: Models, start_gateway: StartGateway) -> No
     assert send() == 200
     assert send(n=3) == 413
     assert send(messages=[{"role": "user", "content": "a " * 300}]) == 413
-    with keyed.stream("/v1/chat/completions", LONG, headers=headers) as answer:
-        read_events(answer.iter_lines(), 1)
-        assert send() == 429
-    wait_for(lambda: send() == 200, "its request is over", patient(30))
+    with ThreadPoolExecutor(4) as at_once:
+        statuses = set(at_once.map(lambda _: send(**{**LONG, "stream": False}), range(4)))
+    assert statuses == {200, 429}
+    wait_for(lambda: send() == 200, "its requests are over", patient(30))
 
 
 def test_batch_file_of_chats(api: openai.OpenAI) -> None:
