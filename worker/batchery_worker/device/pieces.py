@@ -192,7 +192,10 @@ class PieceWriter:
             `FENCED` where another worker has the job, `REVOKED` where nobody reads it any more, a
             failure where JSON cannot write a piece.
         """
-        refused, self._refused = self._refused, {}
+        refused: dict[int, Failed | CommitStatus] = {}
+        if self._refused:
+            with self._changed:
+                refused, self._refused = self._refused, {}
         encoded: list[tuple[StreamedJob, Sequence[bytes]]] = []
         for work_id, each in pieces.items():
             try:
