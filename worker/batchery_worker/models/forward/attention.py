@@ -40,6 +40,7 @@ class VarlenKernel(Protocol):
         longest: int,
         scale: float | None,
         window: tuple[int, int],
+        keys: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         """Attends, (T, H, D) from (T, H, D) and twice (T, H or fewer, D).
 
@@ -51,6 +52,8 @@ class VarlenKernel(Protocol):
             longest: Tokens of the longest text.
             scale: As in `Options`.
             window: How far a token sees to the left and to the right, in tokens; -1 for all.
+            keys: Ends and longest text of the keys, where each text has more of them than queries:
+                its queries are those of its last tokens.
         """
 
 
@@ -67,6 +70,7 @@ class Row:
         ends: For CUDA's kernel: 0, then the end of each text, (B + 1,) int32, on the device.
         starts: Where the texts begin, (B,) int64, on the device, for heads that read only first
             tokens; None if no head follows.
+        repeats: How often such a head gets each first token.
         calls: How often the attention was called. A model that never calls it cannot be packed.
         windows: Widths of the sliding windows that it was asked for, in tokens.
     """
@@ -74,6 +78,7 @@ class Row:
     lengths: Sequence[int]
     ends: Tensor | None = None
     starts: Tensor | None = None
+    repeats: int = 1
     calls: int = 0
     windows: set[int] = field(default_factory=set)
 
@@ -165,8 +170,7 @@ def attention(
     """
     row = _ROW.get()
     row.calls += 1
-    if attention_mask is not None or not FOREIGN.isdisjoint(others):
-        _refuse_foreign(attention_mask, others)
+    check_options(attention_mask, others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None:
         row.windows.add(sliding_window)
@@ -175,7 +179,14 @@ def attention(
     return kernel(query, key, value, row, options), None
 
 
-def _refuse_foreign(attention_mask: Tensor | None, others: Mapping[str, Any]) -> None:
+def check_options(attention_mask: Tensor | None, others: Mapping[str, Any]) -> None:
+    """Refuses what attention for texts in a row cannot do.
+
+    Raises:
+        NotPackable: A layer asks for it.
+    """
+    if attention_mask is None and FOREIGN.isdisjoint(others):
+        return
     foreign = sorted(name for name in FOREIGN if others.get(name) is not None)
     if attention_mask is not None:
         foreign.append("a mask of its own")
@@ -268,11 +279,13 @@ def kernel_of_operator(operator: Any) -> VarlenKernel | None:
         longest: int,
         scale: float | None,
         window: tuple[int, int],
+        keys: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         no_dropout, no_debug_mask = 0.0, False
         is_causal = window == (-1, 0)
+        key_ends, longest_key = keys or (ends, longest)
         out: Tensor = operator(
-            *(query, key, value, ends, ends, longest, longest),
+            *(query, key, value, ends, key_ends, longest, longest_key),
             *(no_dropout, is_causal, no_debug_mask),
             scale=scale,
             window_size_left=window[0],
@@ -299,10 +312,12 @@ def kernel_of_function(varlen_attn: Callable[..., Any]) -> VarlenKernel | None:
         longest: int,
         scale: float | None,
         window: tuple[int, int],
+        keys: tuple[Tensor, int] | None = None,
     ) -> Tensor:
         flag = {"enable_gqa": query.shape[1] != key.shape[1]} if has_flag else {}
+        key_ends, longest_key = keys or (ends, longest)
         out: Tensor = varlen_attn(
-            *(query, key, value, ends, ends, longest, longest),
+            *(query, key, value, ends, key_ends, longest, longest_key),
             scale=scale,
             window_size=window,
             **flag,

@@ -84,6 +84,8 @@ class Packed:
         self.last = Row(())
         #: Maximum difference that the check of `selection.py` has found.
         self.worst = 0.0
+        #: Whether the head is known to read first tokens.
+        self.is_proven = False
 
     def values(self, batch: Sequence[Prepared], reading: Reading) -> Tensor:
         """Runs the model on a batch; returns what is read of its output."""
@@ -120,7 +122,9 @@ class Packed:
     def _keep_first_tokens(self, starts: Tensor) -> None:
         """Gives the model's head what it reads: the first token of each text, as if in its own row.
 
-        They replace the output of the last layer.
+        They replace the output of the last layer. A head that reads another token would look beyond
+        them, which ends CUDA's context. So until the head is proven, each comes as often as there
+        are tokens.
         """
         if not self._is_watched:
             base = self._model.base_model
@@ -130,6 +134,7 @@ class Packed:
         row = row_of_this_pass()
         assert row is not None
         row.starts = starts
+        row.repeats = 1 if self.is_proven else sum(row.lengths)
 
     @contextmanager
     def _row(self, batch: Sequence[Prepared]) -> Iterator[tuple[dict[str, Tensor], Tensor, Tensor]]:
@@ -175,5 +180,6 @@ def _first_tokens(_: Any, __: Any, output: Any) -> Any:
     """Keeps of an encoder's output what a head reads, if a head follows."""
     row = row_of_this_pass()
     if row is not None and row.starts is not None:
-        output.last_hidden_state = output.last_hidden_state[0, row.starts].unsqueeze(1)
+        first = output.last_hidden_state[0, row.starts].unsqueeze(1)
+        output.last_hidden_state = first.expand(-1, row.repeats, -1)
     return output

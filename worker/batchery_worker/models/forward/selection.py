@@ -90,6 +90,7 @@ def choose(candidate: Candidate) -> Choice:
         )
         problem = _check(candidate, packed)
         if problem is None:
+            packed.is_proven = True
             return Choice(packed, "")
     if candidate.setting == "packed":
         raise ModelLoadError(
