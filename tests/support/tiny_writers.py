@@ -139,7 +139,7 @@ class PlainWriter:
 
     def write(self, prompt: str, max_new_tokens: int, **options: Any) -> list[int]:
         """The likeliest tokens; `options` are those of `generate`."""
-        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
+        ids = self.tokenizer(prompt, return_tensors="pt")["input_ids"].to(self.model.device)
         options = {"max_new_tokens": max_new_tokens, "do_sample": False, **options}
         # What begins an answer is no part of it.
         before = 1 if self._has_encoder else ids.shape[1]

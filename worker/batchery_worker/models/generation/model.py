@@ -27,6 +27,7 @@ from batchery_worker.models.source import ModelSource, identity, reason
 from batchery_worker.models.tokenizer import longest_text
 
 try:
+    from batchery_worker.models.generation.paged_attention import attentions, plain_attention
     from batchery_worker.models.generation.paged_batch import (
         STEP_TOKENS,
         PagedBatch,
@@ -121,6 +122,31 @@ class GenerationModel(TextGenerator):
         sample = self._prompts.read("a b c")[:3] * 2
         plain = self._plain_logits(sample[:-1], sample[-1:])
         self._vocabulary = plain.shape[0]
+        *fast, usual = attentions(self.model)
+        for attention in fast:
+            try:
+                self._try_attention(attention, sample, plain)
+                break
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                logger.info("model %s: not by %s: %s", self.settings.model, attention, error)
+        else:
+            self._try_attention(usual, sample, plain)
+        logger.info(
+            "model %s: %d slots, %s, texts of up to %d tokens on %s, attention %s",
+            *(self.settings.model, self.slots, self._batch.size),
+            *(min(self.max_length, self._batch.capacity), self._device),
+            self.model.config._attn_implementation,
+        )
+
+    def _try_attention(self, attention: str, sample: list[int], plain: Tensor) -> None:
+        """Makes a batch with this attention, and compares it with a plain pass.
+
+        Raises:
+            ModelLoadError: transformers cannot batch with it, or its tokens are others.
+        """
+        self.model.config._attn_implementation = attention
         try:
             self._batch = self._make_batch()
             difference = (self._batched_logits(sample) - plain).abs().max() / plain.std()
@@ -134,11 +160,6 @@ class GenerationModel(TextGenerator):
                 f"model {self.settings.model!r}: from a cache it gives other tokens than without"
                 f" ({difference:.2g} of their spread); it cannot be batched"
             )
-        logger.info(
-            "model %s: %d slots, %s, texts of up to %d tokens on %s",
-            *(self.settings.model, self.slots, self._batch.size),
-            *(min(self.max_length, self._batch.capacity), self._device),
-        )
 
     def _make_batch(self) -> PagedBatch | StaticBatch:
         if self.has_encoder:
@@ -159,11 +180,8 @@ class GenerationModel(TextGenerator):
                 "decoder_input_ids": [[start_token(self.model), *written]],
             }
         tensors = {name: torch.tensor(ids, device=self._device) for name, ids in inputs.items()}
-        attention = self.model.config._attn_implementation
-        if attention == "paged|eager":
-            self.model.set_attn_implementation("eager")
-        logits: Tensor = self.model(**tensors, use_cache=False).logits[0, -1].float()
-        self.model.set_attn_implementation(attention)
+        with plain_attention(self.model):
+            logits: Tensor = self.model(**tensors, use_cache=False).logits[0, -1].float()
         return logits
 
     def _batched_logits(self, tokens: list[int]) -> Tensor:
