@@ -99,7 +99,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--threads", type=int, help="of torch in every system; its own choice else")
-    parser.add_argument("--cuda-graphs", choices=["auto", "never"], default="never")
+    parser.add_argument("--cuda-graphs", choices=["auto", "never"], default="auto")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     return parser.parse_args()
 

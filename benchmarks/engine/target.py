@@ -62,7 +62,7 @@ def target_for(
         target = resolve_target(
             folder, options.device, options.dtype, options.batch_size, loop_tokens
         )
-        graphs = getattr(options, "cuda_graphs", "never")
+        graphs = getattr(options, "cuda_graphs", "auto")
         configure(target, queues or {"embed": target.batch_size}, cuda_graphs=graphs)
         yield target
 
@@ -87,7 +87,7 @@ def resolve_target(
     )
 
 
-def configure(target: Target, queues: Mapping[str, int], cuda_graphs: str = "never") -> None:
+def configure(target: Target, queues: Mapping[str, int], cuda_graphs: str = "auto") -> None:
     """Tells our processes, which inherit the environment, of the model.
 
     Args:

@@ -56,6 +56,7 @@ class Check:
                 "kind": "embedding",
                 "model": folder,
                 "dtype": self.dtype,
+                "cuda_graphs": "never",
                 **settings,
             }
             model = EmbeddingModel(ModelSettings.model_validate(wanted))

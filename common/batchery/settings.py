@@ -155,10 +155,8 @@ class ModelSettings(GenerationSettings, BaseModel):
     ] = None
     cuda_graphs: Annotated[
         Literal["auto", "never"],
-        Field(
-            description="Small forward passes as CUDA graphs; auto where that is faster. New: off."
-        ),
-    ] = "never"
+        Field(description="Small forward passes as CUDA graphs, where that is faster."),
+    ] = "auto"
     max_length: Annotated[
         int | None,
         Field(gt=0, description="Maximum tokens of a text; the model's own limit if unset."),

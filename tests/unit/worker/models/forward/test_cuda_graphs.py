@@ -250,6 +250,6 @@ def test_the_log_tells_of_graphs_by_the_name_of_the_pass(build: Build, embedder:
 
 def test_cuda_graphs_is_a_setting() -> None:
     settings = {"kind": "embedding", "model": "m"}
-    assert ModelSettings.model_validate(settings).cuda_graphs == "never"
+    assert ModelSettings.model_validate(settings).cuda_graphs == "auto"
     with pytest.raises(ValueError, match="cuda_graphs"):
         ModelSettings.model_validate({**settings, "cuda_graphs": "always"})
