@@ -202,14 +202,19 @@ def test_the_events_of_a_batch_leave_in_one_message(
         with one_batch(worker, tmp_path, 60):
             ids = {commits.shout.delay("many").id for _ in range(60)}
 
-        def succeeded() -> set[str]:
+        told: list[set[str]] = []
+
+        def succeeded() -> bool:
             message = channel.get_message(timeout=1.0)
             body = json.loads(message["data"])["body"] if message else ""
             events = json.loads(base64.b64decode(body)) if body else []
             done = {event["uuid"] for event in events if event["type"] == "task-succeeded"}
-            return done & ids
+            told.extend([done & ids] if done & ids else [])
+            return set().union(*told) == ids
 
-        assert wait_for(succeeded, "events of the batch") == ids
+        wait_for(succeeded, "events of the batch")
+        # Celery sends what it has collected once a second, which may be in the middle of a batch.
+        assert len(told) <= 2
 
 
 def test_celery_counts_committed_jobs(worker: Worker, redis: Any) -> None:
