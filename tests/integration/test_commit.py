@@ -54,18 +54,12 @@ def counts(worker: Worker) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def one_batch(worker: Worker, directory: Path, jobs: int) -> Iterator[None]:
-    """Holds the device up until the jobs that the block sends wait for it, all together."""
-    path = directory / "busy"
-    commits.wait_at.delay(str(path))
-    wait_for(path.exists, "the device is busy")
+def one_batch(worker: Worker) -> Iterator[None]:
+    """What the block sends waits in Redis until all is there: the idle device takes it at once."""
+    options: dict[str, Any] = {"destination": [worker.name], "reply": True, "timeout": TIMEOUT_S}
+    assert commits.app.control.cancel_consumer("celery", **options)
     yield
-
-    def all_wait() -> bool:
-        return bool(worker.inspect(commits.app, "stats")["pool"]["waiting"] == jobs)
-
-    wait_for(all_wait, "all jobs wait")
-    Path(f"{path}.go").touch()
+    assert commits.app.control.add_consumer("celery", **options)
 
 
 class Events:
@@ -107,7 +101,7 @@ def test_mixed_batch_is_committed_or_traced_job_by_job(
 ) -> None:
     before = counts(worker)
     link = commits.remember.s(str(tmp_path / "linked"))
-    with one_batch(worker, tmp_path, 7):
+    with one_batch(worker):
         plain = [commits.shout.delay(f"text {number}") for number in range(5)]
         linked = commits.shout.apply_async(("linked",), link=link)
         bad = commits.shout.delay("bad")
@@ -121,10 +115,9 @@ def test_mixed_batch_is_committed_or_traced_job_by_job(
 
     def counted() -> bool:
         now = counts(worker)
-        # The one that held the device up is plain, too.
-        return bool(now["committed_jobs"] == before["committed_jobs"] + 6)
+        return bool(now["committed_jobs"] == before["committed_jobs"] + 5)
 
-    wait_for(counted, "six committed jobs")
+    wait_for(counted, "five committed jobs")
     assert counts(worker)["fenced_jobs"] == before["fenced_jobs"]
 
 
@@ -132,7 +125,7 @@ def test_jobs_with_callbacks_are_finished_together(
     worker: Worker, redis: Any, tmp_path: Path
 ) -> None:
     link = commits.remember.s("nowhere").set(queue="nobody")
-    with one_batch(worker, tmp_path, 50):
+    with one_batch(worker):
         jobs = [commits.shout.apply_async((f"n{n}",), link=link, priority=n % 2) for n in range(50)]
         redis.config_resetstat()
     answers = [job.get(timeout=TIMEOUT_S) for job in jobs]
@@ -199,7 +192,7 @@ def test_the_events_of_a_batch_leave_in_one_message(
     with redis.pubsub(ignore_subscribe_messages=True) as channel:
         channel.psubscribe("/*celeryev/task.multi")
         channel.get_message(timeout=TIMEOUT_S)
-        with one_batch(worker, tmp_path, 60):
+        with one_batch(worker):
             ids = {commits.shout.delay("many").id for _ in range(60)}
 
         told: list[set[str]] = []
@@ -277,7 +270,7 @@ def test_a_job_that_was_committed_before_its_device_died_does_not_run_again(
     before = counts(worker)
     paths = [tmp_path / str(number) for number in range(3)]
     with Events(commits.app) as events:
-        with one_batch(worker, tmp_path, 3):
+        with one_batch(worker):
             jobs = [commits.hold.delay(str(path)) for path in paths]
         wait_for(lambda: paths[0].exists() and paths[0].read_text(), "the batch is committed")
         assert paths[0].read_text() == "committed committed committed"
