@@ -182,7 +182,7 @@ def test_events_and_the_log_know_the_result(worker: Worker, redis: Any) -> None:
 def test_the_event_of_a_retry_tells_its_reason(worker: Worker, redis: Any, tmp_path: Path) -> None:
     with Events(commits.app) as events:
         job = commits.second_time.delay(str(tmp_path / "tried"))
-        told = events.of(job.id)
+        told = events.of(job.id, last="task-retried")
     assert told["task-retried"]["exception"] == "ConnectionError('away')"
 
 
