@@ -20,7 +20,7 @@ from batchery_producer.stream import WAIT_S
 from batchery_producer.template import uuids
 
 #: How long the broker or the backend may be away, in seconds; short, because a caller waits.
-AWAY_S = 10.0
+SEND_AWAY_S = 10.0
 
 #: What is left at least of a timeout, in seconds.
 LEFT_S = 0.001
@@ -67,7 +67,7 @@ class JobSet(ResultSet):
             _assert_will_not_block()
         if self._collector is None:
             return timeout_s
-        self._collector.retry_for(AWAY_S if timeout_s is None else min(timeout_s, AWAY_S))
+        self._collector.retry_for(SEND_AWAY_S if timeout_s is None else min(timeout_s, SEND_AWAY_S))
         deadline_s = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         results: Any = self.results
         awaited = {result.id: result for result in results if result._cache is None}
@@ -121,14 +121,18 @@ def send_many(
     trails = options.pop("add_to_parent", True)
     collector = None
     if not ignored and type(task.backend) is RedisBackend:
-        collector = _MetaCollector(task.backend, RetryPolicy(away_s=AWAY_S))
+        collector = _MetaCollector(task.backend, RetryPolicy(away_s=SEND_AWAY_S))
         options["headers"] = {**collector.headers, **(options.get("headers") or {})}
     ids = uuids(len(items))
     try:
         if collector is not None:
             collector.expect(())
         with Publisher(
-            app, task.name, keywords=keywords, outage_policy=RetryPolicy(away_s=AWAY_S), **options
+            app,
+            task.name,
+            keywords=keywords,
+            outage_policy=RetryPolicy(away_s=SEND_AWAY_S),
+            **options,
         ) as publisher:
             publisher.send(list(zip(ids, items, strict=True)))
     except GaveUp as error:

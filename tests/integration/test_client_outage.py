@@ -112,7 +112,7 @@ def test_an_async_client_closes_while_redis_is_away(own_redis: OwnRedis) -> None
 def test_joining_many_jobs_keeps_to_its_timeout_while_redis_is_away(
     own_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("batchery_producer.submit_many.AWAY_S", AWAY_S)
+    monkeypatch.setattr("batchery_producer.submit_many.SEND_AWAY_S", AWAY_S)
     app = install(Celery("away", broker=own_redis.url, backend=own_redis.url, set_as_current=False))
 
     @app.task(base=BatchTask, shared=False)

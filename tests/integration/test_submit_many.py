@@ -109,7 +109,7 @@ def test_eager_tasks_run_at_once() -> None:
 
 
 def test_without_a_broker_it_is_celerys_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(submit_many, "AWAY_S", 0.2)
+    monkeypatch.setattr(submit_many, "SEND_AWAY_S", 0.2)
     url = f"redis://127.0.0.1:{free_port()}/0"
     app = install(Celery("nowhere", broker=url, backend=url, set_as_current=False))
 

@@ -25,7 +25,7 @@ logger = logging.getLogger("batchery.worker")
 HELD_S = 0.1
 
 #: Longest pause between two looks whether others wait, in seconds, while jobs are held.
-MAX_PAUSE_S = 1.0
+MAX_GIVING_PAUSE_S = 1.0
 
 #: Gives jobs to other workers, by their requests; returns the requests of those that went.
 Give = Callable[[Sequence[Any]], Collection[Any]]
@@ -217,7 +217,7 @@ class LateBinding:
             gave = sum(
                 backlog.offer(before_s, partial(self._give, is_batch)) for is_batch, backlog in old
             )
-        self._pause_s = HELD_S if gave or not held else min(2 * self._pause_s, MAX_PAUSE_S)
+        self._pause_s = HELD_S if gave or not held else min(2 * self._pause_s, MAX_GIVING_PAUSE_S)
         if held:
             self._plan_look()
 

@@ -15,7 +15,7 @@ from batchery_worker import late_binding
 from batchery_worker.completion.ordinary import OrdinaryThreads
 from batchery_worker.late_binding import (
     HELD_S,
-    MAX_PAUSE_S,
+    MAX_GIVING_PAUSE_S,
     BatchBacklog,
     Give,
     LateBinding,
@@ -175,7 +175,7 @@ def test_while_nobody_waits_it_looks_less_and_less_often(house: House) -> None:
         house.clock.pass_time(HELD_S)
     assert 9 <= house.channel.asked - asked <= 15
     house.channel.room = 1
-    for _ in range(int(MAX_PAUSE_S / HELD_S)):
+    for _ in range(int(MAX_GIVING_PAUSE_S / HELD_S)):
         house.clock.pass_time(HELD_S)
     assert house.backlog.tokens == []
 
@@ -187,7 +187,12 @@ def test_pause_between_two_looks_doubles_while_nobody_waits(house: House) -> Non
         ((due_s, _),) = house.clock.planned
         pauses_s.append(round(due_s - house.clock.now_s, 3))
         house.clock.pass_time(due_s - house.clock.now_s)
-    assert pauses_s == [HELD_S, *(HELD_S * 2**n for n in (1, 2, 3)), MAX_PAUSE_S, MAX_PAUSE_S]
+    assert pauses_s == [
+        HELD_S,
+        *(HELD_S * 2**n for n in (1, 2, 3)),
+        MAX_GIVING_PAUSE_S,
+        MAX_GIVING_PAUSE_S,
+    ]
 
 
 def test_a_worker_that_holds_nothing_does_not_look(house: House) -> None:

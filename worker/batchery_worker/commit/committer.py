@@ -39,7 +39,7 @@ LUA = Path(__file__).parent / "lua"
 MAX_TRIES = 3
 
 #: Maximum pause between two attempts to reach a Redis that is away, in seconds.
-MAX_PAUSE_S = 2.0
+MAX_COMMIT_PAUSE_S = 2.0
 
 
 def result_scripts(client: "redis.Redis") -> RedisScripts:
@@ -154,7 +154,7 @@ class RetryingRedis:
                 self._on_wait()
             # After a failover the address may belong to another server.
             self.disconnect()
-            self._sleep(pause_s(failures, MAX_PAUSE_S))
+            self._sleep(pause_s(failures, MAX_COMMIT_PAUSE_S))
 
 
 #: Fields of every stored result. A stamp with such a name would overwrite the field, so a job with

@@ -16,8 +16,8 @@ from batchery.transport.channel import SOCKET_TIMEOUT_S
 from batchery.transport.leases import Leases
 from batchery_worker.commit import committer as module
 from batchery_worker.commit.committer import (
+    MAX_COMMIT_PAUSE_S,
     MAX_JOBS_PER_SCRIPT,
-    MAX_PAUSE_S,
     MAX_TRIES,
     CommitStatus,
     EncodedOutcome,
@@ -209,7 +209,7 @@ def test_results_wait_for_a_server_that_is_away_with_growing_pauses(scene: Scene
     assert scene.results.connections_closed == 9
     assert scene.pauses_s == sorted(scene.pauses_s)
     assert scene.pauses_s[0] < scene.pauses_s[1]
-    assert scene.pauses_s[-1] == MAX_PAUSE_S
+    assert scene.pauses_s[-1] == MAX_COMMIT_PAUSE_S
 
 
 def test_lost_connection_to_a_server_that_can_write_is_tried_again_at_once(scene: Scene) -> None:

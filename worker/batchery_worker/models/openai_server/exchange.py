@@ -29,7 +29,7 @@ UNFIT = (400, 413, 422)
 ADVICE = {401: "; check api_key_env", 403: "; check api_key_env", 404: "; check base_url and model"}
 
 #: First and longest pause before another attempt, in seconds, if the server asks for none.
-FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
+FIRST_SERVER_PAUSE_S, MAX_SERVER_PAUSE_S = 0.5, 30.0
 
 #: Maximum bytes of one event, and of what is read and quoted of an error.
 MAX_EVENT_BYTES, MAX_ERROR_BYTES, MAX_ERROR_CHARS = 1 << 20, 1 << 16, 400
@@ -203,7 +203,7 @@ def pause_s(failures: int, after_s: float) -> float:
         failures: How many attempts have failed, 1 or more.
         after_s: For how long the server asks.
     """
-    longest_s = min(FIRST_PAUSE_S * 2.0 ** min(failures - 1, 10), MAX_PAUSE_S)
+    longest_s = min(FIRST_SERVER_PAUSE_S * 2.0 ** min(failures - 1, 10), MAX_SERVER_PAUSE_S)
     return max(random.uniform(longest_s / 2, longest_s), after_s * random.uniform(1.0, 1.1))
 
 
