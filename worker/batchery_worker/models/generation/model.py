@@ -44,6 +44,10 @@ logger = logging.getLogger(__name__)
 #: Maximum length of a text where the model has no limit, in tokens.
 UNLIMITED_TOKENS = 32_768
 
+#: How often a job may be in steps that are not finite, without a token between them. Where a plain
+#: pass says nothing of it, its step might fail for ever.
+MAX_DOUBTS = 3
+
 #: How far the paged cache may be from a plain pass, as a share of the logits' own spread.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.2, torch.float16: 0.1}
 
@@ -260,7 +264,8 @@ class GenerationModel(TextGenerator):
         """Fails the jobs whose own output is not finite.
 
         In attention a number that is not finite spoils all texts of the step, and what the cache
-        keeps of them. So all texts go on from their tokens, with a new cache.
+        keeps of them. So all texts go on from their tokens, with a new cache. One that does not get
+        on fails, too.
         """
         jobs = list(self._jobs.values())
         self._texts.clear()
@@ -269,7 +274,8 @@ class GenerationModel(TextGenerator):
         for job in jobs:
             growing = [text for text in job.texts if text.finish_reason is None]
             logits = [self._plain_logits(each.prompt.tokens, each.tokens) for each in growing]
-            if all(each.isfinite().all() for each in logits):
+            job.doubts += 1
+            if job.doubts <= MAX_DOUBTS and all(each.isfinite().all() for each in logits):
                 self._add(job)
             else:
                 problem = f"the model's output is not finite in {self.model.dtype}"

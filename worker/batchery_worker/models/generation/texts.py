@@ -155,11 +155,14 @@ class TextJob:
         options = prompt.options
         self.seed = random.getrandbits(63) if options.seed is None else options.seed
         self.texts = [SlotText(self, choice, decode) for choice in range(options.n)]
+        #: How often it was in a step that was not finite, since its last token.
+        self.doubts = 0
         self._joined_s = time.perf_counter()
         self._first_token_s: float | None = None
 
     def note_token(self) -> None:
-        """Remembers when the first token came."""
+        """Remembers when the first token came, and that it goes on."""
+        self.doubts = 0
         if self._first_token_s is None:
             self._first_token_s = time.perf_counter()
 

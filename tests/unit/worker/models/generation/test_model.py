@@ -305,3 +305,25 @@ def test_output_that_is_not_finite_fails_its_job_alone(
     )
     assert "not finite" in str(outcomes["bad"].exception)
     assert outcomes["good"]["tokens_out"] == 1
+
+
+def test_output_that_is_finite_alone_and_never_in_a_step_fails_its_job(
+    writer: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = writer("llama")
+    compute = paged_batch.PagedBatch.forward
+    expected = plain.text(plain.write(CORPUS[0], 4))
+
+    def forward(batch: Any) -> Any:
+        names, logits = compute(batch)
+        bad = [row for row, name in enumerate(names) if len(model._texts[name].prompt.tokens) == 2]
+        logits[bad] = float("inf")
+        return names, logits
+
+    monkeypatch.setattr(paged_batch.PagedBatch, "forward", forward)
+    driver = Driver(model)
+    driver.join("bad", [5, 6], max_new_tokens=4)
+    driver.join("good", CORPUS[0], max_new_tokens=4)
+    driver.step_until_idle()
+    assert "not finite" in str(driver.outcomes["bad"].exception)
+    assert driver.outcomes["good"]["text"] == expected
