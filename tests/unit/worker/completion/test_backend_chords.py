@@ -221,11 +221,13 @@ def test_device_has_stored_that_its_job_began(monkeypatch: pytest.MonkeyPatch) -
     backend = for_completion(
         Celery("began", backend="cache+memory://", set_as_current=False).backend
     )
-    with completing(JobCompletion("t1")):
-        assert backend.store_result("t1", "meta", "STARTED") == "meta"
-        backend.store_result("t2", "meta", "STARTED")
-    backend.store_result("t3", "meta", "STARTED")
-    states = [backend.get_state(task_id) for task_id in ("t1", "t2", "t3")]
+    # Celery has one such store for a process, and other tests have jobs there.
+    first, second, third = ("began 1", "began 2", "began 3")
+    with completing(JobCompletion(first)):
+        assert backend.store_result(first, "meta", "STARTED") == "meta"
+        backend.store_result(second, "meta", "STARTED")
+    backend.store_result(third, "meta", "STARTED")
+    states = [backend.get_state(task_id) for task_id in (first, second, third)]
     assert states == ["PENDING", "STARTED", "STARTED"]
 
 
