@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Self, cast
-from weakref import WeakKeyDictionary
 
 from batchery.errors import BatcheryError, GaveUp, NoResult
 from batchery_producer.answers import Answer, build_exception
@@ -171,42 +170,6 @@ class PieceStream(FollowedJob):
                 self._cancel()
 
 
-class Mailbox:
-    """What has come for the streams that one event loop reads.
-
-    A step brings a piece for each of hundreds of streams, and to wake an event loop costs more than
-    to take one: it is woken once for all that is there.
-    """
-
-    def __init__(self) -> None:
-        self._arrived: deque[tuple[AsyncPieceStream, Sequence[Event]]] = deque()
-        self._is_woken = False
-
-    def put(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        stream: "AsyncPieceStream",
-        events: Sequence[Event],
-    ) -> None:
-        """Takes events for a stream of this loop; called on the reader's thread."""
-        self._arrived.append((stream, events))
-        if not self._is_woken:
-            # Before the loop can take them, or the next ones would wake nobody.
-            self._is_woken = True
-            with suppress(RuntimeError):  # The event loop is closed, so nobody reads.
-                loop.call_soon_threadsafe(self._hand_out)
-
-    def _hand_out(self) -> None:
-        self._is_woken = False
-        while self._arrived:
-            stream, events = self._arrived.popleft()
-            stream.take(events)
-
-
-#: The mailbox of each event loop.
-MAILBOXES: WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox] = WeakKeyDictionary()
-
-
 class AsyncPieceStream(FollowedJob):
     """Yields the partial results of a job to `async for`, in one event loop.
 
@@ -217,7 +180,6 @@ class AsyncPieceStream(FollowedJob):
         """As `FollowedJob` has it, in the event loop that reads."""
         super().__init__(reader, task_id, **options)
         self._loop = asyncio.get_running_loop()
-        self._mailbox = MAILBOXES.setdefault(self._loop, Mailbox())
         self._arrived = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -257,7 +219,8 @@ class AsyncPieceStream(FollowedJob):
 
     def give(self, events: Sequence[Event]) -> None:
         """As `Following.give`."""
-        self._mailbox.put(self._loop, self, events)
+        with suppress(RuntimeError):  # The event loop is closed, so nobody reads.
+            self._loop.call_soon_threadsafe(self._extend, events)
 
     def close(self) -> None:
         """Reads no further, and cancels the job if it has not ended; not one that is followed."""
@@ -268,7 +231,6 @@ class AsyncPieceStream(FollowedJob):
         if self._cancel is not None:
             self._cancel()
 
-    def take(self, events: Sequence[Event]) -> None:
-        """Takes what has come, in the event loop that reads."""
+    def _extend(self, events: Sequence[Event]) -> None:
         self._events.extend(events)
         self._arrived.set()
