@@ -195,19 +195,14 @@ def test_the_events_of_a_batch_leave_in_one_message(
         with one_batch(worker):
             ids = {commits.shout.delay("many").id for _ in range(60)}
 
-        told: list[set[str]] = []
-
-        def succeeded() -> bool:
+        def succeeded() -> set[str]:
             message = channel.get_message(timeout=1.0)
             body = json.loads(message["data"])["body"] if message else ""
             events = json.loads(base64.b64decode(body)) if body else []
             done = {event["uuid"] for event in events if event["type"] == "task-succeeded"}
-            told.extend([done & ids] if done & ids else [])
-            return set().union(*told) == ids
+            return done & ids
 
-        wait_for(succeeded, "events of the batch")
-        # Celery sends what it has collected once a second, which may be in the middle of a batch.
-        assert len(told) <= 2
+        assert wait_for(succeeded, "events of the batch") == ids
 
 
 def test_celery_counts_committed_jobs(worker: Worker, redis: Any) -> None:

@@ -129,14 +129,16 @@ class GenerationModel(TextGenerator):
         *fast, usual = attentions(self.model)
         for attention in fast:
             try:
-                self._try_attention(attention, sample, plain)
+                self._batch = self._try_attention(attention, sample, plain)
                 break
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 logger.info("model %s: not by %s: %s", self.settings.model, attention, error)
+            # The next one chooses the size of its cache by the memory that is free.
+            torch.cuda.empty_cache()
         else:
-            self._try_attention(usual, sample, plain)
+            self._batch = self._try_attention(usual, sample, plain)
         logger.info(
             "model %s: %d slots, %s, texts of up to %d tokens on %s, attention %s",
             *(self.settings.model, self.slots, self._batch.size),
@@ -144,7 +146,9 @@ class GenerationModel(TextGenerator):
             self.model.config._attn_implementation,
         )
 
-    def _try_attention(self, attention: str, sample: list[int], plain: Tensor) -> None:
+    def _try_attention(
+        self, attention: str, sample: list[int], plain: Tensor
+    ) -> PagedBatch | StaticBatch:
         """Makes a batch with this attention, and compares it with a plain pass.
 
         Raises:
@@ -152,8 +156,8 @@ class GenerationModel(TextGenerator):
         """
         self.model.config._attn_implementation = attention
         try:
-            self._batch = self._make_batch()
-            difference = (self._batched_logits(sample) - plain).abs().max() / plain.std()
+            batch = self._make_batch()
+            difference = (_batched_logits(batch, sample) - plain).abs().max() / plain.std()
         except (ValueError, TypeError) as error:
             raise ModelLoadError(
                 f"model {self.settings.model!r}: transformers has no continuous batching for it:"
@@ -164,6 +168,7 @@ class GenerationModel(TextGenerator):
                 f"model {self.settings.model!r}: from a cache it gives other tokens than without"
                 f" ({difference:.2g} of their spread); it cannot be batched"
             )
+        return batch
 
     def _make_batch(self) -> PagedBatch | StaticBatch:
         if self.has_encoder:
@@ -187,16 +192,6 @@ class GenerationModel(TextGenerator):
         with plain_attention(self.model):
             logits: Tensor = self.model(**tensors, use_cache=False).logits[0, -1].float()
         return logits
-
-    def _batched_logits(self, tokens: list[int]) -> Tensor:
-        """The same after two steps: all tokens but the last, and the last one."""
-        self._batch.add("trial", Prompt(tokens[:-1], GenerationKeywords(), 0))
-        self._batch.forward()
-        self._batch.accept(tokens[-1:])
-        _, logits = self._batch.forward()
-        self._batch.accept([0])
-        self._batch.drop("trial")
-        return logits[0]
 
     def identity(self) -> str:
         """The content of the model's files, and how it is run."""
@@ -312,3 +307,14 @@ class GenerationModel(TextGenerator):
         for job in jobs:
             self._add(job)
         return []
+
+
+def _batched_logits(batch: PagedBatch | StaticBatch, tokens: list[int]) -> Tensor:
+    """The logits after two steps: all tokens but the last, and the last one."""
+    batch.add("trial", Prompt(tokens[:-1], GenerationKeywords(), 0))
+    batch.forward()
+    batch.accept(tokens[-1:])
+    _, logits = batch.forward()
+    batch.accept([0])
+    batch.drop("trial")
+    return logits[0]
