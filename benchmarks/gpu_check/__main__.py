@@ -40,7 +40,7 @@ LIMITS_S = {
     "host against device": 40,
     "dead context": 60,
     "graphs": 55,
-    "single requests with graphs": 45,
+    "single requests without graphs": 45,
     "hidden waits": 25,
     "cudnn on and off": 15,
     "memory flat": 15,
