@@ -1,12 +1,13 @@
 """Answers that come in pieces, each as soon as it is there."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.responses import StreamingResponse
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
 from batchery_producer.gateway.problems import Problem
 
@@ -44,7 +45,8 @@ class EventStream(StreamingResponse):
         """
         # An empty line is no JSON, but readers of lines skip it.
         ping = KEEPALIVE_COMMENT if media_type == SSE_TYPE else b"\n"
-        super().__init__(_with_pings(events, ping), media_type=media_type, headers=HEADERS)
+        super().__init__(events, media_type=media_type, headers=HEADERS)
+        self._ping: Message = {"type": "http.response.body", "body": ping, "more_body": True}
         self._stop = stop
 
     async def listen_for_disconnect(self, receive: Receive) -> None:
@@ -55,19 +57,27 @@ class EventStream(StreamingResponse):
             await asyncio.Future()
 
     async def stream_response(self, send: Send) -> None:
-        """Sends all events."""
+        """Sends all events, and a ping wherever none comes for long."""
+        sent_s = time.monotonic()
+
+        async def send_now(message: Message) -> None:
+            nonlocal sent_s
+            sent_s = time.monotonic()
+            if not message.get("more_body", True):
+                pinging.cancel()  # Nothing may follow the end.
+            await send(message)
+
+        async def ping() -> None:
+            while True:
+                if (left_s := sent_s + PING_S - time.monotonic()) > 0:
+                    await asyncio.sleep(left_s)
+                else:
+                    await send_now(self._ping)
+
+        # One task for all of the stream: a task for each event costs more than the event.
+        pinging = asyncio.create_task(ping())
         try:
-            await super().stream_response(send)
+            await super().stream_response(send_now)
         finally:
+            pinging.cancel()
             self._stop()
-
-
-async def _with_pings(events: AsyncIterator[bytes], ping: bytes) -> AsyncIterator[bytes]:
-    while True:
-        following = asyncio.ensure_future(anext(events, None))
-        while not (await asyncio.wait([following], timeout=PING_S))[0]:
-            yield ping
-        event = following.result()
-        if event is None:
-            return
-        yield event

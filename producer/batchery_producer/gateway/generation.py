@@ -94,6 +94,7 @@ class PieceFeed:
         self.job_id = self._stream.id
         self._first: Any = None
         self._gone = asyncio.ensure_future(wait_gone(request))
+        self._gone.add_done_callback(self._give_up)
 
     async def begin(self) -> None:
         """Waits for the first piece, so that until then errors have a status of their own.
@@ -147,22 +148,18 @@ class PieceFeed:
 
     async def _next(self) -> Any:
         """The next piece; None if there are no more."""
-        if self._stream.backlog:
-            return await anext(self._stream, None)
-        following = asyncio.ensure_future(anext(self._stream, None))
         try:
-            await asyncio.wait(
-                [following, self._gone],
-                timeout=self._timeout_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if following.done():
-                return following.result()
-            if self._gone.done():
-                raise self._gone.result()
-            raise Problem(Kind.TIMEOUT, f"nothing new of the text within {self._timeout_s:g} s")
-        finally:
-            following.cancel()
+            async with asyncio.timeout(self._timeout_s):
+                return await anext(self._stream, None)
+        except TimeoutError:
+            raise Problem(
+                Kind.TIMEOUT, f"nothing new of the text within {self._timeout_s:g} s"
+            ) from None
+
+    def _give_up(self, gone: "asyncio.Future[Problem]") -> None:
+        """Wakes whoever waits for a piece, as nobody waits for the answer."""
+        if not gone.cancelled():
+            self._stream.give([gone.result()])
 
 
 def write_event(content: Any, id_: str | None = None, event: str | None = None) -> bytes:
