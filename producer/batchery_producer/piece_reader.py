@@ -6,9 +6,11 @@ entry, too; where none comes, as from workers that are not Batchery's, looking f
 and then finds it.
 """
 
+import asyncio
 import re
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -76,6 +78,10 @@ class Following(Protocol):
     """Who reads the stream of a job."""
 
     id: str
+    #: Key of the stream; its reader sets it.
+    key: bytes
+    #: Where `give` must be called; None for any thread.
+    loop: asyncio.AbstractEventLoop | None
     #: Id of the last entry that was fetched for it.
     fetched: str
     #: Whether the stream says that the result is stored.
@@ -86,7 +92,7 @@ class Following(Protocol):
         """Number of events that were not taken yet."""
 
     def give(self, events: Sequence[Event]) -> None:
-        """Takes events; called on the reader's thread."""
+        """Takes events."""
 
 
 class PieceReader:
@@ -137,11 +143,10 @@ class PieceReader:
         def make() -> None:
             with self._client.pipeline(transaction=False) as pipe:
                 for stream in streams:
-                    key = pieces_key(self.backend, stream.id)
                     # Made once, however often this is tried.
-                    pipe.delete(key)
-                    pipe.xadd(key, {b"begin": b""}, id=FIRST_ID)
-                    pipe.expire(key, kept_s)
+                    pipe.delete(stream.key)
+                    pipe.xadd(stream.key, {b"begin": b""}, id=FIRST_ID)
+                    pipe.expire(stream.key, kept_s)
                     pipe.set(reader_key(self.backend, stream.id), b"", ex=READER_S)
                 self._add_wake(pipe)
                 pipe.execute()
@@ -184,7 +189,9 @@ class PieceReader:
     def _new_retries(self) -> RetryPolicy:
         return RetryPolicy(lambda: self._closed or self._stop())
 
-    def _add(self, streams: Iterable[Following]) -> None:
+    def _add(self, streams: Sequence[Following]) -> None:
+        for stream in streams:
+            stream.key = pieces_key(self.backend, stream.id)
         with self._lock:
             self._streams.update(streams)
             # After a fork the thread is another process's.
@@ -202,8 +209,7 @@ class PieceReader:
         with self._lock:
             streams = list(self._streams)
             self._streams.clear()
-        for stream in streams:
-            stream.give([event])
+        _give((stream, [event]) for stream in streams)
 
     def _run(self) -> None:
         while True:
@@ -232,13 +238,15 @@ class PieceReader:
             self._woken = id_.decode()
         with self._lock:
             streams = list(self._streams)
+        came: list[tuple[Following, Sequence[Event]]] = []
         for stream in streams:
-            key = pieces_key(self.backend, stream.id)
+            own = entries.get(stream.key, ())
+            is_looked = stream.id in stored and len(own) < COUNT
             # One that was added meanwhile may lack what came before this.
-            if key in after and entry_order(after[key]) <= entry_order(stream.fetched):
-                own = entries.get(key, ())
-                is_looked = stream.id in stored and len(own) < COUNT
-                self._hand_on(stream, own, stored[stream.id] if is_looked else NOT_LOOKED)
+            if (own or is_looked) and not is_beyond(after.get(stream.key), stream.fetched):
+                looked_up = stored[stream.id] if is_looked else NOT_LOOKED
+                came.append((stream, self._take_in(stream, own, looked_up)))
+        _give(came)
 
     def _plan(self, now_s: float) -> tuple[dict[bytes, str], list[str], list[str], int | None]:
         """What to ask: what to read, by key; the jobs to look for; those to renew; how long."""
@@ -246,9 +254,11 @@ class PieceReader:
             streams = list(self._streams)
         after: dict[bytes, str] = {}
         for stream in streams:
-            if stream.backlog < MAX_BACKLOG:
-                key = pieces_key(self.backend, stream.id)
-                after[key] = min(after.get(key, stream.fetched), stream.fetched, key=entry_order)
+            # Of two that follow one job, the one that has less of it.
+            if stream.backlog < MAX_BACKLOG and (
+                stream.key not in after or is_beyond(after[stream.key], stream.fetched)
+            ):
+                after[stream.key] = stream.fetched
         if is_due := now_s >= self._look_at_s:
             self._look_at_s = now_s + LOOK_S
         looked = [each.id for each in streams if is_due or each.saw_end]
@@ -280,8 +290,8 @@ class PieceReader:
             answers: list[Any] = pipe.execute()
         return answers
 
-    def _hand_on(self, stream: Following, entries: Any, stored: bytes | None) -> None:
-        """Hands on what has come of a stream.
+    def _take_in(self, stream: Following, entries: Any, stored: bytes | None) -> Sequence[Event]:
+        """The events that have come of a stream.
 
         Args:
             stream: The stream.
@@ -299,8 +309,7 @@ class PieceReader:
             events = [error]
         if events and not isinstance(events[-1], StreamPiece):
             self.drop([stream])
-        if events:
-            stream.give(events)
+        return events
 
     def _read(self, stored: bytes) -> Answer | None:
         meta = self.backend.decode(stored)
@@ -335,10 +344,36 @@ def check_after(after: str | None) -> str:
     return after
 
 
+def is_beyond(one: str | None, other: str) -> bool:
+    """Whether the id of a stream's entry comes after another one; no id is beyond all."""
+    if one is None or one == other:
+        return one is None
+    return entry_order(one) > entry_order(other)
+
+
 def entry_order(entry_id: str) -> tuple[int, int]:
     """Orders the ids of a stream's entries."""
     first, _, second = entry_id.partition("-")
     return int(first), int(second)
+
+
+def _give(came: Iterable[tuple[Following, Sequence[Event]]]) -> None:
+    """Hands events on; an event loop is woken once for all of its streams, as waking it is slow."""
+    by_loop = defaultdict[asyncio.AbstractEventLoop | None, list[Any]](list)
+    for stream, events in came:
+        by_loop[stream.loop].append((stream, events))
+    for loop, given in by_loop.items():
+        if loop is None:
+            _give_here(given)
+        else:
+            with suppress(RuntimeError):  # The event loop is closed, so nobody reads.
+                loop.call_soon_threadsafe(_give_here, given)
+
+
+def _give_here(given: Iterable[tuple[Following, Sequence[Event]]]) -> None:
+    for stream, events in given:
+        if events:
+            stream.give(events)
 
 
 def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[StreamPiece]:
@@ -349,16 +384,16 @@ def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[StreamPie
     """
     for raw_id, entry in entries:
         id_ = raw_id.decode()
-        if entry_order(id_) <= entry_order(stream.fetched):
+        if not is_beyond(id_, stream.fetched):
             continue  # Somebody else who reads this stream has less of it.
-        if END in entry:
-            stream.saw_end, stream.fetched = True, id_
+        stream.saw_end = stream.saw_end or END in entry
         if PIECE not in entry:
+            stream.fetched = id_
             continue
-        expected = piece_number(stream.fetched) + 1
-        if piece_number(id_) > expected:
+        number, expected = piece_number(id_), piece_number(stream.fetched) + 1
+        if number > expected:
             raise NoResult(
-                f"job {stream.id}: its pieces {expected} to {piece_number(id_) - 1} were dropped"
+                f"job {stream.id}: its pieces {expected} to {number - 1} were dropped"
                 " before they were read; read faster, or raise stream_max_pieces"
             )
         stream.fetched = id_

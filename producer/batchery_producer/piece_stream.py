@@ -44,6 +44,8 @@ class FollowedJob:
         """
         self.id = task_id
         #: Of `Following`.
+        self.key = b""
+        self.loop: asyncio.AbstractEventLoop | None = None
         self.fetched = check_after(after)
         self.saw_end = False
         self._last_id = after
@@ -179,7 +181,7 @@ class AsyncPieceStream(FollowedJob):
     def __init__(self, reader: PieceReader | None, task_id: str, **options: Any) -> None:
         """As `FollowedJob` has it, in the event loop that reads."""
         super().__init__(reader, task_id, **options)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
 
     async def __aenter__(self) -> Self:
@@ -218,9 +220,9 @@ class AsyncPieceStream(FollowedJob):
         return piece.value
 
     def give(self, events: Sequence[Event]) -> None:
-        """As `Following.give`."""
-        with suppress(RuntimeError):  # The event loop is closed, so nobody reads.
-            self._loop.call_soon_threadsafe(self._extend, events)
+        """As `Following.give`, in the event loop that reads."""
+        self._events.extend(events)
+        self._arrived.set()
 
     def close(self) -> None:
         """Reads no further, and cancels the job if it has not ended; not one that is followed."""
@@ -230,7 +232,3 @@ class AsyncPieceStream(FollowedJob):
         self._arrived.set()
         if self._cancel is not None:
             self._cancel()
-
-    def _extend(self, events: Sequence[Event]) -> None:
-        self._events.extend(events)
-        self._arrived.set()

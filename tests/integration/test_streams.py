@@ -279,6 +279,23 @@ def test_a_caller_for_whom_nothing_comes_is_told_why(caller: Client, worker: Wor
         next(unknown)
 
 
+def test_a_stream_without_pieces_costs_a_command_a_second(own_redis: OwnRedis) -> None:
+    with Redis.from_url(own_redis.url) as redis, Client(own_redis.url) as waiting:
+        before = redis.info("commandstats")
+
+        def made(name: str) -> int:
+            now = redis.info("commandstats")
+            calls = [each.get(f"cmdstat_{name}", {"calls": 0})["calls"] for each in (before, now)]
+            return int(calls[1] - calls[0])
+
+        # No worker is there. What renews the key of its reader says how time goes.
+        pieces = task(waiting, "gated").stream("nobody")
+        renewed = made("expire")
+        wait_for(lambda: made("expire") >= renewed + 3, "some seconds have passed", TIMEOUT_S)
+        assert made("xread") < 50
+        pieces.close()
+
+
 def test_streams_are_bounded_and_expire(caller: Client, store: Any, tmp_path: Path) -> None:
     few = stream(caller, "gated", str(tmp_path / "gate"))
     key = f"batchery-pieces:{few.id}"
