@@ -19,7 +19,6 @@ from weakref import WeakSet
 
 from celery import Celery, uuid
 from celery.backends.redis import RedisBackend
-from kombu.utils import json
 
 from batchery.errors import BatchArgumentError, NoResult, SettingsError
 from batchery.protocol.headers import backend_prefix
@@ -35,6 +34,7 @@ from batchery.protocol.pieces import (
     reader_key,
 )
 from batchery.retry import REFUSALS, Interrupted, RetryPolicy
+from batchery.transport.inbox import read_json
 from batchery_producer.answers import Answer, read_answer
 from batchery_producer.collector import entries_by_key
 
@@ -387,14 +387,12 @@ def _new_pieces(stream: Following, entries: Iterable[Any]) -> Iterator[StreamPie
         if not is_beyond(id_, stream.fetched):
             continue  # Somebody else who reads this stream has less of it.
         stream.saw_end = stream.saw_end or END in entry
-        if PIECE not in entry:
-            stream.fetched = id_
-            continue
         number, expected = piece_number(id_), piece_number(stream.fetched) + 1
-        if number > expected:
+        if PIECE in entry and number > expected:
             raise NoResult(
                 f"job {stream.id}: its pieces {expected} to {number - 1} were dropped"
                 " before they were read; read faster, or raise stream_max_pieces"
             )
         stream.fetched = id_
-        yield StreamPiece(id_, json.loads(entry[PIECE]))
+        if PIECE in entry:
+            yield StreamPiece(id_, read_json(entry[PIECE]))

@@ -31,6 +31,7 @@ from batchery.protocol.pieces import (
 )
 from batchery_worker.commit.committer import CommitStatus, RetryingRedis, get_database
 from batchery_worker.ipc.messages import PieceContext, Work
+from batchery_worker.ipc.values import is_plain, plain_json
 
 logger = logging.getLogger("batchery.device")
 
@@ -57,8 +58,12 @@ class StreamedJob:
             begins anew.
     """
 
-    def __init__(self, work_id: int, task_id: str, token: str, context: PieceContext) -> None:
+    def __init__(
+        self, backend: Any, work_id: int, task_id: str, token: str, context: PieceContext
+    ) -> None:
         self.work_id, self.task_id, self.token, self.context = work_id, task_id, token, context
+        # Once for all pieces: Celery makes them anew each time.
+        self.keys = pieces_key(backend, task_id), reader_key(backend, task_id)
         self.refusal = ""
         self.number = 0
         #: Number of the last piece that waits or was sent.
@@ -127,7 +132,7 @@ class PieceWriter:
         if context is None or not isinstance(self._backend, RedisBackend):
             return {}
         jobs = {
-            index: StreamedJob(work.id, work.jobs[index][0], token, context)
+            index: StreamedJob(self._backend, work.id, work.jobs[index][0], token, context)
             for index, token in context.tokens.items()
         }
         with self._changed:
@@ -151,8 +156,7 @@ class PieceWriter:
         for job in self.open(work).values():
             if job.task_id not in job.context.resumed:
                 continue
-            key = pieces_key(self._backend, job.task_id)
-            entries, _ = self._results.attempt(partial(_read_all, key), "-")
+            entries, _ = self._results.attempt(partial(_read_all, job.keys[0]), "-")
             pieces = [(piece_number(id_), each[PIECE]) for id_, each in entries if PIECE in each]
             if [number for number, _ in pieces] == list(range(1, len(pieces) + 1)):
                 job.skip(len(pieces))
@@ -336,7 +340,7 @@ class PieceWriter:
             " ".join(job.token for job in taken),
         ]
         for job, (first, pieces) in taken.items():
-            keys += pieces_key(self._backend, job.task_id), reader_key(self._backend, job.task_id)
+            keys += job.keys
             args += (first, len(pieces), *pieces)
         answer, _ = self._results.attempt(
             lambda results: results.scripts.run_once("pieces", keys, *args), context.lease_key
@@ -355,6 +359,6 @@ def _encode(piece: Any) -> bytes:
         UnserialisableResult: JSON cannot write it.
     """
     try:
-        return json.dumps(piece).encode()
+        return plain_json(piece) if is_plain(piece) else json.dumps(piece).encode()
     except Exception as error:  # noqa: BLE001 - whatever the value's own code raises
         raise refuse_value(piece, error).exception from None
