@@ -13,6 +13,8 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,7 @@ class Cluster(BaseHTTPRequestHandler):
     """What Helm asks of Kubernetes."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0].rstrip("/")
@@ -137,12 +140,18 @@ def render(values: dict[str, Any], release: str = "batchery") -> list[dict[str, 
     Raises:
         Exception: The values break the schema, or a template refuses them.
     """
+    return deepcopy(render_text(json.dumps(values), release))
+
+
+@cache
+def render_text(values: str, release: str) -> list[dict[str, Any]]:
+    """The same for values as JSON."""
     import helm_sdkpy
 
     with cluster() as kubeconfig:
         configuration = helm_sdkpy.Configuration(namespace="default", kubeconfig=str(kubeconfig))
         install = helm_sdkpy.Install(configuration)
-        done = asyncio.run(install.run(release, str(CHART), values=values, wait=False))
+        done = asyncio.run(install.run(release, str(CHART), values=json.loads(values), wait=False))
     objects = [each for each in yaml.safe_load_all(done["manifest"]) if each]
     return sorted(objects, key=lambda each: (each["kind"], each["metadata"]["name"]))
 
