@@ -23,6 +23,8 @@ import redis
 import tornado.options
 import yaml
 
+from batchery import Settings
+from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.callers import make_key
 from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from conftest import StartWorker
@@ -162,6 +164,37 @@ def test_no_port_is_published_but_on_this_machine() -> None:
     assert re.search(r"FLOWER_BASIC_AUTH: \$\{FLOWER_BASIC_AUTH:\?", TEXT)
 
 
+def test_each_part_has_one_port_wherever_it_runs() -> None:
+    """Compose, chart, units and Prometheus agree; the manifests are those of the chart."""
+    chart = (DEPLOY / "kubernetes" / "batchery.yaml").read_text(encoding="utf-8")
+    units = {path.stem: path.read_text() for path in (DEPLOY / "systemd").glob("*.service")}
+    for name, port in (("gateway", 8000), ("exporter", 9465)):
+        words = f"--port={port}"
+        assert words in SERVICES[name]["command"]
+        assert re.search(rf"- {words}\b[\s\S]*?containerPort: {port}\b", chart)
+        assert f" {words}\n" in units[f"batchery-{name}"]
+    worker_port = SERVICES["worker"]["environment"]["BATCHERY_METRICS__PORT"]
+    assert f"containerPort: {worker_port}\n" in chart
+    assert f"BATCHERY_METRICS__PORT={worker_port}\n" in units["batchery-worker"]
+    assert GatewaySettings().port == 8000
+
+
+def test_every_queue_that_is_named_is_served() -> None:
+    models = tomllib.loads((DEPLOY / "batchery.toml").read_text(encoding="utf-8"))["models"]
+    served = {*models, "batchery.gateway"}
+    pages = [*DEPLOY.rglob("*.md"), *DEPLOY.rglob("*.y*ml")]
+    named = {
+        queue
+        for page in pages
+        for queue in re.findall(
+            r"(?:--queue |queue!?=\\?\")([\w.]+)", page.read_text(encoding="utf-8")
+        )
+        if "_test" not in page.name
+    }
+    assert named == {"embed", "batchery.gateway"}
+    assert named <= served
+
+
 def test_the_gpu_worker_is_the_cpu_worker_with_gpus() -> None:
     cpu, gpu = SERVICES["worker"], SERVICES["worker-gpu"]
     assert gpu["profiles"] == ["gpu"]
@@ -272,8 +305,6 @@ def test_the_image_can_have_a_root_that_is_read_only() -> None:
 def test_the_models_of_the_example_are_what_the_settings_understand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchery import Settings
-
     text = (DEPLOY / "batchery.toml").read_text(encoding="utf-8")
     (tmp_path / "batchery.toml").write_text(text)
     monkeypatch.chdir(tmp_path)
