@@ -18,7 +18,7 @@ from support.helm import needs_helm, render
 MONITORING = DEPLOY / "monitoring"
 RULES = MONITORING / "rules.yml"
 DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
-METRICS_PAGE = ROOT / "docs" / "metrics.md"
+METRICS_PAGES = [ROOT / "docs" / name for name in ("metrics.md", "gateway.md")]
 
 #: Of Redis's own exporter, which we do not document.
 OF_REDIS = {"redis_memory_used_bytes", "redis_memory_max_bytes"}
@@ -114,14 +114,12 @@ def test_the_dashboard_is_what_its_script_makes() -> None:
     )
 
 
+# TODO at the merge: docs/metrics.md comes with another branch; then this line goes.
+@pytest.mark.skipif(not METRICS_PAGES[0].exists(), reason="docs/metrics.md is not there yet")
 def test_every_metric_is_documented() -> None:
-    # TODO at the merge: docs/metrics.md has the table then, and this line goes.
-    page = METRICS_PAGE if METRICS_PAGE.exists() else None
-    if page is None:
-        pytest.skip("docs/metrics.md comes with another branch")
-    documented = set(re.findall(r"`(\w+)`", page.read_text(encoding="utf-8")))
+    pages = " ".join(page.read_text(encoding="utf-8") for page in METRICS_PAGES)
     asked = find_metrics(" ".join([*dashboard_queries(), *(rule["expr"] for rule in rules())]))
-    assert asked - documented - OF_REDIS == set()
+    assert asked - set(re.findall(r"`(\w+)`", pages)) - OF_REDIS == set()
 
 
 @needs_helm()
