@@ -217,6 +217,22 @@ def test_each_entry_is_a_deployment_of_its_own_devices_and_queues() -> None:
     assert {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "1Gi"}} in pod["volumes"]
 
 
+def test_the_worker_that_is_there_by_default_can_be_taken_away() -> None:
+    objects = render({**SECRETS, "workers": {"default": None, "gpu": {"gpus": 1}}})
+    assert [name for name in pods(objects) if "worker" in name] == ["batchery-worker-gpu"]
+
+
+def test_prometheus_gets_a_key_of_the_gateway_if_there_is_one() -> None:
+    for secret in ({}, {"name": "scrape", "key": "token"}):
+        gateway = {"existingSecret": "a", "scrapeSecret": secret}
+        objects = render({**SECRETS, "gateway": gateway, "monitoring": {"podMonitor": True}})
+        [endpoint, *more] = find(objects, "PodMonitor", "batchery")["spec"]["podMetricsEndpoints"]
+        assert endpoint == {"port": "metrics", "interval": "15s"}
+        assert [each["authorization"]["credentials"] for each in more] == (
+            [secret] if secret else []
+        )
+
+
 def test_a_worker_has_time_to_load_its_models_and_to_finish_its_batch() -> None:
     pod = pods(render(SECRETS))["batchery-worker-default"]
     only = container(pod)
