@@ -3,6 +3,7 @@
 It answers four questions, a row each: is it keeping up, who waits, what does a GPU do, what fails.
 """
 
+import itertools
 import json
 from pathlib import Path
 from typing import NamedTuple
@@ -312,7 +313,7 @@ def build_graph(panel: Panel) -> timeseries.Panel:
     builder = timeseries.Panel().span(GRAPH_SIZE[0]).height(GRAPH_SIZE[1]).min(0)
     add_queries(builder, panel)
     if panel.unit == "percentunit":
-        builder.max(1)
+        builder.axis_soft_max(1)
     if panel.is_stacked:
         builder.stacking(common.StackingConfig().mode(options.StackingMode.NORMAL))
         builder.fill_opacity(30)
@@ -334,12 +335,13 @@ def build() -> str:
         .readonly()
         .with_variable(dashboard.DatasourceVariable("datasource").type("prometheus"))
     )
+    ids = itertools.count(1)
     for panel in NUMBERS:
-        board.with_panel(build_number(panel))
+        board.with_panel(build_number(panel).id(next(ids)))
     for title, panels in ROWS.items():
-        board.with_row(dashboard.Row(title))
+        board.with_row(dashboard.Row(title).id(next(ids)))
         for panel in panels:
-            board.with_panel(build_graph(panel))
+            board.with_panel(build_graph(panel).id(next(ids)))
     return json.dumps(board.build(), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 
