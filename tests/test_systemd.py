@@ -1,0 +1,105 @@
+"""The units of deploy/systemd are what systemd understands, and name commands that exist."""
+
+import configparser
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from support.deployed import DEPLOY, LATER_SETTINGS, ROOT, check_command, check_environment
+from support.docs_commands import executable
+
+FOLDER = DEPLOY / "systemd"
+UNITS = sorted(FOLDER.glob("*.service"))
+EACH_UNIT = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.name)
+
+#: Where the units expect the commands.
+BIN = "/opt/batchery/bin/"
+
+
+class Unit(configparser.RawConfigParser):
+    """A unit; what may be there several times is joined."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(strict=False, delimiters=("=",), comment_prefixes=("#",))
+        self.optionxform = str  # type: ignore[assignment, method-assign]
+        self.read(path)
+        text = path.read_text(encoding="utf-8")
+        lines = re.findall(r"^Environment=(.*)", text, re.MULTILINE)
+        pairs = [each.partition("=") for line in lines for each in shlex.split(line)]
+        self.environment = {name: value for name, _, value in pairs}
+
+    @property
+    def command(self) -> list[str]:
+        """The words of ExecStart, of instance 0, with the app that common.conf names."""
+        text = self["Service"]["ExecStart"].replace("${CELERY_APP}", "batchery.app")
+        return shlex.split(text.replace("%i", "0").replace("%%", "%"))
+
+
+COMMON = Unit(FOLDER / "batchery-.service.d" / "common.conf")
+
+
+def test_there_is_a_unit_for_each_part() -> None:
+    names = ["exporter", "gateway", "worker", "worker@"]
+    assert [path.stem for path in UNITS] == [f"batchery-{name}" for name in names]
+
+
+@EACH_UNIT
+def test_every_command_and_setting_exists(path: Path) -> None:
+    unit = Unit(path)
+    program, *words = unit.command
+    assert program.startswith(BIN)
+    check_command([program.removeprefix(BIN), *words])
+    check_environment([*unit.environment, *COMMON.environment])
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="needs systemd-analyze")
+def test_systemd_understands_all_of_them(tmp_path: Path) -> None:
+    shutil.copytree(FOLDER, tmp_path, dirs_exist_ok=True)
+    here = Path(executable("batchery") or "").parent
+    for path in tmp_path.glob("*.service"):
+        path.write_text(path.read_text(encoding="utf-8").replace(BIN, f"{here}{os.sep}"))
+    (tmp_path / "batchery-worker@.service").rename(tmp_path / "batchery-worker@0.service")
+    units = sorted(each.name for each in tmp_path.glob("*.service"))
+    environment = {**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}
+    verify = subprocess.run(
+        ["systemd-analyze", "verify", *(f"./{each}" for each in units)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    # Of other units of this machine it may say anything.
+    assert verify.returncode == 0, verify.stderr
+    assert "batchery" not in verify.stderr
+
+
+@pytest.mark.parametrize("name", ["batchery-worker.service", "batchery-worker@.service"])
+def test_a_worker_says_when_it_is_ready_and_has_time_to_finish(name: str) -> None:
+    unit = Unit(FOLDER / name)
+    service = unit["Service"]
+    assert service["Type"] == "notify"
+    assert service["TimeoutStopSec"] == "2min"
+    assert COMMON["Service"]["KillMode"] == "mixed", "devices must outlive the first SIGTERM"
+    assert COMMON["Service"]["KillSignal"] == "SIGTERM"
+    # One device that the kernel kills is replaced by its worker.
+    assert service["OOMPolicy"] == "continue"
+    is_template = "@" in name
+    assert ("CUDA_VISIBLE_DEVICES" in unit.environment) is is_template
+    assert ("%i" in unit.environment["BATCHERY_METRICS__PORT"]) is is_template
+    # systemd would put the user's home in the place of a single %h.
+    assert "@%h" in unit.command[-1]
+
+
+def test_a_unit_of_type_notify_is_of_a_program_that_notifies() -> None:
+    sources = [*(ROOT / "common").rglob("*.py"), *(ROOT / "worker").rglob("*.py")]
+    notifies = any("NOTIFY_SOCKET" in path.read_text(encoding="utf-8") for path in sources)
+    # TODO at the merge: the worker's health comes with another branch; this line goes.
+    if not notifies and LATER_SETTINGS:
+        pytest.skip("the worker notifies systemd in another branch")
+    assert notifies
