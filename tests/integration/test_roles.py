@@ -108,7 +108,7 @@ found["cached"] = [remember.delay("ab").get(timeout=60) for _ in range(2)]
 found["many"] = len(shout.submit_many([f"text {n}" for n in range(300)]).get(timeout=60))
 found["pieces"] = "".join(str(piece) for piece in spell.stream("word", timeout_s=60))
 with Client(app) as client:
-    found["client"] = len(list(client.map("apps.roles.shout", ["x", "y"], queue="loud")))
+    found["client"] = len(list(client.task("apps.roles.shout", queue="loud").map(["x", "y"])))
 tenants = [shout.apply_async(("t",), tenant=f"t{n % 2}") for n in range(40)]
 found["tenants"] = {each.get(timeout=60) for each in tenants} == {"T"}
 shout.apply_async(("e",), countdown=60).revoke()
@@ -223,7 +223,7 @@ def test_a_gateway_answers_with_the_worker_that_it_starts(
         )
         try:
             gateway.wait_ready()
-            answer = gateway.post(f"/tasks/{APP}.shout?wait_s=60", {"item": "a"})
+            answer = gateway.post(f"/tasks/{APP}.shout", {"item": "a", "wait_s": 60})
             assert answer.json()["result"] == "A", answer.text
             for path in ("/status", "/metrics", "/v1/batches", "/v1/files", "/health"):
                 assert gateway.get(path).status_code == 200, path

@@ -72,7 +72,7 @@ found = [shout.delay("a").get(timeout=60), double.delay(2).get(timeout=60)]
 jobs = shout.submit_many([f"text {n}" for n in range(100)])
 found.append(jobs.get(timeout=60)[-1])
 with Client(app) as client:
-    found.append(len(list(client.map("apps.signed.shout", ["x", "y"], queue="celery"))))
+    found.append(len(list(client.task("apps.signed.shout").map(["x", "y"]))))
 
 async def ask():
     async with AsyncClient(app) as client:
