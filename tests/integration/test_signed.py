@@ -110,6 +110,12 @@ def check_refused(client: Celery, store: Any, task_id: str, reason: str) -> None
     assert json.loads(value.partition(b"\0")[2])["id"] == task_id
 
 
+def test_nobody_without_a_key_controls_a_worker(client: Celery, worker: Worker) -> None:
+    client.control.shutdown()
+    assert client.control.ping(timeout=2) == []
+    assert worker.process.poll() is None
+
+
 @pytest.mark.parametrize("task", ["shout", "double"])
 def test_a_job_that_is_not_signed_is_refused(
     client: Celery, store: Any, worker: Worker, task: str
