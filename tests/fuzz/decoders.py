@@ -312,7 +312,7 @@ def read_body(data: bytes) -> None:
 EMBEDDINGS = b'{"model": "m", "input": ["x"], "encoding_format": "base64", "dimensions": 3}'
 CHAT_BODY = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": true}'
 
-FILE_ERRORS = (DatasetError, *decompression_errors())
+FILE_ERRORS: tuple[type[Exception], ...] = (DatasetError, *decompression_errors())
 
 DECODERS: Mapping[str, Decoder] = {
     "message": Decoder(read_message, inbox.MALFORMED, (MESSAGE, b'{"properties": {}}')),

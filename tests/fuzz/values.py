@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 #: What decoders have stumbled over elsewhere: numbers beyond all types, half a character, depth.
-ODD = (
+ODD: tuple[Any, ...] = (
     *(None, True, -1, 2**63, 10**400, 1e308, float("inf"), float("nan"), -0.0),
     *("", "\0", "\ud800", "\u202e", "9" * 5000, "../..", "2026-01-01T00:00:00", "__class__"),
     *([], {}, [[]], {"": {}}, ["x"] * 300),

@@ -256,7 +256,7 @@ def test_flower_watches_workers(guarded: GuardedRedis, worker: Worker) -> None:
 
 
 #: What nobody but an administrator may.
-FORBIDDEN = [
+FORBIDDEN: list[tuple[str, ...]] = [
     *(("flushall",), ("flushdb",), ("config", "set", "save", ""), ("keys", "*"), ("acl", "list")),
     *(("shutdown", "nosave"), ("debug", "sleep", "0"), ("client", "kill", "id", "1")),
     *(("get", "another-app"), ("hgetall", "another-app"), ("rename", "celery", "away")),
@@ -264,7 +264,7 @@ FORBIDDEN = [
 ]
 
 #: What a role may not besides, where each of its grants stands for itself.
-BEYOND = {
+BEYOND: dict[str, list[tuple[str, ...]]] = {
     "producer": [
         *(("rpop", "loud"), ("lrange", "loud", "0", "-1"), ("set", "celery-task-meta-x", "{}")),
         *(("hgetall", "batchery:lease:x"), ("zadd", "batchery:workers", "1", "me")),
@@ -289,9 +289,10 @@ def test_a_command_outside_of_a_role_is_refused(guarded: GuardedRedis, role: str
         admin.hset(Keys().dead, "1", "secret")
     beyond = [each for each in BEYOND[role] if not version.startswith("6.")]
     with closing(guarded.client(role)) as client:
+        run_command: Any = client.execute_command
         for command in [*FORBIDDEN, *beyond]:
             with pytest.raises(NoPermissionError):
-                client.execute_command(*command)
+                run_command(*command)
         # Within a script, it is refused as well.
         digest = client.script_load("return redis.call('GET', 'another-app')")
         with pytest.raises(RedisError, match=r"(?i)permission|ACL"):

@@ -208,7 +208,7 @@ FULL: dict[str, Callable[[Redis], object]] = {
     "fetch": lambda there: there.fetch("a"),
     "fetch that notes": lambda there: there.fetch("a", notes=True),
     "renew": lambda there: there.renew(),
-    "register": lambda there: there.scripts.run("register", REGISTERS, "another", "{}", 0, 1),
+    "register": lambda there: there.register("another") is None,
     "recover": lambda there: there.recover(counts=1),
     "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
     "give_to_waiting": lambda there: there.give((1, "a", 1)),
@@ -473,6 +473,21 @@ def test_a_worker_of_an_older_layout_is_not_entered_and_changes_nothing(there: R
     assert there.scripts.run("register", REGISTERS, "older", "{}", 99, 2) == 3
     assert {key: client.dump(key) for key in client.scan_iter()} == before
     assert client.get(KEYS.schema) == b"3"
+
+
+def test_what_cannot_go_back_stays_with_its_lease(there: Redis) -> None:
+    push(there.client, "a", "1")
+    push(there.client, "b", "2")
+    assert len(there.fetch("a", "b")) == 2
+    there.client.set("b", "of another type")
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        there.recover(beat=there.beat(), counts=1)
+    assert there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1, 2) == 1
+    assert there.client.hkeys(KEYS.lease(ME)) == [b"2"]
+    assert there.queue("a") == ["1"]
+    there.client.delete("b")
+    assert there.recover(beat=there.beat(), counts=1) == [1, 0]
+    assert there.queue("b") == ["2"]
 
 
 def test_a_time_that_is_none_tells_nothing_of_what_waits(there: Redis) -> None:

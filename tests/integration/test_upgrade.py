@@ -92,6 +92,11 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def print_log(gateway: GatewayProcess) -> None:
+    """Shown where the test fails."""
+    print(gateway.log)
+
+
 class Versions:
     """Both versions, in a folder with an app that each of them can run."""
 
@@ -193,7 +198,7 @@ def test_gateways_of_both_versions_know_each_others_tasks(
                     "CELERY_RESULT_BACKEND": versions.url,
                 },
             )
-            stack.callback(lambda made=made: print(made.log))
+            stack.callback(print_log, made)
             stack.callback(kill_all, made.process)
             gateways.append(made.wait_ready())
         for asked, other in (gateways, gateways[::-1]):

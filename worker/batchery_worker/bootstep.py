@@ -371,7 +371,8 @@ def check_results_are_read(app: Any) -> None:
     """
     conf = app.conf
     accepted = prepare_accept_content(conf.result_accept_content or conf.accept_content)
-    if accepted and not prepare_accept_content([conf.result_serializer]) <= accepted:
+    written_in = prepare_accept_content([conf.result_serializer]) or set()
+    if accepted and not written_in <= accepted:
         raise SettingsError(
             f"results are written in {conf.result_serializer}, which callers refuse: set"
             f" result_accept_content = [{conf.result_serializer!r}]"
