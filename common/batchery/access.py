@@ -144,13 +144,12 @@ def ask_workers(space: KeySpace) -> list[Grant]:
     ]
 
 
-def listen(space: KeySpace, routes: str) -> list[Grant]:
-    """To events of workers; `routes` is the pattern by which they are subscribed to."""
-    queues = space.own(f"{_escape(space.events)}*")
+def listen(space: KeySpace) -> list[Grant]:
+    """To events of workers."""
     return [
         # A pattern that is subscribed to must stand in the list letter by letter.
-        Grant("+psubscribe +punsubscribe", channels=[space.fans(f"{space.events}/{routes}")]),
-        Grant(f"+llen {ANY_TYPE}", queues),
+        Grant("+psubscribe +punsubscribe", channels=[space.fans(f"{space.events}/*")]),
+        Grant(f"+llen {ANY_TYPE}", space.own(f"{_escape(space.events)}*")),
     ]
 
 
@@ -209,11 +208,15 @@ def work(space: KeySpace) -> list[Grant]:
         Grant("+evalsha", [*broker, *dead]),
         Grant("+hset", dead),
         Grant(ALL_TYPES, unacked),
-        Grant("+psubscribe +punsubscribe", channels=[space.fans(_escape(space.control))]),
+        # One command may subscribe to both.
+        Grant(
+            "+psubscribe +punsubscribe",
+            channels=[space.fans(_escape(space.control)), space.fans(f"{space.events}/worker.*")],
+        ),
         Grant("+subscribe", channels=[*space.job_results, *space.group_results]),
         Grant("+lpush", space.own(f"*.reply.{_escape(space.control)}*")),
         Grant(f"+llen {ANY_TYPE}", space.own(f"*{_escape(space.control)}*")),
-        *listen(space, "worker.*"),
+        Grant(f"+llen {ANY_TYPE}", space.own(f"{_escape(space.events)}*")),
         *declare(space),
         *ask_workers(space),
         Grant("+info +command"),
@@ -240,7 +243,7 @@ def monitor(space: KeySpace) -> list[Grant]:
         *look(space),
         *declare(space),
         *ask_workers(space),
-        *listen(space, "*"),
+        *listen(space),
         # `explain` finds the dead letter of a job, without its message.
         Grant("+hscan +hget", dead),
         Grant("+get +exists", space.job_results),
@@ -251,7 +254,7 @@ def monitor(space: KeySpace) -> list[Grant]:
 def watch_events(space: KeySpace) -> list[Grant]:
     """To watch and to control workers; it can send no job, and read no result."""
     return [
-        *listen(space, "*"),
+        *listen(space),
         *declare(space),
         *ask_workers(space),
         Grant("+llen", space.lists),
