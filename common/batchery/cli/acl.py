@@ -69,9 +69,8 @@ def acl(
     names = {role: f"{prefix}{role}" for role in roles or ROLES}
     passwords = {} if file is None else keep_passwords(file, names.values())
     for role, name in names.items():
-        line = write_user(
-            name, ROLES[role](space), passwords.get(name), has_selectors=redis_version != "6.2"
-        )
+        has_selectors = redis_version != "6.2"
+        line = write_user(name, role, space, passwords.get(name), has_selectors=has_selectors)
         click.echo(line.replace(f"user {name}", f"ACL SETUSER {name} reset") if setuser else line)
 
 

@@ -7,26 +7,36 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from batchery import SettingsError, StartError
-from batchery.access import ROLES, Grant, KeySpace, write_user
+from batchery import SettingsError, StartError, access
+from batchery.access import ROLES, Grant, KeySpace, list_patterns, write_user
 from batchery.cli.acl import keep_passwords, read_key_space
 
+SPACE = KeySpace(queues=["q"])
 
-def test_a_user_has_a_hash_and_a_selector_for_each_grant() -> None:
-    grants = [Grant("+get", ["a*"]), Grant("+info"), Grant("+publish", channels=["c"])]
-    line = write_user("u", grants, "secret", has_selectors=True)
+
+def test_a_user_has_a_hash_and_a_selector_for_each_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    grants = [Grant("+get", "letters cache"), Grant("+info"), Grant("+publish", channels="control")]
+    monkeypatch.setattr(access, "ROLES", {"r": grants})
+    line = write_user("u", "r", SPACE, "secret", has_selectors=True)
     digest = "2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b"
     assert line.startswith(f"user u on #{digest} resetchannels +@connection ")
-    assert line.endswith(" +info (~a* +get) (&c +publish)")
-    assert write_user("u", grants, None, has_selectors=True).split()[3] == "#SHA256-OF-u"
+    selectors = "(~batchery:dead ~batchery:cache* +get) (&/0.celery.pidbox +publish)"
+    assert line.endswith(f" +info {selectors}")
+    assert write_user("u", "r", SPACE, None, has_selectors=True).split()[3] == "#SHA256-OF-u"
 
 
-def test_for_redis_6_what_is_taken_away_comes_behind_all_categories() -> None:
-    grants = [Grant("+@set -@dangerous", ["a"]), Grant("+@list +config|get", ["b"])]
-    words = write_user("u", grants, "secret", has_selectors=False).split()
+def test_for_redis_6_what_is_taken_away_comes_behind_all_categories(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grants = [Grant("+@set -@dangerous", "letters"), Grant("+@list +config|get", "messages")]
+    monkeypatch.setattr(access, "ROLES", {"r": grants})
+    words = write_user("u", "r", SPACE, "secret", has_selectors=False).split()
     assert words.index("+@set") < words.index("+@list") < words.index("-@dangerous")
     assert words.index("-@dangerous") < words.index("+config|get")
-    assert [word for word in words if word[0] == "~"] == ["~a", "~b"]
+    assert [word for word in words if word[0] == "~"] == [
+        "~batchery:dead",
+        "~batchery:dead-messages",
+    ]
     assert not any("(" in word for word in words)
 
 
@@ -35,10 +45,17 @@ def test_for_redis_6_what_is_taken_away_comes_behind_all_categories() -> None:
 def test_no_role_may_have_all_keys_or_a_category_with_commands_without_keys(
     role: str, has_selectors: bool
 ) -> None:
-    line = write_user("u", ROLES[role](KeySpace(queues=["q"])), "x", has_selectors=has_selectors)
+    line = write_user("u", role, SPACE, "x", has_selectors=has_selectors)
     assert not {"~*", "allkeys", "&*", "allchannels", "+@all"} & {*line.split()}
     # A command without a key needs no pattern: FLUSHALL, KEYS.
     assert not {"+@keyspace", "+@read", "+@write", "+@admin", "+@dangerous"} & {*line.split()}
+
+
+@pytest.mark.parametrize("has_own_worker", [True, False])
+def test_a_gateway_has_the_rights_of_a_worker_only_if_it_starts_one(has_own_worker: bool) -> None:
+    space = KeySpace(queues=["q"], has_own_worker=has_own_worker)
+    line = write_user("u", "gateway", space, "x", has_selectors=False)
+    assert ("~batchery:token" in line, "~batchery:rate:*" in line) == (True, has_own_worker)
 
 
 def test_names_are_those_of_the_app() -> None:
@@ -50,9 +67,10 @@ def test_names_are_those_of_the_app() -> None:
         task_send_sent_event=True,
     )
     space = read_key_space(app, ["odd*[q]"])
-    assert space.lists[-2:] == [r"a:odd\*\[q]", r"a:odd\*\[q]:[0-9]"]
-    assert space.job_results == ["b:celery-task-meta-*"]
-    line = write_user("u", ROLES["producer"](space), "x", has_selectors=True)
+    patterns = list_patterns(space)
+    assert patterns["queues"][-2:] == [r"a:odd\*\[q]", r"a:odd\*\[q]:[0-9]"]
+    assert patterns["results"] == ["b:celery-task-meta-*"]
+    line = write_user("u", "producer", space, "x", has_selectors=True)
     assert "(&a:/7.boss.pidbox +publish)" in line
     assert "(&a:/7.celeryev/* +publish)" in line
     assert "~a:batchery:publisher:*" in line
@@ -60,7 +78,7 @@ def test_names_are_those_of_the_app() -> None:
 
 
 def test_a_priority_is_between_characters_that_cannot_be_printed() -> None:
-    pattern = KeySpace(queues=["embed"]).lists[1]
+    pattern = list_patterns(KeySpace(queues=["embed"]))["queues"][1]
     assert pattern == "embed[^!-~][^!-~][0-9]"
     # As Redis reads it: no other queue is meant.
     known = re.compile(pattern)
@@ -69,10 +87,10 @@ def test_a_priority_is_between_characters_that_cannot_be_printed() -> None:
 
 
 def test_a_queue_with_a_space_is_refused() -> None:
-    grants = ROLES["producer"](KeySpace(queues=["my queue"]))
+    space = KeySpace(queues=["my queue"])
     for has_selectors in (True, False):
-        with pytest.raises(SettingsError, match="my queue' has white space"):
-            write_user("u", grants, "x", has_selectors=has_selectors)
+        with pytest.raises(SettingsError, match="'my queue' has white space"):
+            write_user("u", "producer", space, "x", has_selectors=has_selectors)
 
 
 def test_a_broker_that_is_no_redis_is_refused() -> None:
