@@ -114,7 +114,7 @@ ASK = (
     Grant("+publish", channels="control"),
     Grant(f"+brpop +rpop +llen {ANY_TYPE}", "replies"),
     # A client of kombu that awaits answers also looks for messages that were given up.
-    Grant("+set +del +watch +get +zrevrangebyscore", "visibility"),
+    Grant("+set +get +del +evalsha +zrange", "visibility"),
 )
 LISTEN = (
     Grant("+psubscribe +punsubscribe", channels="events"),

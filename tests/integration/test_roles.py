@@ -202,7 +202,7 @@ def test_an_operator_looks_after_dead_letters_and_queues(
                     wait_for(lambda: admin.hlen(keys.dead), "it is dead again")
                 status, out, error = run(url, "batchery", "dead", *command, "-A", APP)
                 assert status == 0, out + error
-            status, out, error = run(url, "celery", "-A", APP, "purge", "-f", "-Q", "aside")
+            status, out, error = run(url, "celery", "-A", APP, "purge", "-f", "-Q", "loud")
             assert admin.hlen(keys.dead) == admin.hlen(keys.dead_messages) == 0
 
 
@@ -258,7 +258,7 @@ def test_flower_watches_workers(guarded: GuardedRedis, worker: Worker) -> None:
 #: What nobody but an administrator may.
 FORBIDDEN: list[tuple[str, ...]] = [
     *(("flushall",), ("flushdb",), ("config", "set", "save", ""), ("keys", "*"), ("acl", "list")),
-    *(("shutdown", "nosave"), ("debug", "sleep", "0"), ("client", "kill", "id", "1")),
+    *(("shutdown", "nosave"), ("monitor",), ("client", "kill", "id", "1")),
     *(("get", "another-app"), ("hgetall", "another-app"), ("rename", "celery", "away")),
     *(("script", "flush"), ("eval", "return 1", "0"), ("replicaof", "no", "one")),
 ]
@@ -295,5 +295,5 @@ def test_a_command_outside_of_a_role_is_refused(guarded: GuardedRedis, role: str
                 run_command(*command)
         # Within a script, it is refused as well.
         digest = client.script_load("return redis.call('GET', 'another-app')")
-        with pytest.raises(RedisError, match=r"(?i)permission|ACL"):
+        with pytest.raises(RedisError, match=r"(?i)permission|ACL|can't access"):
             client.evalsha(digest, 0)
