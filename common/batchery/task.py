@@ -102,6 +102,10 @@ else:
     _Task = Task
 
 
+#: Celery's serializer of signed messages, which signs JSON; `app.setup_security()` makes it known.
+SIGNED = "auth"
+
+
 def check_takes_list(task: type[Task[..., Any]]) -> None:
     """Makes sure that the function of a task can be given a list of items.
 
@@ -191,6 +195,8 @@ class BatchTask(_Task):
             kept = tuple(base for base in cls.__bases__ if not issubclass(own, base))
             cls.__bases__ = (*kept, own)
         check_takes_list(cls)
+        if app.conf.task_serializer == SIGNED and cls.serializer == BatchTask.serializer:
+            cls.serializer = SIGNED
         return super().bind(app)
 
     @classmethod

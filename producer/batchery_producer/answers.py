@@ -2,6 +2,7 @@
 
 import builtins
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,8 +99,11 @@ def describe(error: Any) -> tuple[str, str]:
 
 def build_exception(answer: Answer, backend: Any) -> Exception:
     """The exception of a job that failed, as `AsyncResult.get` would raise it."""
-    stored = answer.stored
-    known = stored if isinstance(stored, Exception) else backend.exception_to_python(stored)
+    known = answer.stored
+    if not isinstance(known, Exception):
+        # Celery raises where the stored name is that of something else, or of nothing.
+        with suppress(Exception):
+            known = backend.exception_to_python(known)
     if isinstance(known, Exception):
         return known
     kind, text = answer.error or ("Exception", "")

@@ -337,11 +337,7 @@ class RedisCollector(Collector):
             info, value = stored
             with suppress(ValueError, RecursionError):
                 return Answer(value=json.loads(value), batch=_batch_in(info))
-        try:
-            meta = self._backend.decode(payload)
-        except (KombuError, ValueError, RecursionError) as error:
-            return Answer(error=(type(error).__name__, f"a result that cannot be read: {error}"))
-        return read_answer(meta.get("status"), meta.get("result"), meta.get("batch"))
+        return read_stored(self._backend, payload)
 
     def _split_at_value(self, task_id: str, payload: bytes) -> tuple[bytes, bytes] | None:
         """The text before the value, and the value, if a worker of ours stored the result.
@@ -394,6 +390,15 @@ class AnyCollector(Collector):
         # The RPC backend cannot forget: reading a result has removed it.
         with suppress(NotImplementedError):
             AsyncResult(task_id, app=self._app).forget()
+
+
+def read_stored(backend: Any, payload: bytes) -> Answer | None:
+    """Reads what a backend has stored; None while the job has not ended, an error if it is odd."""
+    try:
+        meta = backend.decode(payload)
+        return read_answer(meta.get("status"), meta.get("result"), meta.get("batch"))
+    except (KombuError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        return Answer(error=(type(error).__name__, f"a result that cannot be read: {error}"))
 
 
 def _batch_in(info: bytes) -> BatchSummary | None:

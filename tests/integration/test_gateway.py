@@ -211,6 +211,8 @@ def test_a_key_is_needed_where_there_are_keys(keyed: GatewayProcess) -> None:
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == "invalid_api_key"
+    for path in ("/metrics", "/status", "/v1/models", "/v1/files", "/v1/batches", "/batch-stats"):
+        assert keyed.get(path).status_code == 401
     assert post(keyed, body, KEY).status_code == 200
     assert post(keyed, body, **{"x-api-key": KEY}).status_code == 200
     # A probe has none.

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from batchery.transport import dead_letters
 from batchery.transport.redis_schema import Keys
 from support.own_redis import OwnRedis
 from support.plain_kombu import Consumer, send
@@ -58,3 +59,20 @@ def test_malformed_messages_are_dead_letters_and_hold_up_nothing(
             reason = json.loads(letter.partition(b"\0")[2])["reason"]
             assert reason.startswith("the message cannot be understood: ")
             assert len(reason) <= 1000
+
+
+def test_a_message_that_is_too_large_is_kept_and_not_read(
+    every_redis: OwnRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letters, "MAX_MESSAGE_BYTES", 2000)
+    with Redis.from_url(every_redis.url) as bare:
+        bare.flushall()
+        send(every_redis.url, "q", "x" * 2000, "job")
+        with contextlib.closing(Consumer(every_redis.url, "q", prefetch=3)) as consumer:
+            assert consumer.get(1) == ["job"]
+            consumer.messages[0].ack()
+            consumer.until(lambda: not bare.keys("batchery:lease:*"))
+        [value] = bare.hvals(KEYS.dead)
+        letter = json.loads(value.partition(b"\0")[2])
+        assert "the maximum is 2,000" in letter["reason"]
+        assert letter["id"] is None

@@ -13,6 +13,7 @@ from batchery.transport.suspects import encode_id
 KEYS = Keys()
 ME = "me"
 PLENTY = 2**20
+REGISTERS = [KEYS.workers, KEYS.worker_info, KEYS.token, KEYS.schema]
 
 
 class Redis:
@@ -25,8 +26,7 @@ class Redis:
         self.register()
 
     def register(self, worker: str = ME, last: int = 0) -> None:
-        keys = [KEYS.workers, KEYS.worker_info, KEYS.token]
-        self.scripts.run("register", keys, worker, "{}", last)
+        assert self.scripts.run("register", REGISTERS, worker, "{}", last, 1) == 0
 
     def renew(self, worker: str = ME) -> Any:
         return self.scripts.run("renew", [KEYS.workers, KEYS.worker_info], worker, "{}")
@@ -208,9 +208,7 @@ FULL: dict[str, Callable[[Redis], object]] = {
     "fetch": lambda there: there.fetch("a"),
     "fetch that notes": lambda there: there.fetch("a", notes=True),
     "renew": lambda there: there.renew(),
-    "register": lambda there: there.scripts.run(
-        "register", [KEYS.workers, KEYS.worker_info, KEYS.token], "another", "{}", 0
-    ),
+    "register": lambda there: there.register("another") is None,
     "recover": lambda there: there.recover(counts=1),
     "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
     "give_to_waiting": lambda there: there.give((1, "a", 1)),
@@ -311,7 +309,7 @@ def test_recover_keeps_the_original_order_of_every_queue(there: Redis) -> None:
     assert there.recover(beat=there.beat(), counts=1) == [30, 0]
     assert there.queue("a") == [*(str(number) for number in range(20)), "later"]
     assert there.queue("b") == [str(number) for number in range(0, 20, 2)]
-    assert there.client.keys("batchery:*") == [b"batchery:token"]
+    assert sorted(there.client.keys("batchery:*")) == [b"batchery:schema", b"batchery:token"]
 
 
 def test_recover_keeps_messages_of_any_bytes(there: Redis) -> None:
@@ -465,6 +463,42 @@ def test_tokens_are_not_given_twice_after_redis_lost_them(there: Redis) -> None:
     there.register("another", last=3)
     push(there.client, "a", "2")
     assert there.fetch("a")[0][0] == 43
+
+
+def test_a_worker_of_an_older_layout_is_not_entered_and_changes_nothing(there: Redis) -> None:
+    client = there.client
+    assert client.get(KEYS.schema) == b"1"
+    assert there.scripts.run("register", REGISTERS, "newer", "{}", 0, 3) == 0
+    before = {key: client.dump(key) for key in client.scan_iter()}
+    assert there.scripts.run("register", REGISTERS, "older", "{}", 99, 2) == 3
+    assert {key: client.dump(key) for key in client.scan_iter()} == before
+    assert client.get(KEYS.schema) == b"3"
+
+
+def test_what_cannot_go_back_stays_with_its_lease(there: Redis) -> None:
+    push(there.client, "a", "1")
+    push(there.client, "b", "2")
+    assert len(there.fetch("a", "b")) == 2
+    there.client.set("b", "of another type")
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        there.recover(beat=there.beat(), counts=1)
+    assert there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1, 2) == 1
+    assert there.client.hkeys(KEYS.lease(ME)) == [b"2"]
+    assert there.queue("a") == ["1"]
+    there.client.delete("b")
+    assert there.recover(beat=there.beat(), counts=1) == [1, 0]
+    assert there.queue("b") == ["2"]
+
+
+def test_a_time_that_is_none_tells_nothing_of_what_waits(there: Redis) -> None:
+    for sent_at in ("1.2.3", "...", "2.5", "9"):
+        there.client.lpush("a", f'{{"headers": {{"batchery_sent_at": {sent_at}}}}}')
+        there.client.lpush("b", f'{{"headers": {{"batchery_sent_at": {sent_at}}}}}')
+        there.client.rpoplpush("b", "c")
+    keys = [KEYS.tenants, "c", "a"]
+    assert there.scripts.run("count_waiting", keys) == [8, b""]
+    there.client.rpop("a", 2)
+    assert there.scripts.run("count_waiting", keys) == [6, b"2.5"]
 
 
 def test_renew_returns_all_heartbeats(there: Redis) -> None:

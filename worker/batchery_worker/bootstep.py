@@ -14,6 +14,7 @@ from celery.concurrency.prefork import TaskPool as PreforkPool
 from celery.concurrency.solo import TaskPool as SoloPool
 from celery.concurrency.thread import TaskPool as ThreadPool
 from celery.worker import components
+from kombu.exceptions import SerializerNotInstalled
 from kombu.serialization import prepare_accept_content
 
 import batchery.app as standalone
@@ -28,7 +29,7 @@ from batchery.settings import (
     nearest_name,
     settings_file,
 )
-from batchery.task import BatchTask, ModelTask
+from batchery.task import SIGNED, BatchTask, ModelTask
 from batchery.transport.channel import LeasingChannel
 from batchery_worker import remote_control  # noqa: F401 - registers the command
 from batchery_worker.completion.ordinary import OrdinaryThreads, wait_here, wait_in_children
@@ -102,6 +103,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             )
         for task in tasks:
             check_is_accepted(worker.app, task)
+        check_results_are_read(worker.app)
         report_broker_away(worker.app)
         devices = choose_devices(settings.devices)
         _add_devices(worker, tasks, devices)
@@ -335,15 +337,45 @@ def check_is_accepted(app: Any, task: BatchTask) -> None:
     """A worker that does not accept a task's jobs would make each of them a dead letter.
 
     Raises:
-        SettingsError: The app's `accept_content` lacks the serializer of the task.
+        SettingsError: The app's `accept_content` lacks the serializer of the task, or a serializer
+            is not known in this process.
     """
-    # Both are names, such as json, or content types.
-    [written_in] = prepare_accept_content([task.serializer]) or [task.serializer]
-    if written_in not in (prepare_accept_content(app.conf.accept_content) or [written_in]):
+    conf = app.conf
+    try:
+        # Both are names, such as json, or content types.
+        [written_in] = prepare_accept_content([task.serializer]) or [task.serializer]
+        accepted = prepare_accept_content(conf.accept_content)
+    except SerializerNotInstalled as error:
         raise SettingsError(
-            f"task {task.name!r}: its jobs are written in {task.serializer}, which this worker"
-            f" refuses; add {task.serializer!r} to accept_content ="
-            f" {list(app.conf.accept_content)!r}"
+            f"task {task.name!r}: {error}; call app.setup_security() if messages are signed, and"
+            " kombu.serialization.register() for a serializer of your own"
+        ) from None
+    if written_in in (accepted or [written_in]):
+        return
+    if conf.task_serializer == SIGNED:
+        raise SettingsError(
+            f"task {task.name!r}: its jobs are not signed, as task_serializer was set after the"
+            " task was made; set it, and call app.setup_security(), before the first task"
+        )
+    raise SettingsError(
+        f"task {task.name!r}: its jobs are written in {task.serializer}, which this worker"
+        f" refuses; add {task.serializer!r} to accept_content = {list(conf.accept_content)!r}"
+    )
+
+
+def check_results_are_read(app: Any) -> None:
+    """Makes sure that callers with this app's settings accept what it stores.
+
+    Raises:
+        SettingsError: They do not, so that each `get` would fail.
+    """
+    conf = app.conf
+    accepted = prepare_accept_content(conf.result_accept_content or conf.accept_content)
+    written_in = prepare_accept_content([conf.result_serializer]) or set()
+    if accepted and not written_in <= accepted:
+        raise SettingsError(
+            f"results are written in {conf.result_serializer}, which callers refuse: set"
+            f" result_accept_content = [{conf.result_serializer!r}]"
         )
 
 

@@ -21,6 +21,7 @@ not sooner by the app's settings: nobody but this producer fetches it, and not l
 import json
 import math
 import re
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,7 +66,9 @@ def read_deadline(message: Mapping[str, Any]) -> float:
     found = message.get(DEADLINE)
     if found is None:
         return math.inf
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
+    is_number = isinstance(found, int | float) and not isinstance(found, bool)
+    # JSON has whole numbers that are larger than any float.
+    if not is_number or not abs(found) <= sys.float_info.max:
         raise InvalidItem(f"header {DEADLINE} is {found!r:.80}; expected a time in Unix seconds")
     return float(found)
 

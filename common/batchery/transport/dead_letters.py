@@ -22,6 +22,10 @@ MAX_TOKENS_PER_COMMAND = 500
 #: Longest reason that is kept, in characters: an error may quote a whole message.
 MAX_REASON_CHARS = 1000
 
+#: Largest message that is read, in bytes: what it says takes ten times as much memory. A larger one
+#: becomes a dead letter, and not even its headers are read.
+MAX_MESSAGE_BYTES = 128 << 20
+
 #: Called for each message that nobody can read, when it becomes a dead letter, with its headers and
 #: the reason. The headers have an id, and the body's callbacks, chain and chord if there are any. A
 #: worker stores the failure, so that no caller waits for ever. These callables must not block.
@@ -149,6 +153,15 @@ def describe(reason: str, task_id: str | None, task: str | None) -> dict[str, An
     }
 
 
+def check_size(message: bytes) -> None:
+    """Raises ValueError for a message that is too large to be read."""
+    if len(message) > MAX_MESSAGE_BYTES:
+        raise ValueError(
+            f"it has {len(message):,} bytes, and the maximum is {MAX_MESSAGE_BYTES:,};"
+            " send where the data are, in the place of the data"
+        )
+
+
 def dead_letter_malformed(lease_store: LeaseStore, token: str, error: Exception) -> None:
     """Moves a message that cannot be understood to the dead letters, with the reason.
 
@@ -181,8 +194,10 @@ def readable_headers(message: bytes) -> dict[str, Any]:
     """Reads the headers of a broken message, and its callbacks, errbacks, chain and chord.
 
     Returns:
-        An empty dictionary if no id can be read.
+        An empty dictionary if no id can be read, or the message is too large.
     """
+    if len(message) > MAX_MESSAGE_BYTES:
+        return {}
     try:
         read: Any = json.loads(message.decode("utf-8", "replace"))
         headers = read["headers"]

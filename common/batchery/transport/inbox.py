@@ -21,7 +21,11 @@ from kombu.transport import virtual
 from kombu.utils.json import dumps, loads
 from pydantic_core import from_json
 
-from batchery.transport.dead_letters import dead_letter_malformed, dead_letter_unread
+from batchery.transport.dead_letters import (
+    check_size,
+    dead_letter_malformed,
+    dead_letter_unread,
+)
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.suspects import (
     MAX_DELIVERY_DEATHS,
@@ -266,6 +270,7 @@ class Inbox:
         payloads = []
         for token, key, raw in taken:
             try:
+                check_size(raw)
                 payload = read_json(raw)
                 properties = payload["properties"]
                 # The token differs at each delivery; the tag stays, and tells a message sent twice.

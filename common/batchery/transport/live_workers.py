@@ -12,7 +12,7 @@ from redis.retry import Retry
 
 from batchery.transport import Transport
 from batchery.transport.redis_schema import REPLIES_CLIENT, Keys
-from batchery.transport.worker_registry import read_expiry
+from batchery.transport.worker_registry import ODD_ENTRY, read_expiry
 
 #: Commands by which workers with Celery's own transport wait; the last one of a connection counts.
 POPS = re.compile(rb" cmd=(?:brpop|blpop|blmpop|brpoplpush|blmove) ")
@@ -114,5 +114,5 @@ def list_queues(about: bytes | None) -> Collection[str] | None:
     """The queues that a worker consumes, by its entry in worker-info; None if it does not say."""
     try:
         return frozenset(json.loads(about or b"{}")["queues"])
-    except (ValueError, TypeError, KeyError):
+    except ODD_ENTRY:
         return None

@@ -114,6 +114,8 @@ class Heartbeat:
         self._pause_s = lease_store.expiry_s / BEATS_PER_EXPIRY
         self._detector = FailureDetector(lease_store.expiry_s, max_gap_s=lease_store.expiry_s / 2)
         self._expiries_s: dict[str, float] = {}
+        #: Dead workers whose jobs this one cannot give back.
+        self._left: set[str] = set()
         self._stopped = threading.Event()
         # A daemon, as it must not keep the process alive.
         self._thread = threading.Thread(target=self._run, name="batchery-heartbeat", daemon=True)
@@ -183,9 +185,19 @@ class Heartbeat:
         counts = self._detector.undisturbed_s(now_s) >= 2 * self._lease_store.expiry_s
         # The script removes what is known of the worker.
         about: Any = self._client.hget(self._lease_store.keys.worker_info, worker)
-        answer: Any = self._scripts.run(
-            "recover", self._lease_store.keys.of_recovery(worker), worker, beat, int(counts)
-        )
+        keys = self._lease_store.keys.of_recovery(worker)
+        try:
+            answer: Any = self._scripts.run("recover", keys, worker, beat, int(counts))
+        except redis.ResponseError as error:
+            # Nothing was done. A worker that may push to those queues will do it.
+            if worker not in self._left:
+                self._left.add(worker)
+                logger.error(
+                    "worker %s is dead, and its jobs cannot go back to their queues: %s; see"
+                    " `batchery acl -Q` for what the user of a worker must be allowed",
+                    *(read_name(about) or worker, error),
+                )
+            return
         if answer is None:
             return
         count, suspects = answer

@@ -10,6 +10,10 @@ from batchery.redis_scripts import RedisScripts
 #: Name of connections that pop messages and are no worker's: they await the answers of workers.
 REPLIES_CLIENT = "batchery-replies"
 
+#: Version of the layout of all keys and values that workers share. It grows when a worker of the
+#: version before could not live beside this one; docs/security.md says what happens then.
+SCHEMA = 1
+
 #: The transport's scripts. The head of each file names its keys, and who writes them.
 LUA = Path(__file__).parent / "lua"
 
@@ -34,6 +38,11 @@ class Keys:
     def worker_info(self) -> str:
         """HASH of worker ids to descriptions."""
         return f"{self.prefix}batchery:worker-info"
+
+    @property
+    def schema(self) -> str:
+        """STRING: the highest `SCHEMA` of all workers that were ever registered."""
+        return f"{self.prefix}batchery:schema"
 
     @property
     def token(self) -> str:

@@ -12,7 +12,7 @@ import redis
 
 from batchery.errors import RedisUnavailable
 from batchery.redis_scripts import RedisScripts
-from batchery.transport.redis_schema import Keys
+from batchery.transport.redis_schema import SCHEMA, Keys
 
 logger = logging.getLogger("batchery.transport")
 
@@ -54,14 +54,21 @@ class Registration:
             last_token: No lower token must be given out again.
 
         Raises:
+            RedisUnavailable: What is in this Redis was written by a newer version.
             redis.RedisError: Redis does not answer.
         """
         self.worker = uuid.uuid4().hex
-        self._scripts.run(
+        keys = self._keys
+        newer = self._scripts.run(
             "register",
-            [self._keys.workers, self._keys.worker_info, self._keys.token],
-            *[self.worker, self.info(), last_token],
+            [keys.workers, keys.worker_info, keys.token, keys.schema],
+            *[self.worker, self.info(), last_token, SCHEMA],
         )
+        if newer:
+            raise RedisUnavailable(
+                f"the queues in this Redis are of a newer Batchery: their layout is {newer},"
+                f" and this worker knows {SCHEMA}; update the worker"
+            )
 
     def info(self, queues: Sequence[str] | None = None, name: str | None = None) -> str:
         """What others want to know of this worker, as JSON; from any thread.
@@ -127,6 +134,10 @@ def warn_of_eviction(info: Mapping[str, Any]) -> None:
         )
 
 
+#: What is raised by reading a worker's entry that is none.
+ODD_ENTRY = (ValueError, TypeError, KeyError, OverflowError, RecursionError)
+
+
 def read_expiry(about: bytes | None) -> float | None:
     """The expiry that a worker has registered, in seconds; None if there is none.
 
@@ -136,7 +147,7 @@ def read_expiry(about: bytes | None) -> float | None:
     try:
         expiry_s = json.loads(about or b"{}")["expiry_s"]
         return float(expiry_s) if expiry_s > 0 else None
-    except (ValueError, TypeError, KeyError):
+    except ODD_ENTRY:
         return None
 
 
@@ -144,5 +155,5 @@ def read_name(about: bytes | None) -> str | None:
     """The node name that a worker has registered; None if there is none."""
     try:
         return str(json.loads(about or b"{}")["name"])
-    except (ValueError, TypeError, KeyError):
+    except ODD_ENTRY:
         return None

@@ -23,6 +23,9 @@ from batchery.errors import DatasetError
 from batchery_producer.files.rows import MAX_LINE_BYTES
 from batchery_producer.files.source import Source, compression_of_name, members
 
+#: What is raised by reading a journal that is none.
+ODD_JOURNAL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+
 #: Lines in memory are written when they take this much, even without a flush, in bytes.
 BUFFER_BYTES = 4 * 1024 * 1024
 
@@ -275,7 +278,7 @@ class Journal:
             return cls(**stored)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, *ODD_JOURNAL) as error:
             raise DatasetError(f"{path}: cannot be used to resume: {error}") from None
 
     def write(self, path: Path) -> None:

@@ -323,9 +323,12 @@ class TableRows(Rows):
 
     def _next_batch(self) -> tuple[Any, float]:
         try:
-            return next(self._batches)
+            batch, share = next(self._batches)
+            # pyarrow believes the offsets in a file, and would read beyond its end.
+            batch.validate(full=True)
         except self._arrow.ArrowException as error:
             raise OSError(_first_line(error)) from None
+        return batch, share
 
 
 class ParquetRows(TableRows):

@@ -19,6 +19,7 @@ from batchery_worker import bootstep
 from batchery_worker.bootstep import (
     BatchStep,
     check_is_accepted,
+    check_results_are_read,
     is_served,
     kinds_by_queue,
     prefetch_jobs,
@@ -415,6 +416,43 @@ def test_worker_that_does_not_accept_the_jobs_of_a_task_is_refused() -> None:
     app.conf.accept_content = ["pickle"]
     with pytest.raises(SettingsError, match="add 'json' to accept_content"):
         check_is_accepted(app, task)
+    task.serializer = "auth"
+    with pytest.raises(SettingsError, match=r"call app.setup_security\(\) if messages are signed"):
+        check_is_accepted(app, task)
+
+
+def test_worker_whose_task_was_made_before_its_messages_were_to_be_signed_is_refused() -> None:
+    app = Celery("late", set_as_current=False)
+
+    @app.task(base=BatchTask, shared=False, lazy=False)
+    def shout(texts: list[str]) -> list[str]:
+        return texts
+
+    task: Any = shout
+    app.conf.update(task_serializer="auth", accept_content=["application/data"])
+    with pytest.raises(SettingsError, match="jobs are not signed"):
+        check_is_accepted(app, task)
+
+
+def test_a_task_of_an_app_that_signs_its_messages_signs_its_own() -> None:
+    app = Celery("signing", set_as_current=False)
+    app.conf.task_serializer = "auth"
+
+    @app.task(base=BatchTask, shared=False, lazy=False)
+    def shout(texts: list[str]) -> list[str]:
+        return texts
+
+    assert (shout.serializer, BatchTask.serializer) == ("auth", "json")
+
+
+def test_worker_whose_results_no_caller_would_read_is_refused() -> None:
+    app = Celery("unread", set_as_current=False)
+    check_results_are_read(app)
+    app.conf.accept_content = ["application/data"]
+    with pytest.raises(SettingsError, match=r"result_accept_content = \['json'\]"):
+        check_results_are_read(app)
+    app.conf.result_accept_content = ["json"]
+    check_results_are_read(app)
 
 
 def pay() -> None:

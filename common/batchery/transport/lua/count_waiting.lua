@@ -19,7 +19,8 @@ for i = 2, #KEYS do
       -- A body is base64 or has its quotes escaped, so only a header can look like this.
       local message = redis.call('LINDEX', list, -1)
       local sent_at = message and string.match(message, '"batchery_sent_at": ([%d.]+)')
-      if sent_at and (not oldest or tonumber(sent_at) < tonumber(oldest)) then
+      -- Anybody may push anything, such as 1.2.3.
+      if tonumber(sent_at or '') and (not oldest or tonumber(sent_at) < tonumber(oldest)) then
         oldest = sent_at
       end
     end

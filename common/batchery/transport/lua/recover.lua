@@ -22,7 +22,7 @@
 -- ARGV     worker id; the heartbeat that its observer saw, or nothing for a worker that ends itself;
 --          1 if deaths count
 -- Returns  how many messages went back, and how many of them are suspects; nil if the worker has
---          sent another heartbeat since.
+--          sent another heartbeat since. An error, with nothing done, if not all of them can go back.
 
 -- The id in the headers of a leased message, spelled like those in the notes; nil if it has none.
 local function id_of(token)
@@ -41,6 +41,12 @@ end
 
 if ARGV[2] ~= '' and redis.call('ZSCORE', KEYS[1], ARGV[1]) ~= ARGV[2] then
   return false
+end
+for _, value in ipairs(redis.call('HVALS', KEYS[3])) do
+  local reason = why_not(value)
+  if reason then
+    return redis.error_reply(reason)
+  end
 end
 redis.call('ZREM', KEYS[1], ARGV[1])
 redis.call('HDEL', KEYS[2], ARGV[1])

@@ -32,10 +32,17 @@ local function redelivered(message)
   return headers and mark(message, headers) or message
 end
 
+-- Why nothing can be pushed to the queue of a leased message: its key is of another type, or this user
+-- may not; nil if it can. Redis undoes nothing of a script that it stops.
+local function why_not(value)
+  local answer = redis.pcall('LLEN', string.sub(value, 1, string.find(value, '\0', 1, true) - 1))
+  return type(answer) == 'table' and answer.err or nil
+end
+
 -- Moves a message from a worker's leases to its queue; marks it, unless it must stay as it is.
 local function give_back(leases, token, side, unmarked)
   local value = redis.call('HGET', leases, token)
-  if not value then
+  if not value or why_not(value) then
     return false
   end
   local cut = string.find(value, '\0', 1, true)

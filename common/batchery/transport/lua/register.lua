@@ -4,8 +4,14 @@
 --                  and by renew.lua; read by every worker; a member goes with release or recovery.
 -- KEYS[2]  HASH    worker-info: worker id -> what others want to know of it, as JSON. The same life.
 -- KEYS[3]  STRING  token, see fetch.lua
--- ARGV     worker id, info, the last token that the worker knows of
---
+-- KEYS[4]  STRING  schema: the highest version of the layout of all these keys that a worker had.
+--                  Written here; never expires.
+-- ARGV     worker id, info, the last token that the worker knows of, the version that it knows
+-- Returns  0; the version of the layout if the worker knows only an older one: then nothing is done.
+local schema = tonumber(redis.call('GET', KEYS[4]) or '') or 0
+if schema > tonumber(ARGV[4]) then
+  return schema
+end
 -- At maxmemory a script may write once it has deleted something, and be it nothing: so ZREM first.
 redis.call('ZREM', KEYS[1], ARGV[1])
 local now = redis.call('TIME')
@@ -15,4 +21,7 @@ redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
 if tonumber(redis.call('GET', KEYS[3]) or 0) < tonumber(ARGV[3]) then
   redis.call('SET', KEYS[3], ARGV[3])
 end
-return 1
+if schema < tonumber(ARGV[4]) then
+  redis.call('SET', KEYS[4], ARGV[4])
+end
+return 0

@@ -9,7 +9,7 @@
 local revived = {}
 for _, token in ipairs(ARGV) do
   local value = redis.call('HGET', KEYS[2], token)
-  if value then
+  if value and not why_not(value) then
     local cut = string.find(value, '\0', 1, true)
     redis.call('HDEL', KEYS[1], token)
     redis.call('HDEL', KEYS[2], token)

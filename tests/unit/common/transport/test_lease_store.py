@@ -18,7 +18,7 @@ from batchery.transport.lease_store import (
     discard_lease_store,
 )
 from batchery.transport.leases import Deaths, HeldJob
-from batchery.transport.redis_schema import Keys
+from batchery.transport.redis_schema import SCHEMA, Keys
 
 KEYS = Keys("shop-")
 
@@ -216,7 +216,7 @@ def test_fenced_worker_holds_nothing_and_begins_anew_under_another_id(scene: Sce
     assert scene.owner.forgotten == ["2", "1"]
     assert scene.scripts.names == ["recover", "register"]
     # No token that was here is given out again.
-    assert scene.scripts.ran[-1][-1] == 2
+    assert scene.scripts.ran[-1][-2:] == (2, SCHEMA)
 
 
 # Leases

@@ -3,6 +3,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 
 from batchery.transport import membership
 from batchery.transport.membership import FailureDetector, Heartbeat
@@ -109,7 +110,9 @@ class Scripts:
 
     def run(self, name: str, keys: Sequence[str], *args: Any) -> Any:
         self.ran.append((name, *args))
-        return self.answers.get(name)
+        if isinstance(answer := self.answers.get(name), Exception) and "w2" in args:
+            raise answer
+        return answer
 
 
 class Scene:
@@ -191,6 +194,17 @@ def test_suspects_of_a_dead_worker_are_announced_unless_another_worker_was_first
     scene.scripts.answers["recover"] = (3, 2)
     scene.beat(EXPIRY_S + 1, w2=7)
     assert "worker w2 is dead; its jobs are back in their queues: 3; 2 were on" in caplog.text
+
+
+def test_worker_whose_jobs_cannot_go_back_keeps_nobody_else_from_being_recovered(
+    scene: Scene, caplog: pytest.LogCaptureFixture
+) -> None:
+    scene.scripts.answers["recover"] = ResponseError("no permission for key 'q'")
+    for second in range(int(EXPIRY_S) + 2):
+        scene.beat(float(second), w2=7)
+    assert [worker for worker, *_ in scene.recovered] == ["w2", "w2"]
+    assert caplog.text.count("worker w2 is dead, and its jobs cannot go back") == 1
+    assert "no permission for key 'q'" in caplog.text
 
 
 def test_expiry_of_another_worker_is_asked_for_once_and_is_its_own(scene: Scene) -> None:

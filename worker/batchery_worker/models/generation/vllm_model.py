@@ -92,6 +92,8 @@ class VllmModel(TextGenerator):
         chosen = {
             "model": source.name,
             **source.options,
+            # By itself vLLM would also load weights that are pickles.
+            "load_format": "safetensors",
             "dtype": DTYPES[settings.dtype],
             "max_num_seqs": self.slots,
             "max_model_len": settings.max_length,
