@@ -103,7 +103,7 @@ class BatchStep(_Step):  # type: ignore[misc]
             )
         for task in tasks:
             check_is_accepted(worker.app, task)
-        check_results_are_read(worker.app)
+        warn_of_unread_results(worker.app)
         report_broker_away(worker.app)
         devices = choose_devices(settings.devices)
         _add_devices(worker, tasks, devices)
@@ -363,19 +363,20 @@ def check_is_accepted(app: Any, task: BatchTask) -> None:
     )
 
 
-def check_results_are_read(app: Any) -> None:
-    """Makes sure that callers with this app's settings accept what it stores.
+def warn_of_unread_results(app: Any) -> None:
+    """Warns where callers with this app's settings refuse what it stores, so that `get` fails.
 
-    Raises:
-        SettingsError: They do not, so that each `get` would fail.
+    The worker starts: they may have other settings, or ask for no results.
     """
     conf = app.conf
     accepted = prepare_accept_content(conf.result_accept_content or conf.accept_content)
     written_in = prepare_accept_content([conf.result_serializer]) or set()
     if accepted and not written_in <= accepted:
-        raise SettingsError(
-            f"results are written in {conf.result_serializer}, which callers refuse: set"
-            f" result_accept_content = [{conf.result_serializer!r}]"
+        logger.warning(
+            "results are written in %s, which callers with these settings refuse: set"
+            " result_accept_content = [%r]",
+            conf.result_serializer,
+            conf.result_serializer,
         )
 
 

@@ -19,10 +19,10 @@ from batchery_worker import bootstep
 from batchery_worker.bootstep import (
     BatchStep,
     check_is_accepted,
-    check_results_are_read,
     is_served,
     kinds_by_queue,
     prefetch_jobs,
+    warn_of_unread_results,
     warn_of_unused_queues,
 )
 from batchery_worker.completion.ordinary import OrdinaryThreads
@@ -445,14 +445,16 @@ def test_a_task_of_an_app_that_signs_its_messages_signs_its_own() -> None:
     assert (shout.serializer, BatchTask.serializer) == ("auth", "json")
 
 
-def test_worker_whose_results_no_caller_would_read_is_refused() -> None:
+def test_results_that_no_caller_would_read_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     app = Celery("unread", set_as_current=False)
-    check_results_are_read(app)
-    app.conf.accept_content = ["application/data"]
-    with pytest.raises(SettingsError, match=r"result_accept_content = \['json'\]"):
-        check_results_are_read(app)
+    warn_of_unread_results(app)
     app.conf.result_accept_content = ["json"]
-    check_results_are_read(app)
+    app.conf.accept_content = ["application/data"]
+    warn_of_unread_results(app)
+    assert not caplog.records
+    app.conf.result_accept_content = None
+    warn_of_unread_results(app)
+    assert "result_accept_content = ['json']" in caplog.text
 
 
 def pay() -> None:
