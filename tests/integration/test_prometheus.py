@@ -79,7 +79,7 @@ class Scene:
             self.redis.url, "batchery", "exporter", "-A", "apps.shop", *words
         )
         stack.callback(self.exporter.communicate)
-        stack.callback(kill_all, self.exporter)
+        stack.callback(lambda: kill_all(self.exporter))
         self.gateway = GatewayProcess(
             folder, self.redis.url, models=MODELS, gateway={"worker_grace_s": 0.0}
         ).wait_ready()
