@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import click
 from pydantic import BaseModel
 
 from batchery import Settings
@@ -32,8 +33,13 @@ def check_command(words: list[str]) -> None:
         BadCommand: It does not exist.
     """
     is_later = words[0] == "batchery" and words[1] in LATER_COMMANDS
-    if not (is_later and words[1] not in batchery.commands):
+    if not is_later or has_command(words[1]):
         check(words)
+
+
+def has_command(name: str) -> bool:
+    """Whether there is a command `batchery NAME`."""
+    return batchery.get_command(click.Context(batchery), name) is not None
 
 
 def check_environment(names: list[str]) -> None:
