@@ -51,8 +51,8 @@ class Decoder(NamedTuple):
         run: Is given any bytes.
         errors: What it may raise, by its documentation.
         examples: Valid inputs, from which others are made; and what was found, and mended.
-        is_bounded: Whether its memory is bounded by its input. pyarrow believes the lengths in its
-            files.
+        is_bounded: Whether its memory is bounded by its input, and measured. pyarrow believes the
+            lengths in its files.
     """
 
     run: Callable[[bytes], object]

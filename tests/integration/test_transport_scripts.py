@@ -208,7 +208,7 @@ FULL: dict[str, Callable[[Redis], object]] = {
     "fetch": lambda there: there.fetch("a"),
     "fetch that notes": lambda there: there.fetch("a", notes=True),
     "renew": lambda there: there.renew(),
-    "register": lambda there: there.register("another") is None,
+    "register": lambda there: not there.scripts.run("register", REGISTERS, "another", "{}", 0, 1),
     "recover": lambda there: there.recover(counts=1),
     "requeue": lambda there: there.scripts.run("requeue", [KEYS.lease(ME)], "RPUSH", 1),
     "give_to_waiting": lambda there: there.give((1, "a", 1)),

@@ -191,8 +191,9 @@ def test_gateways_of_both_versions_know_each_others_tasks(
                 versions.url,
                 *("-A", "moving"),
                 models={},
-                gateway={"tasks": ["moving.*"]},
                 environment={
+                    # Settings that both versions have.
+                    "BATCHERY_GATEWAY": json.dumps({"tasks": ["moving.*"]}),
                     **versions.environment(is_before=is_before),
                     "CELERY_BROKER_URL": versions.url,
                     "CELERY_RESULT_BACKEND": versions.url,
@@ -205,3 +206,16 @@ def test_gateways_of_both_versions_know_each_others_tasks(
             task = asked.post("/tasks/moving.where", {"item": "a"}).json()
             answer = other.get(f"/tasks/{task['id']}?wait_s=60").json()
             assert (answer["status"], answer["result"]) == ("SUCCESS", ["a", "now"])
+
+
+def test_a_worker_does_not_touch_what_a_newer_version_has_written(
+    redis_url: str, start_worker: StartWorker
+) -> None:
+    with closing(Redis.from_url(redis_url)) as store:
+        store.set(Keys().schema, 99)
+        store.lpush("celery", "of the future")
+        worker = start_worker("apps.shop", ready=False)
+        assert worker.wait_exit() != 0
+        assert "their layout is 99, and this worker knows 1; update the worker" in worker.log
+        assert store.lrange("celery", 0, -1) == [b"of the future"]
+        assert not store.exists(Keys().workers)
