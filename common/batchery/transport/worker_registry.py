@@ -6,6 +6,7 @@ import os
 import platform
 import uuid
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import redis
@@ -63,12 +64,20 @@ class Registration:
             *[self.worker, self.info(), last_token],
         )
 
-    def info(self, queues: Sequence[str] | None = None, name: str | None = None) -> str:
+    def info(
+        self,
+        queues: Sequence[str] | None = None,
+        name: str | None = None,
+        leased: Mapping[str, int] = MappingProxyType({}),
+        scheduled: int = 0,
+    ) -> str:
         """What others want to know of this worker, as JSON; from any thread.
 
         Args:
             queues: Names of the queues that it consumes; None while that is not known.
             name: Its node name; the same.
+            leased: How many messages of each queue it holds.
+            scheduled: How many of them wait for their time.
         """
         about: dict[str, Any] = {"host": platform.node(), "pid": self._pid}
         about["expiry_s"] = self._expiry_s
@@ -76,6 +85,8 @@ class Registration:
             about["queues"] = queues
         if name is not None:
             about["name"] = name
+        if leased:
+            about |= {"leased": leased, "scheduled": scheduled}
         return json.dumps(about)
 
     def unregister(self) -> None:

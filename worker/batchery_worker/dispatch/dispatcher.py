@@ -89,6 +89,7 @@ class Dispatcher:
         self._supervisor = DeviceSupervisor(
             devices,
             RecyclingLimits(settings.device_max_jobs, settings.device_max_memory_bytes),
+            settings.max_pass_s,
             on_ready=self._plan_dispatch,
             on_done=self._on_done,
             on_death=self._on_death,
@@ -122,9 +123,9 @@ class Dispatcher:
         return self._hub
 
     @property
-    def pids(self) -> set[int]:
-        """Process ids of the devices."""
-        return {device.pid for device in self._supervisor.devices}
+    def devices(self) -> Sequence[DeviceProcess]:
+        """The devices, but for those that were given up."""
+        return self._supervisor.devices
 
     def start(self) -> None:
         """Starts the devices and waits for their models.
@@ -507,7 +508,7 @@ class Dispatcher:
             self.demand.times.ran(device.name, task, items, run_s, done.prepare_ms / 1e3)
             self._check_target(task, jobs[0].limits.target_s)
         waited_ms = [(dispatched.dispatched_s - job.arrived_s) * 1e3 for job in jobs]
-        self._metrics.batch_done(done, device.name, items=items, waited_ms=sum(waited_ms))
+        self._metrics.batch_done(done, dispatched, device.name, sum(waited_ms))
         if done.reused is not None:
             self._metrics.reused(jobs[0].key.task, done.reused)
         info = batch_info(
