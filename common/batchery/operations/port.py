@@ -136,8 +136,9 @@ class _Call(BaseHTTPRequestHandler):
         self.connection.settimeout(MAX_CALL_S)
 
     def _read_head(self) -> bytes:
+        """The head of the request; nothing if it has no end, which closes the connection."""
         end_s, head = monotonic() + MAX_CALL_S, b""
-        while b"\r\n\r\n" not in head and len(head) < MAX_HEAD_BYTES:
+        while b"\r\n\r\n" not in head:
             self.connection.settimeout(max(0.001, end_s - monotonic()))
             received = self.connection.recv(MAX_HEAD_BYTES - len(head))
             if not received:

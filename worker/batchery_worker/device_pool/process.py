@@ -327,7 +327,8 @@ class DeviceProcess:
         """
         assert self.link is not None
         replies = [load_reply(frame) for frame in self.link.receive()]
-        self.heard_s = monotonic()
+        if replies:
+            self.heard_s = monotonic()
         for reply in replies:
             self.reported = getattr(reply, "figures", None) or self.reported
         return replies

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from celery import bootsteps
 
 from batchery.errors import StartError
+from batchery.gateway_settings import JOBS_QUEUE
 from batchery.installation import get_installation
 from batchery.metrics_settings import MetricsSettings
 from batchery_worker.operations import systemd
@@ -52,6 +53,9 @@ class WatchStep(_Step):  # type: ignore[misc]
         """Called by Celery with its `WorkController`; a port that is taken ends the worker."""
         settings = get_installation(parent.app).settings
         self._watch = parent.watch = WorkerWatch(parent, settings)
+        if set(parent.app.amqp.queues.consume_from) == {JOBS_QUEUE}:
+            # The gateway's own worker has the settings of others, and would take their port.
+            return
         try:
             if settings.metrics.port is not None:
                 self._port = open_port(self._watch, settings.metrics)

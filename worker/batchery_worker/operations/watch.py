@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery.bootsteps import RUN  # type: ignore[attr-defined]
 
-from batchery.protocol.figures import BatchFigures, HealthFigures, WorkerFigures, read_figures
+from batchery.protocol.figures import HealthFigures, WorkerFigures, read_figures
 from batchery.settings import Settings
 from batchery.transport.lease_store import LeaseStore
 from batchery.transport.membership import BEATS_PER_EXPIRY
@@ -91,12 +91,12 @@ class WorkerWatch:
         return self._store
 
     def figures(self) -> dict[str, Any]:
-        """What remote control answers besides the figures of the pool; on the loop's thread."""
-        store, verdict = self._find_store(self._worker.consumer), self.judge()
+        """What remote control answers besides the figures of the pool."""
+        verdict, store = self.judge(), self._store
         return {
             "leases": None if store is None else store.figures(),
             "health": {"live": not verdict.not_live, "ready": not verdict.not_ready},
-            "loop_lag_s": round(max(self._lags_s), 6) if self._lags_s else None,
+            "loop_lag_s": max(map(float, tuple(self._lags_s)), default=None),
         }
 
     def measure_lag(self, loop: Any) -> None:
@@ -117,7 +117,9 @@ class WorkerWatch:
         figures, verdict = self._ask(), self.judge()
         if figures is None:
             # The devices load their models, or there are none.
-            figures = WorkerFigures({}, BatchFigures(), 0.0)
+            nothing = {"devices": {}, "batches": {}, "clock_s": monotonic()}
+            figures = read_figures({**nothing, **self.figures()})
+            assert figures is not None
         figures.health = HealthFigures(not verdict.not_live, not verdict.not_ready)
         workers = {str(self._worker.hostname): figures}
         yield from collect_sums(figures.batches)

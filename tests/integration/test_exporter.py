@@ -1,0 +1,190 @@
+"""`batchery exporter`: queues from Redis alone, workers where there are some, and a lost Redis."""
+
+import contextlib
+import http.client
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery
+from prometheus_client.parser import text_string_to_metric_families
+from redis import Redis
+
+from apps import shop
+from batchery.cli.health import ask
+from conftest import StartWorker
+from support.commands import TIMEOUT_S, start
+from support.harness import Worker, device_busy, kill_all, wait_for
+from support.own_redis import OwnRedis
+from support.patience import patient
+
+Samples = dict[tuple[str, ...], float]
+
+
+class Exporter:
+    """A running exporter."""
+
+    def __init__(self, redis_url: str, *arguments: str) -> None:
+        command = ("batchery", "exporter", "-A", "apps.shop", "--port", "0", *arguments)
+        self.process: Any = start(redis_url, *command)
+        line = self.process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        assert found, line or self.process.stderr.read()
+        self.port = int(found[1])
+
+    def says(self, path: str) -> tuple[int, str]:
+        return ask(f"http://127.0.0.1:{self.port}", path)
+
+    def scrape(self) -> str:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(20))
+        with contextlib.closing(connection):
+            connection.request("GET", "/metrics")
+            answer = connection.getresponse()
+            assert answer.status == 200
+            return answer.read().decode()
+
+    def samples(self) -> Samples:
+        """By name and the values of the labels."""
+        families: Any = text_string_to_metric_families(self.scrape())
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+StartExporter = Callable[..., Exporter]
+
+
+@pytest.fixture
+def start_exporter(redis_url: str) -> Iterator[StartExporter]:
+    with contextlib.ExitStack() as stack:
+
+        def begin(*arguments: str, url: str = redis_url) -> Exporter:
+            made = Exporter(url, *arguments)
+            stack.callback(close, made.process)
+            return made
+
+        yield begin
+
+
+def close(process: Any) -> None:
+    kill_all(process)
+    process.communicate()
+
+
+@pytest.fixture(autouse=True)
+def _on_this_redis(redis_url: str) -> None:
+    shop.app.conf.update(broker_url=redis_url, result_backend=redis_url)
+
+
+def test_queues_are_counted_where_no_worker_is(
+    start_exporter: StartExporter, redis_url: str
+) -> None:
+    with contextlib.closing(Redis.from_url(redis_url)) as client:
+        client.flushall()
+    exporter = start_exporter("--queues", "other")
+    empty = exporter.samples()
+    assert (empty["batchery_broker_up",], empty["batchery_workers",]) == (1, 0)
+    assert empty["batchery_queue_waiting_jobs", "celery"] == 0
+    assert empty["batchery_queue_oldest_job_seconds", "celery"] == 0
+    # Over all lists of a queue, one of each priority.
+    for priority in (0, 3, 9):
+        shop.shout.apply_async(("a",), priority=priority)
+    shop.shout.apply_async(("a",), queue="other")
+    samples = wait_for(
+        lambda: (s := exporter.samples())["batchery_queue_waiting_jobs", "celery"] and s, "counted"
+    )
+    assert samples["batchery_queue_waiting_jobs", "celery"] == 3
+    assert samples["celery_queue_length", "celery"] == 3
+    assert samples["batchery_queue_waiting_jobs", "other"] == 1
+    assert samples["batchery_queue_leased_jobs", "celery"] == 0
+    assert 0 < samples["batchery_queue_oldest_job_seconds", "celery"] < patient(60)
+    assert (samples["batchery_scheduled_jobs",], samples["batchery_dead_letters",]) == (0, 0)
+    assert exporter.says("/livez") == exporter.says("/readyz") == (200, "ok")
+
+
+def test_what_workers_hold_and_have_counted_is_added(
+    start_exporter: StartExporter, start_worker: StartWorker, tmp_path: Any
+) -> None:
+    worker = start_worker("apps.shop").wait_answers(shop.app)
+    shop.shout.submit_many(["a"] * 100).get(timeout=TIMEOUT_S)
+    exporter = start_exporter()
+    key = ("batchery_jobs_total", shop.shout.name, "succeeded")
+    wait_for(lambda: exporter.samples().get(key) == 100, "its jobs are counted")
+    samples = exporter.samples()
+    assert samples["batchery_workers",] == 1
+    assert samples["batchery_worker_ready", worker.name] == 1
+    assert samples["batchery_device_ready", worker.name, "cpu"] == 1
+    later = datetime.now(UTC) + timedelta(hours=1)
+    shop.shout.apply_async(("later",), eta=later)
+    with device_busy(worker, shop.app, shop.until.name, tmp_path / "gate"):
+        held = ("batchery_queue_leased_jobs", "celery")
+        wait_for(lambda: exporter.samples()[held] == 2, "one that runs, and one with an ETA")
+        samples = exporter.samples()
+        assert samples["batchery_scheduled_jobs",] == 1
+        assert samples["batchery_queue_waiting_jobs", "celery"] == 0
+    # What it has counted stays when it goes.
+    worker.stop()
+    wait_for(lambda: exporter.samples()["batchery_workers",] == 0, "it has gone")
+    assert exporter.samples()[key] == 100
+    wait_for(lambda: exporter.samples()["batchery_queue_waiting_jobs", "celery"] == 1, "it is back")
+
+
+def test_workers_are_asked_for_nothing_if_nobody_wants_it(
+    start_exporter: StartExporter, worker: Worker
+) -> None:
+    samples = start_exporter("--no-workers").samples()
+    assert samples["batchery_workers",] == 0
+    assert not any(key[0].startswith(("batchery_jobs", "batchery_device")) for key in samples)
+
+
+def test_lost_redis_is_no_empty_queue_and_holds_no_scrape_up(
+    start_exporter: StartExporter, own_redis: OwnRedis
+) -> None:
+    exporter = start_exporter(url=own_redis.url)
+    assert exporter.samples()["batchery_broker_up",] == 1
+    with own_redis.hanging():
+        time.sleep(1.1)
+        began_s = time.monotonic()
+        text = exporter.scrape()
+        assert time.monotonic() - began_s < patient(6.0)
+        assert "batchery_broker_up 0.0" in text
+        assert "batchery_queue_waiting_jobs{" not in text
+        assert "celery_queue_length" not in text
+        assert exporter.says("/livez") == (200, "ok")
+        assert exporter.says("/readyz")[0] == 503
+    wait_for(lambda: exporter.samples()["batchery_broker_up",] == 1, "it answers again")
+    own_redis.kill()
+    assert exporter.says("/readyz")[0] == 503
+    wait_for(lambda: exporter.samples()["batchery_broker_up",] == 0, "it has gone")
+    own_redis.start()
+    wait_for(lambda: exporter.samples()["batchery_broker_up",] == 1, "it is there again")
+    assert exporter.says("/readyz") == (200, "ok")
+
+
+def test_promtool_has_no_complaint_about_the_exporter(
+    start_exporter: StartExporter, worker: Worker
+) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    done = subprocess.run(
+        [promtool, "check", "metrics"],
+        input=start_exporter().scrape(),
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_exporter_ends_with_a_signal(start_exporter: StartExporter, client: Celery) -> None:
+    exporter = start_exporter()
+    exporter.process.terminate()
+    assert exporter.process.wait(patient(20)) == 0
