@@ -31,10 +31,11 @@ class Exporter:
 
     def __init__(self, redis_url: str, *arguments: str) -> None:
         command = ("batchery", "exporter", "-A", "apps.shop", "--port", "0", *arguments)
-        self.process: Any = start(redis_url, *command)
-        line = self.process.stdout.readline()
+        process: Any = start(redis_url, *command)
+        self.process = process
+        line = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-        assert found, line or self.process.stderr.read()
+        assert found, line or process.stderr.read()
         self.port = int(found[1])
 
     def says(self, path: str) -> tuple[int, str]:
@@ -97,10 +98,9 @@ def test_queues_are_counted_where_no_worker_is(
     for priority in (0, 3, 9):
         shop.shout.apply_async(("a",), priority=priority)
     shop.shout.apply_async(("a",), queue="other")
-    samples = wait_for(
-        lambda: (s := exporter.samples())["batchery_queue_waiting_jobs", "celery"] and s, "counted"
-    )
-    assert samples["batchery_queue_waiting_jobs", "celery"] == 3
+    waiting = ("batchery_queue_waiting_jobs", "celery")
+    wait_for(lambda: exporter.samples()[waiting] == 3, "they are counted")
+    samples = exporter.samples()
     assert samples["celery_queue_length", "celery"] == 3
     assert samples["batchery_queue_waiting_jobs", "other"] == 1
     assert samples["batchery_queue_leased_jobs", "celery"] == 0

@@ -108,11 +108,10 @@ class Dispatcher:
             self._scheduler, self._supervisor, in_flight, settings, max_batch_size, self.gather
         )
         self._poison = PoisonDetector(self._scheduler, self._settlement, self._in_flight)
-        self._dispatch_planned = False
+        self._dispatch_planned = self._draining = False
         #: Whether jobs are being admitted that are dispatched together.
         self._gathering = False
         self._wake_planned_s = float("inf")
-        self._draining = False
         #: Tasks whose listeners have held up the loop, and those that cannot keep their target.
         self._told_slow: set[str] = set()
         self._told_target: set[str] = set()

@@ -1,6 +1,7 @@
 """Figures as metrics: names and values, sums that never fall, and figures of other versions."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -27,6 +28,7 @@ from batchery.protocol.figures import (
     read_figures,
 )
 from batchery.redis_scripts import ScriptTime
+from support.harness import TESTS
 
 GPU = DeviceSnapshot(
     "ready",
@@ -208,3 +210,23 @@ def test_all_of_it_is_what_prometheus_reads(tmp_path: Path) -> None:
     families.write_textfile(str(tmp_path / "worker.prom"), collect_all())
     assert (tmp_path / "worker.prom").read_bytes() == families.encode(collect_all())[0]
     assert list(tmp_path.iterdir()) == [tmp_path / "worker.prom"]
+
+
+def test_page_names_all_metrics_and_no_other() -> None:
+    page = (TESTS.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+    table = page.partition("## All metrics")[2].partition("Some are quotients")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    documented = {
+        name: (row[1], set(re.findall(r"\w+", row[2])))
+        for row in rows
+        for name in re.findall(r"`(\w+)`", row[0])
+    }
+    there = {
+        f"{family.name}_total" if family.type == "counter" else family.name: (
+            family.type,
+            {label for sample in family.samples for label in sample.labels} - {"le"},
+        )
+        for family in collect_all()
+    }
+    assert documented == there

@@ -38,7 +38,8 @@ class Scene:
         return self.port.server_address
 
     def get(self, path: str, **headers: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(*self.address, timeout=10)
+        host, port = self.address
+        connection = http.client.HTTPConnection(host, port, timeout=10)
         with contextlib.closing(connection):
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
