@@ -60,7 +60,6 @@ class Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
         self.encode = encode
         self.checks = {"/livez": live, "/readyz": ready}
         self._calls = threading.BoundedSemaphore(MAX_CALLS)
-        self._is_started = False
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self.address_family = family
@@ -79,14 +78,8 @@ class Port(socketserver.ThreadingMixIn, socketserver.TCPServer):
         host, port = map(str, self.server_address[:2])
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
-    @property
-    def is_started(self) -> bool:
-        """Whether it answers."""
-        return self._is_started
-
     def start(self) -> None:
         """Answers from now on."""
-        self._is_started = True
         threading.Thread(target=self._serve, name="batchery-port", daemon=True).start()
 
     def close(self) -> None:

@@ -75,13 +75,13 @@ def test_systemd_hears_that_a_worker_is_ready_once_and_that_it_lives_again_and_a
 ) -> None:
     watch: Any = Watch()
     beats = Beats(watch, None)
-    beats._beat(0.0)
+    beats.beat(0.0)
     assert listener.recv(100) == b"WATCHDOG=1"
     watch.verdict = Verdict("", "")
     for _ in range(2):
-        beats._beat(0.0)
+        beats.beat(0.0)
     assert [listener.recv(100) for _ in range(3)] == [b"READY=1", b"WATCHDOG=1", b"WATCHDOG=1"]
     watch.verdict = Verdict("device cpu hung", "device cpu hung")
-    beats._beat(0.0)
-    beats.stop()
+    beats.beat(0.0)
+    systemd.notify("STOPPING=1")
     assert listener.recv(100) == b"STOPPING=1"
