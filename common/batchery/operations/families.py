@@ -82,10 +82,12 @@ OF_DEVICE: Table = (
     ),
     ("memory_bytes", "Memory that torch holds.", lambda device: device.memory.reserved_bytes),
     ("memory_size_bytes", "All memory of the GPU.", lambda device: device.memory.total_bytes),
+    ("peak_flops", "FLOPs per second that it could do.", lambda device: device.memory.peak_flops),
 )
 
 OF_MODEL: Table = (
     ("batch_tokens", "Token budget of a pass.", lambda model: model.max_batch_tokens or None),
+    ("flops_total", "FLOPs without padding.", lambda model: model.flops or None),
     ("out_of_memory_total", "Passes without memory.", lambda model: model.out_of_memory),
     ("slots", "Items that may run at once.", lambda model: model.slots or None),
     ("slots_taken", "Items that run.", lambda model: model.slots_taken if model.slots else None),

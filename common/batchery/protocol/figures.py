@@ -221,6 +221,8 @@ class MemorySnapshot:
     reserved_bytes: int | None = None
     peak_bytes: int | None = None
     total_bytes: int | None = None
+    #: What it could compute per second, in FLOPs; None where nobody has looked it up.
+    peak_flops: float | None = None
 
 
 @dataclass(slots=True)
@@ -248,6 +250,8 @@ class ModelSnapshot:
     #: How many steps it has made, and how long each took.
     steps: int = 0
     step_ms: float | None = None
+    #: Floating-point operations on tokens that carried something; 0 where nobody counts them.
+    flops: float = 0.0
     peak_bytes: int | None = None
     token_us: float = 0.0
     item_us: float = 0.0

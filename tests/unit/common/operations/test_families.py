@@ -34,8 +34,11 @@ GPU = DeviceSnapshot(
     "ready",
     2,
     resident_kib=1024,
-    memory=MemorySnapshot(reserved_bytes=5, total_bytes=9),
-    models={"embed": ModelSnapshot(16_384), "chat": ModelSnapshot(0, slots=16, slots_taken=3)},
+    memory=MemorySnapshot(reserved_bytes=5, total_bytes=9, peak_flops=312e12),
+    models={
+        "embed": ModelSnapshot(16_384, flops=6e12),
+        "chat": ModelSnapshot(0, slots=16, slots_taken=3),
+    },
 )
 
 
@@ -120,6 +123,7 @@ def test_what_is_of_a_worker_alone_has_its_name() -> None:
     assert found["batchery_event_loop_lag_seconds", "w"] == 0.002
     assert found["batchery_model_batch_tokens", "w", "cuda:0", "embed"] == 16_384
     assert found["batchery_model_slots_taken", "w", "cuda:0", "chat"] == 3
+    assert found["batchery_model_flops_total", "w", "cuda:0", "embed"] == 6e12
     # One that has no slots has no such figures.
     assert ("batchery_model_slots", "w", "cuda:0", "embed") not in found
 
@@ -127,7 +131,7 @@ def test_what_is_of_a_worker_alone_has_its_name() -> None:
 def test_devices_have_their_state_and_memory() -> None:
     found = read(families.collect_devices({"w": make_worker()}))
     of_device = {key[0].removeprefix("batchery_device_"): n for key, n in found.items()}
-    assert of_device["ready"] == 1
+    assert (of_device["ready"], of_device["peak_flops"]) == (1, 312e12)
     assert of_device["resident_memory_bytes"] == 2**20
     assert (of_device["memory_bytes"], of_device["memory_size_bytes"]) == (5, 9)
 
